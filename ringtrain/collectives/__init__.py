@@ -1,0 +1,112 @@
+"""What the ranks say to each other: a small Protocol, and ``connect``, which finds who carries it.
+
+``reduce.py`` holds the reduction of gradients; the training step and ``ringtrain.keras`` both use it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from ringtrain.errors import EXIT_CODES, RingtrainError, UsageError
+from ringtrain.world import World
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+Result = TypeVar("Result")
+
+
+class Collective(Protocol):
+    """Communication among all ranks. Each call must be made by every rank; ``name`` says which call is meant."""
+
+    world: World
+    description: str
+    """who carries the communication, such as ``"Horovod over MPI"``"""
+
+    def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        """Add each tensor over all ranks; works in graphs and eagerly. All tensors are of one type.
+
+        Args:
+            tensors: any shapes, the same on every rank.
+            name: unique in a graph; ranks with the same name meet.
+        """
+
+    def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Concatenate ``[n_r, ...]`` of all ranks, in the order of the ranks, to ``[sum of n_r, ...]``."""
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        """Rank 0's tensors, on every rank. Shapes and types are the same on every rank."""
+
+    def close(self) -> None:
+        """Leave in good order, after the last call of every rank."""
+
+    def abort(self, exit_code: int) -> None:
+        """Leave at once, without waiting for any rank; never returns."""
+
+
+def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collective:
+    """Join the other ranks.
+
+    Raises:
+        UsageError: the backend is not installed, or it sees another world than the launcher.
+    """
+    if backend == "solo" and world.size > 1:
+        raise UsageError(
+            f"backend is 'solo', but {world.launcher} started {world.size} processes, each of which would train alone. "
+            "Use --backend auto, or start one process.",
+            reach="run",
+        )
+    if backend == "horovod" or (backend == "auto" and world.size > 1):
+        from ringtrain.collectives.horovod import connect_horovod
+
+        return connect_horovod(world)
+    from ringtrain.collectives.solo import Solo
+
+    return Solo(world)
+
+
+def gather_objects(collective: Collective, value: Any, *, name: str) -> list[Any]:
+    """Every rank's value, in the order of the ranks. Values travel as JSON: nothing received can run code."""
+    import tensorflow as tf
+
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = collective.gather(tf.constant([data.size], tf.int64), name=f"{name}/lengths").numpy()
+    joined = collective.gather(tf.constant(data), name=f"{name}/data").numpy()
+    return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
+
+
+def agree(collective: Collective, action: Callable[[], Result], *, name: str) -> Result:
+    """Do something that may fail on some ranks, so that either all go on or all raise.
+
+    Returns:
+        What ``action`` returned on this rank.
+
+    Raises:
+        RingtrainError: on every rank, when ``action`` raised one on any: the first such rank's, with ranks and hosts
+            named where not all failed alike.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except RingtrainError as error:
+        failure = {"message": str(error), "exit_code": error.exit_code, "node": collective.world.node}
+    failures = gather_objects(collective, failure, name=name)
+    failed = [rank for rank, item in enumerate(failures) if item]
+    if not failed:
+        return result  # type: ignore[return-value]
+    first = failures[failed[0]]
+    message = first["message"]
+    if [item and item["message"] for item in failures] != [message] * len(failures):
+        others = f"ranks {', '.join(map(str, failed))}" if len(failed) > 1 else f"rank {failed[0]}"
+        message = f"{others} of {len(failures)} (first on {first['node']}): {message}"
+    raise EXIT_CODES.get(first["exit_code"], RingtrainError)(message, reach="run")
+
+
+def on_first(collective: Collective, action: Callable[[], Any], *, name: str) -> Any:
+    """Do something on rank 0 alone and give every rank its result (a JSON value), or its error."""
+    value = agree(collective, lambda: action() if collective.world.is_first else None, name=f"{name}/agree")
+    return gather_objects(collective, value, name=f"{name}/result")[0]

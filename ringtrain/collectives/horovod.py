@@ -1,0 +1,117 @@
+"""Collectives by Horovod, over MPI, Gloo or NCCL, as it was built and started."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ringtrain.errors import UsageError
+from ringtrain.world import World
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+class HorovodCollective:
+    """The collective of a run under a launcher."""
+
+    def __init__(self, world: World, hvd: ModuleType) -> None:
+        self.world = world
+        self._hvd = hvd
+        self.description = describe(hvd)
+
+    def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        if len(tensors) == 1:  # a lone tensor is reduced in place, without the copies into a fusion buffer
+            return [self._hvd.allreduce(tensors[0], op=self._hvd.Sum, name=name)]
+        return self._hvd.grouped_allreduce(list(tensors), op=self._hvd.Sum, name=name)
+
+    def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        return self._hvd.allgather(tensor, name=name)
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        return [
+            self._hvd.broadcast(tensor, root_rank=0, name=f"{name}/{number}") for number, tensor in enumerate(tensors)
+        ]
+
+    def close(self) -> None:
+        self._hvd.shutdown()
+
+    def abort(self, exit_code: int) -> None:
+        # The launcher stops the other ranks when one leaves with an error. Horovod's and MPI's own ways out wait for
+        # ranks that may never answer.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+def connect_horovod(world: World) -> HorovodCollective:
+    """Start Horovod and hold what it sees against what the launcher said.
+
+    Raises:
+        UsageError: Horovod cannot be loaded, or sees another world than the launcher.
+    """
+    try:
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+    except (ImportError, ValueError) as error:  # ValueError: built without the controller that the launcher asks for
+        raise UsageError(
+            f"Horovod cannot be loaded: {error}. It must be built against the TensorFlow that is installed: "
+            "run `make setup`, or see `horovodrun --check-build`.",
+            reach="run",
+        ) from error
+    seen = World(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(),
+        node=world.node,
+        launcher=world.launcher,
+    )
+    for who, size in (("Horovod", seen.size), ("mpi4py", _mpi4py_size(hvd, world))):
+        if size != world.size:
+            raise UsageError(
+                f"{world.launcher} started {world.size} processes, but {who} sees {size}: the launcher belongs to "
+                f"another MPI than Horovod. {_describe_mpi_libraries()} Start the run with that MPI's own mpirun, or "
+                "build Horovod and mpi4py with the launcher's MPI first in PATH.",
+                reach="run",
+            )
+    if seen != world:
+        raise UsageError(f"{world.launcher} says {world}, but Horovod says {seen}. Start the run again in a clean shell.")
+    return HorovodCollective(world, hvd)
+
+
+def describe(hvd: ModuleType) -> str:
+    """Which of Horovod's controllers and operations are at work."""
+    controller = "MPI" if hvd.mpi_enabled() else "Gloo"
+    return f"Horovod over {controller}" + (" and NCCL" if hvd.nccl_built() else "")
+
+
+def _mpi4py_size(hvd: ModuleType, world: World) -> int:
+    """The size that mpi4py sees, where MPI is in use at all."""
+    if not hvd.mpi_enabled():
+        return world.size
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # Horovod has started MPI, and ends it
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Get_size() if MPI.Is_initialized() else 1
+
+
+def _describe_mpi_libraries() -> str:
+    """The MPI libraries loaded into this process, one sentence."""
+    mapped = re.findall(r"(/\S*/libmpi\S*\.so\S*)", Path("/proc/self/maps").read_text())
+    libraries = ", ".join(dict.fromkeys(mapped)) or "none"
+    try:
+        from mpi4py import MPI
+
+        version = MPI.Get_library_version().split(",")[0].strip("\0\n ")
+    except (ImportError, RuntimeError) as error:
+        version = f"not to be had ({error})"
+    return f"Loaded: {libraries}; mpi4py was built for: {version}."

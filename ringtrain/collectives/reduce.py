@@ -1,0 +1,167 @@
+"""The reduction of gradients: the one place where the ranks' gradients become the gradient of the global batch.
+
+Each rank brings the gradient of (sum of its samples' losses) / (samples of the global batch), so that the sum over all
+ranks is the gradient of the mean over the global batch, and nothing is divided afterwards.
+
+Gradients leave in a few groups, in the order in which the backward pass makes them (the last layer's first), so that
+the first groups travel while the rest is still computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ringtrain.collectives import Collective
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+Compression = Literal["none", "fp16"]
+
+# A group is closed once it holds this share of all bytes, or this many bytes: small models want few messages, large
+# models an early start (measured with `pytest tests/bench`).
+MAX_GROUPS = 6
+MIN_GROUP_BYTES = 256 * 1024
+
+
+class GradientSpec(NamedTuple):
+    """What a gradient is, known before any is computed."""
+
+    num_bytes: int
+    dtype: str
+    is_sparse: bool
+
+
+class Reduced(NamedTuple):
+    """The outcome of a reduction, identical on every rank.
+
+    Attributes:
+        gradients: in the order given; a sparse one holds each row once.
+        is_finite: bool []; False where any value on any rank was not finite.
+        global_norm: float [], the Euclidean norm of all gradients together.
+    """
+
+    gradients: list[tf.Tensor | tf.IndexedSlices]
+    is_finite: tf.Tensor
+    global_norm: tf.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientReduction:
+    """Sums gradients over all ranks.
+
+    Attributes:
+        collective: carries the sums.
+        compression: ``"fp16"`` sends float32 and float64 gradients as float16 (they come back in their own type; a value
+            beyond 65504 becomes infinite, which the verdict sees).
+        name: prefix of the collectives' names; unique in a program.
+    """
+
+    collective: Collective
+    compression: Compression = "none"
+    name: str = "gradients"
+
+    def __call__(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> Reduced:
+        """Reduce one gradient for each variable, in the order in which the forward pass uses the variables."""
+        sums = self.sum(gradients)
+        is_finite, global_norm = verdict(sums)
+        return Reduced(sums, is_finite, global_norm)
+
+    def sum(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+        """The sums alone, without the verdict."""
+        sums: list[tf.Tensor | tf.IndexedSlices] = list(gradients)
+        for number, group in enumerate(plan_groups([gradient_spec(gradient) for gradient in gradients])):
+            name = f"{self.name}/{number}"
+            if gradient_spec(gradients[group[0]]).is_sparse:
+                sums[group[0]] = self._sum_sparse(gradients[group[0]], name)
+            else:
+                for index, total in zip(group, self._sum_dense([gradients[i] for i in group], name), strict=True):
+                    sums[index] = total
+        return sums
+
+    def _sum_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+        packed = [self._compress(gradient) for gradient in gradients]
+        totals = self.collective.sum(packed, name=name)
+        return [_cast(total, gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
+
+    def _sum_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        """Sum a gradient that touches few rows: what travels is each rank's touched rows, each once."""
+        import tensorflow as tf
+
+        rows = merge_rows(gradient)
+        values = self.collective.gather(self._compress(rows.values), name=f"{name}/values")
+        indices = self.collective.gather(rows.indices, name=f"{name}/indices")
+        return merge_rows(tf.IndexedSlices(_cast(values, gradient.dtype), indices, gradient.dense_shape))
+
+    def _compress(self, tensor: tf.Tensor) -> tf.Tensor:
+        return _cast(tensor, "float16") if self.compression == "fp16" and tensor.dtype.is_floating else tensor
+
+
+def plan_groups(specs: Sequence[GradientSpec]) -> list[list[int]]:
+    """Which gradients travel together, in the order in which the groups become ready.
+
+    Returns:
+        Lists of indices into ``specs``, from the last gradient to the first. A group is of one type; a sparse gradient
+        is a group of its own.
+    """
+    total_bytes = sum(spec.num_bytes for spec in specs if not spec.is_sparse)
+    target_bytes = max(MIN_GROUP_BYTES, total_bytes / MAX_GROUPS)
+    groups: list[list[int]] = []
+    open_groups: dict[str, tuple[list[int], int]] = {}  # type -> (indices, bytes)
+    for index in reversed(range(len(specs))):
+        spec = specs[index]
+        if spec.is_sparse:
+            groups.append([index])
+            continue
+        indices, num_bytes = open_groups.pop(spec.dtype, ([], 0))
+        indices, num_bytes = [*indices, index], num_bytes + spec.num_bytes
+        if num_bytes >= target_bytes:
+            groups.append(indices)
+        else:
+            open_groups[spec.dtype] = (indices, num_bytes)
+    return groups + [indices for indices, _ in open_groups.values()]
+
+
+def gradient_spec(gradient: tf.Tensor | tf.IndexedSlices) -> GradientSpec:
+    """The spec of a gradient of static shape (a sparse one: of its variable's)."""
+    import tensorflow as tf
+
+    if isinstance(gradient, tf.IndexedSlices):
+        return GradientSpec(0, gradient.dtype.name, True)
+    return GradientSpec((gradient.shape.num_elements() or 0) * gradient.dtype.size, gradient.dtype.name, False)
+
+
+def merge_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The same sparse gradient with each row once: values of rows with the same index added."""
+    import tensorflow as tf
+
+    indices, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def verdict(tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Whether all values are finite (bool []) and the norm of all of them together (float []).
+
+    One pass over the data yields both. Only where the sum of squares is not finite, which large finite values can bring
+    about as well, is each value looked at.
+    """
+    import tensorflow as tf
+
+    values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
+    norm_dtype = tf.float64 if any(value.dtype == tf.float64 for value in values) else tf.float32
+    half_squares = tf.add_n([tf.cast(tf.nn.l2_loss(value), norm_dtype) for value in values])
+    is_finite = tf.cond(
+        tf.math.is_finite(half_squares),
+        lambda: tf.constant(True),
+        lambda: tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values]),
+    )
+    return is_finite, tf.sqrt(2 * half_squares)
+
+
+def _cast(tensor: tf.Tensor, dtype: str | tf.DType) -> tf.Tensor:
+    import tensorflow as tf
+
+    return tensor if tensor.dtype == tf.as_dtype(dtype) else tf.cast(tensor, dtype)

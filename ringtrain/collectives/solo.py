@@ -1,0 +1,36 @@
+"""One process: every collective is the identity."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ringtrain.world import World
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Solo:
+    """The collective of a run of one process."""
+
+    world: World
+    description: str = "none (one process)"
+
+    def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        return list(tensors)
+
+    def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        return tensor
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        return list(tensors)
+
+    def close(self) -> None:
+        pass
+
+    def abort(self, exit_code: int) -> None:
+        os._exit(exit_code)

@@ -1,0 +1,227 @@
+"""The whole configuration of a run, as frozen dataclasses whose checks name what is wrong and what would be right.
+
+A field's name is the flag's name and the YAML key. A workload brings its own defaults for some fields
+(``Workload.defaults``); what the user writes in ``--config`` or on the command line wins over them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ringtrain.errors import UsageError
+
+# Keras 3's optimizers by the names of their classes, so that a wrong name is found before TensorFlow is imported.
+OPTIMIZER_CLASSES = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "adamax": "Adamax",
+    "adagrad": "Adagrad",
+    "adadelta": "Adadelta",
+    "adafactor": "Adafactor",
+    "ftrl": "Ftrl",
+    "lamb": "Lamb",
+    "lion": "Lion",
+    "nadam": "Nadam",
+    "rmsprop": "RMSprop",
+}
+MOMENTUM_OPTIMIZERS = ("sgd", "rmsprop")
+
+Precision = Literal["float32", "mixed_float16", "mixed_bfloat16", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate as a function of the samples seen."""
+
+    name: str = "sgd"
+    """a Keras 3 optimizer: sgd, adam, adamw, adamax, adagrad, adadelta, adafactor, ftrl, lamb, lion, nadam, rmsprop"""
+
+    lr: float = 0.01
+    """learning rate at the workload's own global batch size"""
+
+    lr_scale: Literal["none", "linear", "sqrt"] = "none"
+    """how lr grows with global_batch_size over the workload's own (Goyal et al. 2017: linear)"""
+
+    warmup_epochs: float = 0.0
+    """epochs over which the learning rate rises linearly from lr to its scaled value, or from 0 where lr_scale is none"""
+
+    schedule: Literal["constant", "exponential", "cosine"] = "constant"
+    """what follows the warm-up; cosine ends at 0 with the run"""
+
+    decay_rate: float = 0.1
+    """factor of each step of the exponential staircase"""
+
+    decay_epochs: float = 350.0
+    """epochs between two steps of the exponential staircase"""
+
+    momentum: float = 0.0
+    """momentum of sgd and rmsprop"""
+
+    nesterov: bool = False
+    """Nesterov momentum (sgd)"""
+
+    weight_decay: float = 0.0
+    """decoupled weight decay (Loshchilov and Hutter 2019); 0 is off"""
+
+    clip_global_norm: float = 0.0
+    """largest global norm of the reduced gradients; 0 is off"""
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer.name", self.name, OPTIMIZER_CLASSES)
+        _one_of("optimizer.lr_scale", self.lr_scale, ("none", "linear", "sqrt"))
+        _one_of("optimizer.schedule", self.schedule, ("constant", "exponential", "cosine"))
+        for name in ("warmup_epochs", "momentum", "weight_decay", "clip_global_norm"):
+            _at_least(f"optimizer.{name}", getattr(self, name), 0)
+        for name in ("lr", "decay_rate", "decay_epochs"):
+            _above(f"optimizer.{name}", getattr(self, name), 0)
+        if self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
+            raise UsageError(
+                f"optimizer.momentum is {self.momentum}, but {self.name} takes none; leave it at 0, or choose "
+                f"{' or '.join(MOMENTUM_OPTIMIZERS)}.",
+                reach="run",
+            )
+        if self.nesterov and not (self.name == "sgd" and self.momentum):
+            raise UsageError(
+                "optimizer.nesterov is true, but only sgd with optimizer.momentum above 0 has Nesterov momentum.",
+                reach="run",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One training run."""
+
+    workload: str = "digits"
+    """what to train: a name, package.module:Class or path/file.py:Class"""
+
+    data_dir: Path | None = None
+    """directory of the workload's data"""
+
+    out: Path | None = None
+    """run directory; runs/<workload> by default, with a number appended where that already holds a run"""
+
+    epochs: int | None = None
+    """passes over the training data"""
+
+    steps: int | None = None
+    """steps to train, instead of epochs"""
+
+    batch_size: int | None = None
+    """samples per rank and micro-batch (see accumulate)"""
+
+    global_batch_size: int | None = None
+    """samples of one step over all ranks, instead of batch_size"""
+
+    seed: int = 0
+    """seed of the first weights, the order of samples, augmentation and dropout"""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """the optimizer"""
+
+    log_every: int = 100
+    """steps between two lines of the log"""
+
+    eval_every_epochs: int = 1
+    """epochs between two evaluations, besides the one at the end; 0: only at the end"""
+
+    eval_every: int = 0
+    """steps between two evaluations; 0: by epochs"""
+
+    backend: Literal["auto", "horovod", "solo"] = "auto"
+    """who carries the reductions: auto is horovod under a launcher and solo without one"""
+
+    compression: Literal["none", "fp16"] = "none"
+    """type in which gradients travel"""
+
+    accumulate: int = 1
+    """micro-batches per step, to train a batch that does not fit into memory"""
+
+    precision: Precision = "float32"
+    """type of the computation"""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """what to do about a step whose loss or gradient is not finite; nothing is updated by it in either case"""
+
+    deterministic: bool = False
+    """bit-equal results of two runs of the same size, at some cost in speed"""
+
+    synthetic: bool = False
+    """made data of the same shape, for measuring"""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps", "batch_size", "global_batch_size"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        for name in ("log_every", "accumulate"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("eval_every_epochs", "eval_every", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
+            if getattr(self, name) is not None and getattr(self, other) is not None:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)} and {other} is {getattr(self, other)}; give one of the two.",
+                    reach="run",
+                )
+        for name, values in (
+            ("backend", ("auto", "horovod", "solo")),
+            ("compression", ("none", "fp16")),
+            ("precision", ("float32", "mixed_float16", "mixed_bfloat16", "float64")),
+            ("on_nonfinite", ("stop", "skip")),
+        ):
+            _one_of(name, getattr(self, name), values)
+        if self.data_dir is not None and not self.data_dir.is_dir():
+            raise UsageError(f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node")
+
+
+def make_config(explicit: Mapping[str, Any], workload_defaults: Mapping[str, Any]) -> Config:
+    """Build the configuration of a run.
+
+    Args:
+        explicit: what the user wrote: field names to values, ``optimizer`` to a mapping.
+        workload_defaults: the workload's own values, in the same form.
+
+    Raises:
+        UsageError: a value breaks a rule.
+    """
+    defaults = dict(workload_defaults)
+    # Of two fields that exclude each other, the user's silences the workload's.
+    for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
+        if explicit.get(name) is not None:
+            defaults.pop(other, None)
+        if explicit.get(other) is not None:
+            defaults.pop(name, None)
+    optimizer = {**defaults.pop("optimizer", {}), **explicit.get("optimizer", {})}
+    values = {**defaults, **explicit, "optimizer": OptimizerConfig(**optimizer)}
+    return Config(**values)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as plain values for YAML and JSON."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return str(value) if isinstance(value, Path) else value
+
+    return {key: plain(value) for key, value in dataclasses.asdict(config).items()}
+
+
+def _one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) -> None:
+    if value not in values:
+        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(values)}.", reach="run")
+
+
+def _at_least(name: str, value: float, bound: int) -> None:
+    if not (math.isfinite(value) and value >= bound):
+        raise UsageError(f"{name} is {value}; it must be at least {bound}.", reach="run")
+
+
+def _above(name: str, value: float, bound: int) -> None:
+    if not (math.isfinite(value) and value > bound):
+        raise UsageError(f"{name} is {value}; it must be greater than {bound}.", reach="run")

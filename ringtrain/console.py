@@ -1,0 +1,117 @@
+"""What rank 0 shows: a progress bar on a terminal, plain lines anywhere else. Other ranks show nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun")
+
+
+class Console:
+    """The lines and the progress of a run.
+
+    Each line is written whole, by one call: a launcher that labels its ranks' output then never puts a label inside it.
+    """
+
+    def __init__(self, stream: IO[str], *, is_terminal: bool) -> None:
+        self._stream = stream
+        self._progress: Progress | None = None
+        self.is_terminal = is_terminal
+
+    def line(self, text: str) -> None:
+        """Show one line."""
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def start_progress(self, total_steps: int, first_step: int) -> None:
+        """Show a progress bar, where there is a terminal."""
+        if not self.is_terminal:
+            return
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        width = os.get_terminal_size(self._stream.fileno()).columns
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+            console=RichConsole(file=self._stream, force_terminal=True, width=width),
+            refresh_per_second=4,
+            expand=True,
+        )
+        self._progress.start()
+        self._progress.add_task("", total=total_steps, completed=first_step)
+
+    def progress(self, step: int, text: str) -> None:
+        """Move the progress bar."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=step, description=text)
+
+    def stop_progress(self) -> None:
+        """Leave the progress bar as it stands."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def open_console(*, is_first: bool) -> Console:
+    """The console of this rank."""
+    if not is_first:
+        return Console(Path(os.devnull).open("w"), is_terminal=False)  # noqa: SIM115 - open until the process ends
+    launcher = find_launcher()
+    if launcher is None:
+        return Console(sys.stdout, is_terminal=sys.stdout.isatty())
+    terminal = launcher_terminal(launcher)
+    return Console(terminal or sys.stdout, is_terminal=terminal is not None)
+
+
+def find_launcher() -> int | None:
+    """The process id of the launcher on this host that the user started, or None."""
+    found = None
+    for pid in _ancestors():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:2]
+        except OSError:
+            break
+        if any(os.path.basename(word).decode(errors="replace") in LAUNCHERS for word in words):
+            found = pid
+    return found
+
+
+def launcher_terminal(pid: int) -> IO[str] | None:
+    """The terminal that the launcher writes to, opened, or None.
+
+    A rank's own stdout says nothing: under mpirun it is a pseudo-terminal even where mpirun writes to a file. Going to
+    the launcher's terminal directly also keeps labels such as ``[1,0]<stdout>`` out of the progress bar.
+    """
+    try:
+        terminal = open(f"/proc/{pid}/fd/1", "w")  # noqa: SIM115 - open until the process ends
+    except OSError:
+        return None
+    if terminal.isatty():
+        return terminal
+    terminal.close()
+    return None
+
+
+def _ancestors() -> Iterator[int]:
+    """The parent of this process, its parent, and so on."""
+    pid = os.getppid()
+    while pid > 1:
+        yield pid
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return
+        pid = int(status.rsplit(")", 1)[1].split()[1])  # the fourth field; the second, the name, may hold anything

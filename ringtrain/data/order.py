@@ -1,0 +1,130 @@
+"""Which samples make global batch k: a pure function of (seed, step), the same for every number of ranks.
+
+Each epoch visits every sample once, in the order of a permutation of (seed, epoch). The permutation is a Feistel
+network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), so that the sample at any
+position is found at once: nothing is stored, whatever the size of the data, and resuming at a step costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ringtrain.errors import DataError
+
+FEISTEL_ROUNDS = 8
+
+
+class LocalBatch(NamedTuple):
+    """What one rank has to do in one step.
+
+    Attributes:
+        step: the step, from 0.
+        epoch: the epoch, from 0.
+        global_count: the samples of this step over all ranks.
+        indices: this rank's samples, int64 [n]; n may be 0.
+    """
+
+    step: int
+    epoch: int
+    global_count: int
+    indices: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """The order of samples in training (shuffled) or evaluation (as stored).
+
+    Attributes:
+        num_samples: size of the data set, at least 1.
+        global_batch_size: samples of one step over all ranks, at least 1; the last step of an epoch may hold fewer.
+        seed: seed of the permutations.
+        shuffle: False keeps the stored order.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise DataError(f"the data set holds {self.num_samples} samples; at least 1 is needed.")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The steps that it takes to visit every sample once."""
+        return -(-self.num_samples // self.global_batch_size)
+
+    def samples_before(self, step: int) -> int:
+        """The samples that all ranks together have seen when ``step`` begins."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        return epoch * self.num_samples + step_in_epoch * self.global_batch_size
+
+    def global_count(self, step: int) -> int:
+        """The samples of ``step`` over all ranks."""
+        return self.samples_before(step + 1) - self.samples_before(step)
+
+    def local_batch(self, step: int, *, rank: int, size: int) -> LocalBatch:
+        """The part of ``step`` that falls to ``rank``: a contiguous slice of the global batch, sizes differing by at most 1."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        count = self.global_count(step)
+        start = step_in_epoch * self.global_batch_size
+        positions = np.arange(start + count * rank // size, start + count * (rank + 1) // size, dtype=np.int64)
+        indices = permute(positions, self.num_samples, (self.seed, epoch)) if self.shuffle else positions
+        return LocalBatch(step, epoch, count, indices)
+
+    def local_batches(self, first_step: int, end_step: int, *, rank: int, size: int) -> Iterator[LocalBatch]:
+        """The local batches of ``rank`` from ``first_step`` up to, not including, ``end_step``."""
+        for step in range(first_step, end_step):
+            yield self.local_batch(step, rank=rank, size=size)
+
+
+def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Map positions to samples by a pseudo-random permutation of ``range(domain_size)``.
+
+    Args:
+        positions: int64 [n], each in ``range(domain_size)``.
+        domain_size: the number of samples.
+        key: chooses the permutation, such as (seed, epoch).
+
+    Returns:
+        int64 [n], each in ``range(domain_size)``; different positions give different samples.
+    """
+    half_bits = max(1, (max(domain_size - 1, 1).bit_length() + 1) // 2)
+    round_keys = _round_keys(key)
+    values = _feistel(positions.astype(np.uint64), half_bits, round_keys)
+    # The network permutes 4**half_bits >= domain_size values. Walking a value's cycle until it falls into the domain is
+    # a permutation of the domain; as the domain is more than a quarter of the values, few walks take long.
+    outside = np.flatnonzero(values >= domain_size)
+    while outside.size:
+        values[outside] = _feistel(values[outside], half_bits, round_keys)
+        outside = outside[values[outside] >= domain_size]
+    return values.astype(np.int64)
+
+
+def _feistel(
+    values: npt.NDArray[np.uint64], half_bits: int, round_keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """A balanced Feistel network on 2*half_bits bits; its inverse exists whatever the round function, so it permutes."""
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for round_key in round_keys:
+        left, right = right, left ^ (_mix(right + round_key) & mask)
+    return (left << shift) | right
+
+
+def _round_keys(key: tuple[int, ...]) -> npt.NDArray[np.uint64]:
+    """uint64 [FEISTEL_ROUNDS], spread by NumPy's SeedSequence (stable across versions by its own promise)."""
+    return np.random.SeedSequence([word & (2**64 - 1) for word in key]).generate_state(FEISTEL_ROUNDS, np.uint64)
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

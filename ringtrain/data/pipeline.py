@@ -1,0 +1,73 @@
+"""source + order + rank -> the batches of one rank, as a tf.data.Dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.data.augment import sample_keys
+from ringtrain.data.order import SampleOrder
+from ringtrain.data.sources import Source
+from ringtrain.world import World
+
+# (x, y, keys) -> (x, y); keys are those of augment.sample_keys
+Augment = Callable[[Any, Any, tf.Tensor], tuple[Any, Any]]
+
+PREFETCHED_BATCHES = 2
+
+
+class Batch(NamedTuple):
+    """A rank's slice of a global batch.
+
+    Attributes:
+        x, y: the samples, tensors [n, ...] or structures of them; n may be 0.
+        indices: which samples these are, int64 [n].
+        step: int64 [].
+        global_count: the samples of this step over all ranks, int64 [].
+    """
+
+    x: Any
+    y: Any
+    indices: Any
+    step: Any
+    global_count: Any
+
+
+def local_batches(
+    source: Source,
+    order: SampleOrder,
+    world: World,
+    *,
+    first_step: int,
+    end_step: int,
+    num_threads: int,
+    augment: Augment | None = None,
+) -> tf.data.Dataset:
+    """The batches of this rank from ``first_step`` up to, not including, ``end_step``: a dataset of ``Batch``.
+
+    Args:
+        num_threads: size of the pipeline's own thread pool.
+        augment: changes whole batches at random; its numbers depend on the seed, the epoch and the sample alone.
+    """
+
+    def plan() -> Iterator[tuple[np.ndarray, np.int64, np.int64, np.int64]]:
+        for local in order.local_batches(first_step, end_step, rank=world.rank, size=world.size):
+            yield local.indices, np.int64(local.step), np.int64(local.epoch), np.int64(local.global_count)
+
+    def read(indices: tf.Tensor, step: tf.Tensor, epoch: tf.Tensor, global_count: tf.Tensor) -> Batch:
+        x, y = source.gather(indices)
+        if augment is not None:
+            x, y = augment(x, y, sample_keys(order.seed, epoch, indices))
+        return Batch(x, y, indices, step, global_count)
+
+    scalar = tf.TensorSpec([], tf.int64)
+    planned = tf.data.Dataset.from_generator(
+        plan, output_signature=(tf.TensorSpec([None], tf.int64), scalar, scalar, scalar)
+    )
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.threading.private_threadpool_size = num_threads
+    return planned.map(read).prefetch(PREFETCHED_BATCHES).with_options(options)

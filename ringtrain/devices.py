@@ -1,0 +1,285 @@
+"""Before TensorFlow starts: the cores or the GPU of this rank, its thread pools and the communication settings.
+
+Everything here is a default: what the user set in the environment, or the launcher by binding, wins. The start-up log
+shows each setting with where it came from.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ringtrain.errors import UsageError
+from ringtrain.world import World
+
+Source = Literal["ringtrain", "environment", "launcher"]
+
+# Fewer and TensorFlow runs every all-reduce after the whole backward pass (measured; also true on a single core).
+MIN_INTER_OP_THREADS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What this process may use of its node.
+
+    Attributes:
+        cores: the cores that the scheduler may run this process on.
+        quota: the processor time that the cgroup grants, in cores; None where it sets no limit.
+        bound_by_launcher: True where the launcher gave each rank its own cores.
+    """
+
+    cores: tuple[int, ...]
+    quota: float | None
+    bound_by_launcher: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One environment variable, its value and who chose it."""
+
+    name: str
+    value: str
+    source: Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """How this rank uses its node.
+
+    Attributes:
+        own_cores: cores for this rank alone; empty where the ranks share all of ``cores``.
+        cores: the cores that this rank runs on: its own, and those that no rank has for itself.
+        cores_source: who chose the cores.
+        intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
+        settings: the environment variables for the communication and for TensorFlow.
+    """
+
+    own_cores: tuple[int, ...]
+    cores: tuple[int, ...]
+    cores_source: Source
+    intra_op_threads: int
+    inter_op_threads: int
+    settings: tuple[Setting, ...]
+
+
+def read_machine(environ: Mapping[str, str]) -> Machine:
+    """Read what this process may use."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return Machine(
+        cores=cores, quota=read_cgroup_quota(Path("/")), bound_by_launcher=_is_bound_by_launcher(environ, cores)
+    )
+
+
+def read_cgroup_quota(root: Path) -> float | None:
+    """The processor time that the cgroups of this process grant, in cores, or None.
+
+    Every level from the process's own group up to the root may set a limit, and the tightest counts.
+    Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("cpu.max") and scheduler/sched-bwc.rst.
+
+    Args:
+        root: the file system's root (a made one in tests).
+    """
+    quotas = []
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":  # version 2
+            for directory in _levels(root / "sys/fs/cgroup", group):
+                quota, _, period = " ".join(_read_lines(directory / "cpu.max")).partition(" ")
+                quotas += [int(quota) / int(period)] if quota.isdigit() else []
+        elif "cpu" in controllers.split(","):
+            for directory in _levels(root / "sys/fs/cgroup/cpu", group):
+                quota = "".join(_read_lines(directory / "cpu.cfs_quota_us"))
+                period = "".join(_read_lines(directory / "cpu.cfs_period_us"))
+                quotas += [int(quota) / int(period)] if quota.isdigit() else []
+    return min(quotas, default=None)
+
+
+def plan_devices(
+    world: World,
+    machine: Machine,
+    environ: Mapping[str, str],
+    *,
+    deterministic: bool = False,
+    claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
+) -> DevicePlan:
+    """Plan the cores, thread pools and settings of this rank.
+
+    Args:
+        world: who this process is.
+        machine: what it may use.
+        environ: what the user already set; it wins.
+        deterministic: whether two runs of the same size must be bit-equal.
+        claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
+    """
+    own_cores: tuple[int, ...] = ()
+    cores, cores_source = machine.cores, "launcher" if machine.bound_by_launcher else "environment"
+    limit: float = len(machine.cores)
+    if not machine.bound_by_launcher:
+        limit = min(limit, machine.quota or math.inf) / world.local_size
+        # A quota below the number of cores says that other containers use the same cores: pinning could put several of
+        # them on the first cores while the others idle.
+        quota_binds = machine.quota is not None and machine.quota < len(machine.cores)
+        share = len(machine.cores) // world.local_size
+        if world.local_size > 1 and share >= 1 and not quota_binds:
+            mine = machine.cores[world.local_rank * share : (world.local_rank + 1) * share]
+            left_over = machine.cores[world.local_size * share :]
+            if claim_cores(mine):
+                own_cores, cores, cores_source = mine, mine + left_over, "ringtrain"
+    intra_op_threads = max(1, math.floor(limit))
+    return DevicePlan(
+        own_cores=own_cores,
+        cores=cores,
+        cores_source=cores_source,  # type: ignore[arg-type]
+        intra_op_threads=intra_op_threads,
+        inter_op_threads=max(MIN_INTER_OP_THREADS, intra_op_threads),
+        settings=plan_settings(world, environ, deterministic=deterministic),
+    )
+
+
+def plan_settings(world: World, environ: Mapping[str, str], *, deterministic: bool) -> tuple[Setting, ...]:
+    """The environment variables for TensorFlow and, where there is more than one rank, for the communication."""
+    wanted = {
+        "KERAS_BACKEND": "tensorflow",
+        # Errors only: TensorFlow and its parts print a page of notices at import otherwise.
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    if world.size > 1:
+        wanted |= {
+            # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.
+            "HOROVOD_CYCLE_TIME": "1",
+            # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        }
+    if deterministic:
+        wanted |= {
+            # Which groups fuse depends on timing, and with three ranks or more on it the order of the sums.
+            "HOROVOD_DISABLE_GROUP_FUSION": "1",
+            "TF_DETERMINISTIC_OPS": "1",
+        }
+    return tuple(
+        Setting(name=name, value=environ[name], source="environment")
+        if name in environ
+        else Setting(name=name, value=value, source="ringtrain")
+        for name, value in wanted.items()
+    )
+
+
+def apply_plan(plan: DevicePlan) -> None:
+    """Pin this process and set the environment. Call before TensorFlow, MPI or Horovod is imported.
+
+    Raises:
+        UsageError: the environment asks for another Keras backend than TensorFlow.
+    """
+    for setting in plan.settings:
+        os.environ.setdefault(setting.name, setting.value)
+    if os.environ["KERAS_BACKEND"] != "tensorflow":
+        raise UsageError(
+            f"KERAS_BACKEND={os.environ['KERAS_BACKEND']!r}, but ringtrain trains on TensorFlow. Unset the variable.",
+            reach="run",
+        )
+    if plan.own_cores:
+        os.sched_setaffinity(0, plan.cores)
+
+
+def start_tensorflow(plan: DevicePlan, world: World) -> str:
+    """Import TensorFlow with this rank's GPU and thread pools.
+
+    Returns:
+        What this rank computes on, such as ``"GPU 1"`` or ``"cores 0-3"``.
+
+    Raises:
+        UsageError: the node has fewer GPUs than ranks.
+    """
+    import tensorflow as tf
+
+    if "TF_NUM_INTRAOP_THREADS" not in os.environ:
+        tf.config.threading.set_intra_op_parallelism_threads(plan.intra_op_threads)
+    if "TF_NUM_INTEROP_THREADS" not in os.environ:
+        tf.config.threading.set_inter_op_parallelism_threads(plan.inter_op_threads)
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return f"cores {format_cores(plan.cores)}" if plan.own_cores else f"shared cores {format_cores(plan.cores)}"
+    index = choose_gpu(world, len(gpus))
+    tf.config.set_visible_devices(gpus[index], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[index], True)
+    return f"GPU {index}"
+
+
+def choose_gpu(world: World, visible_gpus: int) -> int:
+    """The index of this rank's GPU among those that it sees.
+
+    Raises:
+        UsageError: the node has fewer GPUs than ranks.
+    """
+    if visible_gpus == 1:
+        return 0  # Slurm's --gpus-per-task=1 shows each rank its own GPU, always as number 0
+    if world.local_rank >= visible_gpus:
+        raise UsageError(
+            f"{world.node} shows {visible_gpus} GPUs to {world.local_size} ranks, and each rank needs its own. Start "
+            f"at most {visible_gpus} ranks on a node, or set CUDA_VISIBLE_DEVICES= to compute on the cores.",
+        )
+    return world.local_rank
+
+
+def claim_cores(cores: tuple[int, ...]) -> bool:
+    """Take cores for this process, until it ends, against other runs of ringtrain on this machine.
+
+    A core's name is an address of Linux's abstract socket name space (unix(7)): taken by one process at a time, freed
+    by the system however that process ends, and without a file that could be left behind.
+
+    Returns:
+        False, and nothing taken, where another process has one of them.
+    """
+    claims: list[socket.socket] = []
+    for core in cores:
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        claims.append(claim)
+        try:
+            claim.bind(f"\0ringtrain/core/{core}")
+        except OSError:
+            for taken in claims:
+                taken.close()
+            return False
+    _claims.extend(claims)
+    return True
+
+
+_claims: list[socket.socket] = []  # open until the process ends
+
+
+def format_cores(cores: tuple[int, ...]) -> str:
+    """Cores as a list of ranges, such as ``0-3,8``."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _is_bound_by_launcher(environ: Mapping[str, str], cores: tuple[int, ...]) -> bool:
+    """Whether the launcher gave this rank cores of its own: it says so, or its own process may use more."""
+    if environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
+        return True
+    if environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map", "rank")):
+        return True
+    return "OMPI_COMM_WORLD_RANK" in environ and set(cores) < os.sched_getaffinity(os.getppid())
+
+
+def _levels(mount: Path, group: str) -> list[Path]:
+    """The directories of a cgroup and of all groups above it."""
+    directory = mount / group.strip("/")
+    return [directory, *[parent for parent in directory.parents if parent.is_relative_to(mount)]]
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().split("\n")[:-1]
+    except OSError:
+        return []

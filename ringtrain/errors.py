@@ -1,0 +1,52 @@
+"""Every error that a user can cause, each with the exit code that the command line documents.
+
+A message names the thing, its value, the rule and the remedy. Such an error leaves the program without a traceback.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+
+class RingtrainError(Exception):
+    """Base of all errors with a documented exit code.
+
+    ``reach`` says who raises this same error, so that it is printed once: ``"run"`` where every rank does (all of them
+    read the same arguments, or the same reduced numbers), ``"node"`` where all ranks of a node do (they look at the same
+    files), ``"rank"`` where this one may be alone.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, reach: Literal["run", "node", "rank"] = "rank") -> None:
+        super().__init__(message)
+        self.reach = reach
+
+
+class UsageError(RingtrainError):
+    """The command line, the configuration, the launcher or the installation is wrong."""
+
+    exit_code = 2
+
+
+class DataError(RingtrainError):
+    """The data are missing, damaged or not what the workload needs."""
+
+    exit_code = 3
+
+
+class DivergedError(RingtrainError):
+    """The training produced a non-finite loss or gradient."""
+
+    exit_code = 4
+
+
+class ReplicasDifferError(RingtrainError):
+    """Ranks, or runs that must agree, hold different weights, slots, losses or samples."""
+
+    exit_code = 5
+
+
+EXIT_CODES: dict[int, type[RingtrainError]] = {
+    error.exit_code: error for error in (UsageError, DataError, DivergedError, ReplicasDifferError)
+}

@@ -1,0 +1,50 @@
+"""The learning rate as a pure function of the samples seen, so that it does not know the number of ranks or of steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ringtrain.config import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """The learning rate of a run.
+
+    Attributes:
+        optimizer: the settings.
+        batch_ratio: the run's global batch size over the one that ``optimizer.lr`` belongs to.
+        samples_per_epoch: size of the training data.
+        total_samples: the samples of the whole run, where a cosine schedule reaches 0.
+    """
+
+    optimizer: OptimizerConfig
+    batch_ratio: float
+    samples_per_epoch: int
+    total_samples: int
+
+    @property
+    def peak(self) -> float:
+        """The learning rate after scaling; linear after Goyal et al. 2017, section 2.1, sqrt after Krizhevsky 2014."""
+        exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.optimizer.lr_scale]
+        return self.optimizer.lr * self.batch_ratio**exponent
+
+    def __call__(self, samples_seen: int) -> float:
+        """The learning rate of the step that begins when ``samples_seen`` samples have been trained."""
+        warmup_samples = self.optimizer.warmup_epochs * self.samples_per_epoch
+        if samples_seen < warmup_samples:
+            # Goyal et al. 2017, section 2.2: from the unscaled rate to the scaled one
+            start = self.optimizer.lr if self.optimizer.lr_scale != "none" else 0.0
+            return start + (self.peak - start) * samples_seen / warmup_samples
+        return self.peak * self._decay(samples_seen, warmup_samples)
+
+    def _decay(self, samples_seen: int, warmup_samples: float) -> float:
+        if self.optimizer.schedule == "exponential":
+            stairs = math.floor(samples_seen / (self.optimizer.decay_epochs * self.samples_per_epoch))
+            return self.optimizer.decay_rate**stairs
+        if self.optimizer.schedule == "cosine":
+            # Loshchilov and Hutter 2017, equation 5, without restarts
+            fraction = (samples_seen - warmup_samples) / max(self.total_samples - warmup_samples, 1)
+            return 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
+        return 1.0

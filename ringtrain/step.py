@@ -1,0 +1,436 @@
+"""One training step, compiled: forward, backward, reduction, verdict, update. And one evaluation step.
+
+Each rank computes the gradient of the sum of its samples' losses over the planned number of samples of the *global*
+batch; the sum of that over the ranks is the gradient of the mean over the global batch, exactly, however ragged the
+ranks' shares are. Beside the gradients travels the control vector, a few sums that say how the step went; every
+decision is taken from these reduced numbers, which are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.collectives import Collective
+from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.config import Precision
+from ringtrain.data.pipeline import Batch
+from ringtrain.workloads.base import Workload
+
+# The control vector begins with these sums over all samples of all ranks; the metrics' sums follow in the order of
+# their names. Regularisation is weighted by samples, so that its mean is its value.
+CONTROL_SUMS = ("samples", "data_loss", "regularization")
+# What a step returns behind the control vector: already identical on every rank but for the last.
+STEP_FACTS = ("is_finite", "gradient_norm", "learning_rate", "loss_scale", "local_data_loss")
+
+INITIAL_LOSS_SCALE = 2.0**15
+LOSS_SCALE_GROWTH_STEPS = 2000  # Micikevicius et al. 2018; the interval of NVIDIA's and Keras' dynamic scaling
+MIN_LOSS_SCALE = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """How a step went, over all samples of all ranks.
+
+    Attributes:
+        samples: samples of the global batch.
+        loss: the objective: data_loss plus regularisation.
+        data_loss: mean of the samples' losses.
+        metrics: means of the workload's metrics.
+        is_finite: False where nothing was updated, because the loss or a gradient was not finite on some rank.
+        gradient_norm: Euclidean norm of the reduced gradient.
+        learning_rate: that of this step.
+        loss_scale: factor of the loss under mixed_float16, 1 otherwise.
+        local_data_loss: sum of the losses of this rank's samples.
+    """
+
+    samples: int
+    loss: float
+    data_loss: float
+    metrics: dict[str, float]
+    is_finite: bool
+    gradient_norm: float
+    learning_rate: float
+    loss_scale: float
+    local_data_loss: float
+
+
+class _Forward(NamedTuple):
+    """What the forward and backward pass of a rank's samples gave: sums that the other ranks' are added to."""
+
+    gradients: list[tf.Tensor | tf.IndexedSlices]
+    sums: tf.Tensor  # the control vector before the reduction, [3 + metrics]
+    state: list[tf.Tensor]  # new values of the variables that the forward pass itself updates
+
+
+class TrainStep:
+    """Trains a model on one global batch at a time.
+
+    Call it with this rank's ``Batch`` and the learning rate, then hand what it returns to ``read``.
+    """
+
+    def __init__(
+        self,
+        *,
+        workload: Workload,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        reduction: GradientReduction,
+        batch_spec: Batch,
+        precision: Precision,
+        accumulate: int,
+        seed: int,
+    ) -> None:
+        """Trace the step.
+
+        Args:
+            reduction: sums gradients over the ranks.
+            batch_spec: tensor specs of a batch (``dataset.element_spec``).
+            accumulate: micro-batches per step.
+            seed: seed of dropout.
+        """
+        self.model, self.optimizer = model, optimizer
+        self.loss_scale = LossScale(is_dynamic=precision == "mixed_float16")
+        self.metric_names: tuple[str, ...] = ()
+        self._workload = workload
+        self._reduction = reduction
+        self._collective: Collective = reduction.collective
+        self._dtype = tf.float64 if precision == "float64" else tf.float32
+        self._accumulate = accumulate
+        self._seed = seed
+        self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
+        self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
+        self._state: list[keras.Variable] = []  # those that the forward pass updates; found when traced
+        self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
+        optimizer.build(model.trainable_variables)
+        signature = [batch_spec, tf.TensorSpec([], tf.float64)]
+        self._train = tf.function(self._train_samples, input_signature=signature, autograph=False)
+        # Tracing finds the sparse gradients, the state and the metrics, which a rank without samples must know as well.
+        self._train.get_concrete_function()
+        self._join = tf.function(self._train_nothing, input_signature=signature, autograph=False)
+
+    def __call__(self, batch: Batch, learning_rate: float) -> tf.Tensor:
+        """Train one step; every rank must call it for the same step.
+
+        Returns:
+            The control vector and the step's facts, for ``read``; computed once the device gets there.
+        """
+        step = self._train if batch.indices.shape[0] else self._join
+        return step(batch, tf.constant(learning_rate, tf.float64))
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """All that rank 0's values must reach: weights, slots and the loss scale, but not the dropout's seeds."""
+        weights = [v for v in self.model.variables if not is_seed_state(v)]
+        return [*weights, *self.optimizer.variables, *self.loss_scale.variables]
+
+    def is_updated(self, returned: tf.Tensor) -> bool:
+        """Whether the step that returned this changed anything; False where it was not finite on some rank."""
+        return bool(returned.numpy()[-len(STEP_FACTS)])
+
+    def read(self, returned: tf.Tensor) -> StepReport:
+        """Bring to the host what a call returned."""
+        values = returned.numpy()
+        num_sums = len(values) - len(STEP_FACTS)
+        sums, facts = values[:num_sums], dict(zip(STEP_FACTS, values[num_sums:], strict=True))
+        samples = int(sums[0])
+        data_loss, regularization, *metrics = (_shortest(value / sums[0]) for value in sums[1:])
+        return StepReport(
+            samples=samples,
+            loss=_shortest(values.dtype.type(data_loss) + values.dtype.type(regularization)),
+            data_loss=data_loss,
+            metrics=dict(zip(self.metric_names, metrics, strict=True)),
+            is_finite=bool(facts["is_finite"]),
+            gradient_norm=_shortest(facts["gradient_norm"]),
+            learning_rate=_shortest(facts["learning_rate"]),
+            loss_scale=float(facts["loss_scale"]),
+            local_data_loss=float(facts["local_data_loss"]),
+        )
+
+    def _train_samples(self, batch: Batch, learning_rate: tf.Tensor) -> tf.Tensor:
+        local_count = tf.shape(batch.indices, tf.int64)[0]
+        if self._accumulate == 1:
+            forward = self._forward_and_backward(batch, 0, local_count, self._initial_state(), tf.constant(0))
+        else:
+            forward = self._accumulate_micro_batches(batch, local_count)
+        local_share = tf.cast(local_count, self._dtype) / tf.cast(batch.global_count, self._dtype)
+        state = [tf.cast(value, _averaging_dtype(value)) * tf.cast(local_share, _averaging_dtype(value))
+                 for value in forward.state]  # fmt: skip
+        return self._reduce_and_update(forward._replace(state=state), learning_rate)
+
+    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor) -> tf.Tensor:
+        """The step of a rank whose share is empty: it adds zeros, without running the model."""
+        gradients = [
+            tf.IndexedSlices(tf.zeros([0, *v.shape[1:]], v.dtype), tf.zeros([0], index_dtype), tf.constant(v.shape))
+            if index_dtype
+            else tf.zeros(v.shape, v.dtype)
+            for v, index_dtype in zip(self.model.trainable_variables, self._sparse_index_dtypes, strict=True)
+        ]
+        state = [tf.zeros(v.shape, _averaging_dtype(v)) for v in self._state]
+        sums = tf.zeros([len(CONTROL_SUMS) + len(self.metric_names)], self._dtype)
+        return self._reduce_and_update(_Forward(gradients, sums, state), learning_rate)
+
+    def _forward_and_backward(
+        self, batch: Batch, start: Any, end: Any, state: Sequence[tf.Tensor], micro_batch: tf.Tensor
+    ) -> _Forward:
+        """Gradients and sums of the samples ``start`` to ``end`` of this rank's batch."""
+        x, y = batch.x, batch.y
+        if self._accumulate > 1:
+            x, y = tf.nest.map_structure(lambda tensor: tensor[start:end], (x, y))
+        count = tf.cast(end - start, self._dtype)
+        global_count = tf.cast(batch.global_count, self._dtype)
+        variables = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            values = [
+                *((v, v) for v in variables),
+                *zip(self._fixed_or_state, state, strict=True),
+                *zip(self._seed_states, self._dropout_seeds(batch.step, micro_batch), strict=True),
+            ]
+            # Updates that the forward pass makes (BatchNorm's statistics) stay inside the scope, so that a step that
+            # turns out not to be finite leaves no trace.
+            with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
+                outputs = at_least_float32(self.model(x, training=True))
+                losses = tf.cast(self._workload.loss(y, outputs), self._dtype)
+                metrics = self._workload.metrics(y, outputs)
+                regularization = tf.add_n([tf.zeros([], self._dtype), *cast_all(self.model.losses, self._dtype)])
+            _check_per_sample(self._workload, {"loss": losses, **metrics})
+            data_loss_sum = tf.reduce_sum(losses)
+            objective = data_loss_sum / global_count + regularization * (count / global_count)
+            scaled_objective = self.loss_scale.scale(objective)
+        gradients = tape.gradient(
+            scaled_objective, [v.value for v in variables], unconnected_gradients=tf.UnconnectedGradients.ZERO
+        )
+        self._learn_structure(scope, state, gradients, metrics)
+        metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in self.metric_names]
+        sums = tf.stack([count, data_loss_sum, regularization * count, *metric_sums])
+        return _Forward(gradients, sums, [scope.get_current_value(v) for v in self._state])
+
+    def _learn_structure(
+        self, scope: keras.StatelessScope, state: Sequence[tf.Tensor], gradients: Sequence[Any], metrics: dict[str, Any]
+    ) -> None:
+        """Note, while tracing, what the step consists of."""
+        self.metric_names = tuple(sorted(metrics))
+        self._sparse_index_dtypes = [g.indices.dtype if isinstance(g, tf.IndexedSlices) else None for g in gradients]
+        self._state = [
+            variable
+            for variable, before in zip(self._fixed_or_state, state, strict=True)
+            if scope.get_current_value(variable) is not before
+        ]
+
+    def _initial_state(self) -> list[tf.Tensor]:
+        return [tf.convert_to_tensor(v.value) for v in self._fixed_or_state]
+
+    def _accumulate_micro_batches(self, batch: Batch, local_count: tf.Tensor) -> _Forward:
+        """Add up the gradients of micro-batches, one after the other, so that only one is in memory."""
+        size = -(-local_count // self._accumulate)  # the last ones may be smaller, or missing
+        state = self._initial_state()
+        first = self._forward_and_backward(batch, 0, tf.minimum(size, local_count), state, tf.constant(0))
+        positions = [i for i, v in enumerate(self._fixed_or_state) if any(v is updated for updated in self._state)]
+
+        def add(number: tf.Tensor, gradients: list[Any], sums: tf.Tensor, updated: list[tf.Tensor]) -> tuple[Any, ...]:
+            current = list(state)
+            for position, value in zip(positions, updated, strict=True):
+                current[position] = value
+            start = tf.cast(number, tf.int64) * size
+            more = self._forward_and_backward(batch, start, tf.minimum(start + size, local_count), current, number)
+            gradients = [_add(a, _unpack(b)) for a, b in zip(gradients, more.gradients, strict=True)]
+            return number + 1, gradients, sums + more.sums, more.state
+
+        gradients = [_unpack(gradient) for gradient in first.gradients]
+        loop_variables = (tf.constant(1), gradients, first.sums, first.state)
+        shapes = tf.nest.map_structure(lambda t: t.shape, loop_variables)
+        shapes[1][:] = [_growing_shape(gradient) for gradient in gradients]
+        _, gradients, sums, updated = tf.while_loop(
+            lambda number, *_: tf.cast(number, tf.int64) * size < local_count,
+            add,
+            loop_variables,
+            shape_invariants=shapes,
+            parallel_iterations=1,
+            maximum_iterations=self._accumulate - 1,
+        )
+        return _Forward([_pack(g, v) for g, v in zip(gradients, self.model.trainable_variables, strict=True)], sums, updated)
+
+    def _reduce_and_update(self, forward: _Forward, learning_rate: tf.Tensor) -> tf.Tensor:
+        # Issued as soon as the forward pass has its sums, so that it travels while the backward pass computes.
+        [sums] = self._collective.sum([forward.sums], name="control")
+        state = self._sum_state(forward.state)
+        gradients, gradients_finite, scaled_norm = self._reduction(forward.gradients)
+        is_finite = tf.reduce_all(
+            [gradients_finite, *(tf.reduce_all(tf.math.is_finite(value)) for value in [sums, *state])]
+        )
+        scale = self.loss_scale.value
+        if not self._follows_schedule:
+            learning_rate = self.optimizer.learning_rate
+
+        def update() -> tf.Tensor:
+            if self._follows_schedule:
+                self.optimizer.learning_rate = learning_rate
+            self.optimizer.apply(self.loss_scale.unscale(gradients, scale), self.model.trainable_variables)
+            for variable, value in zip(self._state, state, strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
+            return tf.constant(True)
+
+        updated = tf.cond(is_finite, update, lambda: tf.constant(False))
+        self.loss_scale.adapt(is_finite)
+        facts = [updated, tf.cast(scaled_norm, self._dtype) / tf.cast(scale, self._dtype), learning_rate, scale]
+        return tf.concat([sums, tf.stack([*cast_all(facts, self._dtype), forward.sums[1]])], axis=0)
+
+    def _sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The mean over all samples of what the ranks' forward passes made of the state (BatchNorm's statistics)."""
+        by_dtype: dict[tf.DType, list[int]] = {}
+        for position, value in enumerate(state):
+            by_dtype.setdefault(value.dtype, []).append(position)
+        sums = list(state)
+        for dtype, positions in by_dtype.items():
+            totals = self._collective.sum([state[i] for i in positions], name=f"state/{dtype.name}")
+            for position, total in zip(positions, totals, strict=True):
+                sums[position] = total
+        return sums
+
+    def _dropout_seeds(self, step: tf.Tensor, micro_batch: tf.Tensor) -> list[tf.Tensor]:
+        """A state for each of the model's seed generators, from (seed, generator, rank, step, micro-batch)."""
+        seeds = []
+        for number, variable in enumerate(self._seed_states):
+            key = tf.constant([self._seed % 2**31, number], tf.int32)
+            for part in (self._collective.world.rank, step, micro_batch):
+                key = tf.random.experimental.stateless_fold_in(key, tf.cast(part, tf.int32))
+            seeds.append(tf.cast(tf.bitwise.bitwise_and(key, 2**31 - 1), variable.dtype))
+        return seeds
+
+
+class LossScale:
+    """The factor that keeps float16 gradients from vanishing (Micikevicius et al. 2018); 1 where it is not needed."""
+
+    def __init__(self, *, is_dynamic: bool) -> None:
+        self.is_dynamic = is_dynamic
+        self.variables: list[keras.Variable] = []
+        if is_dynamic:
+            self._value = keras.Variable(INITIAL_LOSS_SCALE, trainable=False, dtype="float32", name="loss_scale")
+            self._good_steps = keras.Variable(0, trainable=False, dtype="int32", name="good_steps")
+            self.variables = [self._value, self._good_steps]
+
+    @property
+    def value(self) -> tf.Tensor:
+        return tf.convert_to_tensor(self._value.value) if self.is_dynamic else tf.constant(1.0)
+
+    def scale(self, objective: tf.Tensor) -> tf.Tensor:
+        return objective * tf.cast(self.value, objective.dtype) if self.is_dynamic else objective
+
+    def unscale(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], scale: tf.Tensor) -> list[Any]:
+        if not self.is_dynamic:
+            return list(gradients)
+        return [_times(gradient, 1 / scale) for gradient in gradients]
+
+    def adapt(self, is_finite: tf.Tensor) -> None:
+        """Halve the scale after an overflow; double it after many steps without one."""
+        if not self.is_dynamic:
+            return
+        good_steps = tf.where(is_finite, self._good_steps.value + 1, 0)
+        grows = good_steps >= LOSS_SCALE_GROWTH_STEPS
+        factor = tf.where(is_finite, tf.where(grows, 2.0, 1.0), 0.5)
+        grown = self._value.value * factor
+        self._value.assign(tf.where(tf.math.is_finite(grown), tf.maximum(grown, MIN_LOSS_SCALE), self._value.value))
+        self._good_steps.assign(tf.where(grows, 0, good_steps))
+
+
+class EvalStep:
+    """Evaluates the model on a rank's share of the evaluation data."""
+
+    def __init__(self, *, workload: Workload, model: keras.Model, batch_spec: Batch, precision: Precision) -> None:
+        self.metric_names: tuple[str, ...] = ()
+        self._workload, self._model = workload, model
+        self._evaluate = tf.function(self._sum_samples, input_signature=[batch_spec], autograph=False)
+        self._evaluate.get_concrete_function()
+
+    def __call__(self, batch: Batch) -> np.ndarray:
+        """Sums over this rank's samples: [samples, data_loss, *metrics], float64."""
+        if not batch.indices.shape[0]:
+            return np.zeros(2 + len(self.metric_names))
+        return self._evaluate(batch).numpy()
+
+    def regularization(self) -> float:
+        """The model's regularisation losses, which do not depend on samples."""
+        return float(sum(float(v.regularizer(v)) for v in self._model.trainable_variables if v.regularizer))
+
+    def _sum_samples(self, batch: Batch) -> tf.Tensor:
+        outputs = at_least_float32(self._model(batch.x, training=False))
+        losses, metrics = self._workload.loss(batch.y, outputs), self._workload.metrics(batch.y, outputs)
+        _check_per_sample(self._workload, {"loss": losses, **metrics})
+        self.metric_names = tuple(sorted(metrics))
+        values = [tf.ones_like(losses), losses, *(metrics[name] for name in self.metric_names)]
+        return tf.stack([tf.reduce_sum(tf.cast(value, tf.float64)) for value in values])
+
+
+def set_precision(precision: Precision) -> None:
+    """Make Keras create and compute in this type. Call before the model is created."""
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")
+    keras.config.set_dtype_policy(precision)
+
+
+def is_seed_state(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a seed generator (dropout's): broadcasting it would make all masks alike."""
+    return variable.name == "seed_generator_state"
+
+
+def at_least_float32(outputs: Any) -> Any:
+    """Outputs of half precision as float32: a loss needs its range."""
+    return tf.nest.map_structure(
+        lambda t: tf.cast(t, tf.float32) if t.dtype in (tf.float16, tf.bfloat16) else t, outputs
+    )
+
+
+def cast_all(tensors: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
+    return [tf.cast(tensor, dtype) for tensor in tensors]
+
+
+def _check_per_sample(workload: Workload, values: dict[str, tf.Tensor]) -> None:
+    for name, value in values.items():
+        if value.shape.rank != 1:
+            raise ValueError(
+                f"{type(workload).__name__} gives '{name}' the shape {value.shape}, but each sample needs one value: "
+                "[n]. Take the mean over the other dimensions."
+            )
+
+
+def _averaging_dtype(value: tf.Tensor | keras.Variable) -> tf.DType:
+    return tf.float64 if tf.as_dtype(value.dtype) == tf.float64 else tf.float32
+
+
+def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
+    """A sparse gradient as a pair of tensors (values, indices), which a loop can carry."""
+    return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _pack(gradient: tf.Tensor | tuple[tf.Tensor, tf.Tensor], variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices:
+    return tf.IndexedSlices(*gradient, tf.constant(variable.shape)) if isinstance(gradient, tuple) else gradient
+
+
+def _add(a: Any, b: Any) -> Any:
+    """The sum of two unpacked gradients; the rows of sparse ones one after the other."""
+    if isinstance(a, tuple):
+        return tuple(tf.concat([left, right], axis=0) for left, right in zip(a, b, strict=True))
+    return a + b
+
+
+def _growing_shape(gradient: Any) -> Any:
+    """The shape of an unpacked gradient in a loop: the number of rows of a sparse one grows."""
+    if isinstance(gradient, tuple):
+        return tuple(tf.TensorShape([None, *part.shape[1:]]) for part in gradient)
+    return gradient.shape
+
+
+def _times(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _shortest(value: Any) -> float:
+    """A NumPy number as the float with the fewest digits that is the same in its own type: 0.1, not 0.10000000149."""
+    return float(str(value)) if math.isfinite(value) else float(value)

@@ -1,0 +1,84 @@
+"""Models with their data, loss, metrics and default settings: the built-in ones by name, a user's by file or package."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+
+from ringtrain.errors import UsageError
+from ringtrain.workloads.base import Workload
+
+BUILT_IN = {"digits": "ringtrain.workloads.digits:Digits"}
+
+
+def check_workload_name(spec: str) -> None:
+    """See that a workload's name can be right, without importing anything.
+
+    Args:
+        spec: a built-in name, ``package.module:Class`` or ``path/file.py:Class``.
+
+    Raises:
+        UsageError: no such built-in workload, no such file, or no class named.
+    """
+    place, colon, class_name = spec.rpartition(":")
+    if not colon and "." not in spec and "/" not in spec:
+        if spec in BUILT_IN:
+            return
+        near = difflib.get_close_matches(spec, BUILT_IN, n=1)
+        raise UsageError(
+            f"there is no workload {spec!r}. {f'Did you mean {near[0]!r}? ' if near else ''}"
+            f"Built in: {', '.join(sorted(BUILT_IN))}. Your own: --workload path/file.py:Class or package.module:Class.",
+            reach="run",
+        )
+    if not place or not class_name.isidentifier():
+        raise UsageError(
+            f"workload is {spec!r}; name the class after a colon: path/file.py:Class or package.module:Class.",
+            reach="run",
+        )
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UsageError(f"workload is {spec!r}, but there is no file {place!r}. Check the path.", reach="node")
+
+
+def load_workload(spec: str) -> type[Workload]:
+    """Import the class of a workload. A user's file may import TensorFlow: pin the devices before.
+
+    Raises:
+        UsageError: the name is wrong, its module cannot be imported, or the class is no Workload.
+    """
+    check_workload_name(spec)
+    place, _, class_name = BUILT_IN.get(spec, spec).rpartition(":")
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # whatever a user's module may raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UsageError(
+            f"workload {spec!r} cannot be imported: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}).",
+            reach="run",
+        ) from error
+    workload = getattr(module, class_name, None)
+    if not (isinstance(workload, type) and issubclass(workload, Workload)):
+        names = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Workload)]
+        own = ", ".join(name for name in names if name != "Workload") or "none"
+        raise UsageError(
+            f"{place!r} has no class {class_name!r} derived from ringtrain.workloads.base.Workload; it has: {own}.",
+            reach="run",
+        )
+    missing = sorted(getattr(workload, "__abstractmethods__", ()))
+    if missing:
+        raise UsageError(f"{spec!r} lacks {', '.join(missing)}: see ringtrain/workloads/base.py.", reach="run")
+    return workload
+
+
+def _import_file(path: Path) -> object:
+    name = f"ringtrain_user_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # as for any module, so that its classes find their own
+    module_spec.loader.exec_module(module)
+    return module

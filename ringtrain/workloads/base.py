@@ -1,0 +1,91 @@
+"""What ringtrain needs to know about a model to train it: the page to read before bringing your own.
+
+A workload is a class with a model, its data and its loss. Derive from ``Workload``, say ``create_model``,
+``create_sources`` and ``loss``, and run ``python -m ringtrain --workload path/to/file.py:YourClass``.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from ringtrain.data.sources import Source
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+
+class Sources(NamedTuple):
+    """The data of a workload: samples to train on, and samples to evaluate on (or None)."""
+
+    train: Source
+    evaluation: Source | None
+
+
+class Workload(abc.ABC):
+    """A model with its data, loss, metrics and default settings.
+
+    Everything that touches TensorFlow belongs into the methods, and into the imports at their top: then ``--help`` and
+    error messages come at once. In a file of your own, imports at the top of the file work as well.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """The workload's values for the fields of ``ringtrain.config.Config``, such as
+    ``{"epochs": 10, "batch_size": 32, "optimizer": {"name": "adam", "lr": 1e-3}}``. ``batch_size``, per rank, is the
+    size that ``optimizer.lr`` belongs to."""
+
+    @abc.abstractmethod
+    def create_model(self) -> keras.Model:
+        """A built Keras model. Every rank builds one; rank 0's first weights are the ones that count."""
+
+    @abc.abstractmethod
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        """The data, the same on every rank.
+
+        Args:
+            data_dir: the user's ``--data_dir``.
+            synthetic: True for made data of the same shape, for measuring.
+
+        Raises:
+            DataError: the data are missing or damaged; the message names the file, the rule and the remedy.
+        """
+
+    @abc.abstractmethod
+    def loss(self, y: Any, outputs: Any) -> tf.Tensor:
+        """The loss of each sample.
+
+        Args:
+            y: the source's y for n samples.
+            outputs: what the model gave for their x, at least float32.
+
+        Returns:
+            [n]: one value per sample; its mean over the global batch is trained (regularisation losses of the model
+            are added to it).
+        """
+
+    def metrics(self, y: Any, outputs: Any) -> dict[str, tf.Tensor]:
+        """Further values of each sample, [n] each, logged as means over all samples. Called like ``loss``."""
+        return {}
+
+    def augment(self, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]:
+        """Change a batch of training samples at random.
+
+        Args:
+            x, y: n samples.
+            keys: a key for each sample, uint64 [n]; give them to the functions of ``ringtrain.data.augment``, so that
+                what a sample gets depends on the seed, the epoch and the sample alone.
+        """
+        return x, y
+
+    def create_optimizer(self, learning_rate: float) -> keras.optimizers.Optimizer | None:
+        """An optimizer of your own, or None for the one of the ``optimizer`` settings.
+
+        Args:
+            learning_rate: where the schedule of the settings starts. An optimizer made with a plain number follows that
+                schedule; one made with a Keras ``LearningRateSchedule`` keeps its own.
+        """
+        return None
+

@@ -1,0 +1,76 @@
+"""digits: 1,797 scanned handwritten digits of 8x8 pixels, which scikit-learn ships. The default workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ringtrain.workloads.base import Sources, Workload
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+NUM_CLASSES = 10
+EVALUATION_SHARE = 0.25
+
+
+class Digits(Workload):
+    """A small convolutional network on scikit-learn's digits."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "epochs": 30,
+        "batch_size": 32,
+        "optimizer": {"name": "adam", "lr": 2e-3, "schedule": "cosine"},
+    }
+
+    def create_model(self) -> keras.Model:
+        import keras
+        from keras import layers
+
+        return keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                layers.Conv2D(32, 3, padding="same", activation="relu"),
+                layers.Conv2D(64, 3, padding="same", activation="relu"),
+                layers.MaxPooling2D(),  # [n, 4, 4, 64]
+                layers.Conv2D(64, 3, padding="same", activation="relu"),
+                layers.Flatten(),
+                layers.Dense(64, activation="relu"),
+                layers.Dense(NUM_CLASSES),
+            ],
+            name="digits",
+        )
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        import numpy as np
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        from ringtrain.data.sources import from_arrays
+
+        digits = load_digits()
+        images, labels = digits.images, digits.target
+        if synthetic:
+            images = np.random.default_rng(0).integers(0, 17, images.shape)
+        images = (images / 16).astype(np.float32)[..., np.newaxis]  # 17 grey levels -> [0, 1], [n, 8, 8, 1]
+        train_images, eval_images, train_labels, eval_labels = train_test_split(
+            images, labels, test_size=EVALUATION_SHARE, stratify=labels, random_state=0
+        )
+        return Sources(from_arrays(train_images, train_labels), from_arrays(eval_images, eval_labels))
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        import keras
+
+        return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+    def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        import keras
+
+        return {"accuracy": keras.metrics.sparse_categorical_accuracy(y, outputs)}
+
+    def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        from ringtrain.data.augment import random_shift
+
+        return random_shift(x, keys, max_pixels=1), y

@@ -1,0 +1,138 @@
+"""Who am I among the processes of this run? Read from the launcher's variables, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ringtrain.errors import UsageError
+
+# Slurm numbers real steps from 0; everything from here on is a special step (batch script, interactive shell, ...).
+SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The place of this process in its run, in Horovod's and MPI's words.
+
+    Attributes:
+        rank: this process's number, 0 <= rank < size.
+        size: the number of processes.
+        local_rank: this process's number on its node, 0 <= local_rank < local_size.
+        local_size: the number of processes on this node.
+        node: host name of the node.
+        launcher: who started the process: ``"horovodrun --gloo"``, ``"mpirun (Open MPI)"``,
+            ``"mpiexec (MPICH or Intel MPI)"``, ``"srun"`` or ``"no launcher"``.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: str
+    launcher: str
+
+    def __post_init__(self) -> None:
+        for name, value, bound in (("rank", self.rank, self.size), ("local_rank", self.local_rank, self.local_size)):
+            if not 0 <= value < bound:
+                raise UsageError(
+                    f"{self.launcher} says {name} {value} of {bound}; a {name} must be from 0 to {bound - 1}. "
+                    "Start the run again in a clean shell: variables of another launcher may be left in this one.",
+                )
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0, which writes the logs."""
+        return self.rank == 0
+
+
+def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
+    """Read the world from the variables that the launcher set.
+
+    The innermost launcher wins: inside a Slurm job, ``mpirun`` and ``horovodrun`` leave Slurm's variables in place.
+
+    Args:
+        environ: the environment of this process.
+        node: the host name; the system's by default.
+
+    Raises:
+        UsageError: a launcher's variable is missing or no number.
+    """
+    node = socket.gethostname() if node is None else node
+    read = _Reader(environ)
+    if environ.get("HOROVOD_CONTROLLER") == "gloo" and "HOROVOD_RANK" in environ:
+        names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+        return read.world(*names, node=node, launcher="horovodrun --gloo")
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        return read.world(*names, node=node, launcher="mpirun (Open MPI)")
+    if "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ:
+        names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        return read.world(*names, node=node, launcher="mpiexec (MPICH or Intel MPI)")
+    if _is_slurm_step(environ, read):
+        return World(
+            rank=read.integer("SLURM_PROCID"),
+            size=read.integer("SLURM_STEP_NUM_TASKS"),
+            local_rank=read.integer("SLURM_LOCALID"),
+            local_size=read.slurm_tasks_on_node(),
+            node=node,
+            launcher="srun",
+        )
+    return World(rank=0, size=1, local_rank=0, local_size=1, node=node, launcher="no launcher")
+
+
+def _is_slurm_step(environ: Mapping[str, str], read: _Reader) -> bool:
+    """Whether srun started this process: the batch script and interactive shells have SLURM_PROCID as well."""
+    if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
+        return False
+    return read.integer("SLURM_STEP_ID") < SLURM_FIRST_SPECIAL_STEP
+
+
+class _Reader:
+    """Reads launcher variables, with an error that names the variable."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+
+    def text(self, name: str) -> str:
+        if name not in self.environ:
+            raise UsageError(
+                f"the launcher did not set {name}, though it set its other variables. Start the run again in a clean "
+                "shell with horovodrun, mpirun or srun.",
+            )
+        return self.environ[name]
+
+    def integer(self, name: str) -> int:
+        text = self.text(name)
+        if not re.fullmatch(r"\d+", text):
+            raise UsageError(
+                f"{name}={text!r} must be a whole number. Unset it, or start the run again in a clean shell."
+            )
+        return int(text)
+
+    def world(self, rank: str, size: str, local_rank: str, local_size: str, *, node: str, launcher: str) -> World:
+        return World(
+            rank=self.integer(rank),
+            size=self.integer(size),
+            local_rank=self.integer(local_rank),
+            local_size=self.integer(local_size),
+            node=node,
+            launcher=launcher,
+        )
+
+    def slurm_tasks_on_node(self) -> int:
+        """The tasks of this step on this node, from a list such as ``2(x3),1``."""
+        name = "SLURM_STEP_TASKS_PER_NODE"
+        text = self.text(name)
+        counts: list[int] = []
+        for part in text.split(","):
+            match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+            if not match:
+                raise UsageError(f"{name}={text!r} must look like 2(x3),1. Start the run again with srun.")
+            counts += [int(match[1])] * int(match[2] or 1)
+        node_index = self.integer("SLURM_NODEID")
+        if node_index >= len(counts):
+            raise UsageError(f"{name}={text!r} names {len(counts)} nodes, but SLURM_NODEID={node_index}.")
+        return counts[node_index]

@@ -54,7 +54,9 @@ class Log:
         samples = self._order.samples_before(step) - self._order.samples_before(self._since_step)
         examples_per_sec = samples / (now - self._since)
         self._since_step, self._since = step, now
-        text = f"step {step}, loss = {report.loss:.4g} ({examples_per_sec:.1f} examples/sec; {sec_per_step:.3f} sec/batch)"
+        text = (
+            f"step {step}, loss = {report.loss:.4g} ({examples_per_sec:.1f} examples/sec; {sec_per_step:.3f} sec/batch)"
+        )
         if self._console.is_terminal:
             self._console.progress(step, text)
         else:
@@ -121,7 +123,9 @@ class Evaluate:
         self.last = result = self._evaluate()
         epoch = epoch_after(self._order, step)
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
-        self._console.line(f"epoch {epoch}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)")
+        self._console.line(
+            f"epoch {epoch}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
+        )
         if self._run is not None:
             self._run.write_event(
                 "eval",

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import os
 import re
 import sys
+import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 import yaml
 
-from ringtrain import __version__
-from ringtrain.config import Config, OptimizerConfig, make_config, to_dict
+from ringtrain.config import Config, OptimizerConfig, make_config, to_plain
 from ringtrain.devices import (
     DevicePlan,
     apply_plan,
@@ -26,7 +27,7 @@ from ringtrain.devices import (
     start_tensorflow,
 )
 from ringtrain.errors import RingtrainError, UsageError
-from ringtrain.startup import quiet_start
+from ringtrain.startup import describe_start, quiet_start
 from ringtrain.workloads import BUILT_IN, check_workload_name, load_workload
 from ringtrain.world import World, read_world
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
     from ringtrain.collectives import Collective
     from ringtrain.workloads.base import Workload
+
+TRAIN_DESCRIPTION = "Train a Keras model on many GPUs, one process per GPU: horovodrun -np 2 python -m ringtrain"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,11 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ringtrain: {error}", file=sys.stderr)
         return error.exit_code
     try:
-        run_command = COMMANDS.get(command)
+        run_command = (COMMANDS | INTERNAL_COMMANDS).get(command)
         if run_command is None:
             near = difflib.get_close_matches(command, COMMANDS, n=1)
             suggestion = f"Did you mean {near[0]!r}? " if near else ""
-            raise UsageError(f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.", reach="run")
+            raise UsageError(
+                f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.", reach="run"
+            )
         return run_command(arguments, world)
     except RingtrainError as error:
         report_error(error, world)
@@ -68,24 +73,85 @@ def report_error(error: RingtrainError, world: World) -> None:
         sys.stderr.flush()
 
 
+class Prepared(NamedTuple):
+    """A rank that knows what to train and has its devices, before it joins the others."""
+
+    workload_class: type[Workload]
+    config: Config
+    plan: DevicePlan
+    device: str
+
+
 def train_command(arguments: Sequence[str], world: World) -> int:
     """Train, from the command line to the last line of the log."""
-    explicit = parse_train_arguments(arguments, world)
-    wants_config = explicit.pop("print_config", False)
-    spec = explicit.get("workload", Config.workload)
-    check_workload_name(spec)
-    # A built-in workload's defaults are known without TensorFlow, and a wrong setting is found before it starts.
-    config = make_config(explicit, load_workload(spec).defaults if spec in BUILT_IN else {})
-    if wants_config and spec in BUILT_IN:
-        return print_config(config, world)
+    explicit = parse_arguments(create_train_parser(), arguments, world)
+    if explicit.pop("print_config", False):
+        return print_config(explicit, world)
+    prepared = prepare(explicit, world)
+    with joined(prepared.config, world) as collective:
+        train_together(prepared, collective)
+    return 0
+
+
+def verify_command(arguments: Sequence[str], world: World) -> int:
+    """See that N processes train what one trains. Starts the processes itself."""
+    from ringtrain.verify import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_STEPS, parse_world_sizes, verify
+
+    if world.size > 1:
+        raise UsageError(
+            f"verify starts its processes itself, but {world.launcher} started {world.size}. Use no launcher.",
+            reach="run",
+        )
+    parser = create_train_parser("verify", "Train the same batches under several world sizes and compare the results.")
+    parser.add_argument("--world_sizes", type=str, default="1,2,3", help="numbers of processes, such as 1,2,3")
+    explicit = parse_arguments(parser, arguments, world)
+    sizes = parse_world_sizes(explicit.pop("world_sizes", "1,2,3"))
+    explicit = {"steps": DEFAULT_STEPS, "global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE, **explicit}
+    check_settings(explicit)
+    with tempfile.TemporaryDirectory(prefix="ringtrain-verify-") as directory:
+        settings = Path(directory) / "settings.yaml"
+        settings.write_text(yaml.safe_dump(to_plain(explicit)), encoding="utf-8")
+        print(
+            f"training {explicit['steps']} steps under each of the world sizes {', '.join(map(str, sizes))}", flush=True
+        )
+        for line in verify(sizes, ["--config", str(settings)], Path(directory)):
+            print(line)
+    print("the world sizes train the same")
+    return 0
+
+
+def record_command(arguments: Sequence[str], world: World) -> int:
+    """One process of a run of ``verify``."""
+    parser = create_train_parser()
+    parser.add_argument("--record_to", type=Path)
+    explicit = parse_arguments(parser, arguments, world)
+    directory = explicit.pop("record_to")
+    prepared = prepare(explicit, world)
+    with joined(prepared.config, world) as collective:
+        from ringtrain.record import record
+
+        record(prepared.workload_class, prepared.config, collective, directory)
+    return 0
+
+
+def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
+    """Take this rank's devices, then start TensorFlow and import the workload."""
+    config = check_settings(explicit)
     plan = pin(world, deterministic=config.deterministic)
     with quiet_start():
-        workload_class = load_workload(spec)
-        config = make_config(explicit, workload_class.defaults)
-        if wants_config:
-            return print_config(config, world)
+        workload_class = load_workload(config.workload)
         device = start_tensorflow(plan, world)
-    return train_under_launcher(workload_class, config, world, plan, device)
+    return Prepared(workload_class, make_config(explicit, workload_class.defaults), plan, device)
+
+
+def check_settings(explicit: Mapping[str, Any]) -> Config:
+    """Find a wrong setting before TensorFlow starts.
+
+    A built-in workload's defaults are known without TensorFlow; a user's module may import it and waits.
+    """
+    spec = explicit.get("workload", Config.workload)
+    check_workload_name(spec)
+    return make_config(explicit, load_workload(spec).defaults if spec in BUILT_IN else {})
 
 
 def pin(world: World, *, deterministic: bool) -> DevicePlan:
@@ -98,33 +164,33 @@ def pin(world: World, *, deterministic: bool) -> DevicePlan:
     return plan
 
 
-def train_under_launcher(
-    workload_class: type[Workload], config: Config, world: World, plan: DevicePlan, device: str
-) -> int:
-    """Join the other ranks and train."""
-    from ringtrain.collectives import connect, on_first
+def train_together(prepared: Prepared, collective: Collective) -> None:
+    """Train with the other ranks, from the start-up table to the last line."""
+    from ringtrain.collectives import on_first
     from ringtrain.console import open_console
     from ringtrain.loop import run_path, train
     from ringtrain.run_directory import RunDirectory, create_run_directory
-    from ringtrain.startup import describe_start
 
-    collective = connect(config.backend, world)
-    with leaving(collective):
-        console = open_console(is_first=world.is_first)
-        for line in describe_start(collective, plan, device):
-            console.line(line)
-        wanted, is_exact = run_path(config)
-        path = on_first(collective, lambda: str(create_run_directory(wanted, is_exact=is_exact)), name="run_directory")
-        run = RunDirectory(Path(path)) if world.is_first else None
-        with recording_end(run):
-            if run is not None:
-                run.write_config(to_dict(config))
-            result = train(
-                workload_class(), config, collective, run=run, console=console, num_threads=plan.intra_op_threads
-            )
-        metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items()) if result else ""
-        console.line(f"done{metrics}; the run is in {path}")
-    return 0
+    world, config = collective.world, prepared.config
+    console = open_console(is_first=world.is_first)
+    for line in describe_start(collective, prepared.plan, prepared.device):
+        console.line(line)
+    wanted, is_exact = run_path(config)
+    path = on_first(collective, lambda: str(create_run_directory(wanted, is_exact=is_exact)), name="run_directory")
+    run = RunDirectory(Path(path)) if world.is_first else None
+    with recording_end(run):
+        if run is not None:
+            run.write_config(to_plain(dataclasses.asdict(config)))
+        result = train(
+            prepared.workload_class(),
+            config,
+            collective,
+            run=run,
+            console=console,
+            num_threads=prepared.plan.intra_op_threads,
+        )
+    metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items()) if result else ""
+    console.line(f"done{metrics}; the run is in {path}")
 
 
 @contextlib.contextmanager
@@ -146,10 +212,13 @@ def recording_end(run: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def leaving(collective: Collective) -> Iterator[None]:
-    """Leave the other ranks in good order, or at once where this rank failed alone: then they would wait for ever."""
+def joined(config: Config, world: World) -> Iterator[Collective]:
+    """Join the other ranks, and leave them in good order; at once where this rank failed alone, as they would wait."""
+    from ringtrain.collectives import connect
+
+    collective = connect(config.backend, world)
     try:
-        yield
+        yield collective
     except RingtrainError as error:
         if error.reach == "run":
             collective.close()
@@ -164,7 +233,7 @@ def leaving(collective: Collective) -> Iterator[None]:
         collective.close()
 
 
-def parse_train_arguments(arguments: Sequence[str], world: World) -> dict[str, Any]:
+def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: World) -> dict[str, Any]:
     """What the user wrote: field names to values of the right types.
 
     Raises:
@@ -173,7 +242,6 @@ def parse_train_arguments(arguments: Sequence[str], world: World) -> dict[str, A
     """
     from argparse import ArgumentError
 
-    parser = create_train_parser()
     if {"-h", "--help"} & set(arguments):
         if world.is_first:
             parser.print_help()
@@ -186,14 +254,14 @@ def parse_train_arguments(arguments: Sequence[str], world: World) -> dict[str, A
     return {key: value for key, value in explicit.items() if value is not None}
 
 
-def create_train_parser() -> ArgumentParser:
+def create_train_parser(command: str = "[train]", description: str = TRAIN_DESCRIPTION) -> ArgumentParser:
     """Flags from the fields of ``Config``, and the same names as keys of a YAML file."""
     from jsonargparse import ActionYesNo, ArgumentParser, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
-        prog="ringtrain [train]",
-        description="Train a Keras model on many GPUs, one process per GPU: horovodrun -np 2 python -m ringtrain",
+        prog=f"ringtrain {command}",
+        description=description,
         exit_on_error=False,
         print_config=None,
         default_meta=False,
@@ -234,11 +302,15 @@ def field_rules() -> dict[str, str]:
     return rules
 
 
-def print_config(config: Config, world: World) -> int:
-    """Print the configuration as YAML that ``--config`` reads."""
+def print_config(explicit: Mapping[str, Any], world: World) -> int:
+    """Print the settings of the run as YAML that ``--config`` reads."""
+    check_settings(explicit)
+    config = make_config(explicit, load_workload(explicit.get("workload", Config.workload)).defaults)
     if world.is_first:
-        yaml.safe_dump(to_dict(config), sys.stdout, sort_keys=False)
+        yaml.safe_dump(to_plain(dataclasses.asdict(config)), sys.stdout, sort_keys=False)
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {"train": train_command}
+COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {"train": train_command, "verify": verify_command}
+# What the commands start themselves; not for the user.
+INTERNAL_COMMANDS = {"_record": record_command}

@@ -6,7 +6,6 @@ A field's name is the flag's name and the YAML key. A workload brings its own de
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,7 +48,7 @@ class OptimizerConfig:
     """how lr grows with global_batch_size over the workload's own (Goyal et al. 2017: linear)"""
 
     warmup_epochs: float = 0.0
-    """epochs over which the learning rate rises linearly from lr to its scaled value, or from 0 where lr_scale is none"""
+    """epochs over which the learning rate rises linearly from lr (from 0 where lr_scale is none) to its scaled value"""
 
     schedule: Literal["constant", "exponential", "cosine"] = "constant"
     """what follows the warm-up; cosine ends at 0 with the run"""
@@ -176,7 +175,9 @@ class Config:
         ):
             _one_of(name, getattr(self, name), values)
         if self.data_dir is not None and not self.data_dir.is_dir():
-            raise UsageError(f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node")
+            raise UsageError(
+                f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node"
+            )
 
 
 def make_config(explicit: Mapping[str, Any], workload_defaults: Mapping[str, Any]) -> Config:
@@ -201,15 +202,11 @@ def make_config(explicit: Mapping[str, Any], workload_defaults: Mapping[str, Any
     return Config(**values)
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as plain values for YAML and JSON."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return str(value) if isinstance(value, Path) else value
-
-    return {key: plain(value) for key, value in dataclasses.asdict(config).items()}
+def to_plain(value: Any) -> Any:
+    """Settings as plain values for YAML and JSON."""
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value
 
 
 def _one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) -> None:

@@ -25,6 +25,11 @@ class Console:
         self._progress: Progress | None = None
         self.is_terminal = is_terminal
 
+    @classmethod
+    def silent(cls) -> Console:
+        """A console that shows nothing."""
+        return cls(open(os.devnull, "w"), is_terminal=False)
+
     def line(self, text: str) -> None:
         """Show one line."""
         if self._progress is not None:
@@ -68,7 +73,7 @@ class Console:
 def open_console(*, is_first: bool) -> Console:
     """The console of this rank."""
     if not is_first:
-        return Console(Path(os.devnull).open("w"), is_terminal=False)  # noqa: SIM115 - open until the process ends
+        return Console.silent()
     launcher = find_launcher()
     if launcher is None:
         return Console(sys.stdout, is_terminal=sys.stdout.isatty())

@@ -12,8 +12,8 @@ class RingtrainError(Exception):
     """Base of all errors with a documented exit code.
 
     ``reach`` says who raises this same error, so that it is printed once: ``"run"`` where every rank does (all of them
-    read the same arguments, or the same reduced numbers), ``"node"`` where all ranks of a node do (they look at the same
-    files), ``"rank"`` where this one may be alone.
+    read the same arguments, or the same reduced numbers), ``"node"`` where all ranks of a node do (they look at the
+    same files), ``"rank"`` where this one may be alone.
     """
 
     exit_code = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +81,21 @@ def train(
     return evaluation.last if evaluation else None
 
 
-def create_job(workload: Workload, config: Config, collective: Collective, *, num_threads: int) -> Job:
-    """Read the data, create the model, and compile the steps."""
+def create_job(
+    workload: Workload,
+    config: Config,
+    collective: Collective,
+    *,
+    num_threads: int,
+    adapt_model: Callable[[keras.Model], None] = lambda model: None,
+    optimizer: Callable[[], keras.optimizers.Optimizer] | None = None,
+) -> Job:
+    """Read the data, create the model, and compile the steps.
+
+    Args:
+        adapt_model: changes the model before anything is compiled.
+        optimizer: makes another optimizer than the workload's and the settings'.
+    """
     set_precision(config.precision)
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
@@ -94,9 +107,7 @@ def create_job(workload: Workload, config: Config, collective: Collective, *, nu
         name="sources",
     )
     global_batch_size = choose_global_batch_size(config, world.size)
-    order = SampleOrder(
-        num_samples=sources.train.num_samples, global_batch_size=global_batch_size, seed=config.seed
-    )
+    order = SampleOrder(num_samples=sources.train.num_samples, global_batch_size=global_batch_size, seed=config.seed)
     total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
     learning_rate = LearningRate(
         optimizer=config.optimizer,
@@ -114,17 +125,24 @@ def create_job(workload: Workload, config: Config, collective: Collective, *, nu
         augment=workload.augment,
     )
     model = agree(collective, lambda: create_model(workload), name="model")
-    optimizer = workload.create_optimizer(learning_rate(0)) or create_optimizer(config.optimizer)
+    adapt_model(model)
+    if optimizer is None:
+        chosen = workload.create_optimizer(learning_rate(0)) or create_optimizer(config.optimizer)
+    else:
+        chosen = optimizer()
     step = TrainStep(
         workload=workload,
         model=model,
-        optimizer=optimizer,
+        optimizer=chosen,
         reduction=GradientReduction(collective=collective, compression=config.compression),
         batch_spec=batches.element_spec,
         precision=config.precision,
         accumulate=config.accumulate,
         seed=config.seed,
     )
+    eval_step = None
+    if sources.evaluation is not None:
+        eval_step = EvalStep(workload=workload, model=model, batch_spec=batches.element_spec)
     return Job(
         config=config,
         collective=collective,
@@ -134,8 +152,7 @@ def create_job(workload: Workload, config: Config, collective: Collective, *, nu
         batches=batches,
         step=step,
         evaluation=sources.evaluation,
-        eval_step=sources.evaluation
-        and EvalStep(workload=workload, model=model, batch_spec=batches.element_spec, precision=config.precision),
+        eval_step=eval_step,
         num_threads=num_threads,
     )
 
@@ -224,18 +241,12 @@ def describe(job: Job, console: Console, run: RunDirectory | None) -> None:
         )
 
 
-def create_actions(
-    job: Job, run: RunDirectory | None, console: Console
-) -> tuple[list[Action], Evaluate | None]:
+def create_actions(job: Job, run: RunDirectory | None, console: Console) -> tuple[list[Action], Evaluate | None]:
     """The log, on rank 0, and the evaluation, on every rank."""
-    log = run and Log(
-        console=console,
-        run=run,
-        order=job.order,
-        every=job.config.log_every,
-        first_step=0,
-        last_step=job.total_steps,
-    )
+    log = None
+    if run is not None:
+        every, last_step = job.config.log_every, job.total_steps
+        log = Log(console=console, run=run, order=job.order, every=every, first_step=0, last_step=last_step)
     actions: list[Action] = [log] if log else []
     evaluation = None
     if job.evaluation is not None and job.eval_step is not None:
@@ -319,8 +330,8 @@ class NonfiniteGuard:
         message = self._explain(step, report)
         if self._job.config.on_nonfinite == "stop":
             raise DivergedError(
-                f"{message} Nothing was updated by this step. Lower --optimizer.lr, add --optimizer.clip_global_norm or "
-                "--optimizer.warmup_epochs, look at the data, or go on with --on_nonfinite skip.",
+                f"{message} Nothing was updated by this step. Lower --optimizer.lr, add --optimizer.clip_global_norm "
+                "or --optimizer.warmup_epochs, look at the data, or go on with --on_nonfinite skip.",
                 reach="run",
             )
         if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the samples seen, so that it does not know the number of ranks or of steps."""
+"""The learning rate as a pure function of the samples seen, so that the number of ranks does not enter."""
 
 from __future__ import annotations
 

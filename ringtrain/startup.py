@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 # What TensorFlow 2.18 prints at import on every machine, at the level of errors, though nothing is wrong.
 HARMLESS = re.compile(
-    rb"Unable to register cu(FFT|DNN|BLAS) factory|before absl::InitializeLog\(\)|computation_placer\.cc.*already registered"
+    rb"Unable to register cu(FFT|DNN|BLAS) factory|before absl::InitializeLog\(\)"
+    rb"|computation_placer\.cc.*already registered"
 )
 # On a machine without a GPU the CUDA build of TensorFlow says that it found none.
 HARMLESS_WITHOUT_GPU = re.compile(rb"failed call to cuInit|cuda_diagnostics\.cc")
@@ -81,6 +82,8 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
         f"{collective.description}",
     ]
     for rank, (node, pid, computes_on, threads) in enumerate(rows):
-        lines.append(f"  rank {rank} on {node} (pid {pid}): {computes_on}, {threads} thread{'s' if threads > 1 else ''}")
+        lines.append(
+            f"  rank {rank} on {node} (pid {pid}): {computes_on}, {threads} thread{'s' if threads > 1 else ''}"
+        )
     settings = ", ".join(f"{setting.name}={setting.value} ({setting.source})" for setting in plan.settings)
     return [*lines, f"  settings: {settings}"]

@@ -201,8 +201,9 @@ class TrainStep:
                 regularization = tf.add_n([tf.zeros([], self._dtype), *cast_all(self.model.losses, self._dtype)])
             _check_per_sample(self._workload, {"loss": losses, **metrics})
             data_loss_sum = tf.reduce_sum(losses)
-            objective = data_loss_sum / global_count + regularization * (count / global_count)
-            scaled_objective = self.loss_scale.scale(objective)
+            scaled_objective = self.loss_scale.scale(
+                partial_objective(data_loss_sum, regularization, count=count, global_count=global_count)
+            )
         gradients = tape.gradient(
             scaled_objective, [v.value for v in variables], unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
@@ -254,7 +255,9 @@ class TrainStep:
             parallel_iterations=1,
             maximum_iterations=self._accumulate - 1,
         )
-        return _Forward([_pack(g, v) for g, v in zip(gradients, self.model.trainable_variables, strict=True)], sums, updated)
+        return _Forward(
+            [_pack(g, v) for g, v in zip(gradients, self.model.trainable_variables, strict=True)], sums, updated
+        )
 
     def _reduce_and_update(self, forward: _Forward, learning_rate: tf.Tensor) -> tf.Tensor:
         # Issued as soon as the forward pass has its sums, so that it travels while the backward pass computes.
@@ -342,7 +345,7 @@ class LossScale:
 class EvalStep:
     """Evaluates the model on a rank's share of the evaluation data."""
 
-    def __init__(self, *, workload: Workload, model: keras.Model, batch_spec: Batch, precision: Precision) -> None:
+    def __init__(self, *, workload: Workload, model: keras.Model, batch_spec: Batch) -> None:
         self.metric_names: tuple[str, ...] = ()
         self._workload, self._model = workload, model
         self._evaluate = tf.function(self._sum_samples, input_signature=[batch_spec], autograph=False)
@@ -365,6 +368,20 @@ class EvalStep:
         self.metric_names = tuple(sorted(metrics))
         values = [tf.ones_like(losses), losses, *(metrics[name] for name in self.metric_names)]
         return tf.stack([tf.reduce_sum(tf.cast(value, tf.float64)) for value in values])
+
+
+def partial_objective(
+    data_loss_sum: tf.Tensor, regularization: tf.Tensor, *, count: tf.Tensor, global_count: tf.Tensor
+) -> tf.Tensor:
+    """A rank's part of the objective, whose sum over all ranks is (mean loss of the global batch) + regularisation.
+
+    Args:
+        data_loss_sum: sum of the losses of this rank's samples.
+        regularization: the regularisation losses, the same on every rank.
+        count: samples of this rank.
+        global_count: samples of all ranks.
+    """
+    return data_loss_sum / global_count + regularization * (count / global_count)
 
 
 def set_precision(precision: Precision) -> None:

@@ -66,8 +66,8 @@ def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
         names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
         return read.world(*names, node=node, launcher="horovodrun --gloo")
     if "OMPI_COMM_WORLD_RANK" in environ:
-        names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-        return read.world(*names, node=node, launcher="mpirun (Open MPI)")
+        ompi = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        return read.world(*ompi, node=node, launcher="mpirun (Open MPI)")
     if "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ:
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
         return read.world(*names, node=node, launcher="mpiexec (MPICH or Intel MPI)")

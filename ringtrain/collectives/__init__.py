@@ -23,9 +23,13 @@ Result = TypeVar("Result")
 class Collective(Protocol):
     """Communication among all ranks. Each call must be made by every rank; ``name`` says which call is meant."""
 
-    world: World
-    description: str
-    """who carries the communication, such as ``"Horovod over MPI"``"""
+    @property
+    def world(self) -> World:
+        """Who this process is."""
+
+    @property
+    def description(self) -> str:
+        """Who carries the communication, such as ``"Horovod over MPI"``."""
 
     def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         """Add each tensor over all ranks; works in graphs and eagerly. All tensors are of one type.

@@ -22,8 +22,8 @@ class HorovodCollective:
 
     def __init__(self, world: World, hvd: ModuleType) -> None:
         self.world = world
-        self._hvd = hvd
         self.description = describe(hvd)
+        self._hvd = hvd
 
     def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         if len(tensors) == 1:  # a lone tensor is reduced in place, without the copies into a fusion buffer
@@ -82,7 +82,9 @@ def connect_horovod(world: World) -> HorovodCollective:
                 reach="run",
             )
     if seen != world:
-        raise UsageError(f"{world.launcher} says {world}, but Horovod says {seen}. Start the run again in a clean shell.")
+        raise UsageError(
+            f"{world.launcher} says {world}, but Horovod says {seen}. Start the run again in a clean shell."
+        )
     return HorovodCollective(world, hvd)
 
 

@@ -54,8 +54,8 @@ class GradientReduction:
 
     Attributes:
         collective: carries the sums.
-        compression: ``"fp16"`` sends float32 and float64 gradients as float16 (they come back in their own type; a value
-            beyond 65504 becomes infinite, which the verdict sees).
+        compression: ``"fp16"`` sends float32 and float64 gradients as float16; they come back in their own type. A
+            value beyond 65504 becomes infinite, which the verdict sees.
         name: prefix of the collectives' names; unique in a program.
     """
 

@@ -70,7 +70,7 @@ class SampleOrder:
         return self.samples_before(step + 1) - self.samples_before(step)
 
     def local_batch(self, step: int, *, rank: int, size: int) -> LocalBatch:
-        """The part of ``step`` that falls to ``rank``: a contiguous slice of the global batch, sizes differing by at most 1."""
+        """The part of ``step`` that falls to ``rank``: a contiguous slice; the ranks' sizes differ by at most 1."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         count = self.global_count(step)
         start = step_in_epoch * self.global_batch_size
@@ -110,7 +110,7 @@ def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, 
 def _feistel(
     values: npt.NDArray[np.uint64], half_bits: int, round_keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """A balanced Feistel network on 2*half_bits bits; its inverse exists whatever the round function, so it permutes."""
+    """A balanced Feistel network on 2*half_bits bits: it can be undone, whatever the round function, so it permutes."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for round_key in round_keys:
@@ -120,7 +120,8 @@ def _feistel(
 
 def _round_keys(key: tuple[int, ...]) -> npt.NDArray[np.uint64]:
     """uint64 [FEISTEL_ROUNDS], spread by NumPy's SeedSequence (stable across versions by its own promise)."""
-    return np.random.SeedSequence([word & (2**64 - 1) for word in key]).generate_state(FEISTEL_ROUNDS, np.uint64)
+    state = np.random.SeedSequence([word & (2**64 - 1) for word in key]).generate_state(FEISTEL_ROUNDS, np.uint64)
+    return state.astype(np.uint64)
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

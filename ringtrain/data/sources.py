@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 class Source(Protocol):
     """Samples by their number."""
 
-    num_samples: int
+    @property
+    def num_samples(self) -> int:
+        """How many samples there are."""
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        """The samples ``indices`` (int64 [n]) as (x, y): tensors [n, ...] or structures of them. Runs in a tf.data graph."""
+        """The samples ``indices`` (int64 [n]) as (x, y), tensors [n, ...] or structures of them; runs in a graph."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +30,7 @@ class ArraySource:
 
     x: Any
     y: Any
+
     num_samples: int
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
@@ -57,5 +60,5 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
             "same in all of them.",
         )
     with tf.device("CPU"):
-        tensors = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
-    return ArraySource(*tensors, num_samples=lengths.pop())
+        x, y = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
+    return ArraySource(x, y, num_samples=lengths.pop())

@@ -1,4 +1,4 @@
-"""Models with their data, loss, metrics and default settings: the built-in ones by name, a user's by file or package."""
+"""Models with their data, loss, metrics and default settings: built in by name, a user's by file or package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_workload_name(spec: str) -> None:
         near = difflib.get_close_matches(spec, BUILT_IN, n=1)
         raise UsageError(
             f"there is no workload {spec!r}. {f'Did you mean {near[0]!r}? ' if near else ''}"
-            f"Built in: {', '.join(sorted(BUILT_IN))}. Your own: --workload path/file.py:Class or package.module:Class.",
+            f"Built in: {', '.join(sorted(BUILT_IN))}. Your own: path/file.py:Class or package.module:Class.",
             reach="run",
         )
     if not place or not class_name.isidentifier():
@@ -56,12 +56,15 @@ def load_workload(spec: str) -> type[Workload]:
     except Exception as error:  # whatever a user's module may raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UsageError(
-            f"workload {spec!r} cannot be imported: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}).",
+            f"workload {spec!r} cannot be imported: {type(error).__name__}: {error} "
+            f"({frame.filename}, line {frame.lineno}).",
             reach="run",
         ) from error
     workload = getattr(module, class_name, None)
     if not (isinstance(workload, type) and issubclass(workload, Workload)):
-        names = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Workload)]
+        names = [
+            name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Workload)
+        ]
         own = ", ".join(name for name in names if name != "Workload") or "none"
         raise UsageError(
             f"{place!r} has no class {class_name!r} derived from ringtrain.workloads.base.Workload; it has: {own}.",

@@ -88,4 +88,3 @@ class Workload(abc.ABC):
                 schedule; one made with a Keras ``LearningRateSchedule`` keeps its own.
         """
         return None
-

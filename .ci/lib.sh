@@ -1,0 +1,50 @@
+# Shared by the scripts of this folder, which run in the repository's root: messages, system packages, uv.
+
+OLDEST_UV=0.9.0
+LOG=.tools/setup.log
+
+say() { printf 'set-up: %s\n' "$*" >&2; }
+
+die() {
+    say "$*"
+    exit 1
+}
+
+# step WHAT COMMAND...: one line for the user, the command's output into the log; when it fails, the log's end.
+step() {
+    local what=$1
+    shift
+    say "$what"
+    printf '\n== %s: %s\n' "$what" "$*" >>"$LOG"
+    "$@" >>"$LOG" 2>&1 && return
+    tail -n 30 "$LOG" >&2
+    die "failed: $what (the whole log is in $LOG)"
+}
+
+has() { command -v "$1" >/dev/null; }
+
+# As root with apt-get, install the packages; otherwise say what to install, and stop.
+system_packages() {
+    has apt-get || die "missing: install what this system calls $*, then run make again"
+    [ "$(id -u)" = 0 ] || die "missing, and only root can install it: sudo apt-get install $*"
+    export DEBIAN_FRONTEND=noninteractive
+    step "reading the lists of system packages" apt-get update
+    step "installing $*" apt-get install -y --no-install-recommends "$@"
+}
+
+uv_version() { "$1" --version 2>/dev/null | awk '{ print $2 }' || true; }
+
+# find_uv PYTHON: sets UV to the uv on PATH if it is new enough, else to the one of .ci/uv.txt, installed in .tools.
+find_uv() {
+    local found pinned
+    found=$(uv_version uv)
+    pinned=$(sed -n 's/^uv==\([0-9.]*\).*/\1/p' .ci/uv.txt)
+    UV=uv
+    [ -n "$found" ] && printf '%s\n' "$OLDEST_UV" "$found" | sort -CV && return
+    UV=$PWD/.tools/uv/bin/uv
+    [ "$(uv_version "$UV")" = "$pinned" ] && return
+    "$1" -c 'import ensurepip' 2>/dev/null || system_packages python3-venv
+    step "installing uv $pinned in .tools" install_uv "$1"
+}
+
+install_uv() { "$1" -m venv --clear .tools/uv && .tools/uv/bin/python -m pip install --require-hashes -r .ci/uv.txt; }

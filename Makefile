@@ -1,0 +1,48 @@
+# The commands of this repository. `make help` names them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# The interpreter that .venv is made with, for example `make PYTHON=python3.12 setup`; empty: .ci/setup chooses.
+PYTHON ?=
+BIN := .venv/bin
+SOURCES = $(wildcard ringtrain launch tests)
+
+# TensorFlow registers its CUDA plugins twice and says so at error level, in horovodrun's own process, too.
+NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory
+
+.PHONY: help setup train test test-all lint format lock clean
+
+help: ## Show these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: ## Install what is missing and make .venv from requirements.lock
+	@PYTHON='$(PYTHON)' .ci/setup
+
+train: setup ## Train the built-in workload with 2 processes, into a fresh directory under runs/
+	@out=runs/digits-$$(date -u +%Y%m%dT%H%M%SZ); export PATH="$(CURDIR)/$(BIN):$$PATH" TF_CPP_MIN_LOG_LEVEL=2; \
+	{ horovodrun -np 2 python -m ringtrain --out "$$out" 2>&1 >&3 | (trap '' INT; sed -uE '/$(NOISE)/d' >&2); } 3>&1
+
+test: setup ## Run the tests, without those marked slow
+	@$(BIN)/python -m pytest
+
+test-all: setup ## Run all tests
+	@$(BIN)/python -m pytest -m ''
+
+lint: setup ## Check style and types: ruff and mypy
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/mypy $(SOURCES)
+
+format: setup ## Rewrite the source files in ruff's style
+	@$(BIN)/ruff check --fix-only $(SOURCES)
+	@$(BIN)/ruff format $(SOURCES)
+
+lock: ## Write requirements.lock anew from pyproject.toml
+	@.ci/lock
+
+clean: ## Remove .venv, .tools and caches; runs/ stays
+	@rm -rf .venv .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,164 @@
+"""The set-up's files agree with each other: pyproject.toml, requirements.lock, environment.yml, Makefile, .ci."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.no_silent_skips import parse_allowed_skips
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
+LOCK = (ROOT / "requirements.lock").read_text()
+# One entry: "name==version ; marker \", then its hashes, one a line.
+LOCK_ENTRIES = re.findall(r"^(\S.*?) \\\n((?:    --hash=\S+(?: \\)?\n)+)", LOCK, flags=re.MULTILINE)
+
+CONDA_ONLY = {"openmpi", "pip", "python"}  # PyPI has no Open MPI to depend on; the other two are not dependencies there
+PYTHONS = ("3.10", "3.11", "3.12")
+
+
+def ranges(requirements: list[str]) -> dict[str, str]:
+    parsed = [Requirement(requirement.replace(" ", "")) for requirement in requirements]
+    return {canonicalize_name(requirement.name): str(requirement.specifier) for requirement in parsed}
+
+
+def locked_version(name: str, python: str) -> Version:
+    """Return the one version of a package that the lock has for this Python on Linux."""
+    environment = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
+    versions = []
+    for entry, _ in LOCK_ENTRIES:
+        requirement = Requirement(entry)
+        if canonicalize_name(requirement.name) != canonicalize_name(name):
+            continue
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            versions.append(str(requirement.specifier).removeprefix("=="))
+    assert len(versions) == 1, f"requirements.lock has {versions} of {name} for Python {python}; run make lock"
+    return Version(versions[0])
+
+
+def test_conda_environment_and_pyproject_name_the_same_ranges() -> None:
+    conda = ranges(ENVIRONMENT["dependencies"])
+    assert conda.pop("python") == ranges([f"python{PROJECT['requires-python']}"])["python"]
+    assert {name: conda[name] for name in conda if name not in CONDA_ONLY} == ranges(
+        PROJECT["dependencies"] + EXTRAS["dev"]
+    )
+
+
+def test_conda_environment_brings_an_mpi() -> None:
+    assert "openmpi" in ranges(ENVIRONMENT["dependencies"])
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_lock_holds_every_direct_dependency_in_its_range(python: str) -> None:
+    for requirement in map(Requirement, PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["build"]):
+        version = locked_version(requirement.name, python)
+        assert version in requirement.specifier, f"{requirement}, but requirements.lock has {version}; run make lock"
+
+
+def test_every_line_of_the_lock_is_an_exact_version_a_hash_or_a_comment() -> None:
+    lines = [line for line in LOCK.splitlines() if not line.lstrip().startswith("#")]
+    num_hashes = sum(hashes.count("--hash=sha256:") for _, hashes in LOCK_ENTRIES)
+    assert len(lines) == len(LOCK_ENTRIES) + num_hashes
+    assert all(re.match(r"[\w.-]+==[\w.]+( ; .+)?$", entry) for entry, _ in LOCK_ENTRIES)
+
+
+def test_lock_holds_no_address() -> None:
+    assert not re.search(r"://|\b(index-url|find-links)\b| @ |file:", LOCK)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_horovod_is_compiled_against_the_locked_tensorflow(python: str) -> None:
+    (tensorflow,) = (
+        Requirement(requirement)
+        for requirement in PYPROJECT["tool"]["uv"]["extra-build-dependencies"]["horovod"]
+        if requirement.startswith("tensorflow")
+    )
+    assert str(tensorflow.specifier) == f"=={locked_version('tensorflow', python)}"
+
+
+def test_horovods_stated_requirements_are_for_the_locked_version() -> None:
+    (metadata,) = PYPROJECT["tool"]["uv"]["dependency-metadata"]
+    assert Version(metadata["version"]) == locked_version("horovod", "3.11")
+
+
+def test_make_help_names_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):(?!=)", makefile, flags=re.MULTILINE))
+    output = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"^make (\S+) +\S", output, flags=re.MULTILINE)) == targets
+    assert {"help", "setup", "train", "test", "test-all", "lint", "lock", "clean"} <= targets
+
+
+def test_console_script_exists() -> None:
+    assert PROJECT["scripts"] == {"ringtrain": "ringtrain.cli:main"}
+    assert (ROOT / "ringtrain" / "cli.py").exists()
+
+
+def run_pytest(pytester: pytest.Pytester, *, test: str, allowed: str = "", select: str = "") -> pytest.RunResult:
+    """Run one test file under the plugin, in a folder of its own."""
+    pytester.mkdir(".ci").joinpath("allowed-skips.txt").write_text(allowed)
+    pytester.makepyfile(test_it=f"import pytest\n{test}\ndef test_b(): pass\n")
+    return pytester.runpytest_inprocess("-p", "tests.no_silent_skips", "-k", select)
+
+
+SKIPPING = {
+    "skip": "@pytest.mark.skip(reason='too hot')\ndef test_a(): pass",
+    "skip inside": "def test_a(): pytest.skip('too hot')",
+    "xfail": "@pytest.mark.xfail(reason='too hot')\ndef test_a(): assert False",
+    "xfail that passes": "@pytest.mark.xfail(reason='too hot')\ndef test_a(): pass",
+    "skip in a fixture": "@pytest.fixture\ndef f(): pytest.skip('too hot')\ndef test_a(f): pass",
+}
+
+
+@pytest.mark.parametrize("test", SKIPPING.values(), ids=SKIPPING.keys())
+def test_unlisted_skip_fails_the_run(pytester: pytest.Pytester, test: str) -> None:
+    result = run_pytest(pytester, test=test)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["test_it.py::test_a was skipped or expected to fail (too hot)*"])
+    assert re.match(r"=+ 1 passed, 1 \w+ in ", result.outlines[-1])
+
+
+@pytest.mark.parametrize("test", SKIPPING.values(), ids=SKIPPING.keys())
+def test_listed_skip_does_not_fail_the_run(pytester: pytest.Pytester, test: str) -> None:
+    assert run_pytest(pytester, test=test, allowed="test_it.py::test_a # it is hot").ret == 0
+
+
+def test_unlisted_skip_of_a_module_fails_the_run(pytester: pytest.Pytester) -> None:
+    result = run_pytest(pytester, test="pytest.skip('too hot', allow_module_level=True)")
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["test_it.py was skipped or expected to fail (too hot)*"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"), [("test_it.py::test_a", "and ran"), ("test_it.py::test_gone", "and does not exist")]
+)
+def test_stale_entry_fails_the_run(pytester: pytest.Pytester, entry: str, complaint: str) -> None:
+    result = run_pytest(pytester, test="def test_a(): pass", allowed=f"{entry} # it was hot")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines([f"{entry} is listed in *{complaint}: remove it there"])
+
+
+def test_entry_of_a_deselected_test_is_not_stale(pytester: pytest.Pytester) -> None:
+    allowed = "test_it.py::test_a # it is hot"
+    assert run_pytest(pytester, test=SKIPPING["skip"], allowed=allowed, select="test_b").ret == 0
+
+
+def test_entry_without_a_reason_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'tests/test_it\.py::test_a' has no reason"):
+        parse_allowed_skips("tests/test_it.py::test_a\n")

@@ -20,27 +20,24 @@ class Console:
     Each line is written whole, by one call: a launcher that labels its ranks' output then never puts a label inside it.
     """
 
-    def __init__(self, stream: IO[str], *, is_terminal: bool) -> None:
+    def __init__(self, stream: IO[str] | None, *, is_terminal: bool) -> None:
+        """``stream`` is None where nothing is to be shown."""
         self._stream = stream
         self._progress: Progress | None = None
         self.is_terminal = is_terminal
-
-    @classmethod
-    def silent(cls) -> Console:
-        """A console that shows nothing."""
-        return cls(open(os.devnull, "w"), is_terminal=False)
 
     def line(self, text: str) -> None:
         """Show one line."""
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        if self._stream is not None:
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
     def start_progress(self, total_steps: int, first_step: int) -> None:
         """Show a progress bar, where there is a terminal."""
-        if not self.is_terminal:
+        if self._stream is None or not self.is_terminal:
             return
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -73,7 +70,7 @@ class Console:
 def open_console(*, is_first: bool) -> Console:
     """The console of this rank."""
     if not is_first:
-        return Console.silent()
+        return Console(None, is_terminal=False)
     launcher = find_launcher()
     if launcher is None:
         return Console(sys.stdout, is_terminal=sys.stdout.isatty())

@@ -70,7 +70,7 @@ def record_run(workload: Workload, config: Config, collective: Collective, direc
         fill_with_noise(job.step.variables, seed=collective.world.rank)
     share_first_values(job.step.variables, collective)
     recorder = Recorder(collective)
-    run_steps(job, [recorder], Console.silent())
+    run_steps(job, [recorder], Console(None, is_terminal=False))
     evaluation = record_evaluation(job)
     replicas = gather_objects(collective, [digest(variable) for variable in job.step.variables], name="replicas")
     if collective.world.is_first:

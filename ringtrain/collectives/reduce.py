@@ -103,8 +103,8 @@ def plan_groups(specs: Sequence[GradientSpec]) -> list[list[int]]:
     """Which gradients travel together, in the order in which the groups become ready.
 
     Returns:
-        Lists of indices into ``specs``, from the last gradient to the first. A group is of one type; a sparse gradient
-        is a group of its own.
+        Lists of indices into ``specs``, from the last gradient to the first. A group is of one type. A sparse gradient
+        is a group of its own, and so is a large one: alone, it is reduced without being copied into a buffer.
     """
     total_bytes = sum(spec.num_bytes for spec in specs if not spec.is_sparse)
     target_bytes = max(MIN_GROUP_BYTES, total_bytes / MAX_GROUPS)
@@ -112,7 +112,7 @@ def plan_groups(specs: Sequence[GradientSpec]) -> list[list[int]]:
     open_groups: dict[str, tuple[list[int], int]] = {}  # type -> (indices, bytes)
     for index in reversed(range(len(specs))):
         spec = specs[index]
-        if spec.is_sparse:
+        if spec.is_sparse or spec.num_bytes >= target_bytes:
             groups.append([index])
             continue
         indices, num_bytes = open_groups.pop(spec.dtype, ([], 0))

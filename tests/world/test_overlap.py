@@ -1,0 +1,65 @@
+"""The reduction travels while the backward pass computes, as Horovod's own timeline shows."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tests.world.conftest import RunRingtrain
+from tests.world.processes import REPOSITORY
+
+STEPS = 40
+WORKLOAD = f"{REPOSITORY / 'tests/bench/tutorial_cnn.py'}:TutorialCNN"
+
+
+def test_first_group_is_reduced_before_the_last_gradient_is_ready(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    """In at least 90 % of the steps of the CIFAR-10 tutorial's network on two ranks."""
+    timeline = tmp_path / "timeline.json"
+    finished = run_ringtrain(
+        ["--workload", WORKLOAD, "--steps", STEPS, "--batch_size", 32, "--out", tmp_path / "run"],
+        launcher="horovodrun",
+        env={"HOROVOD_TIMELINE": str(timeline)},
+        timeout=200,
+    )
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    negotiations, reductions = read_timeline(timeline)
+    groups = sorted(
+        {name.split("/")[1].split("_")[0] for name in negotiations if name.startswith("gradients/")}, key=int
+    )
+    assert len(groups) >= 2
+    first_reduced = last_times(reductions, groups[0])
+    last_ready = last_times(negotiations, groups[-1])
+    assert len(first_reduced) == len(last_ready) == STEPS
+    overlapped = sum(reduced < ready for reduced, ready in zip(first_reduced, last_ready, strict=True))
+    assert overlapped >= 0.9 * STEPS, f"{overlapped} of {STEPS} steps"
+    control = last_times(reductions, "control")
+    in_time = sum(
+        control < reduced for control, reduced in zip(control, last_times(reductions, groups[-1]), strict=True)
+    )
+    assert in_time >= 0.9 * STEPS, f"the control vector was reduced before the last group in {in_time} of {STEPS} steps"
+
+
+def read_timeline(path: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """For each tensor: when rank 0 had it ready, and when its reduction ended, once for each step, in microseconds."""
+    text = path.read_text().rstrip().rstrip(",").rstrip("]")
+    events: list[dict[str, Any]] = json.loads(f"{text}]")
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and "name" in e["args"]}
+    open_phases: dict[int, list[str]] = defaultdict(list)
+    negotiations, reductions = defaultdict(list), defaultdict(list)
+    for event in events:
+        if event["ph"] == "B":
+            open_phases[event["pid"]].append(event["name"])
+            if event["name"] == "NEGOTIATE_ALLREDUCE":
+                negotiations[names[event["pid"]]].append(event["ts"])
+        elif event["ph"] == "E" and open_phases[event["pid"]].pop() == "ALLREDUCE":
+            reductions[names[event["pid"]]].append(event["ts"])
+    return negotiations, reductions
+
+
+def last_times(times: dict[str, list[float]], group: str) -> list[float]:
+    """For each step, the latest time of the group's tensors."""
+    prefix = group if group == "control" else f"gradients/{group}"
+    tensors = [values for name, values in times.items() if name == prefix or name.startswith(f"{prefix}_")]
+    return [max(step) for step in zip(*tensors, strict=True)]

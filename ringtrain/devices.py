@@ -190,7 +190,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
     """Import TensorFlow with this rank's GPU and thread pools.
 
     Returns:
-        What this rank computes on, such as ``"GPU 1"`` or ``"cores 0-3"``.
+        What this rank computes on, such as ``"GPU 1"`` or ``"core 0"``.
 
     Raises:
         UsageError: the node has fewer GPUs than ranks.
@@ -203,7 +203,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
         tf.config.threading.set_inter_op_parallelism_threads(plan.inter_op_threads)
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        return f"cores {format_cores(plan.cores)}" if plan.own_cores else f"shared cores {format_cores(plan.cores)}"
+        return describe_cores(plan, world)
     index = choose_gpu(world, len(gpus))
     tf.config.set_visible_devices(gpus[index], "GPU")
     tf.config.experimental.set_memory_growth(gpus[index], True)
@@ -250,6 +250,14 @@ def claim_cores(cores: tuple[int, ...]) -> bool:
 
 
 _claims: list[socket.socket] = []  # open until the process ends
+
+
+def describe_cores(plan: DevicePlan, world: World) -> str:
+    """The cores of a rank, and who else runs on them."""
+    cores = f"core{'s' if len(plan.cores) > 1 else ''} {format_cores(plan.cores)}"
+    if plan.cores_source == "launcher":
+        return f"{cores} (bound by the launcher)"
+    return cores if plan.own_cores or world.local_size == 1 else f"{cores} (shared by the ranks)"
 
 
 def format_cores(cores: tuple[int, ...]) -> str:

@@ -90,27 +90,37 @@ def agree(collective: Collective, action: Callable[[], Result], *, name: str) ->
         What ``action`` returned on this rank.
 
     Raises:
-        RingtrainError: on every rank, when ``action`` raised one on any: the first such rank's, with ranks and hosts
+        RingtrainError: on every rank, when ``action`` raised one on any: the first such rank's, with ranks and host
             named where not all failed alike.
     """
-    result, failure = None, None
-    try:
-        result = action()
-    except RingtrainError as error:
-        failure = {"message": str(error), "exit_code": error.exit_code, "node": collective.world.node}
-    failures = gather_objects(collective, failure, name=name)
+    result, failure = _attempt(action)
+    failures = gather_objects(collective, failure and {**failure, "node": collective.world.node}, name=name)
     failed = [rank for rank, item in enumerate(failures) if item]
     if not failed:
         return result  # type: ignore[return-value]
     first = failures[failed[0]]
-    message = first["message"]
-    if [item and item["message"] for item in failures] != [message] * len(failures):
-        others = f"ranks {', '.join(map(str, failed))}" if len(failed) > 1 else f"rank {failed[0]}"
-        message = f"{others} of {len(failures)} (first on {first['node']}): {message}"
-    raise EXIT_CODES.get(first["exit_code"], RingtrainError)(message, reach="run")
+    if len({item and item["message"] for item in failures}) > 1:
+        ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))} of {len(failures)}"
+        first["message"] = f"{ranks} (the first on {first['node']}): {first['message']}"
+    raise _error(first)
 
 
 def on_first(collective: Collective, action: Callable[[], Any], *, name: str) -> Any:
     """Do something on rank 0 alone and give every rank its result (a JSON value), or its error."""
-    value = agree(collective, lambda: action() if collective.world.is_first else None, name=f"{name}/agree")
-    return gather_objects(collective, value, name=f"{name}/result")[0]
+    outcome = _attempt(action) if collective.world.is_first else (None, None)
+    result, failure = gather_objects(collective, outcome, name=name)[0]
+    if failure:
+        raise _error(failure)
+    return result
+
+
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, dict[str, Any] | None]:
+    """What an action returned, and the error that it raised in a form that travels."""
+    try:
+        return action(), None
+    except RingtrainError as error:
+        return None, {"message": str(error), "exit_code": error.exit_code}
+
+
+def _error(failure: dict[str, Any]) -> RingtrainError:
+    return EXIT_CODES.get(failure["exit_code"], RingtrainError)(failure["message"], reach="run")

@@ -222,9 +222,10 @@ def plan_messages(variables: Sequence[keras.Variable]) -> list[list[keras.Variab
 def describe(job: Job, console: Console, run: RunDirectory | None) -> None:
     """Say what is about to be trained."""
     order, size = job.order, job.collective.world.size
-    evaluated = f", {job.evaluation.num_samples} to evaluate on" if job.evaluation else ""
+    parameters = job.step.model.count_params()
+    evaluated = f", {job.evaluation.num_samples:,} to evaluate on" if job.evaluation else ""
+    console.line(f"{job.config.workload}: {parameters:,} parameters; {order.num_samples:,} samples{evaluated}")
     console.line(
-        f"{job.config.workload}: {order.num_samples} samples{evaluated}; {job.step.model.count_params():,} parameters; "
         f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; "
         f"{order.steps_per_epoch} steps an epoch, {job.total_steps} in all"
     )
@@ -237,7 +238,7 @@ def describe(job: Job, console: Console, run: RunDirectory | None) -> None:
             global_batch_size=order.global_batch_size,
             steps_per_epoch=order.steps_per_epoch,
             total_steps=job.total_steps,
-            parameters=job.step.model.count_params(),
+            parameters=parameters,
         )
 
 

@@ -85,5 +85,5 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
         lines.append(
             f"  rank {rank} on {node} (pid {pid}): {computes_on}, {threads} thread{'s' if threads > 1 else ''}"
         )
-    settings = ", ".join(f"{setting.name}={setting.value} ({setting.source})" for setting in plan.settings)
-    return [*lines, f"  settings: {settings}"]
+    lines += [f"  {setting.name}={setting.value} ({setting.source})" for setting in plan.settings]
+    return lines

@@ -189,7 +189,9 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
     for precision in ("float64", "float32"):
         reference = records[reference_size][precision]
         steps = len(reference["losses"])
-        lines.append(f"{precision}, {steps} step{'s' if steps > 1 else ''}:")
+        lines.append(
+            f"{precision}, {steps} step{'s' if steps > 1 else ''}; differences over each tensor's largest value:"
+        )
         for size in others:
             findings = compare(reference, records[size][precision], precision=precision)
             passed = passed and all(finding.passes for finding in findings)
@@ -202,12 +204,8 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
 
 def describe_finding(finding: Finding) -> str:
     verdict = "ok" if finding.passes else "DIFFERS"
-    if finding.tolerance == 0:
-        value = "same" if finding.passes else finding.where
-    else:
-        value = f"largest relative difference {finding.difference:.1e} (at most {finding.tolerance:.0e})"
-        value += f", {finding.where}" if finding.where else ""
-    return f"{finding.name:<10} {verdict:<8} {value}"
+    value = f"{finding.difference:.1e}, at most {finding.tolerance:.0e}" if finding.tolerance else ""
+    return f"{finding.name:<10} {verdict:<8} {value:<23} {finding.where}".rstrip()
 
 
 def parse_world_sizes(text: str) -> list[int]:

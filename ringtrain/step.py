@@ -167,7 +167,9 @@ class TrainStep:
     def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor) -> tf.Tensor:
         """The step of a rank whose share is empty: it adds zeros, without running the model."""
         gradients = [
-            tf.IndexedSlices(tf.zeros([0, *v.shape[1:]], v.dtype), tf.zeros([0], index_dtype), tf.constant(v.shape))
+            tf.IndexedSlices(
+                tf.zeros([0, *v.shape[1:]], v.dtype), tf.zeros([0], index_dtype), tf.constant(list(v.shape))
+            )
             if index_dtype
             else tf.zeros(v.shape, v.dtype)
             for v, index_dtype in zip(self.model.trainable_variables, self._sparse_index_dtypes, strict=True)
@@ -425,7 +427,7 @@ def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tens
 
 
 def _pack(gradient: tf.Tensor | tuple[tf.Tensor, tf.Tensor], variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices:
-    return tf.IndexedSlices(*gradient, tf.constant(variable.shape)) if isinstance(gradient, tuple) else gradient
+    return tf.IndexedSlices(*gradient, tf.constant(list(variable.shape))) if isinstance(gradient, tuple) else gradient
 
 
 def _add(a: Any, b: Any) -> Any:

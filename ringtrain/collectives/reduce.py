@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from ringtrain.collectives import Collective
 
@@ -57,11 +57,16 @@ class GradientReduction:
         compression: ``"fp16"`` sends float32 and float64 gradients as float16; they come back in their own type. A
             value beyond 65504 becomes infinite, which the verdict sees.
         name: prefix of the collectives' names; unique in a program.
+        groups: which gradients travel together, each group of one type; None: as ``plan_groups`` says.
+        calls: how many reductions this process has set up; 0 says that its ranks train apart.
     """
+
+    calls: ClassVar[int] = 0
 
     collective: Collective
     compression: Compression = "none"
     name: str = "gradients"
+    groups: Sequence[Sequence[int]] | None = None
 
     def __call__(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> Reduced:
         """Reduce one gradient for each variable, in the order in which the forward pass uses the variables."""
@@ -71,8 +76,10 @@ class GradientReduction:
 
     def sum(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The sums alone, without the verdict."""
+        GradientReduction.calls += 1
+        groups = self.groups or plan_groups([gradient_spec(gradient) for gradient in gradients])
         sums: list[tf.Tensor | tf.IndexedSlices] = list(gradients)
-        for number, group in enumerate(plan_groups([gradient_spec(gradient) for gradient in gradients])):
+        for number, group in enumerate(groups):
             name = f"{self.name}/{number}"
             if gradient_spec(gradients[group[0]]).is_sparse:
                 sums[group[0]] = self._sum_sparse(gradients[group[0]], name)
@@ -140,6 +147,17 @@ def merge_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     indices, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) -> tf.Tensor | tf.IndexedSlices:
+    """A gradient times a number."""
+    import tensorflow as tf
+
+    if isinstance(factor, float) and factor == 1:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def verdict(tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> tuple[tf.Tensor, tf.Tensor]:

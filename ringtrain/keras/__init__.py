@@ -1,0 +1,93 @@
+"""Horovod's Keras interface for Keras 3: ``import ringtrain.keras as hvd``.
+
+In place of ``import horovod.tensorflow.keras as hvd`` or ``import horovod.keras as hvd``, whose
+``DistributedOptimizer`` reduces nothing under Keras 3. What Horovod does well is passed on from there.
+"""
+
+from horovod.tensorflow import (
+    Adasum,
+    Average,
+    Compression,
+    ProcessSet,
+    Sum,
+    add_process_set,
+    allgather_object,
+    broadcast_object,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from horovod.tensorflow.keras import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
+
+from ringtrain.keras import callbacks
+from ringtrain.keras.broadcast import broadcast_variables
+from ringtrain.keras.normalization import SyncBatchNormalization
+from ringtrain.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
+from ringtrain.keras.start import init
+from ringtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "PartialDistributedGradientTape",
+    "PartialDistributedOptimizer",
+    "ProcessSet",
+    "Sum",
+    "SyncBatchNormalization",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]

@@ -1,0 +1,289 @@
+"""Callbacks for ``fit`` on several ranks, with the arguments of Horovod's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.errors import UsageError
+from ringtrain.keras.broadcast import broadcast_variables
+from ringtrain.keras.collective import ProcessSetCollective, require_init
+from ringtrain.keras.exchange import variable_key
+from ringtrain.variables import is_seed_state
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives every rank the root's weights and optimizer state, before the first step.
+
+    A model without a known input shape gets them after its first step, which creates them. The state of seed generators
+    stays: with the same one, all ranks would drop out the same units.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        """Prepare the broadcast.
+
+        Args:
+            root_rank: whose values count.
+            device: TensorFlow device of the operation.
+            local_variables: a variable, or variables, that each rank keeps as they are.
+        """
+        super().__init__()
+        self.root_rank, self.device, self.broadcast_done = root_rank, device, False
+        if isinstance(local_variables, (tf.Variable, keras.Variable)):
+            local_variables = [local_variables]
+        self._local: set[Hashable] = set()
+        for variable in local_variables or ():
+            if not isinstance(variable, (tf.Variable, keras.Variable)):
+                raise UsageError(
+                    f"local_variables holds {variable!r}, which is no variable. Pass variables of the model, such as "
+                    "model.layers[0].variables.",
+                    reach="run",
+                )
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Let each rank keep its value of a variable."""
+        self._local.add(variable_key(var))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.model.built:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        if self.broadcast_done:
+            return
+        require_init("BroadcastGlobalVariablesCallback")
+        variables = [v for v in self.model.variables if variable_key(v) not in self._local and not is_seed_state(v)]
+        optimizer = self.model.optimizer
+        if optimizer is not None and self.model.trainable_variables:
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            variables += optimizer.variables
+        with tf.device(self.device):
+            broadcast_variables(variables, root_rank=self.root_rank)
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Makes the logs of an epoch those of all ranks: means over all samples.
+
+    Each rank's value counts with its number of samples, in training and, for ``val_`` values, in validation. (Horovod's
+    own callback takes the plain mean, which is off where ranks have different numbers.) Put it before callbacks that
+    read the logs.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        """Prepare the averages.
+
+        Args:
+            device: TensorFlow device of the operation.
+        """
+        super().__init__()
+        self._device = device
+        self._train_samples: float | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._train_samples = None
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._train_samples = self._count_samples()  # evaluate() is about to count anew
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        require_init("MetricAverageCallback")
+        last_samples = self._count_samples()
+        train_samples = last_samples if self._train_samples is None else self._train_samples
+        names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
+        if logs is None or not names or hvd.size() == 1:
+            return
+        weights = np.array([last_samples if name.startswith("val_") else train_samples for name in names])
+        values = np.array([logs[name] for name in names], np.float64)
+        weighted = np.where(weights > 0, values * weights, 0.0)  # the mean of no samples is not a number
+        with tf.device(self._device):
+            sums = ProcessSetCollective().sum([tf.constant([weighted, weights])], name="metrics")[0].numpy()
+        for name, total, weight in zip(names, *sums, strict=True):
+            logs[name] = float(total / weight) if weight else float("nan")
+
+    def _count_samples(self) -> float:
+        """The samples that Keras' own mean of the loss has seen; 1 where the model keeps none."""
+        for metric in self.model.metrics:
+            if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
+                return float(metric.count.numpy())
+        return 1.0
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate of the epochs ``start_epoch`` to ``end_epoch`` to ``initial_lr * multiplier``.
+
+    When the rate changes, the velocities of SGD and RMSprop, which hold past steps with the old rate in them, are
+    rescaled (Goyal et al. 2017, section 3, "momentum correction").
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        """Prepare the schedule.
+
+        Args:
+            initial_lr: the rate that is multiplied.
+            multiplier: a function of the epoch, or a number for ``multiplier ** (epoch - start_epoch)``.
+            start_epoch, end_epoch: the first epoch and the one after the last; None: until the end.
+            staircase: set it once an epoch; otherwise with every batch, for a fraction of an epoch.
+            momentum_correction: whether to rescale velocities.
+            steps_per_epoch: batches an epoch, where Keras does not know.
+        """
+        super().__init__()
+        if initial_lr is None:
+            raise UsageError("initial_lr=None must be a number: the rate that is multiplied.", reach="run")
+        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
+        self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        self.current_epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise UsageError(
+                    f"{type(self).__name__} needs the number of batches of an epoch, which the data do not tell. Pass "
+                    "steps_per_epoch.",
+                    reach="run",
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.current_epoch < self.start_epoch or (
+            self.end_epoch is not None and self.current_epoch >= self.end_epoch
+        ):
+            return
+        if self.staircase:
+            if batch == 0:
+                self._set_learning_rate(self.current_epoch)
+        else:
+            assert self.steps_per_epoch is not None
+            self._set_learning_rate(self.current_epoch + batch / self.steps_per_epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = self._learning_rate()
+
+    def _learning_rate(self) -> float:
+        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+
+    def _set_learning_rate(self, epoch: float) -> None:
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            raise UsageError(
+                f"the optimizer {optimizer.name!r} has a schedule of its own as its learning rate, which "
+                f"{type(self).__name__} cannot change. Create the optimizer with a number, or leave the callback out.",
+                reach="run",
+            )
+        before, now = self._learning_rate(), self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = now
+        if self.momentum_correction and before > 0 and now != before:
+            for velocity in _velocities(optimizer):
+                velocity.assign(velocity * (now / before))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over the first epochs.
+
+    In epoch e (a fraction), it is ``initial_lr / size * (e * (size - 1) / warmup_epochs + 1)``: Goyal et al. 2017.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        """Prepare the warm-up.
+
+        Args:
+            initial_lr: the full rate.
+            warmup_epochs: its epochs.
+            momentum_correction, steps_per_epoch: as for ``LearningRateScheduleCallback``.
+            verbose: 1 says on rank 0 when it is over.
+        """
+        require_init("LearningRateWarmupCallback")
+        size = hvd.size()
+
+        def multiplier(epoch: float) -> float:
+            epoch += 1 / (self.steps_per_epoch or 1)  # reach the round values at the ends of epochs
+            return (epoch * (size - 1) / warmup_epochs + 1) / size
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch=0,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.warmup_epochs, self.verbose = warmup_epochs, verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and hvd.rank() == 0:
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._learning_rate():g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras' ModelCheckpoint that keeps the best model only. Set its ``filepath`` before training."""
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+    ) -> None:
+        super().__init__(
+            filepath="best.weights.h5" if save_weights_only else "best.keras",  # Keras checks its ending
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath: str | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.filepath is None:
+            raise UsageError(
+                "BestModelCheckpoint has no filepath. Set it on the rank that saves: "
+                "callback.filepath = 'best.keras' (or 'best.weights.h5' with save_weights_only=True).",
+            )
+        super().on_train_begin(logs)
+
+
+def _velocities(optimizer: keras.optimizers.Optimizer) -> Sequence[keras.Variable]:
+    """The slots of an optimizer that hold steps with the learning rate in them."""
+    if not optimizer.built or not getattr(optimizer, "momentum", 0):
+        return []
+    if isinstance(optimizer, keras.optimizers.SGD):
+        return [slot for slot in optimizer.momentums if slot is not None]
+    if isinstance(optimizer, keras.optimizers.RMSprop):
+        return [slot for slot in optimizer._momentums if slot is not None]
+    return []

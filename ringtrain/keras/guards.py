@@ -1,0 +1,120 @@
+"""Guards against training that goes wrong in silence: ranks that train apart, drift apart, or wait for ever."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+
+from ringtrain.collectives import gather_objects
+from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.errors import ReplicasDifferError, UsageError
+from ringtrain.keras.collective import ProcessSetCollective
+from ringtrain.keras.optimizer import Distributed, find_distributed
+
+
+def check_distributed(optimizer: Any) -> None:
+    """Notice an optimizer that updates this rank's model alone. Called at its first step, while that is traced.
+
+    Raises:
+        UsageError: there are other ranks, and this process has reduced no gradients at all.
+    """
+    if isinstance(optimizer, Distributed) or GradientReduction.calls or not hvd.is_initialized() or hvd.size() == 1:
+        return
+    raise UsageError(
+        f"the optimizer {optimizer.name!r} ({type(optimizer).__name__}) is not distributed: each of the {hvd.size()} "
+        "ranks would train a model of its own. Wrap it before compile() or the first step: "
+        "optimizer = hvd.DistributedOptimizer(optimizer). If each rank is to have its own model, say so: "
+        "hvd.PartialDistributedOptimizer(optimizer, local_layers=model.layers, scale_local_gradients=False).",
+        reach="run",
+    )
+
+
+class TrainingGuard(keras.callbacks.Callback):
+    """Holds the ranks of a ``fit`` with a distributed optimizer together.
+
+    Before training, all must be about to take as many steps; after each epoch, all must hold the same weights. Where
+    the number of batches cannot be known before (a generator), a rank that has run out of them adds zeros to the
+    others' reductions until all are there (Horovod's join), and then the numbers are compared.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._collective: ProcessSetCollective | None = None  # None: this fit does not train together
+        self._distributed: Distributed | None = None
+        self._num_batches = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._distributed = find_distributed(self.model.optimizer)
+        self._collective = self._connect()
+        if self._collective is not None:
+            self._require_same_plan(self._collective)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._num_batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._num_batches = batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._collective is None:
+            return
+        if self.params.get("steps") is None:
+            hvd.join()
+            _require_equal(
+                gather_objects(self._collective, self._num_batches, name="guard_batches"),
+                f"batches in epoch {epoch + 1}",
+                _BATCHES_REMEDY,
+            )
+        self._require_same_weights(self._collective, epoch)
+
+    def _connect(self) -> ProcessSetCollective | None:
+        """The ranks that train this model together."""
+        if self._distributed is None:
+            return None
+        process_set = self._distributed.exchange.settings.process_set
+        if not process_set.included() or process_set.size() == 1:
+            return None
+        if self.model.built and not self._shared_weights():
+            return None
+        return ProcessSetCollective(process_set=process_set)
+
+    def _require_same_plan(self, collective: ProcessSetCollective) -> None:
+        plans = gather_objects(collective, [self.params.get("steps"), self.params.get("epochs")], name="guard_plan")
+        steps, epochs = zip(*plans, strict=True)
+        _require_equal(steps, "batches in an epoch", _BATCHES_REMEDY)
+        _require_equal(epochs, "epochs", "Pass the same epochs to fit() on every rank.")
+
+    def _require_same_weights(self, collective: ProcessSetCollective, epoch: int) -> None:
+        weights = self._shared_weights()
+        digests = [hashlib.blake2b(weight.numpy().tobytes(), digest_size=8).hexdigest() for weight in weights]
+        all_digests = gather_objects(collective, digests, name="guard_weights")
+        for rank, others in enumerate(all_digests):
+            different = [w.path for w, mine, its in zip(weights, all_digests[0], others, strict=True) if mine != its]
+            if different:
+                more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+                raise ReplicasDifferError(
+                    f"after epoch {epoch + 1}, rank {rank} has other weights than rank 0: {different[0]}{more}. Start "
+                    "all ranks from the same ones: pass hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit(). "
+                    "Layers that are to differ are named by hvd.PartialDistributedOptimizer(local_layers=...).",
+                    reach="run",
+                )
+
+    def _shared_weights(self) -> list[keras.Variable]:
+        exchange = self._distributed.exchange  # type: ignore[union-attr]
+        return [weight for weight in self.model.trainable_variables if not exchange.is_local(weight)]
+
+
+_BATCHES_REMEDY = (
+    "Ranks with more would wait for the others for ever. Give every rank as many: steps_per_epoch=N with a data set "
+    "that repeats, or as many samples on each rank."
+)
+
+
+def _require_equal(values: Sequence[Any], what: str, remedy: str) -> None:
+    if len(set(values)) > 1:
+        listed = ", ".join(f"rank {rank}: {'unknown' if v is None else v}" for rank, v in enumerate(values))
+        raise UsageError(f"the ranks have different numbers of {what} ({listed}). {remedy}", reach="run")

@@ -1,0 +1,89 @@
+"""Where ringtrain reaches into Keras: four methods, replaced once a script uses ``ringtrain.keras``.
+
+Each calls the one that it replaces; with one rank they do nothing else.
+
+- ``Optimizer.apply``: an optimizer that nothing distributes is noticed.
+- ``LossScaleOptimizer.apply``: ``compile`` puts it *around* a distributed optimizer; gradients are reduced before it
+  tests them for overflow. Ranks that tested their own would part ways there, and wait for each other for ever.
+- ``Model.make_train_function``: Horovod has no grouped all-reduce for XLA, so the training step does without XLA.
+- ``CallbackList.__init__``: the guards of ``fit`` (``guards.py``) take part without being asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+
+from ringtrain.keras.guards import TrainingGuard, check_distributed
+from ringtrain.keras.optimizer import Distributed, apply_reduced
+
+log = logging.getLogger("ringtrain")
+
+
+@functools.cache
+def install() -> None:
+    """Replace the four methods, the first time that this is called."""
+    _replace(keras.optimizers.Optimizer, "apply", _apply)
+    _replace(keras.optimizers.LossScaleOptimizer, "apply", _apply_scaled)
+    _replace(keras.Model, "make_train_function", _make_train_function)
+    _replace(keras.callbacks.CallbackList, "__init__", _create_callback_list)
+
+
+def _replace(owner: type, name: str, replacement: Any) -> None:
+    plain = getattr(owner, name)
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(functools.partial(plain, self), self, *args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+def _apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    check_distributed(optimizer)
+    return plain(grads, trainable_variables)
+
+
+def _apply_scaled(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    inner = optimizer.inner_optimizer
+    if not isinstance(inner, Distributed):
+        return plain(grads, trainable_variables)
+    with inner.taking_reduced():
+        return apply_reduced(inner, optimizer, plain, grads, trainable_variables)
+
+
+def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
+    if not (model.jit_compile and _has_ranks()):
+        return plain(force)
+    _notice_xla()
+    model.jit_compile = False
+    try:
+        return plain(force)
+    finally:
+        model.jit_compile = True
+
+
+@functools.cache
+def _notice_xla() -> None:
+    if hvd.rank() == 0:
+        log.warning(
+            "ringtrain.keras: the training step runs without XLA, which Horovod's grouped all-reduce has no operation "
+            "for. Pass jit_compile=False to compile() to say so yourself."
+        )
+
+
+def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
+    plain(callbacks, *args, **kwargs)
+    if _has_ranks():
+        guard = TrainingGuard()
+        guard.set_model(callback_list.model)
+        guard.set_params(callback_list.params)
+        callback_list.callbacks.insert(0, guard)  # first: what it looks at must not wait for the others' collectives
+
+
+def _has_ranks() -> bool:
+    return hvd.is_initialized() and hvd.size() > 1

@@ -1,0 +1,140 @@
+"""Gradient tapes that reduce the gradients of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from ringtrain.errors import UsageError
+from ringtrain.keras.exchange import Exchange, Settings, find_local_variables
+
+
+class Distributed:
+    """What a distributed tape has beyond its class, which stands behind this one among the bases."""
+
+    exchange: Exchange
+
+    def register_local_source(self, source: Any) -> None:
+        """Keep the gradients of a variable on this rank."""
+        self.exchange.register_local(source)
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        **options: Any,
+    ) -> Any:
+        """The gradients over all ranks, in the structure of ``sources`` (of TensorFlow's or Keras' variables).
+
+        Args:
+            use_generic_names: of Horovod; names never depend on the variables here.
+            options: further arguments of ``tf.GradientTape.gradient``.
+        """
+        gradients = super().gradient(target, sources, output_gradients, **options)  # type: ignore[misc]
+        flat = self.exchange.reduce(_flatten(gradients), _flatten(sources))
+        return tf.nest.pack_sequence_as(sources, flat) if tf.nest.is_nested(sources) else flat[0]
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """Pairs (variable, gradient): those of the local variables, and those of all others."""
+        sources = _flatten(sources)
+        pairs = list(zip(sources, self.gradient(target, sources, output_gradients, use_generic_names), strict=True))
+        return (
+            [pair for pair in pairs if self.exchange.is_local(pair[0])],
+            [pair for pair in pairs if not self.exchange.is_local(pair[0])],
+        )
+
+
+def DistributedGradientTape(  # noqa: N802 (upstream's name)
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+) -> tf.GradientTape:
+    """Make a tape give the gradients over all ranks. Use a plain optimizer with it.
+
+    Args:
+        gradtape: a tape, before or after it has recorded. It is this very object that reduces from now on, and that is
+            returned. The other arguments are those of ``DistributedOptimizer``.
+
+    Raises:
+        UsageError: an argument is wrong, or ``hvd.init()`` was not called.
+    """
+    if not isinstance(gradtape, tf.GradientTape) or isinstance(gradtape, Distributed):
+        raise UsageError(
+            f"gradtape={gradtape!r} must be a tf.GradientTape that is not distributed yet.",
+            reach="run",
+        )
+    settings = Settings(
+        name="DistributedGradientTape",
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    plain_class = type(gradtape)
+    gradtape.__class__ = type(plain_class.__name__, (Distributed, plain_class), {})
+    gradtape.exchange = Exchange(settings)
+    return gradtape
+
+
+def PartialDistributedGradientTape(  # noqa: N802 (upstream's name)
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: Any = hvd.global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> tf.GradientTape:
+    """``DistributedGradientTape``, but for some layers, whose gradients stay on their rank.
+
+    Args:
+        local_layers: a layer, or a list of layers. They must be built.
+    """
+    local_variables = find_local_variables(local_layers)
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    for variable in local_variables:
+        tape.register_local_source(variable)
+    return tape
+
+
+def _flatten(structure: Any) -> list[Any]:
+    """The leaves of a structure; a sparse gradient is one leaf."""
+    return tf.nest.flatten(structure) if tf.nest.is_nested(structure) else [structure]

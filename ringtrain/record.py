@@ -18,7 +18,8 @@ from ringtrain.config import Config
 from ringtrain.console import Console
 from ringtrain.data.pipeline import Batch
 from ringtrain.loop import Job, create_job, run_steps, share_first_values
-from ringtrain.step import StepReport, is_seed_state
+from ringtrain.step import StepReport
+from ringtrain.variables import is_seed_state
 from ringtrain.workloads.base import Workload
 
 # Rank 0's first values must reach every rank: the others start from noise of this size.

@@ -18,9 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective
-from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.collectives.reduce import GradientReduction, scaled
 from ringtrain.config import Precision
 from ringtrain.data.pipeline import Batch
+from ringtrain.variables import is_seed_state
 from ringtrain.workloads.base import Workload
 
 # The control vector begins with these sums over all samples of all ranks; the metrics' sums follow in the order of
@@ -107,6 +108,8 @@ class TrainStep:
         self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
         self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
         self._state: list[keras.Variable] = []  # those that the forward pass updates; found when traced
+        # A layer that asks the other ranks within its forward pass (SyncBatchNormalization) says so by this attribute.
+        self._needs_every_rank = any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers())
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
         optimizer.build(model.trainable_variables)
         signature = [batch_spec, tf.TensorSpec([], tf.float64)]
@@ -121,7 +124,7 @@ class TrainStep:
         Returns:
             The control vector and the step's facts, for ``read``; computed once the device gets there.
         """
-        step = self._train if batch.indices.shape[0] else self._join
+        step = self._train if batch.indices.shape[0] or self._needs_every_rank else self._join
         return step(batch, tf.constant(learning_rate, tf.float64))
 
     @property
@@ -240,7 +243,7 @@ class TrainStep:
             current = list(state)
             for position, value in zip(positions, updated, strict=True):
                 current[position] = value
-            start = tf.cast(number, tf.int64) * size
+            start = tf.minimum(tf.cast(number, tf.int64) * size, local_count)
             more = self._forward_and_backward(batch, start, tf.minimum(start + size, local_count), current, number)
             gradients = [_add(a, _unpack(b)) for a, b in zip(gradients, more.gradients, strict=True)]
             return number + 1, gradients, sums + more.sums, more.state
@@ -250,7 +253,7 @@ class TrainStep:
         shapes = tf.nest.map_structure(lambda t: t.shape, loop_variables)
         shapes[1][:] = [_growing_shape(gradient) for gradient in gradients]
         _, gradients, sums, updated = tf.while_loop(
-            lambda number, *_: tf.cast(number, tf.int64) * size < local_count,
+            lambda number, *_: self._needs_every_rank or tf.cast(number, tf.int64) * size < local_count,
             add,
             loop_variables,
             shape_invariants=shapes,
@@ -330,7 +333,7 @@ class LossScale:
     def unscale(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], scale: tf.Tensor) -> list[Any]:
         if not self.is_dynamic:
             return list(gradients)
-        return [_times(gradient, 1 / scale) for gradient in gradients]
+        return [scaled(gradient, 1 / scale) for gradient in gradients]
 
     def adapt(self, is_finite: tf.Tensor) -> None:
         """Halve the scale after an overflow; double it after many steps without one."""
@@ -392,11 +395,6 @@ def set_precision(precision: Precision) -> None:
     keras.config.set_dtype_policy(precision)
 
 
-def is_seed_state(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a seed generator (dropout's): broadcasting it would make all masks alike."""
-    return variable.name == "seed_generator_state"
-
-
 def at_least_float32(outputs: Any) -> Any:
     """Outputs of half precision as float32: a loss needs its range."""
     return tf.nest.map_structure(
@@ -442,12 +440,6 @@ def _growing_shape(gradient: Any) -> Any:
     if isinstance(gradient, tuple):
         return tuple(tf.TensorShape([None, *part.shape[1:]]) for part in gradient)
     return gradient.shape
-
-
-def _times(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _shortest(value: Any) -> float:

@@ -1,0 +1,60 @@
+"""Groups of ranks, and whole runs, for the tests of this directory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import pytest
+
+from tests.world.group import Group
+from tests.world.processes import Finished, clean_environment, run_command
+
+RunRingtrain = Callable[..., Finished]
+LAUNCHERS = {
+    None: [],
+    "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-np"],
+    "horovodrun": ["horovodrun", "-np"],
+    "horovodrun --gloo": ["horovodrun", "--gloo", "-np"],
+}
+
+_living: list[Group] = []  # at most one: idle ranks of another world would take the cores from this one
+
+
+@pytest.fixture(scope="session")
+def world(request: pytest.FixtureRequest) -> Iterator[Group]:
+    """The ranks of a world (see `tests.world.group.on_ranks`)."""
+    group = Group(request.param)
+    _living.append(group)
+    yield group
+    _living.remove(group)
+    group.close()
+
+
+@pytest.fixture
+def run_ringtrain() -> RunRingtrain:
+    """Run ``python -m ringtrain`` to its end, under a launcher or none; no process of it is left behind."""
+    for group in _living:
+        group.close()
+
+    def run(
+        arguments: Sequence[str],
+        *,
+        launcher: str | None = None,
+        np: int = 2,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 120,
+        terminal: bool = False,
+        python: Sequence[str] = ("-m", "ringtrain"),
+    ) -> Finished:
+        start = [*LAUNCHERS[launcher], *([str(np)] if launcher else [])]
+        command = [*start, sys.executable, *python, *map(str, arguments)]
+        try:
+            finished = run_command(command, env=clean_environment(**(env or {})), timeout=timeout, terminal=terminal)
+        except subprocess.TimeoutExpired as error:
+            pytest.fail(f"{error}\n{(error.stdout or b'').decode()}\n{(error.stderr or b'').decode()}")
+        assert not finished.left_behind, f"processes of {command} lived on after it ended"
+        return finished
+
+    return run

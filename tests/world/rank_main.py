@@ -1,0 +1,98 @@
+"""A rank of a group of test processes: starts as a rank of a training run does, then runs test bodies."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ringtrain.devices import apply_plan, plan_devices, read_machine, start_tensorflow
+from ringtrain.startup import quiet_start
+from ringtrain.world import World, read_world
+
+LEAVE_SECONDS = 5.0
+
+
+def main() -> None:
+    directory = Path(os.environ["RINGTRAIN_TEST_SOCKET_DIRECTORY"])
+    world = read_world(os.environ)
+    (directory / f"pid-{world.rank}").write_text(str(os.getpid()))
+    stacks = (directory / f"stacks-{world.rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    collective = None if "--bare" in sys.argv else join(world)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(directory / "socket"))
+    reply(connection, {"rank": world.rank})
+    serve(connection, collective)
+    if collective is not None:
+        collective.close()
+
+
+def join(world: World) -> Any:
+    """Start TensorFlow on this rank's devices, and meet the other ranks."""
+    plan = plan_devices(world, read_machine(os.environ), os.environ)
+    apply_plan(plan)
+    with quiet_start():
+        start_tensorflow(plan, world)
+    from ringtrain.collectives import connect
+
+    return connect("auto", world)
+
+
+def serve(connection: socket.socket, collective: Any) -> None:
+    """Run one body after the other until the test process closes the connection, or is gone."""
+    requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=read_requests, args=(connection, requests), daemon=True).start()
+    while request := requests.get():
+        reply(connection, run_body(collective, **json.loads(request)))
+
+
+def read_requests(connection: socket.socket, requests: queue.SimpleQueue[str | None]) -> None:
+    with connection.makefile() as lines:
+        for line in lines:
+            requests.put(line)
+    requests.put(None)
+    threading.Event().wait(LEAVE_SECONDS)
+    os._exit(1)  # the main thread hangs in a body
+
+
+def run_body(collective: Any, body: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    module, _, name = body.partition(":")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", module=r"(ringtrain|tests)(\.|$)")
+            if collective is not None:
+                forget_last_body()
+            function = getattr(importlib.import_module(module), name)
+            result = getattr(function, "body", function)(collective, **arguments)
+            return {"result": json.loads(json.dumps(result))}
+    except BaseException:
+        return {"traceback": traceback.format_exc()}
+
+
+def forget_last_body() -> None:
+    """Keras' global settings as they are at the start of a process."""
+    import keras
+
+    from ringtrain.step import set_precision
+
+    keras.utils.clear_session()
+    set_precision("float32")
+
+
+def reply(connection: socket.socket, value: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(value).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

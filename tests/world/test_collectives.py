@@ -1,0 +1,276 @@
+"""What the ranks say to each other, and the reduction of gradients, under every world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, agree, connect, gather_objects, on_first
+from ringtrain.collectives.reduce import GradientReduction, merge_rows, verdict
+from ringtrain.errors import DataError, RingtrainError, UsageError
+from ringtrain.loop import share_first_values
+from tests.world.group import GLOO, on_ranks
+
+
+def values_of_rank(rank: int, shape: tuple[int, ...], dtype: str = "float64") -> np.ndarray:
+    """Values that differ by rank and place, with sums that float16 can hold exactly."""
+    return (np.random.default_rng(rank).integers(-64, 64, shape) / 8).astype(dtype)
+
+
+def values_of_all(size: int, shape: tuple[int, ...], dtype: str = "float64") -> list[np.ndarray]:
+    return [values_of_rank(rank, shape, dtype) for rank in range(size)]
+
+
+@on_ranks(1, 2, 3, GLOO)
+def test_sum_adds_over_all_ranks(collective: Collective) -> None:
+    world = collective.world
+    shapes = [(), (3,), (2, 5), (0,)]
+    for dtype in ("float16", "float32", "float64", "int32", "int64"):
+        mine = [tf.constant(values_of_rank(world.rank, shape, dtype)) for shape in shapes]
+        for tensors in (mine, mine[1:2]):  # a group, and a lone tensor
+            sums = collective.sum(tensors, name=f"sum/{dtype}/{len(tensors)}")
+            for tensor, total in zip(tensors, sums, strict=True):
+                expected = np.sum(values_of_all(world.size, tuple(tensor.shape), dtype), axis=0)
+                np.testing.assert_array_equal(total, expected)
+                assert total.dtype == dtype
+
+
+@on_ranks(1, 2, 3, GLOO)
+def test_sum_works_in_a_graph(collective: Collective) -> None:
+    rank, size = collective.world.rank, collective.world.size
+    add = tf.function(lambda tensor: collective.sum([tensor, 2 * tensor], name="graph"), autograph=False)
+    for step in range(3):
+        once, twice = add(tf.constant([float(rank + step)]))
+        assert float(once[0]) == sum(range(size)) + step * size
+        assert float(twice[0]) == 2 * float(once[0])
+
+
+@on_ranks(1, 2, 3, GLOO)
+def test_gather_joins_parts_of_any_length_in_the_order_of_the_ranks(collective: Collective) -> None:
+    rank, size = collective.world.rank, collective.world.size
+    for empty_rank in (None, *range(size)):
+        lengths = [0 if other == empty_rank else other + 2 for other in range(size)]
+        mine = values_of_rank(rank, (9, 2))[: lengths[rank]]
+        joined = collective.gather(tf.constant(mine), name=f"gather/{empty_rank}")
+        parts = [part[:length] for part, length in zip(values_of_all(size, (9, 2)), lengths, strict=True)]
+        np.testing.assert_array_equal(joined, np.concatenate(parts))
+
+
+@on_ranks(1, 2, 3)
+def test_gather_of_nothing_anywhere_is_nothing(collective: Collective) -> None:
+    assert collective.gather(tf.zeros([0, 4]), name="nothing").shape == (0, 4)
+
+
+@on_ranks(1, 2, 3, GLOO)
+def test_broadcast_gives_every_rank_the_values_of_rank_0(collective: Collective) -> None:
+    shapes = [(), (3,), (2, 5)]
+    for dtype in ("float32", "float64", "int64"):
+        mine = [tf.constant(values_of_rank(collective.world.rank, shape, dtype)) for shape in shapes]
+        for shape, first in zip(shapes, collective.broadcast(mine, name=f"broadcast/{dtype}"), strict=True):
+            np.testing.assert_array_equal(first, values_of_rank(0, shape, dtype))
+
+
+@on_ranks(1, 2, 3, GLOO)
+def test_gather_objects_gives_every_value_to_every_rank(collective: Collective) -> None:
+    def value_of(rank: int) -> Any:
+        return {"rank": rank, "text": "ä" * rank * 100, "list": [None, 1.5, True][: rank + 1]}
+
+    assert gather_objects(collective, value_of(collective.world.rank), name="objects") == [
+        value_of(rank) for rank in range(collective.world.size)
+    ]
+
+
+@on_ranks(1, 2, 3)
+def test_an_error_on_any_rank_becomes_the_same_error_on_all(collective: Collective) -> None:
+    rank, size = collective.world.rank, collective.world.size
+    for failing in range(size):
+
+        def fail(failing: int = failing) -> str:
+            if rank == failing:
+                raise DataError(f"no file on {failing}")
+            return "fine"
+
+        with pytest.raises(DataError, match=f"no file on {failing}") as caught:
+            agree(collective, fail, name=f"agree/{failing}")
+        assert caught.value.reach == "run"
+        messages = gather_objects(collective, str(caught.value), name=f"messages/{failing}")
+        assert len(set(messages)) == 1
+        assert size == 1 or f"rank {failing} of {size}" in messages[0]
+
+
+@on_ranks(2, 3)
+def test_an_error_of_all_ranks_is_told_without_ranks(collective: Collective) -> None:
+    def fail() -> None:
+        raise UsageError("no such optimizer")
+
+    with pytest.raises(UsageError) as caught:
+        agree(collective, fail, name="alike")
+    assert str(caught.value) == "no such optimizer"
+
+
+@on_ranks(3)
+def test_of_different_errors_the_first_rank_s_counts(collective: Collective) -> None:
+    rank = collective.world.rank
+
+    def fail() -> None:
+        if rank == 1:
+            raise DataError("bad file")
+        if rank == 2:
+            raise UsageError("bad flag")
+
+    with pytest.raises(DataError, match=r"ranks 1, 2 of 3 .*bad file"):
+        agree(collective, fail, name="different")
+
+
+@on_ranks(1, 2, 3)
+def test_agreement_leaves_each_rank_its_own_result(collective: Collective) -> None:
+    assert agree(collective, lambda: collective.world.rank * 2, name="own") == collective.world.rank * 2
+
+
+@on_ranks(1, 2, 3)
+def test_on_first_acts_once_and_tells_all(collective: Collective) -> None:
+    calls: list[int] = []
+
+    def act() -> list[int]:
+        calls.append(collective.world.rank)
+        return [7, collective.world.rank]
+
+    assert on_first(collective, act, name="first") == [7, 0]
+    assert calls == ([0] if collective.world.rank == 0 else [])
+
+
+@on_ranks(2, 3)
+def test_an_error_in_on_first_reaches_all(collective: Collective) -> None:
+    def fail() -> None:
+        raise RingtrainError("disk full")
+
+    with pytest.raises(RingtrainError, match="disk full"):
+        on_first(collective, fail, name="first/error")
+
+
+@on_ranks(2)
+def test_one_rank_of_several_may_not_train_alone(collective: Collective) -> None:
+    with pytest.raises(UsageError, match="solo"):
+        connect("solo", collective.world)
+
+
+def mixed_gradients(rank: int, *, is_empty: bool = False) -> list[Any]:
+    """Dense gradients of three types, and sparse ones with rows in common among ranks and within one."""
+    dense = [tf.constant(values_of_rank(rank, shape, dtype)) for shape, dtype in MIXED]
+    rows = [] if is_empty else [1, 4, 1, rank]
+    values = tf.constant(values_of_rank(rank, (4, 2), "float32"))[: len(rows)]
+    sparse = tf.IndexedSlices(values, tf.constant(rows, tf.int64), tf.constant([6, 2]))
+    return [dense[0], sparse, *dense[1:]]
+
+
+MIXED = [((3, 2), "float32"), ((4,), "float64"), ((), "float32"), ((5,), "float16"), ((2,), "float64")]
+
+
+def dense_sum(gradients_of_ranks: list[list[Any]]) -> list[np.ndarray]:
+    return [
+        np.sum([tf.convert_to_tensor(part) for part in parts], axis=0)
+        for parts in zip(*gradients_of_ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("compression", "compiled"), [("none", False), ("none", True), ("fp16", False)])
+@on_ranks(1, 2, 3, GLOO)
+def test_the_reduction_is_the_sum_of_the_ranks_gradients(
+    collective: Collective, compression: str, compiled: bool
+) -> None:
+    world = collective.world
+    reduction = GradientReduction(collective=collective, compression=compression)  # type: ignore[arg-type]
+    reduce = tf.function(reduction, autograph=False) if compiled else reduction
+    for empty_rank in (None, *range(world.size)):
+        ranks = [mixed_gradients(rank, is_empty=rank == empty_rank) for rank in range(world.size)]
+        reduced = reduce(ranks[world.rank])
+        assert bool(reduced.is_finite)
+        expected = dense_sum(ranks)
+        for given, total, right in zip(ranks[0], reduced.gradients, expected, strict=True):
+            assert total.dtype == given.dtype
+            np.testing.assert_array_equal(tf.convert_to_tensor(total), right)
+        norm = np.sqrt(sum(np.sum(np.square(value.astype("float64"))) for value in expected))
+        np.testing.assert_allclose(reduced.global_norm, norm, rtol=1e-6)
+
+
+@on_ranks(1, 2, 3)
+def test_a_reduced_sparse_gradient_holds_each_row_once(collective: Collective) -> None:
+    [sparse] = GradientReduction(collective=collective)([mixed_gradients(collective.world.rank)[1]]).gradients
+    assert isinstance(sparse, tf.IndexedSlices)
+    assert sorted(sparse.indices.numpy()) == sorted({1, 4, *range(collective.world.size)})
+
+
+@on_ranks(2)
+def test_fp16_compression_sends_half_precision(collective: Collective) -> None:
+    value = 1.0 + 2.0**-12  # needs more bits than float16 has
+    [total] = GradientReduction(collective=collective, compression="fp16")([tf.constant([value])]).gradients
+    assert float(total[0]) == collective.world.size
+    reduced = GradientReduction(collective=collective, compression="fp16", name="large")([tf.constant([1e6])])
+    assert not bool(reduced.is_finite)
+
+
+@on_ranks(1, 2, 3, GLOO)
+def test_a_value_that_is_not_finite_on_any_rank_is_seen_by_all(collective: Collective) -> None:
+    rank, size = collective.world.rank, collective.world.size
+    reduction = GradientReduction(collective=collective)
+    for bad in (np.nan, np.inf, -np.inf):
+        for bad_rank in range(size):
+            for place in range(3):
+                gradients = mixed_gradients(rank)[:3]
+                if rank == bad_rank:
+                    gradients[place] = poison(gradients[place], bad)
+                assert not bool(reduction(gradients).is_finite), (bad, bad_rank, place)
+    assert bool(reduction(mixed_gradients(rank)[:3]).is_finite)
+
+
+def poison(gradient: Any, bad: float) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(poison(gradient.values, bad), gradient.indices, gradient.dense_shape)
+    values = gradient.numpy()
+    values.flat[-1] = bad
+    return tf.constant(values)
+
+
+@on_ranks(1, 2, 3)
+def test_infinities_that_cancel_are_still_seen(collective: Collective) -> None:
+    sign = 1.0 if collective.world.rank == 0 else -1.0
+    assert not bool(GradientReduction(collective=collective)([tf.constant([sign * np.inf])]).is_finite)
+
+
+@on_ranks(1, 2, 3)
+def test_huge_finite_values_are_finite(collective: Collective) -> None:
+    reduced = GradientReduction(collective=collective)([tf.constant([1e30, -1e30, 1.0]), tf.constant([0.5])])
+    assert bool(reduced.is_finite)
+    np.testing.assert_allclose(reduced.gradients[0], np.array([1e30, -1e30, 1.0]) * collective.world.size, rtol=1e-6)
+
+
+@on_ranks(1)
+def test_half_precision_values_whose_squares_overflow_are_finite(collective: Collective) -> None:
+    is_finite, _ = verdict([tf.constant([6e4, 6e4], tf.float16), tf.constant([1.0])])
+    assert bool(is_finite)
+
+
+@on_ranks(1)
+def test_merged_rows_are_the_same_gradient(collective: Collective) -> None:
+    rows = tf.constant([5, 0, 5, 2, 0, 5], tf.int64)
+    sparse = tf.IndexedSlices(tf.constant(values_of_rank(0, (6, 3))), rows, tf.constant([7, 3]))
+    merged = merge_rows(sparse)
+    assert len(set(merged.indices.numpy())) == len(merged.indices) == 3
+    np.testing.assert_array_equal(tf.convert_to_tensor(merged), tf.convert_to_tensor(sparse))
+
+
+@on_ranks(1, 2, 3, GLOO)
+def test_first_values_reach_every_variable_of_every_type(collective: Collective) -> None:
+    import keras
+
+    def create(rank: int) -> list[keras.Variable]:
+        specs = [((3, 2), "float32"), ((), "int64"), ((4,), "float64"), ((0, 2), "float32"), ((1,), "int32")]
+        return [keras.Variable(values_of_rank(rank, shape, dtype), dtype=dtype) for shape, dtype in specs]
+
+    variables = create(collective.world.rank)
+    share_first_values(variables, collective)
+    for variable, first in zip(variables, create(0), strict=True):
+        np.testing.assert_array_equal(variable.numpy(), first.numpy())

@@ -1,0 +1,374 @@
+"""The training step under every world: N ranks train what one process trains, and no rank decides alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.actions import evaluate
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives.solo import Solo
+from ringtrain.data.sources import from_arrays
+from ringtrain.loop import share_first_values
+from ringtrain.step import INITIAL_LOSS_SCALE, EvalStep, TrainStep, is_seed_state
+from ringtrain.world import World
+from tests.world.group import GLOO, on_ranks
+from tests.world.training import (
+    MODELS,
+    NUM_FEATURES,
+    OPTIMIZERS,
+    Classification,
+    assert_close,
+    assert_same_bits_on_all_ranks,
+    batches_of,
+    batchnorm_model,
+    bits_of,
+    create_step,
+    dense_samples,
+    make_batch,
+    order_of,
+    regularised_model,
+    spec_of,
+    train,
+    train_plainly,
+)
+
+GLOBAL_BATCH_SIZE = 11  # neither 2 nor 3 divides it
+STEPS = 7  # an epoch of five steps, and some of the next
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "accumulate", "num_samples"),
+    [  # 45 and 46 samples: the fifth step of an epoch has 1 or 2, so that of three ranks some have none
+        ("regularised", "momentum", 1, 46),
+        ("regularised", "adam", 1, 45),
+        ("regularised", "adamw", 1, 46),
+        ("regularised", "clipped", 1, 46),
+        ("regularised", "adam", 3, 46),
+        ("embedding", "momentum", 1, 46),
+        ("embedding", "adam", 3, 45),
+    ],
+)
+@on_ranks(1, 2, 3)
+def test_n_ranks_train_what_one_process_trains(
+    collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int
+) -> None:
+    create, create_samples = MODELS[model]
+    source = create_samples(num_samples)
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS)
+    step = create_step(collective, create, OPTIMIZERS[optimizer], batches.element_spec, accumulate=accumulate)
+    reference, plain_optimizer = create(), OPTIMIZERS[optimizer]()
+    reference.set_weights(step.model.get_weights())
+
+    reports = train(step, batches)
+    expected = list(train_plainly(reference, plain_optimizer, source, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS))
+
+    assert_same_bits_on_all_ranks(step.variables, collective)
+    mine, plain = [*step.model.variables, *step.optimizer.variables], [*reference.variables, *plain_optimizer.variables]
+    for variable, right in zip(mine, plain, strict=True):
+        assert_close(variable.numpy(), right.numpy(), variable.path)
+    assert_close([report.loss for report in reports], [loss for loss, _, _ in expected], "loss")
+    assert_close([report.metrics["accuracy"] for report in reports], [value for _, value, _ in expected], "accuracy")
+    assert_close([report.gradient_norm for report in reports], [norm for _, _, norm in expected], "gradient norm")
+    assert [report.samples for report in reports] == [11, 11, 11, 11, num_samples - 44, 11, 11]
+
+
+@on_ranks(GLOO)
+def test_ranks_over_gloo_train_what_one_process_trains(collective: Collective) -> None:
+    test_n_ranks_train_what_one_process_trains.body(collective, "regularised", "momentum", 1, 46)
+
+
+@on_ranks(2)
+def test_the_embedding_s_gradient_travels_sparse(collective: Collective) -> None:
+    """Else the equality of sparse gradients above would show nothing."""
+    create, create_samples = MODELS["embedding"]
+    batches = batches_of(create_samples(46), collective, global_batch_size=4, steps=1)
+    step = create_step(collective, create, OPTIMIZERS["momentum"], batches.element_spec)
+    assert sum(dtype is not None for dtype in step._sparse_index_dtypes) == 1
+
+
+@on_ranks(1, 2, 3)
+def test_the_logged_loss_is_the_mean_over_all_samples_of_all_ranks(collective: Collective) -> None:
+    source = dense_samples(46)
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=5)
+    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], batches.element_spec)
+    for number, batch in enumerate(batches):
+        kernel, bias, kernel_2, bias_2 = [weight.numpy() for weight in step.model.trainable_variables]
+        indices = order_of(source, GLOBAL_BATCH_SIZE).local_batch(number, rank=0, size=1).indices
+        x, y = source.x.numpy()[indices], source.y.numpy()[indices]
+        logits = np.tanh(x @ kernel + bias) @ kernel_2 + bias_2
+        data_loss = np.mean(np.log(np.sum(np.exp(logits), axis=1)) - logits[np.arange(len(y)), y])
+        report = step.read(step(batch, 0.1))
+        assert_close(report.data_loss, data_loss, "data_loss")
+        loss = data_loss + 0.03 * np.sum(kernel**2) + 0.02 * np.sum(bias_2**2)
+        assert_close(report.loss, loss, "loss")
+        assert report.metrics["accuracy"] == pytest.approx(np.mean(np.argmax(logits, axis=1) == y), abs=1e-12)
+
+
+@on_ranks(1, 2, 3)
+def test_each_sample_comes_once_per_epoch(collective: Collective) -> None:
+    source = dense_samples(46)
+    epochs = 2
+    batches = list(batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=5 * epochs))
+    for epoch in range(epochs):
+        mine = [int(index) for batch in batches[5 * epoch : 5 * (epoch + 1)] for index in batch.indices]
+        ranks = gather_objects(collective, mine, name=f"ledger/{epoch}")
+        assert sorted(index for indices in ranks for index in indices) == list(range(46))
+    for batch in batches:
+        np.testing.assert_array_equal(batch.x, source.x.numpy()[batch.indices.numpy()])
+        np.testing.assert_array_equal(batch.y, source.y.numpy()[batch.indices.numpy()])
+
+
+@on_ranks(1, 2, 3)
+def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
+    source = dense_samples(13)
+    spec = batches_of(source, collective, global_batch_size=5, steps=1).element_spec
+    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], spec)
+    eval_step = EvalStep(workload=Classification(regularised_model), model=step.model, batch_spec=spec)
+    kernel, bias, kernel_2, bias_2 = [weight.numpy() for weight in step.model.trainable_variables]
+    logits = np.tanh(source.x.numpy() @ kernel + bias) @ kernel_2 + bias_2
+    y = source.y.numpy()
+    data_loss = np.mean(np.log(np.sum(np.exp(logits), axis=1)) - logits[np.arange(13), y])
+    for global_batch_size in (1, 4, 5, 100):
+        result = evaluate(eval_step, source, collective, global_batch_size=global_batch_size, num_threads=1)
+        assert result.samples == 13
+        assert_close(result.data_loss, data_loss, "data_loss")
+        assert_close(result.loss, data_loss + 0.03 * np.sum(kernel**2) + 0.02 * np.sum(bias_2**2), "loss")
+        assert_close(result.metrics["accuracy"], np.mean(np.argmax(logits, axis=1) == y), "accuracy")
+
+
+@on_ranks(1, 2, 3)
+def test_moving_statistics_are_those_of_all_samples_on_all_ranks(collective: Collective) -> None:
+    world = collective.world
+    source = dense_samples(45)
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=5)
+    step = create_step(collective, batchnorm_model, OPTIMIZERS["momentum"], batches.element_spec)
+    mean, variance = np.zeros(NUM_FEATURES), np.ones(NUM_FEATURES)
+    for number, batch in enumerate(batches):
+        step(batch, 0.1)
+        slices = [
+            order_of(source, GLOBAL_BATCH_SIZE).local_batch(number, rank=r, size=world.size) for r in range(world.size)
+        ]
+        parts = [(len(part.indices) / part.global_count, source.x.numpy()[part.indices]) for part in slices]
+        parts = [(share, x) for share, x in parts if len(x)]
+        # each rank's update from its own samples, weighted by how many it has
+        mean = 0.75 * mean + 0.25 * sum(share * x.mean(axis=0) for share, x in parts)
+        variance = 0.75 * variance + 0.25 * sum(share * x.var(axis=0) for share, x in parts)
+        assert_same_bits_on_all_ranks(step.variables, collective)
+        moving_mean, moving_variance = step.model.non_trainable_variables
+        assert_close(moving_mean.numpy(), mean, "moving mean")
+        assert_close(moving_variance.numpy(), variance, "moving variance")
+
+
+@tf.custom_gradient
+def poison_gradient(outputs: tf.Tensor, factor: tf.Tensor) -> Any:
+    """The outputs as they are, their gradient times ``factor``."""
+    return tf.identity(outputs), lambda upstream: (upstream * factor, tf.zeros_like(factor))
+
+
+class FragileClassification(Classification):
+    """Samples with the label -1 have a finite loss and a gradient that is NaN."""
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        factor = tf.where(y < 0, tf.constant(np.nan, outputs.dtype), 1.0)[:, tf.newaxis]
+        return super().loss(tf.maximum(y, 0), poison_gradient(outputs, factor))
+
+
+@on_ranks(1, 2, 3)
+def test_a_step_that_is_not_finite_on_any_rank_changes_nothing_on_all(collective: Collective) -> None:
+    world = collective.world
+    x, y = np.random.default_rng(world.rank).normal(size=(2, NUM_FEATURES)), np.array([0, 1])
+
+    def batch(number: int, bad_rank: int = -1, kind: str = "") -> Any:
+        bad_x, bad_y = x.copy(), y.copy()
+        if world.rank == bad_rank:
+            if kind == "gradient":
+                bad_y[1] = -1
+            else:
+                bad_x[1, 2] = {"nan": np.nan, "inf": np.inf}[kind]
+        return make_batch(bad_x, bad_y, step=number, global_count=2 * world.size)
+
+    step = create_step(
+        collective,
+        batchnorm_model,
+        OPTIMIZERS["adam"],
+        spec_of(batch(0)),
+        workload=FragileClassification(batchnorm_model),
+    )
+    assert step.read(step(batch(0), 0.1)).is_finite
+    before = bits_of(step.variables)
+    for bad_rank in range(world.size):
+        for kind in ("nan", "inf", "gradient"):
+            returned = step(batch(1, bad_rank, kind), 0.05)
+            assert not step.is_updated(returned)
+            assert not step.read(returned).is_finite
+            assert bits_of(step.variables) == before, f"{kind} on rank {bad_rank}"
+    assert step.read(step(batch(1), 0.1)).is_finite
+    assert all(a != b for a, b in zip(bits_of(step.model.variables), before, strict=False))
+    assert int(step.optimizer.iterations.numpy()) == 2
+    assert_same_bits_on_all_ranks(step.variables, collective)
+
+
+class Regression(Classification):
+    """Squared error against 0."""
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.square(outputs), axis=1)
+
+    def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {}
+
+
+def one_weight_model() -> keras.Model:
+    ones = keras.initializers.Ones()
+    return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer=ones, use_bias=False)])
+
+
+@on_ranks(1, 2, 3, timeout=30)
+def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(collective: Collective) -> None:
+    world = collective.world
+    for bad_rank in range(world.size):
+
+        def batch(value: float, bad_rank: int = bad_rank) -> Any:
+            mine = value if world.rank == bad_rank else 1e-3
+            x = np.full((1, 1), mine, np.float32)
+            return make_batch(x, np.zeros(1, np.int64), step=0, global_count=world.size)
+
+        step = create_step(
+            collective,
+            one_weight_model,
+            lambda: keras.optimizers.SGD(1e-6),
+            spec_of(batch(0)),
+            workload=Regression(one_weight_model),
+            precision="mixed_float16",
+        )
+        before = bits_of([*step.model.variables, *step.optimizer.variables])
+        # the gradient of the output, 2 * 8 * scale / size, is beyond 65504 at first
+        reports = []
+        while not reports or not reports[-1].is_finite:
+            assert bits_of([*step.model.variables, *step.optimizer.variables]) == before
+            reports.append(step.read(step(batch(8.0), 1e-6)))
+            assert len(reports) < 10
+        assert len(reports) > 1
+        assert [report.loss_scale for report in reports] == [INITIAL_LOSS_SCALE / 2**i for i in range(len(reports))]
+        assert all(np.isfinite(report.loss) for report in reports)  # the loss itself never overflowed
+        assert bits_of(step.model.variables) != before[: len(step.model.variables)]
+        gradient = 2 * (64 + (world.size - 1) * 1e-6) / world.size
+        assert_close(reports[-1].gradient_norm, gradient, "gradient norm, without the scale", tolerance=1e-2)
+        assert_same_bits_on_all_ranks(step.variables, collective)
+
+
+BLOCK = 64
+
+
+class SumOfOutputs(Regression):
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(outputs, axis=1)
+
+
+def dropout_model() -> keras.Model:
+    layers = keras.layers
+    dense = layers.Dense(1, use_bias=False)
+    return keras.Sequential([keras.Input((3 * BLOCK,)), layers.Dropout(0.5), dense])
+
+
+def dropout_masks(collective: Collective, *, seed: int, step_number: int) -> np.ndarray:
+    """The masks of all ranks, bool [rank, BLOCK]: rank r's sample is 1 in block r, its mask the gradient there."""
+    world = collective.world
+    x = np.zeros((1, 3, BLOCK))
+    x[0, world.rank] = 1
+    batch = make_batch(x.reshape(1, -1), np.zeros(1), step=step_number, global_count=1)
+    step = create_step(
+        collective,
+        dropout_model,
+        lambda: keras.optimizers.SGD(1.0),
+        spec_of(batch),
+        workload=SumOfOutputs(dropout_model),
+        seed=seed,
+    )
+    before = step.model.trainable_variables[0].numpy()
+    step(batch, 1.0)
+    gradient = before - step.model.trainable_variables[0].numpy()
+    return gradient.reshape(3, BLOCK)[: world.size] > 1
+
+
+@on_ranks(1, 2, 3)
+def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collective) -> None:
+    world = collective.world
+    masks = dropout_masks(collective, seed=0, step_number=5)
+    assert 0.25 < masks.mean() < 0.75
+    assert len({mask.tobytes() for mask in masks}) == world.size, "ranks share a mask"
+    np.testing.assert_array_equal(dropout_masks(collective, seed=0, step_number=5), masks)
+    assert not np.array_equal(dropout_masks(collective, seed=1, step_number=5), masks)
+    assert not np.array_equal(dropout_masks(collective, seed=0, step_number=6), masks)
+    # this rank on its own, told that it is one of three, has the same mask: the number of ranks plays no part
+    alone = Solo(World(rank=world.rank, size=3, local_rank=0, local_size=1, node="", launcher="none"))
+    x = np.zeros((1, 3, BLOCK))
+    x[0, world.rank] = 1
+    batch = make_batch(x.reshape(1, -1), np.zeros(1), step=5, global_count=1)
+    workload = SumOfOutputs(dropout_model)
+    step = create_step(
+        alone, dropout_model, lambda: keras.optimizers.SGD(1.0), spec_of(batch), workload=workload, seed=0
+    )
+    before = step.model.trainable_variables[0].numpy()
+    step(batch, 1.0)
+    gradient = (before - step.model.trainable_variables[0].numpy()).reshape(3, BLOCK)
+    np.testing.assert_array_equal(gradient[world.rank] > 1, masks[world.rank])
+
+
+@on_ranks(1, 2, 3)
+def test_first_values_reach_every_variable_and_slot_but_no_seed(collective: Collective) -> None:
+    world = collective.world
+
+    def create() -> keras.Model:
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((NUM_FEATURES,)),
+                layers.BatchNormalization(),
+                layers.Dropout(0.5),
+                layers.Dense(3),
+            ]
+        )
+
+    batch = make_batch(np.zeros((2, NUM_FEATURES), np.float32), np.array([0, 1]), step=0, global_count=2)
+    step: TrainStep = create_step(
+        collective, create, lambda: keras.optimizers.AdamW(0.01), spec_of(batch), precision="mixed_float16"
+    )
+    seeds = [variable for variable in step.model.variables if is_seed_state(variable)]
+    everything = [*step.model.variables, *step.optimizer.variables, *step.loss_scale.variables]
+    assert len(seeds) == 1
+    assert len(everything) == 6 + 1 + 2 + 8 + 2  # weights, seed, iterations and rate, moments, loss scale
+    for number, variable in enumerate(everything):
+        variable.assign(tf.cast(tf.fill(variable.shape, 10 * number + world.rank), variable.dtype))
+    share_first_values(step.variables, collective)
+    for number, variable in enumerate(everything):
+        expected = 10 * number + (world.rank if any(variable is seed for seed in seeds) else 0)
+        np.testing.assert_array_equal(variable.numpy(), np.full(variable.shape, expected), err_msg=variable.path)
+
+
+@on_ranks(1)
+def test_an_optimizer_with_its_own_schedule_keeps_it(collective: Collective) -> None:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, decay_steps=1, decay_rate=0.5)
+    batches = batches_of(dense_samples(20), collective, global_batch_size=5, steps=3)
+    step = create_step(collective, regularised_model, lambda: keras.optimizers.SGD(schedule), batches.element_spec)
+    assert [report.learning_rate for report in train(step, batches)] == pytest.approx([0.5, 0.25, 0.125])
+
+
+@on_ranks(2)
+def test_samples_may_be_structures(collective: Collective) -> None:
+    def create() -> keras.Model:
+        left, right = keras.Input((2,), name="left"), keras.Input((1,), name="right")
+        return keras.Model({"left": left, "right": right}, keras.layers.Dense(3)(keras.ops.concatenate([left, right])))
+
+    generator = np.random.default_rng(0)
+    x = {"left": generator.normal(size=(7, 2)), "right": generator.normal(size=(7, 1))}
+    source = from_arrays(x, generator.integers(0, 3, 7))
+    batches = batches_of(source, collective, global_batch_size=3, steps=3)  # the last is empty on rank 0
+    step = create_step(collective, create, OPTIMIZERS["momentum"], batches.element_spec, accumulate=2)
+    assert [report.samples for report in train(step, batches)] == [3, 3, 1]
+    assert_same_bits_on_all_ranks(step.variables, collective)

@@ -1,0 +1,207 @@
+"""Small models and their training, by ringtrain's step and, as the reference, by a plain Keras loop in one process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.data.order import SampleOrder
+from ringtrain.data.pipeline import Batch, local_batches
+from ringtrain.data.sources import ArraySource, from_arrays
+from ringtrain.loop import share_first_values
+from ringtrain.step import StepReport, TrainStep, set_precision
+from ringtrain.workloads.base import Sources, Workload
+
+NUM_FEATURES = 5
+NUM_CLASSES = 3
+NUM_WORDS = 40
+
+Create = Callable[[], Any]
+
+
+class Classification(Workload):
+    """Any model of ``NUM_CLASSES`` logits, on samples whose labels are whole numbers."""
+
+    def __init__(self, create: Create) -> None:
+        self._create = create
+
+    def create_model(self) -> keras.Model:
+        return self._create()
+
+    def create_sources(self, data_dir: Any, *, synthetic: bool) -> Sources:
+        return Sources(dense_samples(50), None)
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+    def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"accuracy": keras.metrics.sparse_categorical_accuracy(y, outputs)}
+
+
+def dense_samples(count: int, dtype: str = "float64") -> ArraySource:
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(count, NUM_FEATURES)).astype(dtype)
+    return from_arrays(x, generator.integers(0, NUM_CLASSES, count))
+
+
+def word_samples(count: int) -> ArraySource:
+    """Sentences of four words, a word often twice in one."""
+    generator = np.random.default_rng(2)
+    words = np.minimum(generator.geometric(0.15, (count, 4)), NUM_WORDS - 1)
+    return from_arrays(words, generator.integers(0, NUM_CLASSES, count))
+
+
+def regularised_model() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((NUM_FEATURES,)),
+            layers.Dense(6, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.03)),
+            layers.Dense(NUM_CLASSES, bias_regularizer=keras.regularizers.L2(0.02)),
+        ]
+    )
+
+
+def embedding_model() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((4,), dtype="int64"),
+            layers.Embedding(NUM_WORDS, 3),
+            layers.Flatten(),
+            layers.Dense(NUM_CLASSES),
+        ]
+    )
+
+
+def batchnorm_model() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((NUM_FEATURES,)), layers.BatchNormalization(momentum=0.75), layers.Dense(NUM_CLASSES)]
+    )
+
+
+MODELS: dict[str, tuple[Create, Callable[[int], ArraySource]]] = {
+    "regularised": (regularised_model, dense_samples),
+    "embedding": (embedding_model, word_samples),
+}
+OPTIMIZERS: dict[str, Create] = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "clipped": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
+}
+
+
+def learning_rate_of(step: int) -> float:
+    return 0.2 / (step + 2)
+
+
+def create_step(
+    collective: Collective,
+    create: Create,
+    create_optimizer: Create,
+    spec: Batch,
+    *,
+    workload: Workload | None = None,
+    precision: str = "float64",
+    accumulate: int = 1,
+    seed: int = 0,
+) -> TrainStep:
+    """A training step on a model with the first values of rank 0."""
+    set_precision(precision)  # type: ignore[arg-type]
+    keras.utils.set_random_seed(100 + collective.world.rank)
+    step = TrainStep(
+        workload=workload or Classification(create),
+        model=create(),
+        optimizer=create_optimizer(),
+        reduction=GradientReduction(collective=collective),
+        batch_spec=spec,
+        precision=precision,  # type: ignore[arg-type]
+        accumulate=accumulate,
+        seed=seed,
+    )
+    share_first_values(step.variables, collective)
+    return step
+
+
+def batches_of(source: ArraySource, collective: Collective, *, global_batch_size: int, steps: int) -> tf.data.Dataset:
+    """This rank's batches of a shuffled order."""
+    order = order_of(source, global_batch_size)
+    return local_batches(source, order, collective.world, first_step=0, end_step=steps, num_threads=1)
+
+
+def order_of(source: ArraySource, global_batch_size: int) -> SampleOrder:
+    return SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, seed=3)
+
+
+def train(step: TrainStep, batches: tf.data.Dataset) -> list[StepReport]:
+    return [step.read(step(batch, learning_rate_of(number))) for number, batch in enumerate(batches)]
+
+
+def train_plainly(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    source: ArraySource,
+    *,
+    global_batch_size: int,
+    steps: int,
+) -> Iterator[tuple[float, float, float]]:
+    """Train on whole global batches with Keras alone, yielding each step's loss, accuracy and gradient norm."""
+    order = order_of(source, global_batch_size)
+    optimizer.build(model.trainable_variables)
+    for number in range(steps):
+        indices = order.local_batch(number, rank=0, size=1).indices
+        x, y = source.x.numpy()[indices], source.y.numpy()[indices]
+        with tf.GradientTape() as tape:
+            outputs = model(x, training=True)
+            losses = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+            objective = tf.add_n([tf.reduce_mean(losses), *model.losses])
+        # Dense: Keras squares a sparse gradient row by row, which is wrong where a row comes twice.
+        sparse_or_dense = tape.gradient(objective, [variable.value for variable in model.trainable_variables])
+        gradients = [tf.convert_to_tensor(gradient) for gradient in sparse_or_dense]
+        optimizer.learning_rate = learning_rate_of(number)
+        optimizer.apply(gradients, model.trainable_variables)
+        accuracy = np.mean(np.argmax(outputs, axis=-1) == y)
+        yield float(objective), float(accuracy), float(tf.linalg.global_norm(gradients))
+
+
+def make_batch(x: np.ndarray, y: np.ndarray, *, step: int, global_count: int) -> Batch:
+    """A rank's batch of given samples."""
+    number, count = tf.constant(step, tf.int64), tf.constant(global_count, tf.int64)
+    return Batch(tf.constant(x), tf.constant(y), tf.range(len(x), dtype=tf.int64), number, count)
+
+
+def spec_of(batch: Batch) -> Batch:
+    """What any number of samples like these looks like."""
+
+    def spec(tensor: tf.Tensor) -> tf.TensorSpec:
+        return tf.TensorSpec([None, *tensor.shape[1:]] if tensor.shape.rank else [], tensor.dtype)
+
+    return tf.nest.map_structure(spec, batch)
+
+
+def bits_of(variables: Any) -> list[str]:
+    """Variables as digests of their bits."""
+    return [hashlib.sha256(np.asarray(variable.numpy()).tobytes()).hexdigest() for variable in variables]
+
+
+def assert_same_bits_on_all_ranks(variables: Any, collective: Collective) -> None:
+    mine = bits_of(variables)
+    for rank, other in enumerate(gather_objects(collective, mine, name="bits")):
+        differing = [variables[i].path for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b]
+        assert not differing, f"rank {collective.world.rank} and rank {rank} differ in {differing}"
+
+
+def assert_close(actual: Any, expected: Any, what: str, tolerance: float = 1e-12) -> None:
+    """Equal up to ``tolerance`` of the largest value."""
+    expected = np.asarray(expected)
+    largest = float(np.max(np.abs(expected), initial=0.0)) or 1.0
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * largest, err_msg=what)

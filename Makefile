@@ -18,7 +18,7 @@ NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-setup: ## Install what is missing and make .venv from requirements.lock
+setup: ## Install what is missing and make .venv (PYTHON=python3.12 chooses the interpreter)
 	@PYTHON='$(PYTHON)' .ci/setup
 
 train: setup ## Train the built-in workload with 2 processes, into a fresh directory under runs/

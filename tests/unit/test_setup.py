@@ -1,6 +1,7 @@
 """The set-up's files agree with each other: pyproject.toml, requirements.lock, environment.yml, Makefile, .ci."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,49 @@ def test_make_help_names_every_target() -> None:
 def test_console_script_exists() -> None:
     assert PROJECT["scripts"] == {"ringtrain": "ringtrain.cli:main"}
     assert (ROOT / "ringtrain" / "cli.py").exists()
+
+
+def run_setup(folder: Path, *, without: set[str], python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    """Run .ci/setup in a copy of its files, as a user other than root, on a system that lacks some commands."""
+    shutil.copytree(ROOT / ".ci", folder / ".ci")
+    for name in ("pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, folder)
+    commands = folder / "bin"
+    commands.mkdir()
+    for command in ("bash", "cat", "dirname", "flock", "mkdir", "sha256sum"):
+        (commands / command).symlink_to(str(shutil.which(command)))
+    stand_ins = {"apt-get": "exit 1", "g++": "", "id": "echo 1000", "mpicc": "", "mpirun": "", "python3": "exit 1"}
+    for command in stand_ins.keys() - without:
+        write_command(commands / command, stand_ins[command])
+    environment = {"PATH": str(commands), "PYTHON": python}
+    return subprocess.run([folder / ".ci" / "setup"], capture_output=True, text=True, env=environment)
+
+
+def write_command(path: Path, shell: str) -> None:
+    path.write_text(f"#!/bin/sh\n{shell}\n")
+    path.chmod(0o755)
+
+
+def test_setup_without_root_names_the_missing_packages_in_one_line(tmp_path: Path) -> None:
+    done = run_setup(tmp_path, without={"g++", "mpicc", "mpirun"})
+    assert done.returncode == 1
+    packages = "g++ openmpi-bin libopenmpi-dev"
+    assert done.stderr == f"set-up: missing, and only root can install it: sudo apt-get install {packages}\n"
+
+
+def test_setup_without_apt_names_the_missing_packages_in_one_line(tmp_path: Path) -> None:
+    done = run_setup(tmp_path, without={"g++", "apt-get"})
+    assert done.returncode == 1
+    assert done.stderr.startswith("set-up: missing: install what this system calls g++")
+    assert done.stderr.count("\n") == 1
+
+
+def test_setup_refuses_an_unsuitable_python(tmp_path: Path) -> None:
+    unsuitable = tmp_path / "python3.99"
+    write_command(unsuitable, "exit 1")
+    done = run_setup(tmp_path, without=set(), python=str(unsuitable))
+    assert done.returncode == 1
+    assert done.stderr == f"set-up: PYTHON={unsuitable} is no Python 3.10, 3.11 or 3.12\n"
 
 
 def run_pytest(pytester: pytest.Pytester, *, test: str, allowed: str = "", select: str = "") -> pytest.RunResult:

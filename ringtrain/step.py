@@ -8,6 +8,7 @@ decision is taken from these reduced numbers, which are the same on every rank.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -168,17 +169,28 @@ class TrainStep:
         return self._reduce_and_update(forward._replace(state=state), learning_rate)
 
     def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor) -> tf.Tensor:
-        """The step of a rank whose share is empty: it adds zeros, without running the model."""
+        """The step of a rank whose share is empty: it adds zeros, without running the model.
+
+        Horovod's operations are not marked as stateful: TensorFlow's optimizer would run one whose input is constant
+        once, keep what came of it for all later steps, and merge two with the same input, while the other ranks wait.
+        So the zeros come from the batch, and each by a factor of its own.
+        """
+        nothing = tf.shape(batch.indices, tf.int64)[0]
+        factors = itertools.count(1)
+
+        def zeros(shape: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
+            return tf.zeros(shape, dtype) + tf.cast(nothing * next(factors), dtype)
+
         gradients = [
             tf.IndexedSlices(
-                tf.zeros([0, *v.shape[1:]], v.dtype), tf.zeros([0], index_dtype), tf.constant(list(v.shape))
+                zeros([nothing, *v.shape[1:]], v.dtype), zeros([nothing], index_dtype), tf.constant(list(v.shape))
             )
             if index_dtype
-            else tf.zeros(v.shape, v.dtype)
+            else zeros(v.shape, v.dtype)
             for v, index_dtype in zip(self.model.trainable_variables, self._sparse_index_dtypes, strict=True)
         ]
-        state = [tf.zeros(v.shape, _averaging_dtype(v)) for v in self._state]
-        sums = tf.zeros([len(CONTROL_SUMS) + len(self.metric_names)], self._dtype)
+        state = [zeros(v.shape, _averaging_dtype(v)) for v in self._state]
+        sums = zeros([len(CONTROL_SUMS) + len(self.metric_names)], self._dtype)
         return self._reduce_and_update(_Forward(gradients, sums, state), learning_rate)
 
     def _forward_and_backward(

@@ -27,11 +27,11 @@ class HorovodCollective:
 
     def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         if len(tensors) == 1:  # a lone tensor is reduced in place, without the copies into a fusion buffer
-            return [self._hvd.allreduce(tensors[0], op=self._hvd.Sum, name=name)]
-        return self._hvd.grouped_allreduce(list(tensors), op=self._hvd.Sum, name=name)
+            return _keep_apart([self._hvd.allreduce(tensors[0], op=self._hvd.Sum, name=name)], name)
+        return _keep_apart(self._hvd.grouped_allreduce(list(tensors), op=self._hvd.Sum, name=name), name)
 
     def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        return self._hvd.allgather(tensor, name=name)
+        return _keep_apart([self._hvd.allgather(tensor, name=name)], name)[0]
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         return [
@@ -86,6 +86,18 @@ def connect_horovod(world: World) -> HorovodCollective:
             f"{world.launcher} says {world}, but Horovod says {seen}. Start the run again in a clean shell."
         )
     return HorovodCollective(world, hvd)
+
+
+def _keep_apart(outputs: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+    """Let TensorFlow's optimizer not merge two collectives with the same input, as it does with stateless operations.
+
+    Horovod's are not marked as stateful. A rank whose graph differs, having no samples, would wait for both.
+    """
+    import tensorflow as tf
+
+    if not tf.executing_eagerly():
+        outputs[0].op._set_attr("_collective", tf.compat.v1.AttrValue(s=name.encode()))
+    return outputs
 
 
 def describe(hvd: ModuleType) -> str:

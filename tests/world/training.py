@@ -81,6 +81,14 @@ def embedding_model() -> keras.Model:
     )
 
 
+def twin_embeddings_model() -> keras.Model:
+    """Two embeddings of one shape: a rank without samples has the same zeros for both."""
+    layers = keras.layers
+    words = keras.Input((4,), dtype="int64")
+    left, right = layers.Embedding(NUM_WORDS, 2)(words), layers.Embedding(NUM_WORDS, 2)(words)
+    return keras.Model(words, layers.Dense(NUM_CLASSES)(layers.Flatten()(layers.Multiply()([left, right]))))
+
+
 def batchnorm_model() -> keras.Model:
     layers = keras.layers
     return keras.Sequential(
@@ -91,6 +99,7 @@ def batchnorm_model() -> keras.Model:
 MODELS: dict[str, tuple[Create, Callable[[int], ArraySource]]] = {
     "regularised": (regularised_model, dense_samples),
     "embedding": (embedding_model, word_samples),
+    "twin embeddings": (twin_embeddings_model, word_samples),
 }
 OPTIMIZERS: dict[str, Create] = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),

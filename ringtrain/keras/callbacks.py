@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import UsageError
-from ringtrain.keras.broadcast import broadcast_variables
 from ringtrain.keras.collective import ProcessSetCollective, require_init
 from ringtrain.keras.exchange import variable_key
+from ringtrain.keras.sharing import broadcast_variables
 from ringtrain.variables import is_seed_state
 
 
@@ -62,7 +62,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return
         require_init("BroadcastGlobalVariablesCallback")
         variables = [v for v in self.model.variables if variable_key(v) not in self._local and not is_seed_state(v)]
-        optimizer = self.model.optimizer
+        optimizer = getattr(self.model, "optimizer", None)
         if optimizer is not None and self.model.trainable_variables:
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)

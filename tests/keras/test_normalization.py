@@ -49,7 +49,7 @@ def normalise(layer: keras.layers.Layer, x: np.ndarray, part: slice, mask: np.nd
 def test_values_and_gradients_are_those_of_the_whole_batch(collective: Collective, case: str, share: str) -> None:
     set_precision("float64")
     shape = {"dense": (5,), "images": (4, 3, 5), "channels first": (5, 4, 3), "masked": (4, 5)}[case]
-    options = {"axis": 1 if case == "channels first" else -1, "momentum": 0.8}
+    options: dict[str, Any] = {"axis": 1 if case == "channels first" else -1, "momentum": 0.8}
     x = np.random.default_rng(1).normal(1000, 2, size=(SAMPLES, *shape))
     mask = np.random.default_rng(2).random((SAMPLES, 4)) < 0.7 if case == "masked" else None
     counts = SHARES[share]

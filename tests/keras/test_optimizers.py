@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import pytest
 
@@ -13,7 +15,7 @@ from tests.world.group import GLOO, on_ranks
 
 SAMPLES = 8
 TOLERANCE = 1e-10
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True},
     "RMSprop": {"learning_rate": 0.01, "momentum": 0.5, "centered": True},
     "Adam": {"learning_rate": 0.01, "amsgrad": True},
@@ -31,7 +33,7 @@ OPTIMIZERS = {
 ALL_WAYS = ("SGD", "LossScaleOptimizer")
 # Muon of Keras 3.12 reads an attribute that variables have on other backends only.
 BROKEN_IN_KERAS = {"Muon"}
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "clipping of the reduced gradient": {"global_clipnorm": 0.05},
     "clipping of each": {"clipnorm": 0.02},
     "moving average": {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 4},

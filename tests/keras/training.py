@@ -71,7 +71,7 @@ def dataset(batches: list[tuple[np.ndarray, np.ndarray]]) -> tf.data.Dataset:
 
 
 def _train_in_loop(model: keras.Model, optimizer: Any, batches: Any, loss: Callable[[Any, Any], Any]) -> None:
-    @tf.function(reduce_retracing=True)
+    @tf.function(reduce_retracing=True, autograph=False)
     def step(x: tf.Tensor, y: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
             value = tf.reduce_mean(loss(y, model(x, training=True)))

@@ -1,0 +1,216 @@
+"""What would train in silence, or wait for ever, ends in a message that says what to do."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringtrain.keras as hvd
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.errors import ReplicasDifferError, UsageError
+from ringtrain.keras import hooks
+from tests.keras.training import FEATURES, dataset, make_batches, make_model, split_batches, train
+from tests.world.group import GLOO, on_ranks
+
+DISTRIBUTE = hvd.DistributedOptimizer
+
+
+def fit(model: keras.Model, optimizer: Any, batches: Any, **options: Any) -> keras.callbacks.History:
+    model.compile(optimizer, "mean_squared_error")
+    return model.fit(batches if isinstance(batches, tf.data.Dataset) else dataset(batches), verbose=0, **options)
+
+
+@on_ranks(2)
+def test_misuse_is_named(collective: Collective) -> None:
+    layers = [keras.layers.Dense(1)]
+    for misuse, words in [
+        (lambda: DISTRIBUTE("adam"), ["'adam'", "keras.optimizers.get('adam')"]),
+        (lambda: DISTRIBUTE(DISTRIBUTE(keras.optimizers.SGD())), ["'SGD", "distributed already"]),
+        (lambda: DISTRIBUTE(keras.optimizers.SGD(), compression="fp16"), ["'fp16'", "hvd.Compression.fp16"]),
+        (lambda: DISTRIBUTE(keras.optimizers.SGD(), op="mean"), ["'mean'", "hvd.Average"]),
+        (lambda: DISTRIBUTE(keras.optimizers.SGD(), groups=-1), ["groups=-1", "whole number"]),
+        (lambda: DISTRIBUTE(keras.optimizers.SGD(), backward_passes_per_step=0), ["backward_passes_per_step=0"]),
+        (
+            lambda: DISTRIBUTE(keras.optimizers.SGD(), op=hvd.Sum, gradient_predivide_factor=2.0),
+            ["gradient_predivide_factor=2.0", "op=hvd.Average"],
+        ),
+        (
+            lambda: DISTRIBUTE(keras.optimizers.SGD(gradient_accumulation_steps=2), backward_passes_per_step=2),
+            ["gradient_accumulation_steps=2", "Leave one"],
+        ),
+        (
+            lambda: hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=["dense"]),
+            ["'dense'", "no Keras layer"],
+        ),
+        (lambda: hvd.DistributedGradientTape(layers), ["tf.GradientTape"]),
+        (
+            lambda: hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[layers]),
+            ["local_variables", "no variable"],
+        ),
+        (
+            lambda: hvd.callbacks.LearningRateScheduleCallback(None, 0.1),  # type: ignore[arg-type]
+            ["initial_lr=None"],
+        ),
+        (lambda: hvd.callbacks.BestModelCheckpoint().on_train_begin(), ["filepath"]),
+        (lambda: hvd.load_model("model.keras", legacy_opts=True), ["legacy_opts=True"]),
+    ]:
+        with pytest.raises(UsageError) as error:
+            misuse()
+        for word in words:
+            assert word in str(error.value), (word, str(error.value))
+
+
+@on_ranks(2)
+def test_an_optimizer_that_is_not_distributed_is_named_at_its_first_step(collective: Collective) -> None:
+    hvd.init()
+    for way in ("fit", "loop"):
+        GradientReduction.calls = 0
+        with pytest.raises(UsageError, match=r"'named' \(SGD\) is not distributed.*hvd.DistributedOptimizer"):
+            train(way, make_model(), keras.optimizers.SGD(name="named"), make_batches(4))
+
+
+@on_ranks(2)
+def test_ranks_may_train_models_of_their_own_if_they_say_so(collective: Collective) -> None:
+    hvd.init()
+    if collective.world.rank == 0:
+        model = make_model()
+        own = hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(), local_layers=model.layers, scale_local_gradients=False
+        )
+        fit(model, own, make_batches(4))
+
+
+@on_ranks(2, GLOO)
+def test_different_numbers_of_batches_are_named_before_training(collective: Collective) -> None:
+    model = make_model()
+    before = model.get_weights()
+    optimizer = DISTRIBUTE(keras.optimizers.SGD())
+    steps = 5 + collective.world.rank
+    with pytest.raises(UsageError, match=r"rank 0: 5, rank 1: 6.*steps_per_epoch"):
+        fit(model, optimizer, make_batches(4, steps=steps))
+    with pytest.raises(UsageError, match=r"epochs \(rank 0: 1, rank 1: 2\)"):
+        fit(model, optimizer, make_batches(4), epochs=collective.world.rank + 1)
+    for mine, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(mine, old)
+
+
+@on_ranks(2, GLOO)
+def test_different_numbers_of_batches_from_generators_are_named_after_the_epoch(collective: Collective) -> None:
+    steps = 6 - collective.world.rank
+    endless = dataset(make_batches(4, steps=steps)).filter(lambda x, y: True)  # nobody knows how many are left
+    with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 6, rank 1: 5\)"):
+        fit(make_model(), DISTRIBUTE(keras.optimizers.SGD()), endless)
+
+
+@on_ranks(2)
+def test_generators_of_one_length_train(collective: Collective) -> None:
+    batches = make_batches(4)
+    model = make_model()
+    fit(model, DISTRIBUTE(keras.optimizers.SGD()), dataset(batches).filter(lambda x, y: True), epochs=2)
+    alone = make_model()
+    fit(alone, keras.optimizers.SGD(), dataset(batches), epochs=2)
+    for mine, right in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, right, atol=1e-6)
+
+
+@on_ranks(2)
+def test_replicas_that_drift_are_named_after_the_epoch(collective: Collective) -> None:
+    model = make_model()
+    kernel = model.layers[1].kernel
+    kernel.assign(kernel + collective.world.rank)
+    with pytest.raises(ReplicasDifferError, match=r"after epoch 1, rank 1 .*/kernel.*BroadcastGlobalVariablesCallback"):
+        fit(model, DISTRIBUTE(keras.optimizers.SGD()), make_batches(4), epochs=2)
+    local = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=model.layers[1])
+    fit(model, local, split_batches(make_batches(4)), epochs=2)
+
+
+class Captured(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@on_ranks(2)
+def test_a_step_that_xla_would_compile_runs_without_it_and_says_so_once(collective: Collective) -> None:
+    captured = Captured()
+    hooks.log.addHandler(captured)
+    try:
+        for _ in range(2):
+            model, batches = make_model(), split_batches(make_batches(4))
+            train("fit", model, DISTRIBUTE(keras.optimizers.SGD()), batches, jit_compile=True)
+            model.train_on_batch(*batches[0])
+            assert model.jit_compile
+            model.predict(np.zeros((2, FEATURES)), verbose=0)
+    finally:
+        hooks.log.removeHandler(captured)
+    lines = gather_objects(collective, captured.lines, name="lines")
+    assert [len(line) for line in lines] == [1, 0]
+    assert "without XLA" in lines[0][0]
+
+
+def overflowing_model() -> keras.Model:
+    """A model of float16 whose output is its input's sum; large inputs overflow in it."""
+    return keras.Sequential(
+        [
+            keras.Input((2,)),
+            keras.layers.Dense(4, kernel_initializer="ones", activation="relu"),
+            keras.layers.Dense(1, kernel_initializer="ones", dtype="mixed_float16"),
+        ]
+    )
+
+
+@on_ranks(2, GLOO)
+def test_an_overflow_on_one_rank_is_skipped_by_all(collective: Collective) -> None:
+    rank = collective.world.rank
+    keras.config.set_dtype_policy("mixed_float16")
+    fine, too_large = np.full((2, 2), 0.01, "float16"), np.full((2, 2), 60000.0, "float16")
+    y = np.zeros((2, 1), "float16")
+    for eager in (False, True):
+        for passes in (1, 2):
+            model = overflowing_model()
+            optimizer = DISTRIBUTE(keras.optimizers.SGD(1e-3), backward_passes_per_step=passes)
+            model.compile(optimizer, "mse", run_eagerly=eager)
+            assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+            before = [weight.copy() for weight in model.get_weights()]
+            for _ in range(passes):
+                model.train_on_batch(too_large if rank == 1 else fine, y)
+            scale = float(model.optimizer.dynamic_scale.numpy())
+            assert scale == 2.0**14
+            for mine, old in zip(model.get_weights(), before, strict=True):
+                np.testing.assert_array_equal(mine, old)
+            for _ in range(20 * passes):  # until the scale has come down to where float16 holds the gradients
+                model.train_on_batch(fine, y)
+            scales = gather_objects(collective, float(model.optimizer.dynamic_scale.numpy()), name="scales")
+            assert scales[0] == scales[1]
+            digests = gather_objects(collective, [w.tobytes().hex() for w in model.get_weights()], name="weights")
+            assert digests[0] == digests[1]
+            assert any((mine != old).any() for mine, old in zip(model.get_weights(), before, strict=True))
+
+
+def test_init_comes_first() -> None:
+    layer = keras.layers.Dense(1)
+    for misuse in (
+        lambda: hvd.DistributedOptimizer(keras.optimizers.SGD()),
+        lambda: hvd.DistributedGradientTape(tf.GradientTape()),
+        lambda: hvd.callbacks.LearningRateWarmupCallback(0.1),
+        lambda: hvd.broadcast_variables(layer.variables, root_rank=0),
+    ):
+        with pytest.raises(UsageError, match=r"not initialized.*ringtrain.keras.init\(\)"):
+            misuse()
+
+
+def test_a_layer_that_needs_the_others_says_that_init_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    for name, value in zip(names, "0202", strict=True):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    with pytest.raises(UsageError, match=r"'sync' needs to know the ranks.*ringtrain.keras.init\(\)"):
+        hvd.SyncBatchNormalization(name="sync")(tf.zeros([2, 3]), training=True)

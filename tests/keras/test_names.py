@@ -1,0 +1,86 @@
+"""ringtrain.keras holds every public name of Horovod's Keras modules, with its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from pathlib import Path
+
+import horovod.keras
+import horovod.tensorflow.keras
+import numpy as np
+import pytest
+
+import ringtrain.keras as hvd
+from ringtrain.collectives import Collective
+from ringtrain.errors import UsageError
+from tests.world.group import on_ranks
+
+# Helpers that those modules import for themselves.
+NOT_THEIR_OWN = {"is_version_greater_equal_than"}
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from-horovod.md"
+
+
+def public_names(module: types.ModuleType) -> set[str]:
+    names = {name for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    return names - NOT_THEIR_OWN
+
+
+@pytest.mark.parametrize("module", [horovod.tensorflow.keras, horovod.keras])
+def test_every_public_name_is_there(module: types.ModuleType) -> None:
+    assert public_names(module) <= set(hvd.__all__)
+    assert public_names(module.callbacks) <= public_names(hvd.callbacks)
+
+
+def test_all_lists_what_is_there() -> None:
+    assert public_names(hvd) | {"callbacks"} == set(hvd.__all__)
+
+
+OURS = [
+    (horovod.tensorflow.keras, hvd, "DistributedOptimizer"),
+    (horovod.keras, hvd, "PartialDistributedOptimizer"),
+    (horovod.tensorflow.keras, hvd, "load_model"),
+    (horovod.tensorflow, hvd, "DistributedGradientTape"),
+    (horovod.tensorflow, hvd, "PartialDistributedGradientTape"),
+    (horovod.tensorflow, hvd, "broadcast_variables"),
+    *[
+        (horovod.tensorflow.keras.callbacks, hvd.callbacks, name)
+        for name in sorted(public_names(horovod.tensorflow.keras.callbacks))
+    ],
+]
+
+
+@pytest.mark.parametrize(("theirs", "mine", "name"), OURS)
+def test_arguments_and_defaults_are_upstream_s(theirs: types.ModuleType, mine: types.ModuleType, name: str) -> None:
+    def arguments(function: object) -> list[tuple[str, object]]:
+        parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+        return [(parameter.name, parameter.default) for parameter in parameters]
+
+    assert arguments(getattr(mine, name)) == arguments(getattr(theirs, name))
+
+
+def test_the_page_names_every_name() -> None:
+    page = PAGE.read_text()
+    names = set(hvd.__all__) | public_names(hvd.callbacks) & public_names(horovod.tensorflow.keras.callbacks)
+    assert not [name for name in sorted(names) if f"`{name}`" not in page]
+
+
+@on_ranks(2)
+def test_what_is_passed_on_works(collective: Collective) -> None:
+    rank = collective.world.rank
+    hvd.init()
+    assert (hvd.rank(), hvd.size(), hvd.is_initialized()) == (rank, 2, True)
+    np.testing.assert_allclose(hvd.allreduce([1.0 + rank]), [1.5])
+    np.testing.assert_allclose(hvd.allgather([float(rank)]), [0.0, 1.0])
+    np.testing.assert_allclose(hvd.broadcast([float(rank)], 1), [1.0])
+    np.testing.assert_allclose(hvd.reducescatter([1.0 + rank, 3.0]), [[1.5], [3.0]][rank])
+    assert hvd.broadcast_object({"rank": rank}, 1) == {"rank": 1}
+    assert hvd.allgather_object(rank) == [0, 1]
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        hvd.broadcast_global_variables(0)
+
+
+def test_keras_must_run_on_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keras.config.backend", lambda: "jax")
+    with pytest.raises(UsageError, match="KERAS_BACKEND=tensorflow"):
+        hvd.init()

@@ -170,7 +170,9 @@ def verdict(tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> tuple[tf.Tensor,
 
     values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
     norm_dtype = tf.float64 if any(value.dtype == tf.float64 for value in values) else tf.float32
-    half_squares = tf.add_n([tf.cast(tf.nn.l2_loss(value), norm_dtype) for value in values])
+    # Squares of half precision would overflow, or round to a thousandth.
+    wide = [tf.cast(value, norm_dtype) if value.dtype.size < 4 else value for value in values]
+    half_squares = tf.add_n([tf.cast(tf.nn.l2_loss(value), norm_dtype) for value in wide])
     is_finite = tf.cond(
         tf.math.is_finite(half_squares),
         lambda: tf.constant(True),

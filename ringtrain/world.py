@@ -68,7 +68,8 @@ def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
     if "OMPI_COMM_WORLD_RANK" in environ:
         ompi = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
         return read.world(*ompi, node=node, launcher="mpirun (Open MPI)")
-    if "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ:
+    # srun --mpi=pmi2 sets PMI_RANK as well, but not MPI_LOCALRANKID.
+    if "PMI_RANK" in environ and ("MPI_LOCALRANKID" in environ or not _is_slurm_step(environ, read)):
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
         return read.world(*names, node=node, launcher="mpiexec (MPICH or Intel MPI)")
     if _is_slurm_step(environ, read):

@@ -1,0 +1,284 @@
+"""How ranks share a node: cores, thread pools, GPUs and settings, planned before TensorFlow starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringtrain import devices
+from ringtrain.devices import (
+    DevicePlan,
+    Machine,
+    Setting,
+    apply_plan,
+    choose_gpu,
+    claim_cores,
+    format_cores,
+    plan_devices,
+    plan_settings,
+    read_cgroup_quota,
+    read_machine,
+)
+from ringtrain.errors import UsageError
+from ringtrain.world import World
+
+
+def local_world(local_rank: int, local_size: int) -> World:
+    return World(
+        rank=local_rank, size=local_size, local_rank=local_rank, local_size=local_size, node="a", launcher="mpirun"
+    )
+
+
+def machine(cores: int = 4, quota: float | None = None, *, bound: bool = False) -> Machine:
+    return Machine(cores=tuple(range(cores)), quota=quota, bound_by_launcher=bound)
+
+
+def plan(local_rank: int, local_size: int, on: Machine, **options: object) -> DevicePlan:
+    return plan_devices(local_world(local_rank, local_size), on, {}, **options)  # type: ignore[arg-type]
+
+
+def test_ranks_take_equal_shares_of_the_cores() -> None:
+    plans = [plan(rank, 2, machine(8)) for rank in range(2)]
+    assert [item.own_cores for item in plans] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [item.cores for item in plans] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert all(item.cores_source == "ringtrain" and item.intra_op_threads == 4 for item in plans)
+
+
+def test_cores_that_are_left_over_are_shared() -> None:
+    plans = [plan(rank, 3, machine(8)) for rank in range(3)]
+    assert [item.own_cores for item in plans] == [(0, 1), (2, 3), (4, 5)]
+    assert [item.cores for item in plans] == [(0, 1, 6, 7), (2, 3, 6, 7), (4, 5, 6, 7)]
+
+
+def test_cores_are_those_that_the_process_may_use() -> None:
+    allowed = Machine(cores=(3, 5, 9, 12), quota=None, bound_by_launcher=False)
+    assert [plan(rank, 2, allowed).cores for rank in range(2)] == [(3, 5), (9, 12)]
+
+
+def test_a_process_alone_keeps_all_cores_and_pins_nothing() -> None:
+    alone = plan(0, 1, machine(4))
+    assert (alone.own_cores, alone.cores, alone.intra_op_threads) == ((), (0, 1, 2, 3), 4)
+    assert alone.cores_source == "environment"
+
+
+def test_more_ranks_than_cores_share_all_of_them() -> None:
+    shared = plan(2, 3, machine(2))
+    assert (shared.own_cores, shared.cores, shared.intra_op_threads) == ((), (0, 1), 1)
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(4.0, 2), (3.0, 1), (0.5, 1)])
+def test_a_quota_limits_threads_and_forbids_pinning(quota: float, threads: int) -> None:
+    limited = plan(1, 2, machine(8, quota))
+    assert limited.own_cores == ()
+    assert limited.intra_op_threads == threads
+
+
+def test_a_quota_of_all_cores_is_no_limit() -> None:
+    assert plan(1, 2, machine(4, 4.0)).own_cores == (2, 3)
+
+
+def test_the_launcher_s_binding_is_kept() -> None:
+    bound = plan(1, 2, Machine(cores=(4, 5, 6), quota=2.0, bound_by_launcher=True))
+    assert (bound.own_cores, bound.cores, bound.cores_source, bound.intra_op_threads) == ((), (4, 5, 6), "launcher", 3)
+
+
+def test_there_are_always_two_inter_op_threads() -> None:
+    assert plan(0, 2, machine(2)).inter_op_threads == 2
+    assert plan(0, 2, machine(16)).inter_op_threads == 8
+
+
+def test_cores_that_another_run_has_are_not_taken() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def refuse(cores: tuple[int, ...]) -> bool:
+        asked.append(cores)
+        return False
+
+    second = plan(1, 2, machine(4), claim_cores=refuse)
+    assert asked == [(2, 3)]
+    assert (second.own_cores, second.cores, second.intra_op_threads) == ((), (0, 1, 2, 3), 2)
+
+
+HOLD_CORES = """
+import sys
+from ringtrain.devices import claim_cores
+print(claim_cores((100001, 100002)), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_core_is_held_until_its_process_ends() -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_CORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "True\n"
+        assert not claim_cores((100000, 100001))
+        assert claim_cores((100000,)), "a refused claim kept a core"
+    finally:
+        holder.communicate("")
+    assert claim_cores((100001, 100002))
+
+
+def test_settings_are_defaults_and_say_where_they_came_from() -> None:
+    settings = {
+        item.name: item for item in plan_settings(local_world(0, 2), {"HOROVOD_CYCLE_TIME": "7"}, deterministic=False)
+    }
+    assert settings["HOROVOD_CYCLE_TIME"] == Setting(name="HOROVOD_CYCLE_TIME", value="7", source="environment")
+    assert settings["OMPI_MCA_mpi_yield_when_idle"].source == "ringtrain"
+    assert "HOROVOD_DISABLE_GROUP_FUSION" not in settings
+
+
+def test_a_process_alone_has_no_communication_settings() -> None:
+    names = [item.name for item in plan_settings(local_world(0, 1), {}, deterministic=False)]
+    assert not [name for name in names if name.startswith(("HOROVOD_", "OMPI_"))]
+
+
+def test_deterministic_runs_fix_the_order_of_sums() -> None:
+    settings = {item.name: item.value for item in plan_settings(local_world(0, 2), {}, deterministic=True)}
+    assert settings["HOROVOD_DISABLE_GROUP_FUSION"] == "1"
+    assert settings["TF_DETERMINISTIC_OPS"] == "1"
+
+
+def one_setting(name: str, value: str) -> DevicePlan:
+    setting = Setting(name=name, value=value, source="ringtrain")
+    return DevicePlan(
+        own_cores=(),
+        cores=(0,),
+        cores_source="environment",
+        intra_op_threads=1,
+        inter_op_threads=2,
+        settings=(setting,),
+    )
+
+
+def test_applying_a_plan_leaves_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "7")
+    apply_plan(one_setting("HOROVOD_CYCLE_TIME", "1"))
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "7"
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME")
+    apply_plan(one_setting("HOROVOD_CYCLE_TIME", "1"))
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "1"
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME")
+
+
+def test_another_keras_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    with pytest.raises(UsageError, match="KERAS_BACKEND='jax'"):
+        apply_plan(one_setting("KERAS_BACKEND", "tensorflow"))
+
+
+def test_only_own_cores_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pinned.append(cores))
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    settings = one_setting("KERAS_BACKEND", "tensorflow")
+    apply_plan(settings)
+    assert pinned == []
+    shared = plan_devices(local_world(1, 2), machine(5), os.environ)
+    for item in shared.settings:
+        monkeypatch.setenv(item.name, item.value)
+    apply_plan(shared)
+    assert pinned == [(2, 3, 4)]
+
+
+def test_one_visible_gpu_is_number_0_whatever_the_rank() -> None:
+    assert [choose_gpu(local_world(rank, 4), 1) for rank in range(4)] == [0, 0, 0, 0]
+
+
+def test_ranks_take_gpus_by_their_local_rank() -> None:
+    assert [choose_gpu(local_world(rank, 3), 4) for rank in range(3)] == [0, 1, 2]
+
+
+def test_more_ranks_than_gpus_is_an_error_that_says_so() -> None:
+    with pytest.raises(UsageError, match="shows 2 GPUs to 3 ranks"):
+        choose_gpu(local_world(2, 3), 2)
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"sys/fs/cgroup/a/b/cpu.max": "150000 100000"}, 1.5),
+        ({"sys/fs/cgroup/a/b/cpu.max": "max 100000"}, None),
+        ({"sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "200000 100000"}, 2.0),
+        ({"sys/fs/cgroup/a/b/cpu.max": "400000 100000", "sys/fs/cgroup/a/cpu.max": "50000 100000"}, 0.5),
+        ({"sys/fs/cgroup/cpu.max": "300000 100000"}, 3.0),
+        ({}, None),
+    ],
+)
+def test_the_tightest_quota_of_cgroup_version_2_counts(
+    tmp_path: Path, files: dict[str, str], quota: float | None
+) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/a/b", **files})
+    assert read_cgroup_quota(tmp_path) == quota
+
+
+def test_the_quota_of_cgroup_version_1_counts(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:memory:/m\n4:cpu,cpuacct:/jobs/7\n1:name=systemd:/x",
+            "sys/fs/cgroup/cpu/jobs/7/cpu.cfs_quota_us": "-1",
+            "sys/fs/cgroup/cpu/jobs/7/cpu.cfs_period_us": "100000",
+            "sys/fs/cgroup/cpu/jobs/cpu.cfs_quota_us": "250000",
+            "sys/fs/cgroup/cpu/jobs/cpu.cfs_period_us": "100000",
+        },
+    )
+    assert read_cgroup_quota(tmp_path) == 2.5
+
+
+def test_no_cgroup_is_no_quota(tmp_path: Path) -> None:
+    assert read_cgroup_quota(tmp_path) is None
+
+
+def test_the_machine_s_cores_are_this_process_s() -> None:
+    assert read_machine({}).cores == tuple(sorted(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("environ", "bound"),
+    [
+        ({}, False),
+        ({"OMPI_MCA_orte_bound_at_launch": "1"}, True),
+        ({"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, True),
+        ({"SLURM_CPU_BIND_TYPE": "none"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, False),
+    ],
+)
+def test_a_launcher_s_binding_is_seen(environ: dict[str, str], bound: bool) -> None:
+    assert read_machine(environ).bound_by_launcher == bound
+
+
+def test_fewer_cores_than_mpirun_itself_has_is_a_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    affinities = {0: {1}, os.getppid(): {0, 1}}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: affinities[pid])
+    assert read_machine({"OMPI_COMM_WORLD_RANK": "1"}).bound_by_launcher
+
+
+def test_cores_are_written_as_ranges() -> None:
+    assert format_cores((0, 1, 2, 3, 8)) == "0-3,8"
+    assert format_cores((5,)) == "5"
+    assert format_cores((4, 2, 3)) == "2-4"
+
+
+@pytest.fixture(autouse=True)
+def _free_claims() -> object:
+    held = len(devices._claims)
+    yield
+    for claim in devices._claims[held:]:
+        claim.close()
+    del devices._claims[held:]

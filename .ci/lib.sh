@@ -1,6 +1,5 @@
 # Shared by the scripts of this folder, which run in the repository's root: messages, system packages, uv.
 
-OLDEST_UV=0.9.0
 LOG=.tools/setup.log
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
@@ -34,13 +33,13 @@ system_packages() {
 
 uv_version() { "$1" --version 2>/dev/null | awk '{ print $2 }' || true; }
 
-# find_uv PYTHON: sets UV to the uv on PATH if it is new enough, else to the one of .ci/uv.txt, installed in .tools.
+# find_uv PYTHON: sets UV to the uv on PATH, or where that is older than .ci/uv.txt says, to that one, put into .tools.
 find_uv() {
     local found pinned
     found=$(uv_version uv)
     pinned=$(sed -n 's/^uv==\([0-9.]*\).*/\1/p' .ci/uv.txt)
     UV=uv
-    [ -n "$found" ] && printf '%s\n' "$OLDEST_UV" "$found" | sort -CV && return
+    [ -n "$found" ] && printf '%s\n' "$pinned" "$found" | sort -CV && return
     UV=$PWD/.tools/uv/bin/uv
     [ "$(uv_version "$UV")" = "$pinned" ] && return
     "$1" -c 'import ensurepip' 2>/dev/null || system_packages python3-venv

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import tensorflow as tf
-
-from ringtrain.collectives import Collective
 from ringtrain.console import Console
 from ringtrain.data.order import SampleOrder
-from ringtrain.data.pipeline import Batch, local_batches
-from ringtrain.data.sources import Source
+from ringtrain.data.pipeline import Batch
+from ringtrain.evaluation import EvalReport
 from ringtrain.run_directory import RunDirectory
-from ringtrain.step import EvalStep, StepReport
+from ringtrain.step import StepReport
 
 
 class Action(Protocol):
@@ -80,23 +75,6 @@ class Log:
         self._since += seconds
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalReport:
-    """An evaluation over the exact evaluation data.
-
-    Attributes:
-        samples: how many samples were evaluated, each once.
-        loss: mean data loss plus regularisation, comparable with the training's ``loss``.
-        data_loss: mean of the samples' losses.
-        metrics: means of the workload's metrics.
-    """
-
-    samples: int
-    loss: float
-    data_loss: float
-    metrics: dict[str, float]
-
-
 class Evaluate:
     """Evaluation by all ranks together."""
 
@@ -138,27 +116,6 @@ class Evaluate:
             )
         if self._log is not None:
             self._log.leave_out(time.perf_counter() - start)
-
-
-def evaluate(
-    eval_step: EvalStep, source: Source, collective: Collective, *, global_batch_size: int, num_threads: int
-) -> EvalReport:
-    """Evaluate each sample of a source exactly once, each rank its share. Every rank must call it."""
-    order = SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, shuffle=False)
-    batches = local_batches(
-        source, order, collective.world, first_step=0, end_step=order.steps_per_epoch, num_threads=num_threads
-    )
-    sums = np.zeros(2 + len(eval_step.metric_names))
-    for batch in batches:
-        sums += eval_step(batch)
-    [total] = collective.sum([tf.constant(sums, tf.float64)], name="evaluation")
-    samples, data_loss, *metrics = total.numpy()
-    return EvalReport(
-        samples=int(samples),
-        loss=float(data_loss / samples + eval_step.regularization()),
-        data_loss=float(data_loss / samples),
-        metrics={name: float(value / samples) for name, value in zip(eval_step.metric_names, metrics, strict=True)},
-    )
 
 
 def epoch_after(order: SampleOrder, step: int) -> float:

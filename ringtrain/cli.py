@@ -249,7 +249,7 @@ def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: Wor
     try:
         explicit = parser.parse_args(list(arguments), defaults=False).as_dict()
     except (ArgumentError, yaml.YAMLError) as error:
-        raise UsageError(explain_parse_error(str(error), parser), reach="run") from None
+        raise UsageError(explain_parse_error(str(error), parser, arguments), reach="run") from None
     explicit.pop("config", None)
     return {key: value for key, value in explicit.items() if value is not None}
 
@@ -263,6 +263,7 @@ def create_train_parser(command: str = "[train]", description: str = TRAIN_DESCR
         prog=f"ringtrain {command}",
         description=description,
         exit_on_error=False,
+        allow_abbrev=False,
         print_config=None,
         default_meta=False,
     )
@@ -273,19 +274,35 @@ def create_train_parser(command: str = "[train]", description: str = TRAIN_DESCR
     return parser
 
 
-def explain_parse_error(message: str, parser: ArgumentParser) -> str:
+def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
     """A parser's message as one line: the flag, its value and the rule, or the flag that may have been meant."""
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    message = re.sub(r"Group '(\S+)' does not accept option '(\S+)'", r"Key '\1.\2'", message)
     unknown = re.search(r"(?:unrecognized arguments: |Key '|Option ')(--)?([\w.]+)", message)
     if unknown:
-        near = difflib.get_close_matches(f"--{unknown[2]}", flags, n=1)
-        prefix = "--" if unknown[1] else ""
-        suggestion = f"Did you mean {prefix}{near[0].removeprefix('--')}? " if near else ""
+        prefix = unknown[1] or ""
+        meant = find_meant_setting(unknown[2], parser)
+        suggestion = f"Did you mean {prefix}{meant}? " if meant else ""
         return f"there is no {'flag' if prefix else 'key'} {prefix}{unknown[2]}. {suggestion}See --help."
     wrong = re.search(r'Parser key "([\w.]+)".*(?:Given value|Got value): (.*)', message, re.DOTALL)
     if wrong and wrong[1] in field_rules():
         return f"{wrong[1]} is {wrong[2].strip()!r}; it must be {field_rules()[wrong[1]]}."
+    if re.match("Problems parsing config|Unexpected config", message):
+        return f"{find_config_file(arguments)} holds no YAML mapping of settings: {' '.join(message.split())}"
     return " ".join(message.split())
+
+
+def find_meant_setting(name: str, parser: ArgumentParser) -> str | None:
+    """The setting that a wrong name comes close to: the same word in a group, or one spelled alike."""
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    names = [flag.removeprefix("--") for flag in flags]
+    in_group = [known for known in names if known.endswith(f".{name}")]
+    return next(iter(in_group or difflib.get_close_matches(name, names, n=1)), None)
+
+
+def find_config_file(arguments: Sequence[str]) -> str:
+    """The last file that the user gave with ``--config``."""
+    text = " ".join(arguments)
+    return re.findall(r"--config[= ](\S+)", text)[-1]
 
 
 def field_rules() -> dict[str, str]:

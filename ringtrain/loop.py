@@ -11,7 +11,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from ringtrain.actions import Action, EvalReport, Evaluate, Log, evaluate
+from ringtrain.actions import Action, Evaluate, Log
 from ringtrain.collectives import Collective, agree, gather_objects
 from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
@@ -20,9 +20,11 @@ from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import Source
 from ringtrain.errors import DivergedError, UsageError
+from ringtrain.evaluation import EvalReport, EvalStep, evaluate
+from ringtrain.loss_scale import MIN_LOSS_SCALE
 from ringtrain.run_directory import RunDirectory
 from ringtrain.schedule import LearningRate
-from ringtrain.step import MIN_LOSS_SCALE, EvalStep, StepReport, TrainStep, set_precision
+from ringtrain.step import StepReport, TrainStep, set_precision
 from ringtrain.workloads.base import Workload
 
 DEFAULT_EPOCHS = 10
@@ -126,10 +128,7 @@ def create_job(
     )
     model = agree(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
-    if optimizer is None:
-        chosen = workload.create_optimizer(learning_rate(0)) or create_optimizer(config.optimizer)
-    else:
-        chosen = optimizer()
+    chosen = optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0))
     step = TrainStep(
         workload=workload,
         model=model,
@@ -177,6 +176,22 @@ def create_model(workload: Workload) -> keras.Model:
     if not model.trainable_variables:
         raise UsageError(f"the model of {type(workload).__name__} has no trainable variables: nothing can be trained.")
     return model
+
+
+def choose_optimizer(workload: Workload, config: Config, first_learning_rate: float) -> keras.optimizers.Optimizer:
+    """The workload's own optimizer, or that of the settings.
+
+    Raises:
+        UsageError: the workload's reduces gradients itself, which the training step does already.
+    """
+    optimizer = workload.create_optimizer(first_learning_rate) or create_optimizer(config.optimizer)
+    if hasattr(optimizer, "exchange"):  # ringtrain.keras.DistributedOptimizer, whose room need not be loaded here
+        raise UsageError(
+            f"{type(workload).__name__}.create_optimizer gave a DistributedOptimizer, but the training step reduces "
+            "gradients itself: give the plain optimizer.",
+            reach="run",
+        )
+    return optimizer
 
 
 def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:

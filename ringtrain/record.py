@@ -12,11 +12,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.actions import evaluate
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.config import Config
 from ringtrain.console import Console
 from ringtrain.data.pipeline import Batch
+from ringtrain.evaluation import evaluate
 from ringtrain.loop import Job, create_job, run_steps, share_first_values
 from ringtrain.step import StepReport
 from ringtrain.variables import is_seed_state

@@ -48,21 +48,26 @@ def create_run_directory(wanted: Path, *, is_exact: bool) -> Path:
     Raises:
         UsageError: the directory holds something, or cannot be made.
     """
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_be_made(wanted, error) from error
     candidates = [wanted, *(wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 10_000))]
     for candidate in candidates[:1] if is_exact else candidates:
         try:
-            candidate.parent.mkdir(parents=True, exist_ok=True)
             candidate.mkdir()  # fails where it exists, so that two runs that start together never share one
         except FileExistsError:
             if is_exact and candidate.is_dir() and not any(candidate.iterdir()):
                 return candidate
         except OSError as error:
-            raise UsageError(
-                f"the run directory {str(candidate)!r} cannot be made: {error.strerror}. Give another with --out."
-            ) from error
+            raise _cannot_be_made(candidate, error) from error
         else:
             return candidate
     raise UsageError(f"out is {str(wanted)!r}, which is not empty. Give a fresh directory with --out, or remove it.")
+
+
+def _cannot_be_made(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"the run directory {str(path)!r} cannot be made: {error.strerror}. Give another with --out.")
 
 
 def _json_value(value: Any) -> Any:

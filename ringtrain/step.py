@@ -1,4 +1,4 @@
-"""One training step, compiled: forward, backward, reduction, verdict, update. And one evaluation step.
+"""One training step, compiled: forward, backward, reduction, verdict, update.
 
 Each rank computes the gradient of the sum of its samples' losses over the planned number of samples of the *global*
 batch; the sum of that over the ranks is the gradient of the mean over the global batch, exactly, however ragged the
@@ -15,25 +15,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective
-from ringtrain.collectives.reduce import GradientReduction, scaled
+from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import Precision
 from ringtrain.data.pipeline import Batch
+from ringtrain.loss_scale import LossScale
 from ringtrain.variables import is_seed_state
 from ringtrain.workloads.base import Workload
+from ringtrain.workloads.values import per_sample
 
 # The control vector begins with these sums over all samples of all ranks; the metrics' sums follow in the order of
 # their names. Regularisation is weighted by samples, so that its mean is its value.
 CONTROL_SUMS = ("samples", "data_loss", "regularization")
 # What a step returns behind the control vector: already identical on every rank but for the last.
 STEP_FACTS = ("is_finite", "gradient_norm", "learning_rate", "loss_scale", "local_data_loss")
-
-INITIAL_LOSS_SCALE = 2.0**15
-LOSS_SCALE_GROWTH_STEPS = 2000  # Micikevicius et al. 2018; the interval of NVIDIA's and Keras' dynamic scaling
-MIN_LOSS_SCALE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,12 +209,9 @@ class TrainStep:
             # Updates that the forward pass makes (BatchNorm's statistics) stay inside the scope, so that a step that
             # turns out not to be finite leaves no trace.
             with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
-                outputs = at_least_float32(self.model(x, training=True))
-                losses = tf.cast(self._workload.loss(y, outputs), self._dtype)
-                metrics = self._workload.metrics(y, outputs)
+                losses, metrics = per_sample(self._workload, y, self.model(x, training=True))
                 regularization = tf.add_n([tf.zeros([], self._dtype), *cast_all(self.model.losses, self._dtype)])
-            _check_per_sample(self._workload, {"loss": losses, **metrics})
-            data_loss_sum = tf.reduce_sum(losses)
+            data_loss_sum = tf.reduce_sum(tf.cast(losses, self._dtype))
             scaled_objective = self.loss_scale.scale(
                 partial_objective(data_loss_sum, regularization, count=count, global_count=global_count)
             )
@@ -324,69 +318,6 @@ class TrainStep:
         return seeds
 
 
-class LossScale:
-    """The factor that keeps float16 gradients from vanishing (Micikevicius et al. 2018); 1 where it is not needed."""
-
-    def __init__(self, *, is_dynamic: bool) -> None:
-        self.is_dynamic = is_dynamic
-        self.variables: list[keras.Variable] = []
-        if is_dynamic:
-            self._value = keras.Variable(INITIAL_LOSS_SCALE, trainable=False, dtype="float32", name="loss_scale")
-            self._good_steps = keras.Variable(0, trainable=False, dtype="int32", name="good_steps")
-            self.variables = [self._value, self._good_steps]
-
-    @property
-    def value(self) -> tf.Tensor:
-        return tf.convert_to_tensor(self._value.value) if self.is_dynamic else tf.constant(1.0)
-
-    def scale(self, objective: tf.Tensor) -> tf.Tensor:
-        return objective * tf.cast(self.value, objective.dtype) if self.is_dynamic else objective
-
-    def unscale(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], scale: tf.Tensor) -> list[Any]:
-        if not self.is_dynamic:
-            return list(gradients)
-        return [scaled(gradient, 1 / scale) for gradient in gradients]
-
-    def adapt(self, is_finite: tf.Tensor) -> None:
-        """Halve the scale after an overflow; double it after many steps without one."""
-        if not self.is_dynamic:
-            return
-        good_steps = tf.where(is_finite, self._good_steps.value + 1, 0)
-        grows = good_steps >= LOSS_SCALE_GROWTH_STEPS
-        factor = tf.where(is_finite, tf.where(grows, 2.0, 1.0), 0.5)
-        grown = self._value.value * factor
-        self._value.assign(tf.where(tf.math.is_finite(grown), tf.maximum(grown, MIN_LOSS_SCALE), self._value.value))
-        self._good_steps.assign(tf.where(grows, 0, good_steps))
-
-
-class EvalStep:
-    """Evaluates the model on a rank's share of the evaluation data."""
-
-    def __init__(self, *, workload: Workload, model: keras.Model, batch_spec: Batch) -> None:
-        self.metric_names: tuple[str, ...] = ()
-        self._workload, self._model = workload, model
-        self._evaluate = tf.function(self._sum_samples, input_signature=[batch_spec], autograph=False)
-        self._evaluate.get_concrete_function()
-
-    def __call__(self, batch: Batch) -> np.ndarray:
-        """Sums over this rank's samples: [samples, data_loss, *metrics], float64."""
-        if not batch.indices.shape[0]:
-            return np.zeros(2 + len(self.metric_names))
-        return self._evaluate(batch).numpy()
-
-    def regularization(self) -> float:
-        """The model's regularisation losses, which do not depend on samples."""
-        return float(sum(float(v.regularizer(v)) for v in self._model.trainable_variables if v.regularizer))
-
-    def _sum_samples(self, batch: Batch) -> tf.Tensor:
-        outputs = at_least_float32(self._model(batch.x, training=False))
-        losses, metrics = self._workload.loss(batch.y, outputs), self._workload.metrics(batch.y, outputs)
-        _check_per_sample(self._workload, {"loss": losses, **metrics})
-        self.metric_names = tuple(sorted(metrics))
-        values = [tf.ones_like(losses), losses, *(metrics[name] for name in self.metric_names)]
-        return tf.stack([tf.reduce_sum(tf.cast(value, tf.float64)) for value in values])
-
-
 def partial_objective(
     data_loss_sum: tf.Tensor, regularization: tf.Tensor, *, count: tf.Tensor, global_count: tf.Tensor
 ) -> tf.Tensor:
@@ -407,24 +338,8 @@ def set_precision(precision: Precision) -> None:
     keras.config.set_dtype_policy(precision)
 
 
-def at_least_float32(outputs: Any) -> Any:
-    """Outputs of half precision as float32: a loss needs its range."""
-    return tf.nest.map_structure(
-        lambda t: tf.cast(t, tf.float32) if t.dtype in (tf.float16, tf.bfloat16) else t, outputs
-    )
-
-
 def cast_all(tensors: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
     return [tf.cast(tensor, dtype) for tensor in tensors]
-
-
-def _check_per_sample(workload: Workload, values: dict[str, tf.Tensor]) -> None:
-    for name, value in values.items():
-        if value.shape.rank != 1:
-            raise ValueError(
-                f"{type(workload).__name__} gives '{name}' the shape {value.shape}, but each sample needs one value: "
-                "[n]. Take the mean over the other dimensions."
-            )
 
 
 def _averaging_dtype(value: tf.Tensor | keras.Variable) -> tf.DType:

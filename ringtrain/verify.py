@@ -190,7 +190,7 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
         reference = records[reference_size][precision]
         steps = len(reference["losses"])
         lines.append(
-            f"{precision}, {steps} step{'s' if steps > 1 else ''}; differences over each tensor's largest value:"
+            f"{precision}, {steps} step{'s' if steps > 1 else ''}; largest difference of a tensor's largest value:"
         )
         for size in others:
             findings = compare(reference, records[size][precision], precision=precision)

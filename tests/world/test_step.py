@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.actions import evaluate
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.collectives.solo import Solo
 from ringtrain.data.sources import from_arrays
+from ringtrain.evaluation import EvalStep, evaluate
 from ringtrain.loop import share_first_values
-from ringtrain.step import INITIAL_LOSS_SCALE, EvalStep, StepReport, TrainStep, is_seed_state
+from ringtrain.loss_scale import INITIAL_LOSS_SCALE
+from ringtrain.step import StepReport, TrainStep
+from ringtrain.variables import is_seed_state
 from ringtrain.world import World
 from tests.world.group import GLOO, on_ranks
 from tests.world.training import (

@@ -1,0 +1,130 @@
+"""The configuration: every rule, and whose value wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig, make_config, to_plain
+from ringtrain.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epochs": 0}, "epochs is 0; it must be at least 1"),
+        ({"steps": -1}, "steps is -1; it must be at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"global_batch_size": 0}, "global_batch_size is 0; it must be at least 1"),
+        ({"log_every": 0}, "log_every is 0; it must be at least 1"),
+        ({"accumulate": 0}, "accumulate is 0; it must be at least 1"),
+        ({"eval_every_epochs": -1}, "eval_every_epochs is -1; it must be at least 0"),
+        ({"eval_every": -1}, "eval_every is -1; it must be at least 0"),
+        ({"seed": -1}, "seed is -1; it must be at least 0"),
+        ({"batch_size": 8, "global_batch_size": 16}, "batch_size is 8 and global_batch_size is 16; give one"),
+        ({"epochs": 2, "steps": 100}, "epochs is 2 and steps is 100; give one"),
+        ({"backend": "nccl"}, "backend is 'nccl'; it must be one of auto, horovod, solo"),
+        ({"compression": "int8"}, "compression is 'int8'; it must be one of none, fp16"),
+        ({"precision": "float16"}, "precision is 'float16'; it must be one of float32, mixed_float16, mixed_bfloat16"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore'; it must be one of stop, skip"),
+        ({"data_dir": Path("/no/such/place")}, "data_dir '/no/such/place' is no directory"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_the_rule(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Config(**values)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "sdg"}, "optimizer.name is 'sdg'; it must be one of sgd, adam"),
+        ({"lr_scale": "log"}, "optimizer.lr_scale is 'log'; it must be one of none, linear, sqrt"),
+        ({"schedule": "step"}, "optimizer.schedule is 'step'; it must be one of constant, exponential, cosine"),
+        ({"lr": 0.0}, "optimizer.lr is 0.0; it must be greater than 0"),
+        ({"lr": math.nan}, "optimizer.lr is nan; it must be greater than 0"),
+        ({"lr": math.inf}, "optimizer.lr is inf; it must be greater than 0"),
+        ({"decay_rate": -1.0}, "optimizer.decay_rate is -1.0; it must be greater than 0"),
+        ({"decay_epochs": 0.0}, "optimizer.decay_epochs is 0.0; it must be greater than 0"),
+        ({"warmup_epochs": -1.0}, "optimizer.warmup_epochs is -1.0; it must be at least 0"),
+        ({"momentum": -0.1}, "optimizer.momentum is -0.1; it must be at least 0"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay is -0.1; it must be at least 0"),
+        ({"clip_global_norm": math.inf}, "optimizer.clip_global_norm is inf; it must be at least 0"),
+        ({"name": "adam", "momentum": 0.9}, "optimizer.momentum is 0.9, but adam takes none"),
+        ({"nesterov": True}, "optimizer.nesterov is true, but only sgd with optimizer.momentum above 0"),
+        ({"name": "rmsprop", "momentum": 0.9, "nesterov": True}, "optimizer.nesterov is true"),
+    ],
+)
+def test_a_wrong_optimizer_setting_is_named_with_its_value_and_the_rule(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        OptimizerConfig(**values)
+    assert message in str(caught.value)
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().epochs = 3  # type: ignore[misc]
+
+
+def test_the_user_s_value_wins_over_the_workload_s_and_that_over_the_default() -> None:
+    workload = {"epochs": 7, "log_every": 5, "optimizer": {"name": "adam", "lr": 0.5}}
+    config = make_config({"epochs": 2, "optimizer": {"lr": 0.25}}, workload)
+    assert (config.epochs, config.log_every, config.seed) == (2, 5, 0)
+    assert config.optimizer == OptimizerConfig(name="adam", lr=0.25)
+
+
+@pytest.mark.parametrize(
+    ("explicit", "workload", "kept"),
+    [
+        ({"steps": 9}, {"epochs": 3}, {"steps": 9, "epochs": None}),
+        ({"epochs": 9}, {"steps": 3}, {"steps": None, "epochs": 9}),
+        ({"global_batch_size": 9}, {"batch_size": 3}, {"global_batch_size": 9, "batch_size": None}),
+        ({"batch_size": 9}, {"global_batch_size": 3}, {"global_batch_size": None, "batch_size": 9}),
+    ],
+)
+def test_of_two_settings_that_exclude_each_other_the_user_s_silences_the_workload_s(
+    explicit: dict[str, Any], workload: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    config = make_config(explicit, workload)
+    assert {name: getattr(config, name) for name in kept} == kept
+
+
+def test_the_user_may_not_give_both() -> None:
+    with pytest.raises(UsageError, match="give one of the two"):
+        make_config({"steps": 9, "epochs": 2}, {"epochs": 3})
+
+
+def test_the_workload_s_own_settings_are_left_as_they_are() -> None:
+    workload = {"epochs": 7, "optimizer": {"lr": 0.5}}
+    make_config({"steps": 1, "optimizer": {"lr": 0.1}}, workload)
+    assert workload == {"epochs": 7, "optimizer": {"lr": 0.5}}
+
+
+def test_settings_become_plain_values(tmp_path: Path) -> None:
+    plain = to_plain(dataclasses.asdict(Config(data_dir=tmp_path, out=Path("runs/a"))))
+    assert (plain["data_dir"], plain["out"], plain["optimizer"]["name"]) == (str(tmp_path), "runs/a", "sgd")
+
+
+def test_every_optimizer_is_one_of_keras() -> None:
+    import keras
+
+    for name in OPTIMIZER_CLASSES.values():
+        assert issubclass(getattr(keras.optimizers, name), keras.optimizers.Optimizer)
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_CLASSES)
+def test_every_optimizer_can_be_made_from_its_settings(name: str) -> None:
+    from ringtrain.loop import create_optimizer
+
+    momentum = {"momentum": 0.5} if name in ("sgd", "rmsprop") else {}
+    settings = OptimizerConfig(name=name, lr=0.25, weight_decay=0.125, clip_global_norm=2.0, **momentum)
+    optimizer = create_optimizer(settings)
+    made = optimizer.get_config()
+    assert type(optimizer).__name__ == OPTIMIZER_CLASSES[name]
+    assert (made["learning_rate"], made["weight_decay"], made["global_clipnorm"]) == (0.25, 0.125, 2.0)
+    assert made.get("momentum", 0.5) == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,29 +99,14 @@ def create_job(
         adapt_model: changes the model before anything is compiled.
         optimizer: makes another optimizer than the workload's and the settings'.
     """
-    set_precision(config.precision)
-    keras.utils.set_random_seed(config.seed)
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    world = collective.world
-    sources = agree(
-        collective,
-        lambda: workload.create_sources(config.data_dir, synthetic=config.synthetic),
-        name="sources",
-    )
-    global_batch_size = choose_global_batch_size(config, world.size)
-    order = SampleOrder(num_samples=sources.train.num_samples, global_batch_size=global_batch_size, seed=config.seed)
-    total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
-    learning_rate = LearningRate(
-        optimizer=config.optimizer,
-        batch_ratio=global_batch_size / workload.defaults.get("batch_size", DEFAULT_BATCH_SIZE),
-        samples_per_epoch=order.num_samples,
-        total_samples=order.samples_before(total_steps),
-    )
+    set_up_keras(config)
+    read = functools.partial(workload.create_sources, config.data_dir, synthetic=config.synthetic)
+    sources = agree(collective, read, name="sources")
+    order, learning_rate, total_steps = plan_steps(workload, config, sources.train.num_samples, collective.world.size)
     batches = local_batches(
         sources.train,
         order,
-        world,
+        collective.world,
         first_step=0,
         end_step=total_steps,
         num_threads=num_threads,
@@ -128,11 +114,10 @@ def create_job(
     )
     model = agree(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
-    chosen = optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0))
     step = TrainStep(
         workload=workload,
         model=model,
-        optimizer=chosen,
+        optimizer=optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0)),
         reduction=GradientReduction(collective=collective, compression=config.compression),
         batch_spec=batches.element_spec,
         precision=config.precision,
@@ -154,6 +139,30 @@ def create_job(
         eval_step=eval_step,
         num_threads=num_threads,
     )
+
+
+def set_up_keras(config: Config) -> None:
+    """Precision, seeds and determinism, before anything is created."""
+    set_precision(config.precision)
+    keras.utils.set_random_seed(config.seed)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+
+
+def plan_steps(
+    workload: Workload, config: Config, num_samples: int, size: int
+) -> tuple[SampleOrder, LearningRate, int]:
+    """The order of samples, the learning rate and the number of steps: all that the number of ranks could enter."""
+    global_batch_size = choose_global_batch_size(config, size)
+    order = SampleOrder(num_samples=num_samples, global_batch_size=global_batch_size, seed=config.seed)
+    total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
+    learning_rate = LearningRate(
+        optimizer=config.optimizer,
+        batch_ratio=global_batch_size / workload.defaults.get("batch_size", DEFAULT_BATCH_SIZE),
+        samples_per_epoch=num_samples,
+        total_samples=order.samples_before(total_steps),
+    )
+    return order, learning_rate, total_steps
 
 
 def choose_global_batch_size(config: Config, size: int) -> int:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
-from tests.world.group import GLOO, Launch, on_ranks
+from tests.world.group import on_ranks
 
 SUM, MEAN = 3.0, 1.5  # of 1 on rank 0 and 2 on rank 1
 SHAPE = (6, 2)
@@ -82,11 +82,6 @@ def test_gradients_are_reduced(collective: Collective, options: str) -> None:
         check(variables, expected)
 
 
-@on_ranks(GLOO)
-def test_gradients_are_reduced_over_gloo(collective: Collective) -> None:
-    test_gradients_are_reduced.body(collective, "nothing")
-
-
 @on_ranks(2)
 def test_variables_may_be_grouped(collective: Collective) -> None:
     variables = create_variables()
@@ -131,18 +126,6 @@ def test_adasum_adds_orthogonal_gradients_and_averages_equal_ones(collective: Co
     apply(optimizer, [tf.constant([1.0, 3.0]), mine], [equal, orthogonal])
     np.testing.assert_allclose(-equal.numpy(), [1.0, 3.0], rtol=1e-6)
     np.testing.assert_allclose(-orthogonal.numpy(), [1.0, 1.0], rtol=1e-6)
-
-
-DYNAMIC = Launch(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-
-
-@on_ranks(DYNAMIC)
-def test_a_process_set_trains_by_itself(collective: Collective) -> None:
-    pair = hvd.add_process_set([0, 2])
-    variable = keras.Variable(0.0)
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=pair)
-    apply(optimizer, [tf.constant(collective.world.rank + 1.0)], [variable])
-    assert -variable.numpy() == (2.0 if pair.included() else collective.world.rank + 1.0)  # the mean of 1 and 3
 
 
 @pytest.mark.parametrize("averages", [False, True])

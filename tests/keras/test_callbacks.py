@@ -14,7 +14,7 @@ from ringtrain.collectives import Collective, gather_objects
 from ringtrain.errors import UsageError
 from ringtrain.variables import is_seed_state
 from tests.keras.training import CLASSES, FEATURES, dataset, make_batches, make_model, split_batches
-from tests.world.group import GLOO, on_ranks
+from tests.world.group import on_ranks
 
 BROADCAST = hvd.callbacks.BroadcastGlobalVariablesCallback
 
@@ -60,7 +60,7 @@ def test_local_variables_stay(collective: Collective) -> None:
     assert after[1][-2:] == before[0][-2:]
 
 
-@on_ranks(2, GLOO)
+@on_ranks(2)
 def test_metrics_are_means_over_all_samples(collective: Collective) -> None:
     shares, model = (1, 5), make_model()
     mine, validation = split_batches(make_batches(6), shares), make_batches(6, steps=1)

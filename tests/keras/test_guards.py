@@ -16,7 +16,7 @@ from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras import hooks
 from tests.keras.training import FEATURES, dataset, make_batches, make_model, split_batches, train
-from tests.world.group import GLOO, on_ranks
+from tests.world.group import on_ranks
 
 DISTRIBUTE = hvd.DistributedOptimizer
 
@@ -86,7 +86,7 @@ def test_ranks_may_train_models_of_their_own_if_they_say_so(collective: Collecti
         fit(model, own, make_batches(4))
 
 
-@on_ranks(2, GLOO)
+@on_ranks(2)
 def test_different_numbers_of_batches_are_named_before_training(collective: Collective) -> None:
     model = make_model()
     before = model.get_weights()
@@ -100,7 +100,7 @@ def test_different_numbers_of_batches_are_named_before_training(collective: Coll
         np.testing.assert_array_equal(mine, old)
 
 
-@on_ranks(2, GLOO)
+@on_ranks(2)
 def test_different_numbers_of_batches_from_generators_are_named_after_the_epoch(collective: Collective) -> None:
     steps = 6 - collective.world.rank
     endless = dataset(make_batches(4, steps=steps)).filter(lambda x, y: True)  # nobody knows how many are left
@@ -168,7 +168,7 @@ def overflowing_model() -> keras.Model:
     )
 
 
-@on_ranks(2, GLOO)
+@on_ranks(2)
 def test_an_overflow_on_one_rank_is_skipped_by_all(collective: Collective) -> None:
     rank = collective.world.rank
     keras.config.set_dtype_policy("mixed_float16")

@@ -14,7 +14,7 @@ from ringtrain.collectives import Collective
 from ringtrain.errors import UsageError
 from ringtrain.step import set_precision
 from tests.keras.training import WAYS, largest_difference, make_batches, make_model, split_batches, train
-from tests.world.group import GLOO, on_ranks
+from tests.world.group import on_ranks
 from tests.world.training import (
     NUM_CLASSES,
     assert_close,
@@ -102,17 +102,12 @@ def test_uneven_halves_equal_one_rank_in_every_way_of_training(collective: Colle
     check_ways(WAYS)
 
 
-@on_ranks(GLOO)
-def test_uneven_halves_equal_one_rank_over_gloo(collective: Collective) -> None:
-    check_ways(("fit",))
-
-
 @on_ranks(2)
 def test_names_of_layers_may_differ_between_ranks(collective: Collective) -> None:
     if collective.world.rank == 0:  # Keras numbers layers and optimizers as they are created
         make_model(hvd.SyncBatchNormalization)
         keras.optimizers.SGD()
-    test_uneven_halves_equal_one_rank_over_gloo.body(collective)
+    check_ways(("fit",))
 
 
 def sync_model() -> keras.Model:
@@ -126,7 +121,7 @@ def plain_model() -> keras.Model:
     return keras.Sequential([keras.Input((5,)), layers.BatchNormalization(momentum=0.75), layers.Dense(NUM_CLASSES)])
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_the_training_step_is_exact_with_it_though_ranks_have_no_samples(collective: Collective) -> None:
     source, steps = dense_samples(45), 7  # the fifth step has one sample: all other ranks have none
     batches = batches_of(source, collective, global_batch_size=11, steps=steps)

@@ -11,7 +11,7 @@ import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
 from ringtrain.step import set_precision
 from tests.keras.training import WAYS, largest_difference, make_batches, make_model, split_batches, train
-from tests.world.group import GLOO, on_ranks
+from tests.world.group import on_ranks
 
 SAMPLES = 8
 TOLERANCE = 1e-10
@@ -86,11 +86,6 @@ def test_two_ranks_equal_one_in_eager_fit_and_in_a_loop(collective: Collective, 
 @on_ranks(2)
 def test_two_ranks_equal_one_in_every_way_of_training(collective: Collective, name: str) -> None:
     check_ways(name, WAYS)
-
-
-@on_ranks(GLOO)
-def test_two_ranks_equal_one_over_gloo(collective: Collective) -> None:
-    check_ways("Adam", ("fit", "eager fit"))
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -74,7 +74,7 @@ def _train_in_loop(model: keras.Model, optimizer: Any, batches: Any, loss: Calla
     @tf.function(reduce_retracing=True, autograph=False)
     def step(x: tf.Tensor, y: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
-            value = tf.reduce_mean(loss(y, model(x, training=True)))
+            value = optimizer.scale_loss(tf.reduce_mean(loss(y, model(x, training=True))))
         gradients = tape.gradient(value, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
 from tests.world.group import Group
-from tests.world.processes import Finished, clean_environment, run_command
+from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 
 RunRingtrain = Callable[..., Finished]
 LAUNCHERS = {
@@ -46,12 +47,15 @@ def run_ringtrain() -> RunRingtrain:
         env: Mapping[str, str] | None = None,
         timeout: float = 120,
         terminal: bool = False,
+        cwd: Path = REPOSITORY,
         python: Sequence[str] = ("-m", "ringtrain"),
     ) -> Finished:
         start = [*LAUNCHERS[launcher], *([str(np)] if launcher else [])]
         command = [*start, sys.executable, *python, *map(str, arguments)]
         try:
-            finished = run_command(command, env=clean_environment(**(env or {})), timeout=timeout, terminal=terminal)
+            finished = run_command(
+                command, env=clean_environment(**(env or {})), timeout=timeout, terminal=terminal, cwd=cwd
+            )
         except subprocess.TimeoutExpired as error:
             pytest.fail(f"{error}\n{(error.stdout or b'').decode()}\n{(error.stderr or b'').decode()}")
         assert not finished.left_behind, f"processes of {command} lived on after it ended"

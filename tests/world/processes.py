@@ -45,13 +45,15 @@ def clean_environment(**more: str) -> dict[str, str]:
 class MarkedProcess:
     """A running command and all processes that came of it."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, cwd: Path = REPOSITORY, **options: Any
+    ) -> None:
         self._mark = f"{MARK}={uuid.uuid4()}"
         name, value = self._mark.split("=")
         self.popen: subprocess.Popen[bytes] = subprocess.Popen(
             command,
             env={**env, name: value},
-            cwd=REPOSITORY,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             **options,
@@ -114,7 +116,14 @@ class Finished:
     seconds: float
 
 
-def run_command(command: Sequence[str], *, env: Mapping[str, str], timeout: float, terminal: bool = False) -> Finished:
+def run_command(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    timeout: float,
+    terminal: bool = False,
+    cwd: Path = REPOSITORY,
+) -> Finished:
     """Run a command to its end; none of its processes lives when this returns.
 
     Args:
@@ -124,7 +133,7 @@ def run_command(command: Sequence[str], *, env: Mapping[str, str], timeout: floa
         subprocess.TimeoutExpired: it took longer than ``timeout`` seconds; the error carries what it wrote until then.
     """
     start = time.monotonic()
-    process, streams = _start_on_terminal(command, env) if terminal else _start_on_pipes(command, env)
+    process, streams = (_start_on_terminal if terminal else _start_on_pipes)(command, env, cwd)
     try:
         outputs = _read_until_exit(process, streams, start + timeout)
         is_in_time = process.popen.returncode is not None
@@ -140,17 +149,19 @@ def run_command(command: Sequence[str], *, env: Mapping[str, str], timeout: floa
     return Finished(process.popen.returncode, stdout, stderr, left_behind, time.monotonic() - start)
 
 
-def _start_on_pipes(command: Sequence[str], env: Mapping[str, str]) -> tuple[MarkedProcess, list[IO[bytes]]]:
-    process = MarkedProcess(command, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def _start_on_pipes(command: Sequence[str], env: Mapping[str, str], cwd: Path) -> tuple[MarkedProcess, list[IO[bytes]]]:
+    process = MarkedProcess(command, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.popen.stdout is not None
     assert process.popen.stderr is not None
     return process, [process.popen.stdout, process.popen.stderr]
 
 
-def _start_on_terminal(command: Sequence[str], env: Mapping[str, str]) -> tuple[MarkedProcess, list[IO[bytes]]]:
+def _start_on_terminal(
+    command: Sequence[str], env: Mapping[str, str], cwd: Path
+) -> tuple[MarkedProcess, list[IO[bytes]]]:
     outside, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, TERMINAL_COLUMNS, 0, 0))
-    process = MarkedProcess(command, env, stdout=inside, stderr=inside)
+    process = MarkedProcess(command, env, cwd=cwd, stdout=inside, stderr=inside)
     os.close(inside)
     return process, [os.fdopen(outside, "rb", buffering=0)]
 

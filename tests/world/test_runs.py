@@ -1,0 +1,240 @@
+"""Whole runs of the program under each launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringtrain.data.order import SampleOrder
+from tests.world.conftest import RunRingtrain
+from tests.world.processes import REPOSITORY, Finished
+
+WORKLOADS = REPOSITORY / "tests/world/workloads/endings.py"
+HOROVODRUN_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}  # for horovodrun's own process, which imports TensorFlow as well
+
+# Every line that a run may write, in the order in which it does.
+NUMBER = r"-?[\d.]+(?:e[-+]\d+)?"
+STEP_LINE = rf"step \d+, loss = {NUMBER} \({NUMBER} examples/sec; {NUMBER} sec/batch\)"
+LINES = [
+    r"ringtrain \S+: TensorFlow \S+, Keras \S+, Horovod \S+",
+    r"\d ranks?, started by .+; communication: .+",
+    r" +rank \d on \S+ \(pid \d+\): cores? [\d,-]+( \([^)]*\))?, \d+ threads?",
+    r"  [A-Za-z_]+=\S+ \((ringtrain|environment)\)",
+    r"\S+: .* parameters; .* samples.*",
+    r"global batch .*",
+    STEP_LINE,
+    rf"epoch {NUMBER}, step \d+: eval loss = {NUMBER}(, accuracy = {NUMBER})? \(\d+ samples\)",
+    r"done.*; the run is in \S+",
+]
+
+
+def events(out: Path, event: str = "") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if not event or line["event"] == event]
+
+
+def assert_clean(text: str) -> None:
+    """Nothing but the lines of a run, each whole."""
+    strange = [line for line in text.splitlines() if not any(re.fullmatch(pattern, line) for pattern in LINES)]
+    assert not strange, f"strange lines: {strange}"
+
+
+def error_lines(finished: Finished) -> list[str]:
+    """Our own error messages, without the labels of launchers."""
+    text = finished.stderr + finished.stdout
+    return [
+        re.sub(r"^\[\d+(,\d+)?\]<std(err|out)>:", "", line) for line in text.splitlines() if "ringtrain: error" in line
+    ]
+
+
+LAUNCHERS: list[str | None] = ["horovodrun", "horovodrun --gloo", "mpirun", None]
+
+
+@pytest.fixture(scope="module")
+def digits_runs() -> dict[str | None, tuple[Finished, Path, set[str]]]:
+    return {}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
+def test_digits_trains_under_each_launcher(
+    launcher: str | None,
+    run_ringtrain: RunRingtrain,
+    tmp_path: Path,
+    digits_runs: dict[str | None, tuple[Finished, Path, set[str]]],
+) -> None:
+    arguments = ["--workload", f"{WORKLOADS}:DigitsWithDigest", "--steps", "6", "--log_every", "2"]
+    arguments += ["--global_batch_size", "64", "--deterministic", "true", "--out", str(tmp_path / "out")]
+    digests = tmp_path / "digests"
+    digests.mkdir()
+    env = {"RINGTRAIN_TEST_DIGESTS": str(digests)}
+    if launcher and launcher.startswith("horovodrun"):
+        env |= HOROVODRUN_QUIET
+    finished = run_ringtrain(arguments, launcher=launcher, env=env)
+    assert finished.rc == 0, finished.stderr
+    shown = finished.stdout
+    if launcher and launcher.startswith("horovodrun"):
+        label = r"^\[(1,)?0\]<stdout>:"
+        assert all(re.match(label, line) for line in shown.splitlines()), shown
+        shown = re.sub(label, "", shown, flags=re.MULTILINE)
+        assert not re.search(r"<std(out|err)>", shown), "a label inside a line"
+        # what horovodrun's own process prints is not ours: only labelled lines come from a rank
+        assert not re.search(r"^\[(1,)?\d\]<stderr>", finished.stderr, re.MULTILINE), finished.stderr
+    else:
+        assert finished.stderr == ""
+    assert_clean(shown)
+    assert len(re.findall(STEP_LINE, shown)) == 3
+    left = [path.read_text() for path in digests.iterdir()]
+    assert len(left) == (2 if launcher else 1)
+    assert len(set(left)) == 1, "ranks ended with different weights"
+    assert [(line["event"], line.get("step")) for line in events(tmp_path / "out")] == [
+        ("start", None), ("train", 2), ("train", 4), ("train", 6), ("eval", 6), ("end", None)
+    ]  # fmt: skip
+    digits_runs[launcher] = (finished, tmp_path / "out", set(left))
+
+
+def test_all_launchers_train_alike(digits_runs: dict[str | None, tuple[Finished, Path, set[str]]]) -> None:
+    assert set(digits_runs) == set(LAUNCHERS), "runs after test_digits_trains_under_each_launcher"
+    assert digits_runs["horovodrun"][2] == digits_runs["horovodrun --gloo"][2] == digits_runs["mpirun"][2]
+    first, *others = [events(out) for _, out, _ in digits_runs.values()]
+    for other in others:
+        for line, expected in zip(other, first, strict=True):
+            assert line.get("loss") == pytest.approx(expected.get("loss"), rel=1e-3)
+            assert line.get("samples_seen") == expected.get("samples_seen")
+    assert {events(out, "start")[0]["size"] for _, out, _ in digits_runs.values()} == {1, 2}
+    assert all(events(out, "eval")[0]["samples"] == 450 for _, out, _ in digits_runs.values())
+
+
+@pytest.fixture
+def occupied_cores() -> Iterator[None]:
+    """Another run that has all cores of this machine for itself."""
+    script = (
+        "import os, sys; from ringtrain.devices import claim_cores; "
+        "[claim_cores((core,)) for core in os.sched_getaffinity(0)]; print(flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    yield
+    holder.communicate()
+
+
+def test_beside_another_run_no_core_is_pinned_and_a_terminal_shows_progress(
+    run_ringtrain: RunRingtrain, tmp_path: Path, occupied_cores: None
+) -> None:
+    arguments = ["--workload", f"{WORKLOADS}:Line", "--global_batch_size", "4", "--out", str(tmp_path / "out")]
+    finished = run_ringtrain(arguments, launcher="mpirun", terminal=True)
+    assert finished.rc == 0, finished.stdout
+    cores = re.findall(r"rank \d on .*\(pid \d+\): (.*), \d+ threads?", finished.stdout)
+    assert len(cores) == 2
+    assert all(item.endswith("(shared by the ranks)") for item in cores)
+    assert "6/6" in finished.stdout, "no progress bar"
+    assert "\x1b[" in finished.stdout
+    assert re.search(rf"{STEP_LINE}", finished.stdout)
+    assert "done" in finished.stdout.splitlines()[-1]
+    assert "<stdout>" not in finished.stdout
+
+
+def test_runs_that_start_together_have_directories_of_their_own(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    finished: list[Finished] = []
+
+    def start() -> None:
+        arguments = ["--workload", f"{WORKLOADS}:Line", "--steps", "1"]
+        env = {"PYTHONPATH": str(REPOSITORY)}
+        finished.append(run_ringtrain(arguments, env=env, cwd=tmp_path))
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [item.rc for item in finished] == [0, 0], finished
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["line", "line-2"]
+    for name in ("line", "line-2"):
+        assert len(events(tmp_path / "runs" / name, "start")) == 1
+        assert events(tmp_path / "runs" / name)[-1] == {"event": "end", "status": "completed", "exit_code": 0}
+
+
+def step_and_rank_of_nan() -> tuple[int, int]:
+    """When the spoiled sample comes first, from 1, and to which of two ranks."""
+    order = SampleOrder(num_samples=12, global_batch_size=4)
+    for step in range(order.steps_per_epoch):
+        for rank in range(2):
+            if 5 in order.local_batch(step, rank=rank, size=2).indices:
+                return step + 1, rank
+    raise AssertionError("no step has sample 5")
+
+
+def nan_arguments(out: Path, *more: str) -> list[str]:
+    return ["--workload", f"{WORKLOADS}:LineWithNaN", "--global_batch_size", "4", "--out", str(out), *more]
+
+
+def test_a_loss_that_is_not_a_number_stops_all_ranks_and_is_told_once(
+    run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    step, rank = step_and_rank_of_nan()
+    finished = run_ringtrain(nan_arguments(tmp_path / "out"), launcher="mpirun")
+    assert finished.rc == 4
+    [message] = error_lines(finished)
+    assert f"step {step}: loss or gradient is not finite" in message
+    assert f"rank {rank} on" in message
+    assert f"rank {1 - rank} on" not in message
+    assert "Traceback" not in finished.stderr + finished.stdout
+    end = events(tmp_path / "out")[-1]
+    assert (end["event"], end["status"], end["exit_code"]) == ("end", "diverged", 4)
+
+
+def test_a_loss_that_is_not_a_number_is_skipped_where_the_user_wants_it(
+    run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    step, _ = step_and_rank_of_nan()
+    finished = run_ringtrain(nan_arguments(tmp_path / "out", "--on_nonfinite", "skip"), launcher="mpirun")
+    assert finished.rc == 0
+    assert finished.stderr == ""
+    assert finished.stdout.count("warning:") == 2, "one for each epoch"
+    losses = [line["loss"] for line in events(tmp_path / "out", "train")]
+    assert losses.index("nan") + 1 == step
+    assert sum(loss == "nan" for loss in losses) == 2
+    assert events(tmp_path / "out")[-1]["status"] == "completed"
+
+
+def test_a_bug_on_one_rank_ends_all_and_shows_its_traceback(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    arguments = ["--workload", f"{WORKLOADS}:LineThatBreaks", "--out", str(tmp_path / "out")]
+    finished = run_ringtrain(arguments, launcher="mpirun", timeout=60)
+    assert finished.rc == 1
+    [message] = error_lines(finished)
+    assert re.search(r"rank 1 on \S+ failed", message)
+    assert "ZeroDivisionError: the bug of rank 1" in finished.stderr
+    assert finished.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_wrong_setting_is_told_once_and_ends_all_ranks(run_ringtrain: RunRingtrain, launcher: str) -> None:
+    cases = [["--epochs", "0"], ["--workload", "digit"], ["--data_dir", "/no/such/place"], ["--nonsense", "1"]]
+    for arguments in cases if launcher == "mpirun" else cases[:1]:
+        finished = run_ringtrain(arguments, launcher=launcher, env=HOROVODRUN_QUIET, timeout=30)
+        assert finished.rc == (2 if launcher == "mpirun" else 1)  # Gloo's launcher knows no other
+        assert len(error_lines(finished)) == 1, finished.stderr
+        assert "Traceback" not in "\n".join(error_lines(finished))
+
+
+def test_a_launcher_of_another_mpi_is_told_with_the_libraries(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    """A lone process that believes a launcher's variables is what a foreign mpirun makes of each rank."""
+    variables = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+    env = {f"OMPI_COMM_WORLD_{name}": value for name, value in variables.items()}
+    finished = run_ringtrain(["--out", str(tmp_path / "out")], env=env, timeout=60)
+    assert finished.rc == 2
+    [message] = error_lines(finished)
+    assert "started 2 processes, but Horovod sees 1" in message
+    assert "libmpi" in message
+    assert "mpi4py was built for: Open MPI" in message
+    assert not (tmp_path / "out").exists()
+    assert os.linesep not in message

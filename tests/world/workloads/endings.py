@@ -1,0 +1,69 @@
+"""Workloads that show how a run ends: with which weights, or with which error."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.data.sources import from_arrays
+from ringtrain.workloads.base import Sources, Workload
+from ringtrain.workloads.digits import Digits
+
+
+class DigitsWithDigest(Digits):
+    """digits, whose ranks leave a digest of their last weights in RINGTRAIN_TEST_DIGESTS."""
+
+    def create_model(self) -> keras.Model:
+        model = super().create_model()
+        path = Path(os.environ["RINGTRAIN_TEST_DIGESTS"]) / str(os.getpid())
+
+        def leave_digest() -> None:
+            weights = b"".join(weight.tobytes() for weight in model.get_weights())
+            path.write_text(hashlib.sha256(weights).hexdigest())
+
+        atexit.register(leave_digest)
+        return model
+
+
+class Line(Workload):
+    """A linear model of 12 samples; an epoch has three steps of four samples."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"epochs": 2, "log_every": 1}
+
+    def create_model(self) -> keras.Model:
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        x = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32)
+        return Sources(from_arrays(self.spoil(x), x.sum(axis=1)), None)
+
+    def spoil(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        return tf.square(outputs[:, 0] - y)
+
+
+class LineWithNaN(Line):
+    """One sample is not a number."""
+
+    def spoil(self, x: np.ndarray) -> np.ndarray:
+        x[5, 1] = np.nan
+        return x
+
+
+class LineThatBreaks(Line):
+    """Rank 1 has a bug."""
+
+    def spoil(self, x: np.ndarray) -> np.ndarray:
+        if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+            raise ZeroDivisionError("the bug of rank 1")
+        return x

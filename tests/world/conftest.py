@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.world.group import Group
+from tests.world.group import Group, Launch
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 
 RunRingtrain = Callable[..., Finished]
@@ -21,6 +21,25 @@ LAUNCHERS = {
 }
 
 _living: list[Group] = []  # at most one: idle ranks of another world would take the cores from this one
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the tests of one world follow each other, so that its ranks start once."""
+    mine = [item for item in items if launch_of(item) is not None]
+    if mine:
+        launches = list(dict.fromkeys(id(launch_of(item)) for item in mine))
+        place = items.index(mine[0])
+        others = [item for item in items if launch_of(item) is None]
+        mine.sort(key=lambda item: launches.index(id(launch_of(item))))
+        items[:] = [*others[:place], *mine, *others[place:]]
+
+
+def launch_of(item: pytest.Item) -> Launch | None:
+    """The world of a test that runs in a group of ranks."""
+    callspec = getattr(item, "callspec", None)
+    launch = callspec.params.get("world") if callspec else None
+    return launch if isinstance(launch, Launch) else None
 
 
 @pytest.fixture(scope="session")

@@ -67,11 +67,13 @@ class Launch:
 
 
 GLOO = Launch(2, "horovodrun --gloo")
+# pytest keeps a fixture from test to test where its parameter is the very same object.
+OVER_MPI = {size: Launch(size) for size in (1, 2, 3)}
 
 
 def on_ranks(*worlds: int | Launch, timeout: float = BODY_TIMEOUT_SECONDS) -> Callable[[Callable[..., Any]], Any]:
     """Make a test body a test that runs it in a group of ranks, once for each of these worlds."""
-    launches = [Launch(world) if isinstance(world, int) else world for world in worlds]
+    launches = [OVER_MPI[world] if isinstance(world, int) else world for world in worlds]
 
     def decorate(body: Callable[..., Any]) -> Any:
         def test(world: Group, **arguments: Any) -> None:

@@ -1,3 +1,4 @@
-# CMake's settings for compiling Horovod (see .ci/setup): no debug information. It takes a third of the time and 50 MB.
+# CMake's settings for compiling Horovod (see .ci/setup). No debug information: it takes a third of the time, and 58 MB.
+# Horovod uses std::logic_error and fixed-width integers without including what declares them; newer GCCs mind.
 set(CMAKE_C_FLAGS_RELWITHDEBINFO "-O3 -DNDEBUG" CACHE STRING "")
-set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -DNDEBUG" CACHE STRING "")
+set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -DNDEBUG -include cstdint -include stdexcept" CACHE STRING "")

@@ -9,14 +9,16 @@ die() {
     exit 1
 }
 
-# step WHAT COMMAND...: one line for the user, the command's output into the log; when it fails, the log's end.
+# step WHAT COMMAND...: one line for the user, the command's output into the log; when it fails, the log's end, and what a
+# compiler said, which is seldom near the end.
 step() {
     local what=$1
     shift
     say "$what"
     printf '\n== %s: %s\n' "$what" "$*" >>"$LOG"
     "$@" >>"$LOG" 2>&1 && return
-    tail -n 30 "$LOG" >&2
+    tail -n 20 "$LOG" >&2
+    grep -F ' error: ' "$LOG" | head -n 3 >&2 || true
     die "failed: $what (the whole log is in $LOG)"
 }
 

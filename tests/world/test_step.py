@@ -279,12 +279,9 @@ def dropout_model() -> keras.Model:
     return keras.Sequential([keras.Input((3 * BLOCK,)), layers.Dropout(0.5), dense])
 
 
-def dropout_masks(collective: Collective, *, seed: int, step_number: int) -> np.ndarray:
-    """The masks of all ranks, bool [rank, BLOCK]: rank r's sample is 1 in block r, its mask the gradient there."""
-    world = collective.world
-    x = np.zeros((1, 3, BLOCK))
-    x[0, world.rank] = 1
-    batch = make_batch(x.reshape(1, -1), np.zeros(1), step=step_number, global_count=1)
+def kept_inputs(collective: Collective, x: np.ndarray, *, seed: int = 0, step_number: int = 5) -> np.ndarray:
+    """Which inputs, of those that are 1 in ``x``, the dropout of a step let through: those have a gradient."""
+    batch = make_batch(x, np.zeros(1), step=step_number, global_count=1)
     step = create_step(
         collective,
         dropout_model,
@@ -295,32 +292,29 @@ def dropout_masks(collective: Collective, *, seed: int, step_number: int) -> np.
     )
     before = step.model.trainable_variables[0].numpy()
     step(batch, 1.0)
-    gradient = before - step.model.trainable_variables[0].numpy()
-    return gradient.reshape(3, BLOCK)[: world.size] > 1
+    return (before - step.model.trainable_variables[0].numpy())[:, 0] > 1
 
 
 @on_ranks(1, 2, 3)
 def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collective) -> None:
     world = collective.world
-    masks = dropout_masks(collective, seed=0, step_number=5)
-    assert 0.25 < masks.mean() < 0.75
-    assert len({mask.tobytes() for mask in masks}) == world.size, "ranks share a mask"
-    np.testing.assert_array_equal(dropout_masks(collective, seed=0, step_number=5), masks)
-    assert not np.array_equal(dropout_masks(collective, seed=1, step_number=5), masks)
-    assert not np.array_equal(dropout_masks(collective, seed=0, step_number=6), masks)
-    # this rank on its own, told that it is one of three, has the same mask: the number of ranks plays no part
-    alone = Solo(World(rank=world.rank, size=3, local_rank=0, local_size=1, node="", launcher="none"))
-    x = np.zeros((1, 3, BLOCK))
-    x[0, world.rank] = 1
-    batch = make_batch(x.reshape(1, -1), np.zeros(1), step=5, global_count=1)
-    workload = SumOfOutputs(dropout_model)
-    step = create_step(
-        alone, dropout_model, lambda: keras.optimizers.SGD(1.0), spec_of(batch), workload=workload, seed=0
-    )
-    before = step.model.trainable_variables[0].numpy()
-    step(batch, 1.0)
-    gradient = (before - step.model.trainable_variables[0].numpy()).reshape(3, BLOCK)
-    np.testing.assert_array_equal(gradient[world.rank] > 1, masks[world.rank])
+    # this rank on its own, told that it is one of four: its whole mask, in which the number of ranks plays no part
+    alone = Solo(World(rank=world.rank, size=4, local_rank=0, local_size=1, node="", launcher="none"))
+    everything = np.ones((1, 3 * BLOCK))
+    mask = kept_inputs(alone, everything)
+    assert 0.25 < mask.mean() < 0.75
+    np.testing.assert_array_equal(kept_inputs(alone, everything), mask)
+    assert not np.array_equal(kept_inputs(alone, everything, seed=1), mask)
+    assert not np.array_equal(kept_inputs(alone, everything, step_number=6), mask)
+    masks = gather_objects(collective, mask.tolist(), name="masks")
+    assert len({tuple(item) for item in masks}) == world.size, "ranks share a mask"
+    # all ranks together, each with a block of the inputs
+    mine = np.zeros((1, 3 * BLOCK))
+    blocks = [slice(rank * BLOCK, (rank + 1) * BLOCK) for rank in range(world.size)]
+    mine[0, blocks[world.rank]] = 1
+    together = kept_inputs(collective, mine)
+    for rank, block in enumerate(blocks):
+        np.testing.assert_array_equal(together[block], masks[rank][block])
 
 
 @on_ranks(1, 2, 3)

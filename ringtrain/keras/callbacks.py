@@ -14,7 +14,6 @@ from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, require_init
 from ringtrain.keras.exchange import variable_key
 from ringtrain.keras.sharing import broadcast_variables
-from ringtrain.variables import is_seed_state
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -61,7 +60,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self.broadcast_done:
             return
         require_init("BroadcastGlobalVariablesCallback")
-        variables = [v for v in self.model.variables if variable_key(v) not in self._local and not is_seed_state(v)]
+        # Keras' "weights" are without the states of metrics, which one rank may have created already, and of seeds.
+        variables = [variable for variable in self.model.weights if variable_key(variable) not in self._local]
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is not None and self.model.trainable_variables:
             if not optimizer.built:

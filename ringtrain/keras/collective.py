@@ -16,6 +16,9 @@ from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.errors import UsageError
 from ringtrain.world import World
 
+# TensorFlow's graphs of the branches and bodies within a function.
+BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
+
 _uses: weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
 
@@ -63,15 +66,16 @@ class ProcessSetCollective(HorovodCollective):
 
 
 def unique_name(prefix: str) -> str:
-    """A name for the collectives of one call, unlike that of any other call in the same graph.
+    """A name for the collectives of one call, unlike that of any other call in the same function.
 
-    It counts the calls while a graph is traced, which every rank does in the same order. Eagerly, where one operation
-    ends before the next begins, it is the prefix.
+    It counts the calls while a tf.function is traced, which every rank does in the same order. It counts anew with each
+    trace: a rank whose variables are created within the first one traces twice. Eagerly, where one operation ends
+    before the next begins, it is the prefix.
     """
     if tf.executing_eagerly():
         return prefix
     graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "outer_graph", None) is not None and getattr(graph.outer_graph, "building_function", False):
+    while type(graph).__name__ in BRANCH_GRAPHS:
         graph = graph.outer_graph
     uses = _uses.setdefault(graph, collections.Counter())
     uses[prefix] += 1

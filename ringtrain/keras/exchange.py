@@ -41,7 +41,7 @@ class Settings:
     def __post_init__(self) -> None:
         require_init(self.name)
         if self.num_groups:
-            warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=5)
+            warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=4)
             if self.groups is None:
                 object.__setattr__(self, "groups", self.num_groups)
         self._check_op()

@@ -36,7 +36,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         """Mean and variance [channels] for each channel of ``inputs`` [n, ..., channels, ...], over all ranks."""
         collective = _connect(self.name)
-        weights = tf.ones_like(inputs) if mask is None else _broadcast_mask(mask, inputs)
+        weights = tf.ones([], inputs.dtype) if mask is None else _broadcast_mask(mask, inputs)
         count, mean, variance = global_moments(inputs, weights, self._reduction_axes, collective)
         has_samples = count > 0  # otherwise the moving statistics stay as they are
         return (
@@ -56,7 +56,7 @@ def global_moments(
 
     Args:
         inputs: [n, ..., channels, ...]; n may be 0.
-        weights: as ``inputs``: 1 for what counts, 0 for what does not.
+        weights: as ``inputs``: 1 for what counts, 0 for what does not; or [], 1, where all do.
         axes: all axes but that of the channels.
         collective: None for this rank alone.
     """
@@ -64,8 +64,12 @@ def global_moments(
 
     @tf.custom_gradient
     def moments(x: tf.Tensor) -> Any:
-        local_count = tf.reduce_sum(weights, axes)
-        local_mean = tf.math.divide_no_nan(tf.reduce_sum(weights * x, axes), local_count)
+        local_sum = tf.reduce_sum(weights * x, axes)
+        if weights.shape.rank:
+            local_count = tf.reduce_sum(weights, axes)
+        else:
+            local_count = tf.fill(tf.shape(local_sum), tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), x.dtype))
+        local_mean = tf.math.divide_no_nan(local_sum, local_count)
         local_squares = tf.reduce_sum(weights * tf.square(x - _spread(local_mean, x, axes)), axes)
         statistics = tf.stack([local_count, local_mean, local_squares])[tf.newaxis]  # [1, 3, channels]
         if collective is not None:

@@ -83,6 +83,15 @@ def test_gradients_are_reduced(collective: Collective, options: str) -> None:
 
 
 @on_ranks(2)
+def test_the_old_name_of_groups_works_with_a_warning(collective: Collective) -> None:
+    variables = create_variables()
+    with pytest.warns(DeprecationWarning, match="num_groups has been replaced by groups"):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), num_groups=2)
+    apply(optimizer, rank_gradients(collective, variables), variables)
+    check(variables, MEAN)
+
+
+@on_ranks(2)
 def test_variables_may_be_grouped(collective: Collective) -> None:
     variables = create_variables()
     groups = [[variables[2], variables[0]], [variables[3].value, variables[1].value]]

@@ -61,6 +61,26 @@ def test_local_variables_stay(collective: Collective) -> None:
 
 
 @on_ranks(2)
+def test_one_rank_may_have_built_its_metrics_before(collective: Collective) -> None:
+    """As rank 0 has, when it alone loaded a saved model."""
+    model = rank_model(collective.world.rank)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "mean_squared_error", metrics=["mean_absolute_error"])
+    if collective.world.rank == 0:
+        model.evaluate(*make_batches(2, steps=1)[0], verbose=0)
+    model.fit(dataset(split_batches(make_batches(4))), verbose=0, callbacks=[BROADCAST(0)])
+    ours = bits(model.trainable_variables, collective)
+    assert ours[0] == ours[1]
+
+
+@on_ranks(2)
+def test_ranks_with_other_variables_do_not_wait_for_ever(collective: Collective) -> None:
+    variables = [keras.Variable([1.0, 2.0]), *[keras.Variable(1.0) for _ in range(collective.world.rank)]]
+    with pytest.raises(UsageError, match=r"rank 0 has 1 .* rank 1 has 2; .* number 1: nothing and float32 \[\]"):
+        hvd.broadcast_variables(variables, root_rank=0)
+
+
+@on_ranks(2)
 def test_metrics_are_means_over_all_samples(collective: Collective) -> None:
     shares, model = (1, 5), make_model()
     mine, validation = split_batches(make_batches(6), shares), make_batches(6, steps=1)

@@ -1,0 +1,43 @@
+"""A script of its own, from its start: what init gives it, and how it ends when nothing distributes its optimizer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.world.processes import clean_environment, run_command
+
+SCRIPT = """
+import os
+import numpy as np
+import keras
+import tensorflow as tf
+import ringtrain.keras as hvd
+
+try:
+    hvd.callbacks.LearningRateWarmupCallback(0.1)
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+hvd.init()
+print(f"rank {hvd.rank()} of {hvd.size()}: cycle {os.environ['HOROVOD_CYCLE_TIME']} ms,"
+      f" {tf.config.threading.get_inter_op_parallelism_threads()} threads", flush=True)
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0)
+print("trained apart", flush=True)
+"""
+
+
+def test_a_script_starts_well_and_does_not_train_apart(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), HOROVOD_CYCLE_TIME="2", TF_CPP_MIN_LOG_LEVEL="3")
+    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script)]
+    run = run_command(command, env=env, timeout=120)
+    assert run.rc != 0
+    assert not run.left_behind
+    assert "trained apart" not in run.stdout
+    assert run.stdout.count("UsageError") == run.stdout.count("Call ringtrain.keras.init() first") == 2
+    for rank in range(2):
+        assert f"rank {rank} of 2: cycle 2 ms, 2 threads" in run.stdout
+    assert "is not distributed: each of the 2 ranks would train a model of its own" in run.stderr

@@ -93,20 +93,24 @@ def main() -> None:
             sys.exit(f"round {number + 1}: a loss is wrong: {losses}")
         rounds.append({name: round(speed, 1) for name, (speed, _) in runs.items()} | {"losses": losses})
         print(f"round {number + 1}: {rounds[-1]}", flush=True)
-    result = {
-        "command": f"python -m tests.bench.cnn --rounds {args.rounds} --steps {args.steps}",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
-        ).stdout.strip(),
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(describe(args, rounds), indent=2) + "\n")
+    print(json.dumps({key: value for key, value in describe(args, rounds).items() if key != "rounds"}, indent=2))
+
+
+def describe(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the result file holds."""
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    flags = f"--rounds {len(rounds)} --steps {args.steps} --warm_up_steps {args.warm_up_steps}"
+    return {
+        "command": f"python -m tests.bench.cnn {flags} --out {args.out.name}",
+        "commit": subprocess.run(commit, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
         "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Linux {platform.release()}",
         "unit": "examples per second, 2 processes of local batch 128",
         "ringtrain over bound": summarize([2 * r["ringtrain"] / (r["bound"] + r["bound_again"]) for r in rounds]),
         "bound over bound again (A/A)": summarize([r["bound"] / r["bound_again"] for r in rounds]),
         "rounds": rounds,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=2))
 
 
 if __name__ == "__main__":

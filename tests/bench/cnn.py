@@ -100,12 +100,13 @@ def main() -> None:
 
 def describe(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """What the result file holds."""
+    linux = platform.release().split("-")[0]
     commit = ["git", "rev-parse", "--short", "HEAD"]
     flags = f"--rounds {len(rounds)} --steps {args.steps} --warm_up_steps {args.warm_up_steps}"
     return {
         "command": f"python -m tests.bench.cnn {flags} --out {args.out.name}",
         "commit": subprocess.run(commit, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}",
+        "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Linux {linux}",
         "unit": "examples per second, 2 processes of local batch 128",
         "ringtrain over bound": summarize([2 * r["ringtrain"] / (r["bound"] + r["bound_again"]) for r in rounds]),
         "bound over bound again (A/A)": summarize([r["bound"] / r["bound_again"] for r in rounds]),

@@ -1,17 +1,34 @@
-"""What happens every n steps: the log, and evaluation. When each is due depends on the step alone, never on a rank."""
+"""What happens every n steps: log, evaluate, save. When each is due depends on the step alone, never on a rank."""
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable
 from typing import Protocol
 
+import tensorflow as tf
+
+from ringtrain.checkpoint import Checkpoint
 from ringtrain.console import Console
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.evaluation import EvalReport
+from ringtrain.job import Job
+from ringtrain.progress import Progress
 from ringtrain.run_directory import RunDirectory
+from ringtrain.saving import CheckpointWriter
 from ringtrain.step import StepReport
+from ringtrain.stopping import StopRequests
+from ringtrain.summaries import MAX_IMAGES, EventFiles
+
+
+class Ending(enum.Enum):
+    """Why the training ends."""
+
+    COMPLETED = "completed"
+    EARLY = "stopped early"
+    PREEMPTED = "preempted"
 
 
 class Action(Protocol):
@@ -23,19 +40,32 @@ class Action(Protocol):
     def is_due(self, step: int) -> bool:
         """Whether to act when ``step`` steps are done: the same answer on every rank."""
 
-    def act(self, step: int, batch: Batch, report: StepReport) -> None:
-        """Act when ``step`` steps are done; ``batch`` and ``report`` are those of the last of them."""
+    def act(self, step: int, batch: Batch, report: StepReport) -> Ending | None:
+        """Act when ``step`` steps are done; ``batch`` and ``report`` are those of the last of them.
+
+        Returns:
+            Whether the training is to end now, and why: the same answer on every rank.
+        """
+
+
+class Records:
+    """Where rank 0 writes what happens: the run directory's events, TensorBoard's, the console."""
+
+    def __init__(self, run: RunDirectory, console: Console, *, first_step: int) -> None:
+        self.run, self.console = run, console
+        self.events = EventFiles(run.tensorboard, first_step=first_step)
+
+    def close(self) -> None:
+        self.events.close()
 
 
 class Log:
-    """The line of a step, on rank 0's console and in metrics.jsonl."""
+    """The line of a step, on rank 0's console, in metrics.jsonl and in TensorBoard."""
 
     needs_weights = False
 
-    def __init__(
-        self, *, console: Console, run: RunDirectory, order: SampleOrder, every: int, first_step: int, last_step: int
-    ) -> None:
-        self._console, self._run, self._order = console, run, order
+    def __init__(self, *, records: Records, order: SampleOrder, every: int, first_step: int, last_step: int) -> None:
+        self._records, self._order = records, order
         self._every, self._last_step = every, last_step
         self._since_step, self._since = first_step, time.perf_counter()
 
@@ -49,26 +79,31 @@ class Log:
         samples = self._order.samples_before(step) - self._order.samples_before(self._since_step)
         examples_per_sec = samples / (now - self._since)
         self._since_step, self._since = step, now
+        console = self._records.console
         text = (
             f"step {step}, loss = {report.loss:.4g} ({examples_per_sec:.1f} examples/sec; {sec_per_step:.3f} sec/batch)"
         )
-        if self._console.is_terminal:
-            self._console.progress(step, text)
+        if console.is_terminal:
+            console.progress(step, text)
         else:
-            self._console.line(text)
-        self._run.write_event(
+            console.line(text)
+        values = {
+            "loss": report.loss,
+            "data_loss": report.data_loss,
+            "lr": report.learning_rate,
+            "gradient_norm": report.gradient_norm,
+            "examples_per_sec": round(examples_per_sec, 1),
+            "sec_per_step": round(sec_per_step, 6),
+            **report.metrics,
+        }
+        self._records.run.write_event(
             "train",
             step=step,
             epoch=epoch_after(self._order, step),
             samples_seen=self._order.samples_before(step),
-            loss=report.loss,
-            data_loss=report.data_loss,
-            lr=report.learning_rate,
-            gradient_norm=report.gradient_norm,
-            examples_per_sec=round(examples_per_sec, 1),
-            sec_per_step=round(sec_per_step, 6),
-            **report.metrics,
+            **values,
         )
+        self._records.events.scalars("train", values, step=step)
 
     def leave_out(self, seconds: float) -> None:
         """Do not count this time, in which no step was trained."""
@@ -81,41 +116,79 @@ class Evaluate:
     needs_weights = True
 
     def __init__(
-        self,
-        *,
-        evaluate: Callable[[], EvalReport],
-        is_due: Callable[[int], bool],
-        console: Console,
-        run: RunDirectory | None,
-        order: SampleOrder,
-        log: Log | None,
+        self, *, job: Job, progress: Progress, requests: StopRequests | None, records: Records | None, log: Log | None
     ) -> None:
-        """``run`` and ``log`` are rank 0's; ``is_due`` must answer alike on every rank."""
-        self._evaluate, self.is_due, self._order = evaluate, is_due, order
-        self._console, self._run, self._log = console, run, log
+        """``records`` and ``log`` are rank 0's; ``progress`` must be alike on every rank."""
+        self._job, self._progress, self._requests = job, progress, requests
+        self._records, self._log = records, log
+        self.is_due = job.is_evaluation_due
         self.last: EvalReport | None = None
 
-    def act(self, step: int, batch: Batch, report: StepReport) -> None:
+    def act(self, step: int, batch: Batch | None = None, report: StepReport | None = None) -> Ending | None:
         del batch, report
         start = time.perf_counter()
-        self.last = result = self._evaluate()
-        epoch = epoch_after(self._order, step)
-        metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
-        self._console.line(
-            f"epoch {epoch}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
-        )
-        if self._run is not None:
-            self._run.write_event(
-                "eval",
-                step=step,
-                epoch=epoch,
-                samples=result.samples,
-                loss=result.loss,
-                data_loss=result.data_loss,
-                **result.metrics,
-            )
+        requests = self._requests
+        result = self._job.evaluate(lambda: requests is not None and requests.is_pending)
+        if result is None:
+            return Ending.PREEMPTED  # the evaluation is made when the run goes on
+        self.last = result
+        config = self._job.config
+        self._progress.note_evaluation(step, result.value(config.best_metric), config.best_direction)
+        if self._records is not None:
+            self._record(step, result, self._records)
         if self._log is not None:
             self._log.leave_out(time.perf_counter() - start)
+        gives_up = 0 < config.stop_after <= self._progress.evaluations_without_best
+        return Ending.EARLY if gives_up else None
+
+    def _record(self, step: int, result: EvalReport, records: Records) -> None:
+        epoch = epoch_after(self._job.order, step)
+        metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
+        records.console.line(
+            f"epoch {epoch}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
+        )
+        values = {"loss": result.loss, "data_loss": result.data_loss, **result.metrics}
+        records.run.write_event("eval", step=step, epoch=epoch, samples=result.samples, **values)
+        records.events.scalars("eval", values, step=step)
+        source = self._job.evaluation
+        if source is not None:
+            # On this rank alone, and so without any collective: the model runs as in inference.
+            x, y = source.gather(tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64))
+            records.events.show(self._job.workload.summaries(self._job.step.model, x, y), step=step)
+
+
+class Save:
+    """Checkpoints: every n steps, and after each evaluation that is the best so far."""
+
+    needs_weights = True
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        progress: Progress,
+        snapshot: Callable[[int], Checkpoint],
+        writer: CheckpointWriter | None,
+        records: Records | None,
+    ) -> None:
+        """``writer`` and ``records`` are rank 0's."""
+        self._job, self._progress, self._snapshot = job, progress, snapshot
+        self._writer, self._records = writer, records
+
+    def is_due(self, step: int) -> bool:
+        return self._is_periodic(step) or self._job.is_evaluation_due(step)
+
+    def act(self, step: int, batch: Batch | None = None, report: StepReport | None = None) -> None:
+        del batch, report
+        as_step, as_best = self._is_periodic(step), self._progress.best_step == step
+        if self._writer is not None and self._records is not None and (as_step or as_best):
+            self._records.events.flush()
+            self._writer.save(self._snapshot(step), as_step=as_step, as_best=as_best)
+
+    def _is_periodic(self, step: int) -> bool:
+        """The last step is saved when all is done."""
+        every = self._job.config.checkpoint_every
+        return every > 0 and step % every == 0 and step != self._job.total_steps
 
 
 def epoch_after(order: SampleOrder, step: int) -> float:

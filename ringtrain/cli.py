@@ -26,8 +26,9 @@ from ringtrain.devices import (
     read_machine,
     start_tensorflow,
 )
-from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.errors import PreemptedError, RingtrainError, UsageError
 from ringtrain.startup import describe_start, quiet_start
+from ringtrain.stopping import StopRequests
 from ringtrain.workloads import BUILT_IN, check_workload_name, load_workload
 from ringtrain.world import World, read_world
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
     from ringtrain.collectives import Collective
+    from ringtrain.loop import Result
+    from ringtrain.run_directory import RunDirectory
     from ringtrain.workloads.base import Workload
 
 TRAIN_DESCRIPTION = "Train a Keras model on many GPUs, one process per GPU: horovodrun -np 2 python -m ringtrain"
@@ -64,12 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report_error(error: RingtrainError, world: World) -> None:
-    """Print an error once, however many processes raise it: one line, written whole."""
+    """Print why a run ends, once, however many processes raise it: one line, written whole."""
     speaks = {"run": world.is_first, "node": world.local_rank == 0, "rank": True}[error.reach]
     if speaks:
         where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""
         sys.stdout.flush()
-        sys.stderr.write(f"ringtrain: error: {where}{error}\n")
+        kind = "" if isinstance(error, PreemptedError) else "error: "
+        sys.stderr.write(f"ringtrain: {kind}{where}{error}\n")
         sys.stderr.flush()
 
 
@@ -87,9 +91,30 @@ def train_command(arguments: Sequence[str], world: World) -> int:
     explicit = parse_arguments(create_train_parser(), arguments, world)
     if explicit.pop("print_config", False):
         return print_config(explicit, world)
-    prepared = prepare(explicit, world)
+    with StopRequests() as requests:
+        requests.at_early_end(lambda reason: report_error(PreemptedError(f"stopped by {reason}.", reach="run"), world))
+        prepared = prepare(explicit, world)
+        with joined(prepared.config, world) as collective:
+            train_together(prepared, collective, requests)
+    return 0
+
+
+def eval_command(arguments: Sequence[str], world: World) -> int:
+    """Evaluate a checkpoint of a run, on as many ranks as were started."""
+    from ringtrain.run_directory import CONFIG_FILE
+
+    parser = create_eval_parser()
+    wanted = parse_arguments(parser, arguments, world)
+    run = wanted.get("run")
+    if run is None or not (run / CONFIG_FILE).is_file():
+        raise UsageError(
+            f"{str(run)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run.", reach="run"
+        )
+    data_dir = ["--data_dir", str(wanted["data_dir"])] if "data_dir" in wanted else []
+    settings = ["--config", str(run / CONFIG_FILE), *data_dir]
+    prepared = prepare(parse_arguments(create_train_parser(), settings, world), world)
     with joined(prepared.config, world) as collective:
-        train_together(prepared, collective)
+        evaluate_together(prepared, collective, run, wanted.get("checkpoint", "best"))
     return 0
 
 
@@ -164,51 +189,115 @@ def pin(world: World, *, deterministic: bool) -> DevicePlan:
     return plan
 
 
-def train_together(prepared: Prepared, collective: Collective) -> None:
+def train_together(prepared: Prepared, collective: Collective, requests: StopRequests) -> None:
     """Train with the other ranks, from the start-up table to the last line."""
     from ringtrain.collectives import on_first
     from ringtrain.console import open_console
-    from ringtrain.loop import run_path, train
-    from ringtrain.run_directory import RunDirectory, create_run_directory
+    from ringtrain.loop import train
+    from ringtrain.resume import OpenedRun, Start, open_run
 
     world, config = collective.world, prepared.config
     console = open_console(is_first=world.is_first)
     for line in describe_start(collective, prepared.plan, prepared.device):
         console.line(line)
-    wanted, is_exact = run_path(config)
-    path = on_first(collective, lambda: str(create_run_directory(wanted, is_exact=is_exact)), name="run_directory")
-    run = RunDirectory(Path(path)) if world.is_first else None
-    with recording_end(run):
-        if run is not None:
-            run.write_config(to_plain(dataclasses.asdict(config)))
+    opened: list[OpenedRun] = []  # on rank 0
+
+    def open_on_first() -> dict[str, Any]:
+        opened.append(open_run(config, say=console.line))
+        return dataclasses.asdict(opened[0].start)
+
+    start = Start(**on_first(collective, open_on_first, name="run_directory"))
+    with recording_end(opened[0].directory if opened else None, start.is_complete, requests, world):
+        if start.is_complete:
+            console.line(
+                f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
+            )
+            return
         result = train(
             prepared.workload_class(),
             config,
             collective,
-            run=run,
+            start=start,
+            opened=opened[0] if opened else None,
+            requests=requests,
             console=console,
             num_threads=prepared.plan.intra_op_threads,
         )
-    metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items()) if result else ""
-    console.line(f"done{metrics}; the run is in {path}")
+    console.line(describe_result(result, start.path))
+
+
+def describe_result(result: Result, path: str) -> str:
+    """The last line of a run."""
+    from ringtrain.actions import Ending
+
+    early = " (stopped early: no better evaluation for a while)" if result.ending is Ending.EARLY else ""
+    metrics = result.evaluation.metrics if result.evaluation else {}
+    values = "".join(f", {name} {value:.4f}" for name, value in metrics.items())
+    return f"done{early}{values}; the run is in {path}"
 
 
 @contextlib.contextmanager
-def recording_end(run: Any) -> Iterator[None]:
-    """Write the ``end`` record of a run, however it ends."""
-    status, exit_code, message = "completed", 0, None
+def recording_end(run: RunDirectory | None, is_complete: bool, requests: StopRequests, world: World) -> Iterator[None]:
+    """Write the ``end`` record of a run on rank 0, however it ends, and let go of its directory."""
+    if run is None:
+        yield
+        return
+    if is_complete:
+        yield
+        run.close()
+        return
+
+    def leave_early(reason: str) -> None:
+        error = PreemptedError(f"stopped by {reason}.", reach="run")
+        report_error(error, world)
+        write_end(run, "preempted", error.exit_code, str(error))
+
+    requests.watch_file(run.path)
+    requests.at_early_end(leave_early)
     try:
         yield
     except RingtrainError as error:
-        status, exit_code, message = type(error).__name__.removesuffix("Error").lower(), error.exit_code, str(error)
+        write_end(run, type(error).__name__.removesuffix("Error").lower(), error.exit_code, str(error))
         raise
     except BaseException as error:
-        status, exit_code, message = "failed", 1, f"{type(error).__name__}: {error}"
+        write_end(run, "failed", 1, f"{type(error).__name__}: {error}")
         raise
-    finally:
-        if run is not None:
-            run.write_event("end", status=status, exit_code=exit_code, **({"message": message} if message else {}))
-            run.close()
+    else:
+        write_end(run, "completed", 0)
+
+
+def write_end(run: RunDirectory, status: str, exit_code: int, message: str | None = None) -> None:
+    """The last record of a process; none where another process has taken over the directory."""
+    with contextlib.suppress(RingtrainError):
+        run.write_event("end", status=status, exit_code=exit_code, **({"message": message} if message else {}))
+    run.close()
+
+
+def evaluate_together(prepared: Prepared, collective: Collective, run: Path, which: str) -> None:
+    """Evaluate a run's checkpoint with the other ranks, and print the result."""
+    from ringtrain.checkpoint import read_checkpoint
+    from ringtrain.collectives import on_first
+    from ringtrain.console import open_console
+    from ringtrain.job import create_job
+    from ringtrain.saving import find_checkpoint, restore
+    from ringtrain.variables import share_first_values
+
+    workload = prepared.workload_class()
+    job = create_job(workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
+
+    def restore_on_first() -> int:
+        checkpoint = read_checkpoint(find_checkpoint(run, which))
+        restore(job, checkpoint)
+        return checkpoint.step
+
+    step = on_first(collective, restore_on_first, name="restore")
+    share_first_values(job.step.variables, collective)
+    report = job.evaluate()
+    if report is None:
+        raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.", reach="run")
+    values = "".join(f", {name} = {value:.4f}" for name, value in report.metrics.items())
+    console = open_console(is_first=collective.world.is_first)
+    console.line(f"{run}, step {step} ({which}): eval loss = {report.loss:.4g}{values} ({report.samples} samples)")
 
 
 @contextlib.contextmanager
@@ -274,6 +363,23 @@ def create_train_parser(command: str = "[train]", description: str = TRAIN_DESCR
     return parser
 
 
+def create_eval_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain eval``."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="ringtrain eval",
+        description="Evaluate a checkpoint of a run: horovodrun -np 2 python -m ringtrain eval runs/digits",
+        exit_on_error=False,
+        allow_abbrev=False,
+        default_meta=False,
+    )
+    parser.add_argument("run", type=Path, help="directory of the run")
+    parser.add_argument("--checkpoint", type=str, help="best, newest, or a name such as step-000001000 (default: best)")
+    parser.add_argument("--data_dir", type=Path, help="directory of the workload's data, where it has moved")
+    return parser
+
+
 def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
     """A parser's message as one line: the flag, its value and the rule, or the flag that may have been meant."""
     message = re.sub(r"Group '(\S+)' does not accept option '(\S+)'", r"Key '\1.\2'", message)
@@ -328,6 +434,10 @@ def print_config(explicit: Mapping[str, Any], world: World) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {"train": train_command, "verify": verify_command}
+COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {
+    "train": train_command,
+    "eval": eval_command,
+    "verify": verify_command,
+}
 # What the commands start themselves; not for the user.
 INTERNAL_COMMANDS = {"_record": record_command}

@@ -71,12 +71,17 @@ class OptimizerConfig:
     clip_global_norm: float = 0.0
     """largest global norm of the reduced gradients; 0 is off"""
 
+    ema: float = 0.0
+    """largest decay of the moving average of the weights that is evaluated in their stead, such as 0.9999; 0 is off"""
+
     def __post_init__(self) -> None:
         _one_of("optimizer.name", self.name, OPTIMIZER_CLASSES)
         _one_of("optimizer.lr_scale", self.lr_scale, ("none", "linear", "sqrt"))
         _one_of("optimizer.schedule", self.schedule, ("constant", "exponential", "cosine"))
-        for name in ("warmup_epochs", "momentum", "weight_decay", "clip_global_norm"):
+        for name in ("warmup_epochs", "momentum", "weight_decay", "clip_global_norm", "ema"):
             _at_least(f"optimizer.{name}", getattr(self, name), 0)
+        if self.ema >= 1:
+            raise UsageError(f"optimizer.ema is {self.ema}; it must be below 1, such as 0.9999.", reach="run")
         for name in ("lr", "decay_rate", "decay_epochs"):
             _above(f"optimizer.{name}", getattr(self, name), 0)
         if self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
@@ -103,7 +108,7 @@ class Config:
     """directory of the workload's data"""
 
     out: Path | None = None
-    """run directory; runs/<workload> by default, with a number appended where that already holds a run"""
+    """run directory; runs/<workload> by default"""
 
     epochs: int | None = None
     """passes over the training data"""
@@ -132,6 +137,27 @@ class Config:
     eval_every: int = 0
     """steps between two evaluations; 0: by epochs"""
 
+    stop_after: int = 0
+    """evaluations in a row without a new best after which the run is complete; 0: only at the end"""
+
+    best_metric: str = "loss"
+    """which value of an evaluation is kept in checkpoints/best and counts for stop_after"""
+
+    best_direction: Literal["min", "max"] = "min"
+    """whether a smaller or a larger value of best_metric is better"""
+
+    checkpoint_every: int = 1000
+    """steps between two checkpoints, besides the one at the end; 0: only at the end"""
+
+    keep: int = 3
+    """how many of the newest checkpoints are kept, besides the best"""
+
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the newest whole checkpoint in the run directory; never: start anew, in a directory beside it"""
+
+    init_from: Path | None = None
+    """checkpoint, or run directory, whose weights a new run starts from"""
+
     backend: Literal["auto", "horovod", "solo"] = "auto"
     """who carries the reductions: auto is horovod under a launcher and solo without one"""
 
@@ -157,9 +183,9 @@ class Config:
         for name in ("epochs", "steps", "batch_size", "global_batch_size"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("log_every", "accumulate"):
+        for name in ("log_every", "accumulate", "keep"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("eval_every_epochs", "eval_every", "seed"):
+        for name in ("eval_every_epochs", "eval_every", "stop_after", "checkpoint_every", "seed"):
             _at_least(name, getattr(self, name), 0)
         for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
@@ -172,11 +198,19 @@ class Config:
             ("compression", ("none", "fp16")),
             ("precision", ("float32", "mixed_float16", "mixed_bfloat16", "float64")),
             ("on_nonfinite", ("stop", "skip")),
+            ("best_direction", ("min", "max")),
+            ("resume", ("auto", "never", "must")),
         ):
             _one_of(name, getattr(self, name), values)
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise UsageError(
                 f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node"
+            )
+        if self.init_from is not None and not self.init_from.is_dir():
+            raise UsageError(
+                f"init_from {str(self.init_from)!r} is no directory that can be read; it must be a checkpoint, or a "
+                "run directory. Check the path.",
+                reach="node",
             )
 
 

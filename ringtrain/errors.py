@@ -47,6 +47,12 @@ class ReplicasDifferError(RingtrainError):
     exit_code = 5
 
 
+class PreemptedError(RingtrainError):
+    """The run was told to stop before its end. All that it needs to go on is saved."""
+
+    exit_code = 75  # EX_TEMPFAIL: try again
+
+
 EXIT_CODES: dict[int, type[RingtrainError]] = {
-    error.exit_code: error for error in (UsageError, DataError, DivergedError, ReplicasDifferError)
+    error.exit_code: error for error in (UsageError, DataError, DivergedError, ReplicasDifferError, PreemptedError)
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from ringtrain.averages import WeightAverages
 from ringtrain.collectives import Collective
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
@@ -32,20 +34,36 @@ class EvalReport:
     data_loss: float
     metrics: dict[str, float]
 
+    def value(self, name: str) -> float:
+        """The value of ``best_metric``: ``loss``, ``data_loss`` or a metric."""
+        return {"loss": self.loss, "data_loss": self.data_loss, **self.metrics}[name]
+
 
 def evaluate(
-    eval_step: EvalStep, source: Source, collective: Collective, *, global_batch_size: int, num_threads: int
-) -> EvalReport:
-    """Evaluate each sample of a source exactly once, each rank its share. Every rank must call it."""
+    eval_step: EvalStep,
+    source: Source,
+    collective: Collective,
+    *,
+    global_batch_size: int,
+    num_threads: int,
+    is_stop_wanted: Callable[[], bool] = lambda: False,
+) -> EvalReport | None:
+    """Evaluate each sample of a source exactly once, each rank its share. Every rank must call it.
+
+    Returns:
+        The same report on every rank; None on every rank where one of them wanted to stop meanwhile.
+    """
     order = SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, shuffle=False)
     batches = local_batches(
         source, order, collective.world, first_step=0, end_step=order.steps_per_epoch, num_threads=num_threads
     )
     sums = np.zeros(2 + len(eval_step.metric_names))
     for batch in batches:
-        sums += eval_step(batch)
-    [total] = collective.sum([tf.constant(sums, tf.float64)], name="evaluation")
-    samples, data_loss, *metrics = total.numpy()
+        stop_votes, *batch_sums = eval_step(batch, is_stop_wanted())
+        sums += batch_sums
+        if stop_votes:
+            return None
+    samples, data_loss, *metrics = sums
     return EvalReport(
         samples=int(samples),
         loss=float(data_loss / samples + eval_step.regularization()),
@@ -55,27 +73,51 @@ def evaluate(
 
 
 class EvalStep:
-    """Evaluates the model on a rank's share of a batch."""
+    """Evaluates the model, with the average of its weights where there is one, on one global batch at a time."""
 
-    def __init__(self, *, workload: Workload, model: keras.Model, batch_spec: Batch) -> None:
+    def __init__(
+        self,
+        *,
+        workload: Workload,
+        model: keras.Model,
+        averages: WeightAverages,
+        collective: Collective,
+        batch_spec: Batch,
+    ) -> None:
         """Trace the step; ``batch_spec`` holds the tensor specs of a batch (``dataset.element_spec``)."""
         self.metric_names: tuple[str, ...] = ()
-        self._workload, self._model = workload, model
-        self._evaluate = tf.function(self._sum_samples, input_signature=[batch_spec], autograph=False)
+        self._workload, self._model, self._averages, self._collective = workload, model, averages, collective
+        signature = [batch_spec, tf.TensorSpec([], tf.float64)]
+        self._evaluate = tf.function(self._sum_samples, input_signature=signature, autograph=False)
         self._evaluate.get_concrete_function()
+        self._join = tf.function(self._sum_nothing, input_signature=signature, autograph=False)
 
-    def __call__(self, batch: Batch) -> np.ndarray:
-        """Sums over this rank's samples: [samples, data_loss, *metrics], float64."""
-        if not batch.indices.shape[0]:
-            return np.zeros(2 + len(self.metric_names))
-        return self._evaluate(batch).numpy()
+    def __call__(self, batch: Batch, is_stop_wanted: bool) -> np.ndarray:
+        """Sums over all ranks: [stop_votes, samples, data_loss, *metrics], float64. Every rank must call it."""
+        step = self._evaluate if batch.indices.shape[0] else self._join
+        return step(batch, tf.constant(is_stop_wanted, tf.float64)).numpy()
 
     def regularization(self) -> float:
         """The model's regularisation losses, which do not depend on samples."""
-        return float(sum(float(v.regularizer(v)) for v in self._model.trainable_variables if v.regularizer))
+        with self._averaged_weights():
+            return float(sum(float(v.regularizer(v)) for v in self._model.trainable_variables if v.regularizer))
 
-    def _sum_samples(self, batch: Batch) -> tf.Tensor:
-        losses, metrics = per_sample(self._workload, batch.y, self._model(batch.x, training=False))
+    def _averaged_weights(self) -> keras.StatelessScope:
+        """In this scope the averages are read where the model reads its weights, which keep their values."""
+        return keras.StatelessScope([(weight, average.value) for weight, average in self._averages.pairs])
+
+    def _sum_samples(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
+        with self._averaged_weights():
+            outputs = self._model(batch.x, training=False)
+        losses, metrics = per_sample(self._workload, batch.y, outputs)
         self.metric_names = tuple(sorted(metrics))
         values = [tf.ones_like(losses), losses, *(metrics[name] for name in self.metric_names)]
-        return tf.stack([tf.reduce_sum(tf.cast(value, tf.float64)) for value in values])
+        return self._reduce([stop_votes, *(tf.reduce_sum(tf.cast(value, tf.float64)) for value in values)])
+
+    def _sum_nothing(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
+        """The part of a rank whose share is empty."""
+        nothing = tf.cast(tf.shape(batch.indices)[0], tf.float64)  # not constant: see TrainStep
+        return self._reduce([stop_votes, *[nothing] * (2 + len(self.metric_names))])
+
+    def _reduce(self, sums: list[tf.Tensor]) -> tf.Tensor:
+        return self._collective.sum([tf.stack(sums)], name="evaluation")[0]

@@ -5,49 +5,42 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import keras
 import tensorflow as tf
 
-from ringtrain.actions import Action, Evaluate, Log
-from ringtrain.collectives import Collective, agree, gather_objects
-from ringtrain.collectives.reduce import GradientReduction
-from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
+from ringtrain.actions import Action, Ending, Evaluate, Log, Records, Save
+from ringtrain.collectives import Collective, gather_objects, on_first
+from ringtrain.config import Config
 from ringtrain.console import Console
-from ringtrain.data.order import SampleOrder
-from ringtrain.data.pipeline import Batch, local_batches
-from ringtrain.data.sources import Source
-from ringtrain.errors import DivergedError, UsageError
-from ringtrain.evaluation import EvalReport, EvalStep, evaluate
+from ringtrain.data.pipeline import Batch
+from ringtrain.errors import DivergedError, PreemptedError
+from ringtrain.evaluation import EvalReport
+from ringtrain.job import Job, create_job
 from ringtrain.loss_scale import MIN_LOSS_SCALE
-from ringtrain.run_directory import RunDirectory
-from ringtrain.schedule import LearningRate
-from ringtrain.step import StepReport, TrainStep, set_precision
+from ringtrain.progress import Progress
+from ringtrain.resume import OpenedRun, Start
+from ringtrain.saving import CheckpointWriter, describe_run, restore, take_snapshot, take_weights
+from ringtrain.step import StepReport
+from ringtrain.stopping import StopRequests
+from ringtrain.variables import share_first_values
 from ringtrain.workloads.base import Workload
 
-DEFAULT_EPOCHS = 10
-DEFAULT_BATCH_SIZE = 32
 MAX_SKIPPED_IN_A_ROW = 10
-BROADCAST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """All that a training run consists of, on one rank, before its first step."""
+class Result:
+    """What came of a training run.
 
-    config: Config
-    collective: Collective
-    order: SampleOrder
-    learning_rate: LearningRate
-    total_steps: int
-    batches: tf.data.Dataset
-    step: TrainStep
-    evaluation: Source | None
-    eval_step: EvalStep | None
-    num_threads: int
+    Attributes:
+        ending: why it ended.
+        evaluation: the last evaluation of this process; None where there was none.
+    """
+
+    ending: Ending
+    evaluation: EvalReport | None
 
 
 def train(
@@ -55,195 +48,64 @@ def train(
     config: Config,
     collective: Collective,
     *,
-    run: RunDirectory | None,
+    start: Start,
+    opened: OpenedRun | None,
+    requests: StopRequests,
     console: Console,
     num_threads: int,
-) -> EvalReport | None:
-    """Train a workload. Every rank calls it, with the same workload and configuration.
+) -> Result:
+    """Train a workload from where its run directory says. Every rank calls it, with the same arguments but for one.
 
     Args:
-        run: the run directory on rank 0, None on the others.
+        start: where the run begins.
+        opened: the run directory on rank 0, None on the others.
+        requests: whether this rank has been told to stop.
         num_threads: processor threads for the input pipeline.
-
-    Returns:
-        The last evaluation; None where the workload has nothing to evaluate on.
 
     Raises:
         DataError: the data are missing or damaged.
         DivergedError: the loss or a gradient was not finite.
+        PreemptedError: some rank was told to stop; all is saved, and the same command goes on.
     """
-    job = create_job(workload, config, collective, num_threads=num_threads)
-    share_first_values(job.step.variables, collective)
-    describe(job, console, run)
-    actions, evaluation = create_actions(job, run, console)
-    console.start_progress(job.total_steps, 0)
+    job = create_job(
+        workload,
+        config,
+        collective,
+        num_threads=num_threads,
+        first_step=start.step,
+        global_batch_size=start.global_batch_size,
+    )
+    progress = Progress(**start.progress)
+    set_first_values(job, opened, console)
+    describe(job, console, opened)
+    actions = create_actions(job, progress, opened, requests, console)
+    leave_if_told_to(job, requests)
+    requests.start_training(actions.announce)
+    console.start_progress(job.total_steps, job.first_step)
     try:
-        run_steps(job, actions, console)
+        step, ending = run_steps(job, actions.in_order, console, progress, requests)
     finally:
         console.stop_progress()
-    return evaluation.last if evaluation else None
+    finish(job, actions, progress, step, ending, requests)
+    return Result(ending=ending, evaluation=actions.evaluate.last)
 
 
-def create_job(
-    workload: Workload,
-    config: Config,
-    collective: Collective,
-    *,
-    num_threads: int,
-    adapt_model: Callable[[keras.Model], None] = lambda model: None,
-    optimizer: Callable[[], keras.optimizers.Optimizer] | None = None,
-) -> Job:
-    """Read the data, create the model, and compile the steps.
+def set_first_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
+    """Rank 0's values, from the checkpoint where there is one, for every rank."""
 
-    Args:
-        adapt_model: changes the model before anything is compiled.
-        optimizer: makes another optimizer than the workload's and the settings'.
-    """
-    set_up_keras(config)
-    read = functools.partial(workload.create_sources, config.data_dir, synthetic=config.synthetic)
-    sources = agree(collective, read, name="sources")
-    order, learning_rate, total_steps = plan_steps(workload, config, sources.train.num_samples, collective.world.size)
-    batches = local_batches(
-        sources.train,
-        order,
-        collective.world,
-        first_step=0,
-        end_step=total_steps,
-        num_threads=num_threads,
-        augment=workload.augment,
-    )
-    model = agree(collective, lambda: create_model(workload), name="model")
-    adapt_model(model)
-    step = TrainStep(
-        workload=workload,
-        model=model,
-        optimizer=optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0)),
-        reduction=GradientReduction(collective=collective, compression=config.compression),
-        batch_spec=batches.element_spec,
-        precision=config.precision,
-        accumulate=config.accumulate,
-        seed=config.seed,
-    )
-    eval_step = None
-    if sources.evaluation is not None:
-        eval_step = EvalStep(workload=workload, model=model, batch_spec=batches.element_spec)
-    return Job(
-        config=config,
-        collective=collective,
-        order=order,
-        learning_rate=learning_rate,
-        total_steps=total_steps,
-        batches=batches,
-        step=step,
-        evaluation=sources.evaluation,
-        eval_step=eval_step,
-        num_threads=num_threads,
-    )
+    def set_on_first() -> list[str]:
+        if opened is not None and opened.checkpoint is not None:
+            restore(job, opened.checkpoint)
+        elif job.config.init_from is not None:
+            return take_weights(job, job.config.init_from)
+        return []
+
+    for line in on_first(job.collective, set_on_first, name="first_values"):
+        console.line(line)
+    share_first_values(job.step.variables, job.collective)
 
 
-def set_up_keras(config: Config) -> None:
-    """Precision, seeds and determinism, before anything is created."""
-    set_precision(config.precision)
-    keras.utils.set_random_seed(config.seed)
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-
-
-def plan_steps(
-    workload: Workload, config: Config, num_samples: int, size: int
-) -> tuple[SampleOrder, LearningRate, int]:
-    """The order of samples, the learning rate and the number of steps: all that the number of ranks could enter."""
-    global_batch_size = choose_global_batch_size(config, size)
-    order = SampleOrder(num_samples=num_samples, global_batch_size=global_batch_size, seed=config.seed)
-    total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
-    learning_rate = LearningRate(
-        optimizer=config.optimizer,
-        batch_ratio=global_batch_size / workload.defaults.get("batch_size", DEFAULT_BATCH_SIZE),
-        samples_per_epoch=num_samples,
-        total_samples=order.samples_before(total_steps),
-    )
-    return order, learning_rate, total_steps
-
-
-def choose_global_batch_size(config: Config, size: int) -> int:
-    """The samples of one step over all ranks."""
-    return config.global_batch_size or (config.batch_size or DEFAULT_BATCH_SIZE) * config.accumulate * size
-
-
-def create_model(workload: Workload) -> keras.Model:
-    """The workload's model.
-
-    Raises:
-        UsageError: it is no built Keras model.
-    """
-    model = workload.create_model()
-    if not isinstance(model, keras.Model) or not model.built:
-        raise UsageError(
-            f"{type(workload).__name__}.create_model gave {type(model).__name__}; it must give a built keras.Model: "
-            "begin with keras.Input, or call model.build(...).",
-        )
-    if not model.trainable_variables:
-        raise UsageError(f"the model of {type(workload).__name__} has no trainable variables: nothing can be trained.")
-    return model
-
-
-def choose_optimizer(workload: Workload, config: Config, first_learning_rate: float) -> keras.optimizers.Optimizer:
-    """The workload's own optimizer, or that of the settings.
-
-    Raises:
-        UsageError: the workload's reduces gradients itself, which the training step does already.
-    """
-    optimizer = workload.create_optimizer(first_learning_rate) or create_optimizer(config.optimizer)
-    if hasattr(optimizer, "exchange"):  # ringtrain.keras.DistributedOptimizer, whose room need not be loaded here
-        raise UsageError(
-            f"{type(workload).__name__}.create_optimizer gave a DistributedOptimizer, but the training step reduces "
-            "gradients itself: give the plain optimizer.",
-            reach="run",
-        )
-    return optimizer
-
-
-def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
-    """The Keras optimizer of the settings. Its clipping acts on the gradients that it is given: the reduced ones."""
-    options: dict[str, float | bool] = {}
-    if settings.momentum:
-        options["momentum"] = settings.momentum
-    if settings.nesterov:
-        options["nesterov"] = True
-    if settings.weight_decay:
-        options["weight_decay"] = settings.weight_decay
-    if settings.clip_global_norm:
-        options["global_clipnorm"] = settings.clip_global_norm
-    optimizer_class = getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
-    return optimizer_class(learning_rate=settings.lr, **options)
-
-
-def share_first_values(variables: Sequence[keras.Variable], collective: Collective) -> None:
-    """Give every rank rank 0's values, many variables to a message."""
-    for number, group in enumerate(plan_messages(variables)):
-        flat = tf.concat([tf.reshape(variable.value, [-1]) for variable in group], axis=0)
-        [first] = collective.broadcast([flat], name=f"first_values/{number}")
-        sizes = [math.prod(variable.shape) for variable in group]
-        for variable, values in zip(group, tf.split(first, sizes), strict=True):
-            variable.assign(tf.reshape(values, variable.shape))
-
-
-def plan_messages(variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
-    """Variables by type, in messages of at most BROADCAST_BYTES unless one variable is larger."""
-    messages: list[list[keras.Variable]] = []
-    open_messages: dict[str, tuple[list[keras.Variable], int]] = {}
-    for variable in variables:
-        num_bytes = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
-        message, filled = open_messages.get(variable.dtype, ([], 0))
-        if not message or filled + num_bytes > BROADCAST_BYTES:
-            message, filled = [], 0
-            messages.append(message)
-        message.append(variable)
-        open_messages[variable.dtype] = (message, filled + num_bytes)
-    return messages
-
-
-def describe(job: Job, console: Console, run: RunDirectory | None) -> None:
+def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
     """Say what is about to be trained."""
     order, size = job.order, job.collective.world.size
     parameters = job.step.model.count_params()
@@ -253,91 +115,184 @@ def describe(job: Job, console: Console, run: RunDirectory | None) -> None:
         f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; "
         f"{order.steps_per_epoch} steps an epoch, {job.total_steps} in all"
     )
-    if run is not None:
-        run.write_event(
+    if job.first_step:
+        console.line(f"going on from the checkpoint of step {job.first_step}")
+    if opened is not None:
+        opened.directory.write_event(
             "start",
             workload=job.config.workload,
             size=size,
             samples=order.num_samples,
             global_batch_size=order.global_batch_size,
             steps_per_epoch=order.steps_per_epoch,
+            first_step=job.first_step,
             total_steps=job.total_steps,
             parameters=parameters,
         )
 
 
-def create_actions(job: Job, run: RunDirectory | None, console: Console) -> tuple[list[Action], Evaluate | None]:
-    """The log, on rank 0, and the evaluation, on every rank."""
-    log = None
-    if run is not None:
+@dataclass(frozen=True, kw_only=True)
+class Actions:
+    """What happens during the training; ``log``, ``records`` and ``writer`` are rank 0's."""
+
+    evaluate: Evaluate
+    save: Save
+    log: Log | None
+    records: Records | None
+    writer: CheckpointWriter | None
+
+    @property
+    def in_order(self) -> list[Action]:
+        """A save comes last: it holds what the others have found."""
+        return [*([self.log] if self.log else []), self.evaluate, self.save]
+
+    def announce(self, reason: str) -> None:
+        """Tell the user, from any thread, that a request to stop was heard."""
+        if self.records is not None and self.writer is not None:
+            stands = self.writer.last_step
+            self.records.console.line(
+                f"{reason}: saving after this step, then leaving. Should the launcher end the ranks before that, "
+                + (f"the checkpoint of step {stands} stands." if stands else "there is no checkpoint yet.")
+            )
+
+
+def create_actions(
+    job: Job, progress: Progress, opened: OpenedRun | None, requests: StopRequests, console: Console
+) -> Actions:
+    """The log, on rank 0; evaluation and saving, on every rank."""
+    log, records, writer = None, None, None
+    if opened is not None:
+        run = opened.directory
+        records = Records(run, console, first_step=job.first_step)
         every, last_step = job.config.log_every, job.total_steps
-        log = Log(console=console, run=run, order=job.order, every=every, first_step=0, last_step=last_step)
-    actions: list[Action] = [log] if log else []
-    evaluation = None
-    if job.evaluation is not None and job.eval_step is not None:
-        source, eval_step = job.evaluation, job.eval_step
-        evaluation = Evaluate(
-            evaluate=lambda: evaluate(
-                eval_step,
-                source,
-                job.collective,
-                global_batch_size=job.order.global_batch_size,
-                num_threads=job.num_threads,
-            ),
-            is_due=lambda step: is_evaluation_due(job, step),
-            console=console,
-            run=run,
-            order=job.order,
-            log=log,
-        )
-        actions.append(evaluation)
-    return actions, evaluation
+        log = Log(records=records, order=job.order, every=every, first_step=job.first_step, last_step=last_step)
+        writer = CheckpointWriter(run, keep=job.config.keep, say=console.line, last_step=job.first_step)
+    evaluate = Evaluate(job=job, progress=progress, requests=requests, records=records, log=log)
+    run_facts = describe_run(job) if opened is not None else {}
+    snapshot = functools.partial(take_snapshot, job, progress=progress, run_facts=run_facts)
+    save = Save(job=job, progress=progress, snapshot=snapshot, writer=writer, records=records)
+    return Actions(evaluate=evaluate, save=save, log=log, records=records, writer=writer)
 
 
-def is_evaluation_due(job: Job, step: int) -> bool:
-    """Every ``eval_every`` steps, or every ``eval_every_epochs`` epochs, and at the end."""
-    if step == job.total_steps:
-        return True
-    every = job.config.eval_every or job.config.eval_every_epochs * job.order.steps_per_epoch
-    return every > 0 and step % every == 0
+def leave_if_told_to(job: Job, requests: StopRequests) -> None:
+    """Leave before the first step, on every rank, where one has been told to.
+
+    Raises:
+        PreemptedError: one has.
+    """
+    who = find_requests(job, requests)
+    if who:
+        requests.clear_file()
+        stands = f"the checkpoint of step {job.first_step} stands" if job.first_step else "there was nothing to save"
+        raise PreemptedError(f"stopped by {who} before the first step; {stands}.", reach="run")
 
 
-def run_steps(job: Job, actions: Sequence[Action], console: Console) -> None:
+def find_requests(job: Job, requests: StopRequests) -> str:
+    """Who was told to stop, and by what; empty where nobody was. Every rank must call it."""
+    world = job.collective.world
+    said = gather_objects(job.collective, [requests.reason, world.node], name="stop_requests")
+    return ", ".join(
+        reason if reason.startswith("the file") else f"{reason} at rank {rank} on {node}"
+        for rank, (reason, node) in enumerate(said)
+        if reason
+    )
+
+
+def run_steps(
+    job: Job,
+    actions: Sequence[Action],
+    console: Console,
+    progress: Progress | None = None,
+    requests: StopRequests | None = None,
+) -> tuple[int, Ending]:
     """Train all steps, and act after those after which something is due.
 
     On a GPU the host looks at step k while the device computes step k+1, so that the device never waits for the host;
     on cores, where a step is done when the call returns, it looks at once.
+
+    Returns:
+        The steps done, and why there are no more: the same on every rank.
     """
+    progress = progress or Progress()
+    guard = NonfiniteGuard(job, console, progress)
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") else 0
     in_flight: collections.deque[tuple[int, Batch, tf.Tensor]] = collections.deque()
-    guard = NonfiniteGuard(job, console)
-    for index, batch in enumerate(job.batches):
-        returned = job.step(batch, job.learning_rate(job.order.samples_before(index)))
-        step = index + 1  # the steps done with this one
+    step = job.first_step
+    ending = catch_up(job, actions, progress)
+    for step, batch in enumerate(job.batches if ending is None else (), start=job.first_step + 1):
+        learning_rate = job.learning_rate(job.order.samples_before(step - 1))
+        returned = job.step(batch, learning_rate, is_stop_wanted=requests is not None and requests.is_pending)
         in_flight.append((step, batch, returned))
         pauses = step == job.total_steps or any(action.needs_weights and action.is_due(step) for action in actions)
-        while len(in_flight) > (0 if pauses else steps_ahead):
-            settle(job, actions, guard, *in_flight.popleft())
+        while len(in_flight) > (0 if pauses or ending else steps_ahead):
+            ending = settle(job, actions, guard, *in_flight.popleft(), last_ending=ending) or ending
+        if ending is not None:
+            break
+    return step, ending or Ending.COMPLETED
+
+
+def catch_up(job: Job, actions: Sequence[Action], progress: Progress) -> Ending | None:
+    """Make the evaluation that was due at the first step, where the run was stopped before or during it."""
+    step = job.first_step
+    if not step or progress.evaluated_step == step or not job.is_evaluation_due(step):
+        return None
+    endings = [action.act(step) for action in actions if isinstance(action, Evaluate | Save)]
+    return next((ending for ending in endings if ending), None)
 
 
 def settle(
-    job: Job, actions: Sequence[Action], guard: NonfiniteGuard, step: int, batch: Batch, returned: tf.Tensor
-) -> None:
-    """Look at a step's outcome, and act where something is due."""
+    job: Job,
+    actions: Sequence[Action],
+    guard: NonfiniteGuard,
+    step: int,
+    batch: Batch,
+    returned: tf.Tensor,
+    *,
+    last_ending: Ending | None,
+) -> Ending | None:
+    """Look at a step's outcome, act where something is due, and say whether the training is to end."""
     guard.check(step, returned)
-    due = [action for action in actions if action.is_due(step)]
+    is_stopped = job.step.is_stop_wanted(returned) and step < job.total_steps
+    ending = Ending.PREEMPTED if is_stopped else last_ending
+    due = [action for action in actions if action.is_due(step) and not (ending and action.needs_weights)]
     if due:
         report = job.step.read(returned)
         for action in due:
-            action.act(step, batch, report)
+            ending = action.act(step, batch, report) or ending
+    return ending
+
+
+def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: Ending, requests: StopRequests) -> None:
+    """Save the last step, and leave no rank before all know that it is saved.
+
+    Raises:
+        PreemptedError: on every rank, where the training was stopped before its end.
+        RingtrainError: on every rank, where the save failed.
+    """
+    progress.finished = None if ending is Ending.PREEMPTED else ending.value
+
+    def save_on_first() -> str:
+        assert actions.records is not None
+        assert actions.writer is not None
+        actions.records.close()
+        return actions.writer.finish(take_snapshot(job, step, progress, describe_run(job)))
+
+    path = on_first(job.collective, save_on_first, name="finish")
+    if ending is Ending.PREEMPTED:
+        who = find_requests(job, requests)
+        requests.clear_file()
+        raise PreemptedError(
+            f"stopped by {who}: step {step} of {job.total_steps} is saved in {path}. "
+            "The same command goes on from there.",
+            reach="run",
+        )
 
 
 class NonfiniteGuard:
     """Decides, alike on every rank, about steps whose loss or gradient was not finite."""
 
-    def __init__(self, job: Job, console: Console) -> None:
-        self._job, self._console = job, console
-        self._skipped_in_a_row = 0
+    def __init__(self, job: Job, console: Console, progress: Progress) -> None:
+        self._job, self._console, self._progress = job, console, progress
 
     def check(self, step: int, returned: tf.Tensor) -> None:
         """Look at the outcome of a step.
@@ -346,12 +301,12 @@ class NonfiniteGuard:
             DivergedError: on every rank, where the step changed nothing and the run is not to go on.
         """
         if self._job.step.is_updated(returned):
-            self._skipped_in_a_row = 0
+            self._progress.skipped_in_a_row = 0
             return
         report = self._job.step.read(returned)
         if self._job.config.precision == "mixed_float16" and report.loss_scale > MIN_LOSS_SCALE:
             return  # the loss scale was too high; it has been halved, and that is how it finds its value
-        self._skipped_in_a_row += 1
+        self._progress.skipped_in_a_row += 1
         message = self._explain(step, report)
         if self._job.config.on_nonfinite == "stop":
             raise DivergedError(
@@ -359,7 +314,7 @@ class NonfiniteGuard:
                 "or --optimizer.warmup_epochs, look at the data, or go on with --on_nonfinite skip.",
                 reach="run",
             )
-        if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+        if self._progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise DivergedError(f"{message} That is {MAX_SKIPPED_IN_A_ROW} skipped steps in a row.", reach="run")
         self._console.line(f"warning: {message} Skipped: nothing was updated by this step.")
 
@@ -375,10 +330,3 @@ class NonfiniteGuard:
         ]
         who = " and ".join(culprits) or "no rank's loss, so only in a gradient (an overflow in the backward pass)"
         return f"step {step}: loss or gradient is not finite; seen in the loss of {who}."
-
-
-def run_path(config: Config) -> tuple[Path, bool]:
-    """Where the run is to be kept, and whether the user named that very directory."""
-    if config.out is not None:
-        return config.out, True
-    return Path("runs") / Path(config.workload.rpartition(":")[2]).name.lower(), False

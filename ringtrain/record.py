@@ -16,10 +16,10 @@ from ringtrain.collectives import Collective, gather_objects
 from ringtrain.config import Config
 from ringtrain.console import Console
 from ringtrain.data.pipeline import Batch
-from ringtrain.evaluation import evaluate
-from ringtrain.loop import Job, create_job, run_steps, share_first_values
+from ringtrain.job import Job, create_job
+from ringtrain.loop import run_steps
 from ringtrain.step import StepReport
-from ringtrain.variables import is_seed_state
+from ringtrain.variables import is_seed_state, share_first_values
 from ringtrain.workloads.base import Workload
 
 # Rank 0's first values must reach every rank: the others start from noise of this size.
@@ -94,16 +94,8 @@ def record_run(workload: Workload, config: Config, collective: Collective, direc
 
 def record_evaluation(job: Job) -> list[float]:
     """The evaluation after the last step: loss and metrics, or nothing."""
-    if job.evaluation is None or job.eval_step is None:
-        return []
-    result = evaluate(
-        job.eval_step,
-        job.evaluation,
-        job.collective,
-        global_batch_size=job.order.global_batch_size,
-        num_threads=job.num_threads,
-    )
-    return [result.samples, result.loss, *result.metrics.values()]
+    result = job.evaluate()
+    return [result.samples, result.loss, *result.metrics.values()] if result else []
 
 
 def make_comparable(model: keras.Model) -> list[str]:

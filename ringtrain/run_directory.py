@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,60 +15,130 @@ from ringtrain.errors import UsageError
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
+# Of steps that are trained again after a checkpoint; a run's starts and ends stay.
+STEP_EVENTS = ("train", "eval", "checkpoint", "warning")
 
 
 class RunDirectory:
-    """An open run directory: configuration and events of one run."""
+    """An open run directory: configuration and events of one run. Any thread may write events."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        *,
+        may_write: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``may_write`` raises where another process has taken over; ``on_close`` lets go of the directory."""
+        self.path, self.may_write = path, may_write
+        self._on_close = on_close
+        self._lock = threading.Lock()
         self._metrics = (path / METRICS_FILE).open("a", encoding="utf-8")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
 
     def write_config(self, values: Mapping[str, Any]) -> None:
         """Keep the configuration; ``--config`` reads it back."""
-        (self.path / CONFIG_FILE).write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
+        self.may_write()
+        temporary = self.path / f".{CONFIG_FILE}"
+        temporary.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
+        temporary.replace(self.path / CONFIG_FILE)
 
     def write_event(self, event: str, **values: Any) -> None:
         """Append one line to metrics.jsonl. JSON has no infinities or NaN: such numbers are written as strings."""
         line = json.dumps({"event": event, **{key: _json_value(value) for key, value in values.items()}})
-        self._metrics.write(line + "\n")
-        self._metrics.flush()
+        with self._lock:
+            self.may_write()
+            self._metrics.write(line + "\n")
+            self._metrics.flush()
+
+    def forget_after(self, step: int) -> None:
+        """Remove from metrics.jsonl what is going to be trained again, and a line that was cut off."""
+        self._metrics.close()
+        path = self.path / METRICS_FILE
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [line for line in lines if _is_kept(line, step)]
+        temporary = self.path / f".{METRICS_FILE}"
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        temporary.replace(path)
+        self._metrics = path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._metrics.close()
+        self._on_close()
 
 
-def create_run_directory(wanted: Path, *, is_exact: bool) -> Path:
-    """Make a fresh run directory and return its path.
+def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
+    """Make the directory of a run where there is none, and return its path.
 
     Args:
-        wanted: where the user wants the run.
-        is_exact: True where the user named the directory: it must be empty or absent. Otherwise a number is appended
-            until the name is free.
+        wanted: where the run is to be.
+        is_anew: never take one that holds something: append a number until the name is free.
 
     Raises:
-        UsageError: the directory holds something, or cannot be made.
+        UsageError: the directory holds something that is no run, or cannot be made.
+    """
+    candidates = [wanted, *(wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 10_000))]
+    for candidate in candidates:
+        try:
+            candidate.mkdir(parents=True)  # fails where it exists, so that two runs that start together never share one
+            return candidate
+        except FileExistsError:
+            if not is_anew:
+                break
+        except OSError as error:
+            raise UsageError(
+                f"the run directory {str(wanted)!r} cannot be made: {error.strerror}. Give another with --out."
+            ) from error
+    if not wanted.is_dir() or (_holds_something(wanted) and not (wanted / CONFIG_FILE).is_file()):
+        raise UsageError(
+            f"out is {str(wanted)!r}, which is not empty and holds no run of ringtrain. Give another with --out, or "
+            "remove it."
+        )
+    return wanted
+
+
+def read_config(path: Path) -> dict[str, Any] | None:
+    """The configuration that a run directory keeps; None where it holds none.
+
+    Raises:
+        UsageError: the file is damaged.
     """
     try:
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_be_made(wanted, error) from error
-    candidates = [wanted, *(wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 10_000))]
-    for candidate in candidates[:1] if is_exact else candidates:
-        try:
-            candidate.mkdir()  # fails where it exists, so that two runs that start together never share one
-        except FileExistsError:
-            if is_exact and candidate.is_dir() and not any(candidate.iterdir()):
-                return candidate
-        except OSError as error:
-            raise _cannot_be_made(candidate, error) from error
-        else:
-            return candidate
-    raise UsageError(f"out is {str(wanted)!r}, which is not empty. Give a fresh directory with --out, or remove it.")
+        values = yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        values = None
+    if not isinstance(values, dict) or not isinstance(values.get("optimizer"), dict):
+        raise UsageError(
+            f"{str(path / CONFIG_FILE)!r} is damaged: it holds no settings of a run. Restore it, or start anew beside "
+            "this run with --resume never."
+        )
+    return values
 
 
-def _cannot_be_made(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"the run directory {str(path)!r} cannot be made: {error.strerror}. Give another with --out.")
+def _holds_something(path: Path) -> bool:
+    """Whether a directory holds more than the lease of a run that has not begun to write."""
+    return any(not entry.name.startswith(".") and entry.name != METRICS_FILE for entry in path.iterdir()) or (
+        (path / METRICS_FILE).exists() and (path / METRICS_FILE).stat().st_size > 0
+    )
+
+
+def _is_kept(line: str, step: int) -> bool:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return False
+    if not isinstance(event, dict):
+        return False
+    return event.get("event") not in STEP_EVENTS or event.get("step", 0) <= step
 
 
 def _json_value(value: Any) -> Any:

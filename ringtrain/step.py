@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from ringtrain.averages import WeightAverages
 from ringtrain.collectives import Collective
 from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import Precision
@@ -28,7 +29,7 @@ from ringtrain.workloads.values import per_sample
 
 # The control vector begins with these sums over all samples of all ranks; the metrics' sums follow in the order of
 # their names. Regularisation is weighted by samples, so that its mean is its value.
-CONTROL_SUMS = ("samples", "data_loss", "regularization")
+CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes")
 # What a step returns behind the control vector: already identical on every rank but for the last.
 STEP_FACTS = ("is_finite", "gradient_norm", "learning_rate", "loss_scale", "local_data_loss")
 
@@ -64,7 +65,7 @@ class _Forward(NamedTuple):
     """What the forward and backward pass of a rank's samples gave: sums that the other ranks' are added to."""
 
     gradients: list[tf.Tensor | tf.IndexedSlices]
-    sums: tf.Tensor  # the control vector before the reduction, [3 + metrics]
+    sums: tf.Tensor  # the control vector before the reduction, [4 + metrics]
     state: list[tf.Tensor]  # new values of the variables that the forward pass itself updates
 
 
@@ -85,6 +86,7 @@ class TrainStep:
         precision: Precision,
         accumulate: int,
         seed: int,
+        ema: float = 0.0,
     ) -> None:
         """Trace the step.
 
@@ -93,9 +95,11 @@ class TrainStep:
             batch_spec: tensor specs of a batch (``dataset.element_spec``).
             accumulate: micro-batches per step.
             seed: seed of dropout.
+            ema: largest decay of the moving average of the weights; 0: none is kept.
         """
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=precision == "mixed_float16")
+        self.averages = WeightAverages(model.trainable_variables, decay=ema)
         self.metric_names: tuple[str, ...] = ()
         self._workload = workload
         self._reduction = reduction
@@ -110,30 +114,55 @@ class TrainStep:
         self._needs_every_rank = any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers())
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
         optimizer.build(model.trainable_variables)
-        signature = [batch_spec, tf.TensorSpec([], tf.float64)]
+        signature = [batch_spec, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.float64)]
         self._train = tf.function(self._train_samples, input_signature=signature, autograph=False)
         # Tracing finds the sparse gradients, the state and the metrics, which a rank without samples must know as well.
         self._train.get_concrete_function()
         self._join = tf.function(self._train_nothing, input_signature=signature, autograph=False)
 
-    def __call__(self, batch: Batch, learning_rate: float) -> tf.Tensor:
+    def __call__(self, batch: Batch, learning_rate: float, *, is_stop_wanted: bool = False) -> tf.Tensor:
         """Train one step; every rank must call it for the same step.
+
+        Args:
+            is_stop_wanted: this rank's vote to end the training after this step.
 
         Returns:
             The control vector and the step's facts, for ``read``; computed once the device gets there.
         """
         step = self._train if batch.indices.shape[0] or self._needs_every_rank else self._join
-        return step(batch, tf.constant(learning_rate, tf.float64))
+        return step(batch, tf.constant(learning_rate, tf.float64), tf.constant(is_stop_wanted, tf.float64))
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """All that rank 0's values must reach: weights, slots and the loss scale, but not the dropout's seeds."""
+        """What rank 0's values must reach and a checkpoint holds: all but dropout's seeds, which follow the step."""
+        return list(self.named_variables.values())
+
+    @property
+    def named_variables(self) -> dict[str, keras.Variable]:
+        """Weights, slots, averages and the loss scale, such as ``weights/digits/conv2d/kernel``."""
         weights = [v for v in self.model.variables if not is_seed_state(v)]
-        return [*weights, *self.optimizer.variables, *self.loss_scale.variables]
+        named: dict[str, keras.Variable] = {}
+        for kind, variables in (
+            ("weights", [(v.path, v) for v in weights]),
+            ("slots", [(v.path, v) for v in self.optimizer.variables]),
+            ("averages", [(weight.path, average) for weight, average in self.averages.pairs]),
+            ("loss_scale", [(v.path, v) for v in self.loss_scale.variables]),
+        ):
+            for path, variable in variables:
+                name = f"{kind}/{path}"
+                twins = itertools.count(2)  # two layers of one name
+                while name in named:
+                    name = f"{kind}/{path}#{next(twins)}"
+                named[name] = variable
+        return named
 
     def is_updated(self, returned: tf.Tensor) -> bool:
         """Whether the step that returned this changed anything; False where it was not finite on some rank."""
         return bool(returned.numpy()[-len(STEP_FACTS)])
+
+    def is_stop_wanted(self, returned: tf.Tensor) -> bool:
+        """Whether some rank voted to end the training after the step that returned this."""
+        return bool(returned.numpy()[CONTROL_SUMS.index("stop_votes")])
 
     def read(self, returned: tf.Tensor) -> StepReport:
         """Bring to the host what a call returned."""
@@ -141,7 +170,7 @@ class TrainStep:
         num_sums = len(values) - len(STEP_FACTS)
         sums, facts = values[:num_sums], dict(zip(STEP_FACTS, values[num_sums:], strict=True))
         samples = int(sums[0])
-        data_loss, regularization, *metrics = (_shortest(value / sums[0]) for value in sums[1:])
+        data_loss, regularization, _, *metrics = (_shortest(value / sums[0]) for value in sums[1:])
         return StepReport(
             samples=samples,
             loss=_shortest(values.dtype.type(data_loss) + values.dtype.type(regularization)),
@@ -154,7 +183,7 @@ class TrainStep:
             local_data_loss=float(facts["local_data_loss"]),
         )
 
-    def _train_samples(self, batch: Batch, learning_rate: tf.Tensor) -> tf.Tensor:
+    def _train_samples(self, batch: Batch, learning_rate: tf.Tensor, stop_votes: tf.Tensor) -> tf.Tensor:
         local_count = tf.shape(batch.indices, tf.int64)[0]
         if self._accumulate == 1:
             forward = self._forward_and_backward(batch, 0, local_count, self._initial_state(), tf.constant(0))
@@ -163,9 +192,9 @@ class TrainStep:
         local_share = tf.cast(local_count, self._dtype) / tf.cast(batch.global_count, self._dtype)
         state = [tf.cast(value, _averaging_dtype(value)) * tf.cast(local_share, _averaging_dtype(value))
                  for value in forward.state]  # fmt: skip
-        return self._reduce_and_update(forward._replace(state=state), learning_rate)
+        return self._reduce_and_update(forward._replace(state=state), learning_rate, stop_votes)
 
-    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor) -> tf.Tensor:
+    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, stop_votes: tf.Tensor) -> tf.Tensor:
         """The step of a rank whose share is empty: it adds zeros, without running the model.
 
         Horovod's operations are not marked as stateful: TensorFlow's optimizer would run one whose input is constant
@@ -188,7 +217,7 @@ class TrainStep:
         ]
         state = [zeros(v.shape, _averaging_dtype(v)) for v in self._state]
         sums = zeros([len(CONTROL_SUMS) + len(self.metric_names)], self._dtype)
-        return self._reduce_and_update(_Forward(gradients, sums, state), learning_rate)
+        return self._reduce_and_update(_Forward(gradients, sums, state), learning_rate, stop_votes)
 
     def _forward_and_backward(
         self, batch: Batch, start: Any, end: Any, state: Sequence[tf.Tensor], micro_batch: tf.Tensor
@@ -220,7 +249,8 @@ class TrainStep:
         )
         self._learn_structure(scope, state, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in self.metric_names]
-        sums = tf.stack([count, data_loss_sum, regularization * count, *metric_sums])
+        no_votes = tf.zeros([], self._dtype)  # a micro-batch has none; they are added before the reduction
+        sums = tf.stack([count, data_loss_sum, regularization * count, no_votes, *metric_sums])
         return _Forward(gradients, sums, [scope.get_current_value(v) for v in self._state])
 
     def _learn_structure(
@@ -270,9 +300,10 @@ class TrainStep:
             [_pack(g, v) for g, v in zip(gradients, self.model.trainable_variables, strict=True)], sums, updated
         )
 
-    def _reduce_and_update(self, forward: _Forward, learning_rate: tf.Tensor) -> tf.Tensor:
+    def _reduce_and_update(self, forward: _Forward, learning_rate: tf.Tensor, stop_votes: tf.Tensor) -> tf.Tensor:
+        votes = tf.one_hot(CONTROL_SUMS.index("stop_votes"), forward.sums.shape[0], dtype=self._dtype)
         # Issued as soon as the forward pass has its sums, so that it travels while the backward pass computes.
-        [sums] = self._collective.sum([forward.sums], name="control")
+        [sums] = self._collective.sum([forward.sums + votes * tf.cast(stop_votes, self._dtype)], name="control")
         state = self._sum_state(forward.state)
         gradients, gradients_finite, scaled_norm = self._reduction(forward.gradients)
         is_finite = tf.reduce_all(
@@ -286,6 +317,7 @@ class TrainStep:
             if self._follows_schedule:
                 self.optimizer.learning_rate = learning_rate
             self.optimizer.apply(self.loss_scale.unscale(gradients, scale), self.model.trainable_variables)
+            self.averages.update(tf.convert_to_tensor(self.optimizer.iterations.value))
             for variable, value in zip(self._state, state, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
             return tf.constant(True)

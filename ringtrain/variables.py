@@ -1,13 +1,43 @@
-"""Which of a model's variables are what."""
+"""Which variables all ranks must hold alike, and rank 0's first values for them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    import keras
+import keras
+import tensorflow as tf
+
+from ringtrain.collectives import Collective
+
+BROADCAST_BYTES = 64 * 2**20
 
 
 def is_seed_state(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a seed generator (dropout's): broadcasting it would make all masks alike."""
     return variable.name == "seed_generator_state"
+
+
+def share_first_values(variables: Sequence[keras.Variable], collective: Collective) -> None:
+    """Give every rank rank 0's values, many variables to a message."""
+    for number, group in enumerate(plan_messages(variables)):
+        flat = tf.concat([tf.reshape(variable.value, [-1]) for variable in group], axis=0)
+        [first] = collective.broadcast([flat], name=f"first_values/{number}")
+        sizes = [math.prod(variable.shape) for variable in group]
+        for variable, values in zip(group, tf.split(first, sizes), strict=True):
+            variable.assign(tf.reshape(values, variable.shape))
+
+
+def plan_messages(variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+    """Variables by type, in messages of at most BROADCAST_BYTES unless one variable is larger."""
+    messages: list[list[keras.Variable]] = []
+    open_messages: dict[str, tuple[list[keras.Variable], int]] = {}
+    for variable in variables:
+        num_bytes = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        message, filled = open_messages.get(variable.dtype, ([], 0))
+        if not message or filled + num_bytes > BROADCAST_BYTES:
+            message, filled = [], 0
+            messages.append(message)
+        message.append(variable)
+        open_messages[variable.dtype] = (message, filled + num_bytes)
+    return messages

@@ -25,6 +25,18 @@ class Sources(NamedTuple):
     evaluation: Source | None
 
 
+class Images(NamedTuple):
+    """Images for TensorBoard: floats [n, h, w, c] in [0, 1], with 1 or 3 channels."""
+
+    values: Any
+
+
+class Histogram(NamedTuple):
+    """The distribution of numbers for TensorBoard: a tensor of any shape."""
+
+    values: Any
+
+
 class Workload(abc.ABC):
     """A model with its data, loss, metrics and default settings.
 
@@ -79,6 +91,15 @@ class Workload(abc.ABC):
                 what a sample gets depends on the seed, the epoch and the sample alone.
         """
         return x, y
+
+    def summaries(self, model: keras.Model, x: Any, y: Any) -> dict[str, Images | Histogram]:
+        """What TensorBoard shows besides numbers, after each evaluation, by name.
+
+        Args:
+            model: the model; call it for inference only, since one rank alone is here.
+            x, y: a few evaluation samples.
+        """
+        return {}
 
     def create_optimizer(self, learning_rate: float) -> keras.optimizers.Optimizer | None:
         """An optimizer of your own, or None for the one of the ``optimizer`` settings.

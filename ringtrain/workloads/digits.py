@@ -23,6 +23,8 @@ class Digits(Workload):
         "epochs": 30,
         "batch_size": 32,
         "optimizer": {"name": "adam", "lr": 2e-3, "schedule": "cosine"},
+        "best_metric": "accuracy",
+        "best_direction": "max",
     }
 
     def create_model(self) -> keras.Model:

@@ -119,7 +119,7 @@ def test_every_optimizer_is_one_of_keras() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZER_CLASSES)
 def test_every_optimizer_can_be_made_from_its_settings(name: str) -> None:
-    from ringtrain.loop import create_optimizer
+    from ringtrain.job import create_optimizer
 
     momentum = 0.5 if name in ("sgd", "rmsprop") else 0.0
     settings = OptimizerConfig(name=name, lr=0.25, weight_decay=0.125, clip_global_norm=2.0, momentum=momentum)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, agree, connect, gather_objects, on_first
 from ringtrain.collectives.reduce import GradientReduction, merge_rows, verdict
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.loop import share_first_values
+from ringtrain.variables import share_first_values
 from tests.world.group import GLOO, on_ranks
 
 

@@ -96,7 +96,8 @@ def test_digits_trains_under_each_launcher(
     assert len(left) == (2 if launcher else 1)
     assert len(set(left)) == 1, "ranks ended with different weights"
     assert [(line["event"], line.get("step")) for line in events(tmp_path / "out")] == [
-        ("start", None), ("train", 2), ("train", 4), ("train", 6), ("eval", 6), ("end", None)
+        ("start", None), ("train", 2), ("train", 4), ("train", 6), ("eval", 6),
+        ("checkpoint", 6), ("checkpoint", 6), ("end", None)
     ]  # fmt: skip
     digits_runs[launcher] = (finished, tmp_path / "out", set(left))
 
@@ -143,7 +144,7 @@ def test_beside_another_run_no_core_is_pinned_and_a_terminal_shows_progress(
     assert "<stdout>" not in finished.stdout
 
 
-def test_runs_that_start_together_have_directories_of_their_own(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_of_runs_that_start_together_one_has_the_directory(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     finished: list[Finished] = []
 
     def start() -> None:
@@ -156,11 +157,13 @@ def test_runs_that_start_together_have_directories_of_their_own(run_ringtrain: R
         thread.start()
     for thread in threads:
         thread.join()
-    assert [item.rc for item in finished] == [0, 0], finished
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["line", "line-2"]
-    for name in ("line", "line-2"):
-        assert len(events(tmp_path / "runs" / name, "start")) == 1
-        assert events(tmp_path / "runs" / name)[-1] == {"event": "end", "status": "completed", "exit_code": 0}
+    trained, refused = sorted(finished, key=lambda item: "done" not in item.stdout)
+    assert trained.rc == 0
+    # The other came while the first was training, or after it had ended.
+    assert "is being written by process" in refused.stderr if refused.rc else "is complete" in refused.stdout
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["line"]
+    assert len(events(tmp_path / "runs/line", "start")) == 1
+    assert events(tmp_path / "runs/line")[-1] == {"event": "end", "status": "completed", "exit_code": 0}
 
 
 def step_and_rank_of_nan() -> tuple[int, int]:

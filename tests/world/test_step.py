@@ -13,10 +13,9 @@ from ringtrain.collectives import Collective, gather_objects
 from ringtrain.collectives.solo import Solo
 from ringtrain.data.sources import from_arrays
 from ringtrain.evaluation import EvalStep, evaluate
-from ringtrain.loop import share_first_values
 from ringtrain.loss_scale import INITIAL_LOSS_SCALE
 from ringtrain.step import StepReport, TrainStep
-from ringtrain.variables import is_seed_state
+from ringtrain.variables import is_seed_state, share_first_values
 from ringtrain.world import World
 from tests.world.group import GLOO, on_ranks
 from tests.world.training import (
@@ -131,13 +130,20 @@ def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
     source = dense_samples(13)
     spec = batches_of(source, collective, global_batch_size=5, steps=1).element_spec
     step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], spec)
-    eval_step = EvalStep(workload=Classification(regularised_model), model=step.model, batch_spec=spec)
+    eval_step = EvalStep(
+        workload=Classification(regularised_model),
+        model=step.model,
+        averages=step.averages,
+        collective=collective,
+        batch_spec=spec,
+    )
     kernel, bias, kernel_2, bias_2 = [weight.numpy() for weight in step.model.trainable_variables]
     logits = np.tanh(source.x.numpy() @ kernel + bias) @ kernel_2 + bias_2
     y = source.y.numpy()
     data_loss = np.mean(np.log(np.sum(np.exp(logits), axis=1)) - logits[np.arange(13), y])
     for global_batch_size in (1, 4, 5, 100):
         result = evaluate(eval_step, source, collective, global_batch_size=global_batch_size, num_threads=1)
+        assert result is not None
         assert result.samples == 13
         assert_close(result.data_loss, data_loss, "data_loss")
         assert_close(result.loss, data_loss + 0.03 * np.sum(kernel**2) + 0.02 * np.sum(bias_2**2), "loss")

@@ -114,12 +114,12 @@ def findings_of(workload: Any, collective: Any, *, defect: str | None = None) ->
 @contextlib.contextmanager
 def planted(defect: str | None, rank: int) -> Iterator[None]:
     """Plant a defect in this rank's ringtrain."""
-    from ringtrain import loop, record, step
+    from ringtrain import record, step, variables
     from ringtrain.collectives.reduce import GradientReduction
     from ringtrain.data import augment, pipeline
     from ringtrain.data.order import SampleOrder
 
-    right_batch, right_sharing = SampleOrder.local_batch, loop.share_first_values
+    right_batch, right_sharing = SampleOrder.local_batch, variables.share_first_values
 
     def mean_of_means(self: Any, index: int, *, rank: int, size: int) -> Any:
         batch = right_batch(self, index, rank=rank, size=size)

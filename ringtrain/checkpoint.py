@@ -1,0 +1,321 @@
+"""Checkpoints: complete, or not there. Written off the training thread, verified when read; nothing in them is code.
+
+A checkpoint is a directory of two files. ``variables.bin`` holds the variables' bytes one after the other (little
+endian); ``manifest.json`` says which variable lies where, and carries the checksum of that file and of itself. Both are
+written and flushed in a temporary directory that is then renamed: a name without leading dot is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringtrain.errors import DataError
+
+FORMAT = 1
+MANIFEST_FILE = "manifest.json"
+VARIABLES_FILE = "variables.bin"
+BEST = "best"
+STEP_NAME = re.compile(r"step-(\d+)")
+HASHED_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """All that a run needs to go on bit for bit.
+
+    Attributes:
+        step: the steps done.
+        variables: name to value: weights, optimizer slots, averages, loss scale.
+        progress: what the run remembers besides (see ``ringtrain.progress``); JSON values.
+        run: what the run is: workload, world size, global batch size, versions, command, configuration; JSON values.
+    """
+
+    step: int
+    variables: Mapping[str, npt.NDArray[Any]]
+    progress: Mapping[str, Any]
+    run: Mapping[str, Any]
+
+
+class DamagedError(DataError):
+    """A checkpoint that is not whole."""
+
+
+def step_name(step: int) -> str:
+    """The name of a step's checkpoint, such as ``step-000001000``."""
+    return f"step-{step:09d}"
+
+
+def write_checkpoint(
+    root: Path, checkpoint: Checkpoint, *, is_best: bool, may_write: Callable[[], None] = lambda: None
+) -> Path:
+    """Write a checkpoint below ``root``; it is there once this returns, and whole.
+
+    Args:
+        is_best: write it as ``best-step-N``, and let ``best`` mean it.
+        may_write: called just before the checkpoint becomes visible; raises where another process has taken over.
+
+    Raises:
+        OSError: it cannot be written, such as on a full disk. What was there before is untouched.
+    """
+    name = (f"{BEST}-" if is_best else "") + step_name(checkpoint.step)
+    temporary = root / f".writing-{name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        _write_files(temporary, checkpoint)
+        may_write()
+        _rename_over(temporary, root / name)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if is_best:
+        _point_best_to(root, name)
+    return root / name
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify a checkpoint.
+
+    Raises:
+        DamagedError: a file is missing, or not what was written; the message names it and what is wrong.
+        DataError: it was written by a newer version of ringtrain.
+    """
+    content = _read_manifest(path / MANIFEST_FILE)
+    data = _read_verified(path / VARIABLES_FILE, content["files"][VARIABLES_FILE])
+    variables = {}
+    for item in content["variables"]:
+        part = memoryview(data)[item["offset"] : item["offset"] + item["bytes"]]
+        variables[item["name"]] = np.frombuffer(part, _dtype(item["dtype"])).reshape(item["shape"])
+    return Checkpoint(step=content["step"], variables=variables, progress=content["progress"], run=content["run"])
+
+
+def list_steps(root: Path) -> list[int]:
+    """The steps that ``root`` holds a checkpoint of, whole or not, in order."""
+    if not root.is_dir():
+        return []
+    names = [entry.name for entry in root.iterdir()]
+    steps = [int(match[1]) for name in names if (match := STEP_NAME.fullmatch(name))]
+    return sorted(step for step in steps if step_name(step) in names)
+
+
+def find_newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint of a run, and what is wrong with those that are newer.
+
+    Raises:
+        DataError: there are checkpoints, and none is whole.
+    """
+    damages: list[str] = []
+    for step in reversed(list_steps(root)):
+        try:
+            return read_checkpoint(root / step_name(step)), damages
+        except DamagedError as error:
+            damages.append(str(error))
+    if damages:
+        raise DataError(
+            f"{str(root)!r} holds {len(damages)} checkpoint{'s' if len(damages) > 1 else ''}, and none is whole: "
+            f"{' '.join(damages)} Put a whole one back, or start anew beside this run with --resume never."
+        )
+    return None, []
+
+
+def set_aside(root: Path, newer_than: int) -> list[Path]:
+    """Give the damaged checkpoints after this step another name, so that the run can write them anew."""
+    moved = []
+    for step in list_steps(root):
+        if step > newer_than:
+            path = root / step_name(step)
+            free = next(p for n in range(1, 10_000) if not (p := path.with_name(f"{path.name}.damaged-{n}")).exists())
+            moved.append(path.rename(free))
+    return moved
+
+
+def tidy(root: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints, and former best ones."""
+    for step in list_steps(root)[:-keep]:
+        _remove(root / step_name(step))
+    best = _best_name(root)
+    for path in root.glob(f"{BEST}-*"):
+        if best and path.name != best:
+            _remove(path)
+
+
+def remove_unfinished(root: Path) -> None:
+    """Clear up after a process that was killed while it wrote, replaced or removed a checkpoint."""
+    for path in root.glob(".replaced-*"):
+        if not (root / path.name.removeprefix(".replaced-")).exists():
+            path.rename(root / path.name.removeprefix(".replaced-"))
+    for pattern in (".writing-*", ".removing-*", ".replaced-*"):
+        for path in root.glob(pattern):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
+    """Write and flush both files."""
+    digest, offset, variables = hashlib.sha256(), 0, []
+    with (directory / VARIABLES_FILE).open("wb") as file:
+        for name, value in checkpoint.variables.items():
+            data = _bytes_of(value)
+            file.write(data)
+            digest.update(data)
+            item = {"name": name, "dtype": value.dtype.name, "shape": list(value.shape)}
+            variables.append({**item, "offset": offset, "bytes": data.nbytes})
+            offset += data.nbytes
+        _flush(file.fileno())
+    content = {
+        "format": FORMAT,
+        "step": checkpoint.step,
+        "files": {VARIABLES_FILE: {"bytes": offset, "sha256": digest.hexdigest()}},
+        "progress": dict(checkpoint.progress),
+        "run": dict(checkpoint.run),
+        "variables": variables,
+    }
+    with (directory / MANIFEST_FILE).open("w", encoding="utf-8") as manifest:
+        json.dump({"sha256": _digest_of(content), "content": content}, manifest, indent=1)
+        manifest.flush()
+        _flush(manifest.fileno())
+    _flush_directory(directory)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_bytes())
+        content, digest = manifest["content"], manifest["sha256"]
+        if isinstance(content["format"], int) and content["format"] > FORMAT:
+            raise DataError(
+                f"{str(path)!r} has format {content['format']}, written by a newer ringtrain; this one reads formats "
+                f"up to {FORMAT}. Update ringtrain."
+            )
+        if digest != _digest_of(content):
+            raise DamagedError(f"{str(path)!r} does not have the checksum that it states.")
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except (ValueError, KeyError, TypeError):
+        raise DamagedError(f"{str(path)!r} is no manifest of a checkpoint (cut off, or overwritten).") from None
+    return content
+
+
+def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
+    """A file's bytes, held against size and checksum."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes != expected["bytes"]:
+                raise DamagedError(f"{str(path)!r} holds {num_bytes} bytes; it must hold {expected['bytes']}.")
+            data = bytearray(num_bytes)
+            for start in range(0, num_bytes, HASHED_CHUNK_BYTES):
+                chunk = memoryview(data)[start : start + HASHED_CHUNK_BYTES]
+                file.readinto(chunk)
+                digest.update(chunk)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if digest.hexdigest() != expected["sha256"]:
+        raise DamagedError(
+            f"{str(path)!r} does not have the checksum that its manifest states: its bytes have changed."
+        )
+    return data
+
+
+def _unreadable(path: Path, error: OSError) -> DamagedError:
+    if isinstance(error, FileNotFoundError):
+        return DamagedError(f"{str(path)!r} is missing.")
+    return DamagedError(f"{str(path)!r} cannot be read: {error.strerror}.")
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _bytes_of(value: npt.NDArray[Any]) -> memoryview:
+    """An array's bytes, little endian."""
+    if value.dtype.byteorder == ">":
+        value = value.astype(value.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name == "bfloat16":
+        import ml_dtypes  # TensorFlow's; NumPy does not know this type
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name).newbyteorder("<")
+
+
+def _rename_over(source: Path, target: Path) -> None:
+    """Give a directory its name; a directory that had it is removed."""
+    if target.exists():
+        replaced = target.with_name(f".replaced-{target.name}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+        source.rename(target)
+        shutil.rmtree(replaced)
+    else:
+        source.rename(target)
+    _flush_directory(target.parent)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint so that no half of it is ever seen under its name."""
+    removed = path.with_name(f".removing-{path.name}")
+    path.rename(removed)
+    shutil.rmtree(removed)
+
+
+def _best_name(root: Path) -> str | None:
+    try:
+        return os.readlink(root / BEST)
+    except OSError:
+        return None
+
+
+def _point_best_to(root: Path, name: str) -> None:
+    """Let ``best`` mean this checkpoint: a link, since a directory cannot be replaced at one stroke."""
+    link = root / f".writing-{BEST}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(name)
+    link.replace(root / BEST)
+    _flush_directory(root)
+
+
+def _flush(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def _flush_directory(path: Path) -> None:
+    with _opened(path) as descriptor:
+        _flush(descriptor)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def describe_difference(expected: Sequence[str], found: Sequence[str]) -> str:
+    """Which names are on one side only, in short."""
+    missing = [name for name in expected if name not in set(found)]
+    extra = [name for name in found if name not in set(expected)]
+    parts = []
+    for title, names in (("missing", missing), ("not in the model", extra)):
+        if names:
+            parts.append(f"{title}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}")
+    return "; ".join(parts)

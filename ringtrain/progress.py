@@ -1,0 +1,39 @@
+"""What a run remembers besides its variables: the same on every rank, kept in every checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Counters that a run needs to go on as if it had never stopped.
+
+    Attributes:
+        evaluated_step: the step of the last evaluation, -1 before the first.
+        best: the best value of ``best_metric`` so far, None before the first evaluation.
+        best_step: where it was seen.
+        evaluations_without_best: evaluations since then.
+        skipped_in_a_row: steps that were not finite, up to now without an interruption.
+        finished: how the run came to its end, or None while it has not.
+    """
+
+    evaluated_step: int = -1
+    best: float | None = None
+    best_step: int = -1
+    evaluations_without_best: int = 0
+    skipped_in_a_row: int = 0
+    finished: Literal["completed", "stopped early"] | None = None
+
+    def note_evaluation(self, step: int, value: float, direction: Literal["min", "max"]) -> bool:
+        """Take in an evaluation's value of ``best_metric``; True where it is a new best. NaN never is."""
+        sign = 1 if direction == "max" else -1
+        is_best = not math.isnan(value) and (self.best is None or sign * value > sign * self.best)
+        self.evaluated_step = step
+        if is_best:
+            self.best, self.best_step, self.evaluations_without_best = value, step, 0
+        else:
+            self.evaluations_without_best += 1
+        return is_best

@@ -1,0 +1,240 @@
+"""Saving a run while it trains: the training thread copies the variables to host memory, another one writes them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringtrain.checkpoint import (
+    BEST,
+    MANIFEST_FILE,
+    Checkpoint,
+    describe_difference,
+    list_steps,
+    read_checkpoint,
+    step_name,
+    tidy,
+    write_checkpoint,
+)
+from ringtrain.config import to_plain
+from ringtrain.errors import DataError, RingtrainError, UsageError
+from ringtrain.job import Job
+from ringtrain.progress import Progress
+from ringtrain.run_directory import RunDirectory
+
+PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints, one at a time. A write that fails does not end the run: the next may succeed."""
+
+    def __init__(self, run: RunDirectory, *, keep: int, say: Callable[[str], None], last_step: int) -> None:
+        """``last_step`` is that of the checkpoint from which the run goes on, 0 for a fresh run."""
+        self.last_step = last_step
+        self._run, self._keep, self._say = run, keep, say
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: concurrent.futures.Future[None] | None = None
+
+    def save(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
+        """Begin to write a checkpoint; waits only while the one before is still being written.
+
+        Raises:
+            LeaseLostError: another process has taken over the run directory.
+        """
+        self._settle()
+        self._under_way = self._executor.submit(self._write, checkpoint, as_step=as_step, as_best=as_best)
+
+    def finish(self, checkpoint: Checkpoint) -> str:
+        """Write the last checkpoint of this process, and return its path once it is there.
+
+        Raises:
+            RingtrainError: it cannot be written.
+        """
+        self._settle()
+        try:
+            self._write(checkpoint, as_step=True, as_best=False)
+        except OSError as error:
+            raise RingtrainError(
+                f"{self._explain(checkpoint, error)} Make room, and start the same command again."
+            ) from error
+        finally:
+            self._executor.shutdown()
+        return str(self._run.checkpoints)
+
+    def _settle(self) -> None:
+        if self._under_way is None:
+            return
+        try:
+            self._under_way.result()
+        except OSError as error:
+            message = str(error)
+            self._say(f"warning: {message}")
+            self._run.write_event("warning", step=self.last_step, message=message)
+        finally:
+            self._under_way = None
+
+    def _write(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
+        start = time.perf_counter()
+        root, may_write = self._run.checkpoints, self._run.may_write
+        try:
+            paths = [
+                write_checkpoint(root, checkpoint, is_best=is_best, may_write=may_write)
+                for is_best in (False, True)
+                if (as_best if is_best else as_step)
+            ]
+        except OSError as error:
+            raise OSError(self._explain(checkpoint, error)) from error
+        if as_step:
+            self.last_step = checkpoint.step
+        tidy(root, self._keep)
+        for path in paths:
+            self._run.write_event(
+                "checkpoint",
+                step=checkpoint.step,
+                path=str(path.relative_to(self._run.path)),
+                seconds=round(time.perf_counter() - start, 3),
+            )
+
+    def _explain(self, checkpoint: Checkpoint, error: OSError) -> str:
+        return (
+            f"the checkpoint of step {checkpoint.step} cannot be written below {str(self._run.checkpoints)!r}: "
+            f"{error.strerror or error}. That of step {self.last_step} stands."
+        )
+
+
+def take_snapshot(job: Job, step: int, progress: Progress, run_facts: Mapping[str, Any]) -> Checkpoint:
+    """Copy all that the run needs to go on to host memory. Values do not change when the training goes on."""
+    variables = {name: np.asarray(v.value.numpy()) for name, v in job.step.named_variables.items()}
+    return Checkpoint(step=step, variables=variables, progress=asdict(progress), run=run_facts)
+
+
+def describe_run(job: Job) -> dict[str, Any]:
+    """What a checkpoint says about the run that wrote it; JSON values."""
+    return {
+        "workload": job.config.workload,
+        "world_size": job.collective.world.size,
+        "global_batch_size": job.order.global_batch_size,
+        "samples": job.order.num_samples,
+        "versions": {name: _version(name) for name in PACKAGES},
+        "git_revision": _git_revision(),
+        "command": sys.argv,
+        "config": to_plain(asdict(job.config)),
+    }
+
+
+def restore(job: Job, checkpoint: Checkpoint) -> None:
+    """Give the variables the values of a checkpoint of the same run.
+
+    Raises:
+        UsageError: it is another workload's, or of other data.
+    """
+    facts = describe_identity(job)
+    for name, value in facts.items():
+        if checkpoint.run.get(name) != value:
+            raise UsageError(
+                f"the newest checkpoint of the run is of another run: its {name} is {checkpoint.run.get(name)}, not "
+                f"{value}. Give the data and the workload that the run began with, or start anew with --resume never."
+            )
+    variables = job.step.named_variables
+    shapes = {name: (tuple(v.shape), str(v.dtype)) for name, v in variables.items()}
+    saved = {name: (value.shape, value.dtype.name) for name, value in checkpoint.variables.items()}
+    if shapes != saved:
+        names = describe_difference(list(saved), list(shapes))
+        changed = [f"{name} was {saved[name]}, is {now}" for name, now in shapes.items() if saved.get(name, now) != now]
+        differences = [*([names] if names else []), *changed[:5]]
+        raise UsageError(
+            f"the model or the optimizer is not the one that the run began with: {'; '.join(differences)}. "
+            "Bring the former one back, or start anew with --resume never and --init_from."
+        )
+    for name, variable in variables.items():
+        variable.assign(checkpoint.variables[name])
+
+
+def describe_identity(job: Job) -> dict[str, Any]:
+    """What must be the same in a run and in the checkpoint that it goes on from."""
+    return {"workload": job.config.workload, "samples": job.order.num_samples}
+
+
+def take_weights(job: Job, source: Path) -> list[str]:
+    """Start from the weights of a checkpoint, as far as names and shapes match; returns lines that say what did.
+
+    Args:
+        source: a checkpoint, or a run directory, whose best checkpoint is taken (the newest where none is best).
+
+    Raises:
+        UsageError: nothing matches.
+        DataError: the checkpoint is damaged.
+    """
+    path = find_checkpoint(source)
+    saved = read_checkpoint(path).variables
+    weights = {name: v for name, v in job.step.named_variables.items() if name.startswith("weights/")}
+    taken = [name for name, v in weights.items() if name in saved and saved[name].shape == tuple(v.shape)]
+    if not taken:
+        raise UsageError(
+            f"init_from {str(path)!r} has no variable of this model's names and shapes; it holds "
+            f"{', '.join(_short(name) for name in saved if name.startswith('weights/'))}."
+        )
+    for name in taken:
+        weights[name].assign(saved[name])
+    for weight, average in job.step.averages.pairs:
+        average.assign(weight.value)
+    lines = [f"init_from {path}: {len(taken)} of {len(weights)} variables taken"]
+    for name, variable in weights.items():
+        if name not in taken:
+            other = f"of shape {list(saved[name].shape)} there" if name in saved else "not there"
+            lines.append(f"  new: {_short(name)} {list(variable.shape)}, {other}")
+    unused = [_short(name) for name in saved if name.startswith("weights/") and name not in weights]
+    return [*lines, *([f"  not used: {', '.join(unused)}"] if unused else [])]
+
+
+def find_checkpoint(source: Path, which: str = BEST) -> Path:
+    """The checkpoint that a path means: itself, or one of a run directory.
+
+    Args:
+        source: a checkpoint, or a run directory.
+        which: of a run directory's: ``best`` (the newest where none is), ``newest``, or a name.
+
+    Raises:
+        DataError: there is none.
+    """
+    if (source / MANIFEST_FILE).exists():
+        return source
+    root = source / "checkpoints"
+    steps = [step_name(step) for step in list_steps(root)]
+    name = steps[-1] if steps and (which == "newest" or (which == BEST and not (root / BEST).exists())) else which
+    if not (root / name).is_dir():
+        raise DataError(
+            f"{str(source)!r} holds no checkpoint {which!r}; it holds: {', '.join(steps) or 'none'}. Give a run "
+            "directory or a checkpoint."
+        )
+    return root / name
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("weights/")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_revision() -> str | None:
+    """The commit of the working directory, ``-dirty`` where files have changed since; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return finished.stdout.strip() or None

@@ -1,0 +1,100 @@
+"""Requests to stop: SIGTERM, SIGINT, SIGUSR1 and the file ``stop`` in the run directory.
+
+A thread waits for the signals, since Python's own handlers do not run while the main thread is inside a C call, such
+as a training step. A request only sets a flag; the flag travels in the control vector, and all ranks save at the same
+step. Before the first step there is nothing to save, and SIGTERM and SIGINT end the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+EXIT_CODE = 75  # EX_TEMPFAIL: try again
+STOP_FILE = "stop"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+POLL_SECONDS = 1.0
+
+
+class StopRequests:
+    """Whether this rank has been asked to stop, and by what. Make it before any other thread starts."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._is_training = False
+        self._file: Path | None = None
+        self._leave: Callable[[str], None] = lambda reason: None
+        self._announce: Callable[[str], None] = lambda reason: None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._wait, name="stop requests", daemon=True)
+
+    def __enter__(self) -> StopRequests:
+        # Blocked here, and so in every thread that starts later: the signals reach the waiting thread alone.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread.is_alive() and self._thread.ident:  # it need not wait for its next look at the file
+            signal.pthread_kill(self._thread.ident, signal.SIGUSR1)
+        self._thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    @property
+    def is_pending(self) -> bool:
+        return self.reason is not None
+
+    def watch_file(self, run: Path) -> None:
+        """Look for the file ``stop`` in the run directory, too; on rank 0."""
+        self._file = run / STOP_FILE
+
+    def at_early_end(self, leave: Callable[[str], None]) -> None:
+        """What to do before the process ends at once, because it was told to before the first step."""
+        self._leave = leave
+
+    def start_training(self, announce: Callable[[str], None]) -> None:
+        """From now on there is something to save. ``announce`` is called from the thread at the first request."""
+        self._announce = announce
+        self._is_training = True
+
+    def clear_file(self) -> None:
+        """Remove the file, so that the next run does not stop as well."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _wait(self) -> None:
+        while True:
+            info = signal.sigtimedwait(SIGNALS, POLL_SECONDS)
+            if self._ended.is_set():
+                return
+            if info is not None:
+                self._take(signal.Signals(info.si_signo))
+            elif self._file is not None and self.reason is None and os.path.exists(self._file):
+                self._note(f"the file {self._file}")
+
+    def _take(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT and self.is_pending:
+            self._end_now(f"a second {number.name}", 1)
+        if not self._is_training and number != signal.SIGUSR1:
+            self._end_now(f"{number.name} before the first step; there was nothing to save", EXIT_CODE)
+        self._note(number.name)
+
+    def _note(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason = reason
+            self._announce(reason)
+
+    def _end_now(self, reason: str, exit_code: int) -> None:
+        try:
+            self._leave(reason)
+            sys.stdout.flush()
+        finally:
+            os._exit(exit_code)

@@ -1,0 +1,66 @@
+"""TensorBoard's event files: each step once, however often a run is resumed. Rank 0 alone writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import tensorflow as tf
+
+from ringtrain.workloads.base import Histogram, Images
+
+MAX_IMAGES = 8
+
+
+class EventFiles:
+    """What TensorBoard shows of a run."""
+
+    def __init__(self, directory: Path, *, first_step: int) -> None:
+        """Go on after ``first_step``: what is there of later steps is removed, since they are trained again."""
+        forget_after(directory, first_step)
+        self._writer = tf.summary.create_file_writer(str(directory))
+
+    def scalars(self, prefix: str, values: Mapping[str, float], *, step: int) -> None:
+        """Write numbers under ``prefix/name``."""
+        with self._writer.as_default(step=step):
+            for name, value in values.items():
+                tf.summary.scalar(f"{prefix}/{name}", value)
+
+    def show(self, values: Mapping[str, Images | Histogram], *, step: int) -> None:
+        """Write a workload's images and histograms under their names."""
+        with self._writer.as_default(step=step):
+            for name, value in values.items():
+                if isinstance(value, Images):
+                    tf.summary.image(name, value.values, max_outputs=MAX_IMAGES)
+                else:
+                    tf.summary.histogram(name, value.values)
+
+    def flush(self) -> None:
+        """Bring all to the files: before a checkpoint, whose steps are not trained again."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def forget_after(directory: Path, step: int) -> None:
+    """Remove the events of later steps from the event files below ``directory``."""
+    for path in sorted(directory.glob("*tfevents*")):
+        events = list(read_events(path))
+        kept = [event for event in events if event.step <= step]
+        if len(kept) == len(events):
+            continue
+        temporary = path.with_name(".writing-events")
+        with tf.io.TFRecordWriter(str(temporary)) as writer:
+            for event in kept:
+                writer.write(event.SerializeToString())
+        temporary.replace(path)
+
+
+def read_events(path: Path) -> Iterator[tf.compat.v1.Event]:
+    """The events of a file, up to its end or to where a killed process left it cut off."""
+    try:
+        for record in tf.data.TFRecordDataset(str(path)):
+            yield tf.compat.v1.Event.FromString(record.numpy())
+    except tf.errors.DataLossError:
+        return

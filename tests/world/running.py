@@ -1,0 +1,152 @@
+"""A run that is watched while it trains, and interrupted on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
+
+WORKLOAD = REPOSITORY / "tests/world/workloads/lasting.py"
+START_SECONDS = 60.0
+NUM_SAMPLES = 50
+
+
+class Run:
+    """``mpirun -np N python -m ringtrain`` on the workload ``Lasting``, under way."""
+
+    def __init__(
+        self, out: Path, *flags: str, np: int = 2, env: Mapping[str, str] | None = None, log: Path | None = None
+    ) -> None:
+        self.out = out
+        self.log = log or out.with_name(f"{out.name}.log")
+        start = ["mpirun", "-np", str(np), "--oversubscribe", "--bind-to", "none"] if np > 1 else []
+        command = [*start, sys.executable, "-m", "ringtrain", "--workload", f"{WORKLOAD}:Lasting", "--out", str(out)]
+        with self.log.open("ab") as log_file:
+            self._process = MarkedProcess(
+                [*command, *flags], clean_environment(**(env or {})), stdout=log_file, stderr=subprocess.STDOUT
+            )
+
+    def wait_for(self, what: str, is_there: Callable[[], bool], timeout: float = START_SECONDS) -> None:
+        """Wait until something has happened, while the run is under way."""
+        end = time.monotonic() + timeout
+        while not is_there():
+            assert self._process.popen.poll() is None, f"ended before {what}:\n{self.text()}"
+            assert time.monotonic() < end, f"no {what} after {timeout} s:\n{self.text()}"
+            time.sleep(0.002)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(f"step {step}", lambda: last_step(self.out) >= step)
+
+    def wait_for_save(self) -> None:
+        """Wait until a checkpoint is being written."""
+        self.wait_for("a save", lambda: any((self.out / "checkpoints").glob(".writing-*")))
+
+    def kill(self) -> None:
+        """End all processes at one stroke."""
+        for pid in self._process.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.end()
+
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        [pid] = [pid for pid in self._process.pids() if self._is_rank(pid, rank)]
+        os.kill(pid, number)
+
+    def signal_launcher(self, number: signal.Signals) -> None:
+        os.kill(self._process.popen.pid, number)
+
+    def wait(self, timeout: float = START_SECONDS) -> int:
+        """The launcher's exit code, once the run has ended."""
+        try:
+            code = self._process.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not at its end after {timeout} s:\n{self.text()}") from None
+        assert self._process.wait_until_gone(10), "processes live on after the launcher ended"
+        return code
+
+    def end(self) -> None:
+        self._process.end()
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def _is_rank(self, pid: int, rank: int) -> bool:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        return f"OMPI_COMM_WORLD_RANK={rank}".encode() in variables and b"ringtrain" in command
+
+
+@contextlib.contextmanager
+def running(out: Path, *flags: str, **options: Any) -> Iterator[Run]:
+    """A run that is ended at the end, however the test goes."""
+    run = Run(out, *flags, **options)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def run_to_end(out: Path, *flags: str, **options: Any) -> Run:
+    """Train to the end."""
+    with running(out, *flags, **options) as run:
+        assert run.wait(120) == 0, run.text()
+    return run
+
+
+def events(out: Path, event: str = "") -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (out / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):  # being written
+                found.append(json.loads(line))
+    return [item for item in found if not event or item["event"] == event]
+
+
+def last_step(out: Path) -> int:
+    return max((item["step"] for item in events(out, "train")), default=0)
+
+
+def ledger(out: Path) -> list[list[int]]:
+    """The samples of each step of the surviving history, in order."""
+    steps = []
+    seen = 0
+    for item in events(out, "train"):
+        samples = item["samples_seen"] - seen
+        seen = item["samples_seen"]
+        counts = [round(item[f"sample_{number}"] * samples) for number in range(NUM_SAMPLES)]
+        assert sum(counts) == samples
+        steps.append([number for number, count in enumerate(counts) for _ in range(count)])
+    return steps
+
+
+def assert_history_is_whole(out: Path, *, epochs: int, steps: int) -> None:
+    """Every step once, and every sample once in each epoch."""
+    assert [item["step"] for item in events(out, "train")] == list(range(1, steps + 1))
+    steps_of = ledger(out)
+    per_epoch = steps // epochs
+    for epoch in range(epochs):
+        samples = sorted(itertools.chain(*steps_of[epoch * per_epoch : (epoch + 1) * per_epoch]))
+        assert samples == list(range(NUM_SAMPLES)), f"epoch {epoch}"
+
+
+def digest(checkpoint: Path) -> str:
+    return hashlib.sha256((checkpoint / "variables.bin").read_bytes()).hexdigest()
+
+
+def final_checkpoint(out: Path, steps: int) -> Path:
+    return out / "checkpoints" / f"step-{steps:09d}"

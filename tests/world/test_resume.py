@@ -1,0 +1,163 @@
+"""Runs that are killed, or go on with another number of ranks, end as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain import checkpoint
+from ringtrain.checkpoint import read_checkpoint, step_name
+from tests.world.running import (
+    assert_history_is_whole,
+    digest,
+    events,
+    final_checkpoint,
+    ledger,
+    run_to_end,
+    running,
+)
+
+EPOCHS, STEPS = 6, 48  # 50 samples, 7 in a batch: 8 steps an epoch
+SLOW_SAVE = {"RINGTRAIN_TEST_SAVE_SECONDS": "0.3"}
+SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.03"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nobody disturbs."""
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    run_to_end(out, "--deterministic", "true")
+    return out
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.timeout(600)
+def test_a_run_killed_at_random_moments_ends_bit_equal(kills: int, undisturbed: Path, tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed of the moments: {seed}")
+    generator = random.Random(seed)
+    moments = sorted(generator.sample(range(1, STEPS), kills))
+    saves = set(generator.sample(range(kills), max(1, kills // 3)))
+    out = tmp_path / "run"
+    killed_at = []
+    for number, moment in enumerate(moments):
+        with running(out, "--deterministic", "true", env=SLOW_SAVE if number in saves else SLOW_STEP) as run:
+            run.wait_for_step(min(moment, STEPS - 8))
+            if number in saves:
+                run.wait_for_save()
+            run.kill()
+        killed_at.append(len(events(out, "train")))
+    run_to_end(out, "--deterministic", "true")
+    print(f"killed with {killed_at} steps logged")
+    assert digest(final_checkpoint(out, STEPS)) == digest(final_checkpoint(undisturbed, STEPS)), f"seed {seed}"
+    assert_history_is_whole(out, epochs=EPOCHS, steps=STEPS)
+    assert [e["step"] for e in events(out, "eval")] == [e["step"] for e in events(undisturbed, "eval")]
+    assert ledger(out) == ledger(undisturbed)
+    for mine, other in zip(events(out, "train"), events(undisturbed, "train"), strict=True):
+        assert (mine["step"], mine["loss"], mine["lr"]) == (other["step"], other["loss"], other["lr"])
+    assert not list((out / "checkpoints").glob(".*")), "something half written is left"
+    assert_tensorboard_holds_each_step_once(out)
+
+
+def assert_tensorboard_holds_each_step_once(out: Path) -> None:
+    """Read by TensorBoard's own reader: the same numbers as metrics.jsonl."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(out / "tensorboard"), size_guidance={"tensors": 0})
+    reader.Reload()
+    for kind in ("train", "eval"):
+        expected = [(e["step"], np.float32(e["loss"])) for e in events(out, kind)]
+        found = [(e.step, np.float32(tf.make_ndarray(e.tensor_proto))) for e in reader.Tensors(f"{kind}/loss")]
+        assert found == expected, kind
+    assert {"input", "weights", "train/lr", "train/accuracy", "eval/accuracy"} <= set(reader.Tags()["tensors"])
+    assert [event.step for event in reader.Tensors("weights")] == [e["step"] for e in events(out, "eval")]
+
+
+def test_two_ranks_become_three_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    flags = ("--precision", "float64")
+    one, out = tmp_path / "one", tmp_path / "run"
+    run_to_end(one, *flags, np=1)
+    with running(out, *flags, env=SLOW_STEP) as run:
+        run.wait_for_step(14)
+        run.kill()
+    run_to_end(out, *flags, np=3)
+    first, second = events(out, "start")
+    assert (first["size"], first["first_step"]) == (2, 0)
+    assert second["size"] == 3
+    assert second["first_step"] % 8 != 0, "not in the middle of an epoch"
+    assert second["global_batch_size"] == 7
+    assert_history_is_whole(out, epochs=EPOCHS, steps=STEPS)
+    assert ledger(out) == ledger(one)
+    mine, other = (read_checkpoint(final_checkpoint(path, STEPS)).variables for path in (out, one))
+    for name, value in other.items():
+        np.testing.assert_allclose(mine[name], value, rtol=0, atol=1e-10 * max(1.0, np.abs(value).max()), err_msg=name)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(undisturbed: Path) -> None:
+    before = contents(undisturbed)
+    run = run_to_end(undisturbed, "--deterministic", "true", np=1)
+    assert f"the run in {undisturbed} is complete: {STEPS} steps" in run.text()
+    assert contents(undisturbed) == before
+
+
+def contents(out: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and ".lease" not in path.parts}
+
+
+def test_other_settings_are_refused_with_both_values(undisturbed: Path) -> None:
+    with running(undisturbed, "--seed", "1", log=undisturbed.with_name("refused.log")) as run:
+        assert run.wait() == 2
+    [message] = [line for line in run.text().splitlines() if "ringtrain: error" in line]
+    assert "deterministic True -> False; seed 0 -> 1" in message
+    assert "--resume never" in message
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(undisturbed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with running(out, "--deterministic", "true", env=SLOW_STEP) as run:
+        run.wait_for("two checkpoints", lambda: len(events(out, "checkpoint")) >= 3)
+        run.kill()
+    steps = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+    newest = out / "checkpoints" / steps[-1] / "variables.bin"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    finished = run_to_end(out, "--deterministic", "true")
+    assert "does not have the checksum" in finished.text()
+    assert events(out, "start")[-1]["first_step"] == int(steps[-2].removeprefix("step-"))
+    assert (out / "checkpoints" / f"{steps[-1]}.damaged-1").is_dir()
+    assert digest(final_checkpoint(out, STEPS)) == digest(final_checkpoint(undisturbed, STEPS))
+
+
+def test_another_workloads_checkpoint_is_refused(undisturbed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(undisturbed, out, symlinks=True)
+    manifest = final_checkpoint(out, STEPS) / "manifest.json"
+    content = json.loads(manifest.read_text())["content"]
+    content["run"]["workload"], content["progress"]["finished"] = "another.py:Model", None
+    manifest.write_text(json.dumps({"sha256": checkpoint._digest_of(content), "content": content}))
+    with running(out, "--deterministic", "true", np=1) as run:
+        assert run.wait() == 2
+    assert "its workload is another.py:Model, not" in run.text()
+    assert manifest.exists()
+
+
+def test_weights_of_another_run_are_taken_where_they_fit(undisturbed: Path, tmp_path: Path) -> None:
+    run = run_to_end(tmp_path / "run", "--init_from", str(undisturbed), "--steps", "1", np=1)
+    assert "4 of 4 variables taken" in run.text()
+    assert events(tmp_path / "run", "start")[0]["first_step"] == 0
+
+
+def test_keep_leaves_the_newest_and_the_best(undisturbed: Path) -> None:
+    names = sorted(path.name for path in (undisturbed / "checkpoints").iterdir())
+    best = (undisturbed / "checkpoints/best").readlink().name
+    assert names == sorted(["best", best, *(step_name(step) for step in (40, 45, 48))])
+    evals = events(undisturbed, "eval")
+    highest = max(evals, key=lambda e: e["accuracy"])  # the first of several
+    assert best == f"best-{step_name(highest['step'])}"

@@ -1,0 +1,132 @@
+"""Requests to stop, of every kind and at every moment: all is saved at one step, and the same command goes on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.world.running import (
+    Run,
+    assert_history_is_whole,
+    digest,
+    events,
+    final_checkpoint,
+    run_to_end,
+    running,
+)
+
+EPOCHS, STEPS = 6, 48
+SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}
+
+
+def end_of(out: Path) -> tuple[str, int]:
+    end = events(out)[-1]
+    assert end["event"] == "end"
+    return end["status"], end["exit_code"]
+
+
+def assert_went_on(out: Path, reference: Path) -> None:
+    """The same command, once more, ends as the undisturbed run did."""
+    run_to_end(out, "--deterministic", "true")
+    assert_history_is_whole(out, epochs=EPOCHS, steps=STEPS)
+    assert digest(final_checkpoint(out, STEPS)) == digest(final_checkpoint(reference, STEPS))
+    assert [e["step"] for e in events(out, "eval")] == [e["step"] for e in events(reference, "eval")]
+
+
+def message_of(run: Run) -> str:
+    [message] = [line for line in run.text().splitlines() if line.startswith("ringtrain: ")]
+    return message
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("reference") / "run"
+    run_to_end(out, "--deterministic", "true")
+    return out
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step(reference: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with running(out, "--deterministic", "true", env=SLOW_STEP) as run:
+        run.wait_for_step(7)
+        run.signal_rank(1, signal.SIGUSR1)
+        assert run.wait() == 75, run.text()
+    assert end_of(out) == ("preempted", 75)
+    step = events(out, "train")[-1]["step"]
+    assert "stopped by SIGUSR1 at rank 1 on" in message_of(run)
+    assert f"step {step} of {STEPS} is saved" in message_of(run)
+    assert_went_on(out, reference)
+
+
+def test_a_stop_file_stops_the_run_once(reference: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with running(out, "--deterministic", "true", env=SLOW_STEP) as run:
+        run.wait_for_step(3)
+        (out / "stop").touch()
+        assert run.wait() == 75, run.text()
+    assert end_of(out) == ("preempted", 75)
+    assert f"stopped by the file {out / 'stop'}" in message_of(run)
+    assert not (out / "stop").exists()
+    assert_went_on(out, reference)
+
+
+def test_sigterm_to_the_launcher_saves_where_its_grace_allows(reference: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with running(out, "--deterministic", "true", env=SLOW_STEP) as run:
+        run.wait_for_step(12)
+        run.signal_launcher(signal.SIGTERM)
+        run.wait()
+    assert "SIGTERM: saving after this step" in run.text()
+    assert end_of(out) == ("preempted", 75)
+    assert_went_on(out, reference)
+
+
+def test_sigterm_during_a_save_that_takes_longer_than_the_launchers_grace_loses_no_checkpoint(
+    reference: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    slow = SLOW_STEP | {"RINGTRAIN_TEST_SAVE_SECONDS": "3"}
+    with running(out, "--deterministic", "true", env=slow) as run:
+        run.wait_for_save()
+        run.signal_launcher(signal.SIGTERM)
+        run.wait()
+    assert "there is no checkpoint yet" in run.text()
+    assert_went_on(out, reference)
+
+
+def test_a_signal_during_an_evaluation_leaves_it_to_the_next_start(reference: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    env = SLOW_STEP | {"RINGTRAIN_TEST_STOP_IN_EVALUATION": "1"}
+    with running(out, "--deterministic", "true", env=env) as run:
+        assert run.wait() == 75, run.text()
+    assert end_of(out) == ("preempted", 75)
+    assert not events(out, "eval")
+    assert events(out, "train")[-1]["step"] == 16
+    assert_went_on(out, reference)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_before_the_first_step_leaves_with_nothing_to_save(number: signal.Signals, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    started = tmp_path / "started"
+    env = {"RINGTRAIN_TEST_START_SECONDS": "3", "RINGTRAIN_TEST_STARTED": str(started)}
+    with running(out, env=env) as run:
+        run.wait_for("the start", started.exists)
+        run.signal_rank(0, number)
+        assert run.wait() == 75, run.text()
+    assert end_of(out) == ("preempted", 75)
+    assert "before the first step" in message_of(run)
+    assert not list((out / "checkpoints").glob("*"))
+
+
+def test_ctrl_c_without_a_launcher_saves_and_tells_how_to_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with running(out, np=1, env=SLOW_STEP) as run:
+        run.wait_for_step(2)
+        run.signal_launcher(signal.SIGINT)
+        assert run.wait() == 75, run.text()
+    assert "The same command goes on from there." in message_of(run)
+    assert "Traceback" not in run.text()
+    assert events(out, "checkpoint")

@@ -1,0 +1,115 @@
+"""A workload for runs that are interrupted: a ledger among its metrics, and steps and saves that can take a while."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain import checkpoint
+from ringtrain.data.augment import random_shift
+from ringtrain.data.sources import ArraySource, from_arrays
+from ringtrain.workloads.base import Histogram, Images, Sources, Workload
+
+NUM_SAMPLES = 50
+SIDE = 4
+
+
+def seconds_of(what: str) -> float:
+    return float(os.environ.get(f"RINGTRAIN_TEST_{what}_SECONDS", "0"))
+
+
+def flush_slowly(descriptor: int) -> None:
+    time.sleep(seconds_of("SAVE"))
+    os.fsync(descriptor)
+
+
+if seconds_of("SAVE"):
+    checkpoint._flush = flush_slowly
+
+
+class StoppingSource(ArraySource):
+    """Samples whose reader is told to stop when it reads them."""
+
+    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
+        def stop(values: np.ndarray) -> np.ndarray:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return values
+
+        return super().gather(tf.ensure_shape(tf.numpy_function(stop, [indices], indices.dtype), indices.shape))
+
+
+class Lasting(Workload):
+    """Augmented images, dropout, a moving average of the weights: everything that a resumed run could get wrong.
+
+    Each sample has a metric of its own, so that metrics.jsonl shows which samples a step was made of, over all ranks.
+    ``RINGTRAIN_TEST_STEP_SECONDS`` is the least time that the data of a step take, ``RINGTRAIN_TEST_SAVE_SECONDS`` that
+    of a save, and ``RINGTRAIN_TEST_START_SECONDS`` that of the start,
+    which then makes the file that ``RINGTRAIN_TEST_STARTED`` names. ``RINGTRAIN_TEST_STOP_IN_EVALUATION`` lets rank 1
+    get SIGUSR1 in the middle of the first evaluation.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "epochs": 6,
+        "global_batch_size": 7,
+        "log_every": 1,
+        "eval_every_epochs": 2,
+        "checkpoint_every": 5,
+        "optimizer": {"name": "adam", "lr": 0.01, "schedule": "exponential", "decay_epochs": 3.0, "ema": 0.99},
+        "best_metric": "accuracy",
+        "best_direction": "max",
+    }
+
+    def create_model(self) -> keras.Model:
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((SIDE, SIDE, 1)),
+                layers.Flatten(),
+                layers.Dense(16, activation="relu", kernel_regularizer=keras.regularizers.L2(1e-3)),
+                layers.Dropout(0.0 if keras.config.floatx() == "float64" else 0.3),
+                layers.Dense(3),
+            ]
+        )
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        if seconds_of("START"):
+            Path(os.environ["RINGTRAIN_TEST_STARTED"]).touch()
+            time.sleep(seconds_of("START"))
+        generator = np.random.default_rng(0)
+        images = generator.random((NUM_SAMPLES + 13, SIDE, SIDE, 1)).astype(keras.config.floatx())
+        labels = (images.mean(axis=(1, 2, 3)) * 30).astype(int) % 3
+        evaluation = from_arrays(images[NUM_SAMPLES:], (labels[NUM_SAMPLES:], np.arange(13)))
+        if os.environ.get("RINGTRAIN_TEST_STOP_IN_EVALUATION") and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            evaluation = StoppingSource(evaluation.x, evaluation.y, num_samples=13)
+        return Sources(from_arrays(images[:NUM_SAMPLES], (labels[:NUM_SAMPLES], np.arange(NUM_SAMPLES))), evaluation)
+
+    def augment(self, x: tf.Tensor, y: Any, keys: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        seconds = seconds_of("STEP")
+
+        def wait(images: np.ndarray) -> np.ndarray:
+            time.sleep(seconds)
+            return images
+
+        shifted = random_shift(x, keys, max_pixels=1)
+        return (tf.ensure_shape(tf.numpy_function(wait, [shifted], x.dtype), x.shape) if seconds else shifted), y
+
+    def loss(self, y: Any, outputs: tf.Tensor) -> tf.Tensor:
+        return keras.losses.sparse_categorical_crossentropy(y[0], outputs, from_logits=True)
+
+    def metrics(self, y: Any, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        ledger = tf.one_hot(y[1], NUM_SAMPLES, dtype=outputs.dtype)  # [n, NUM_SAMPLES]
+        return {
+            "accuracy": keras.metrics.sparse_categorical_accuracy(y[0], outputs),
+            **{f"sample_{number}": ledger[:, number] for number in range(NUM_SAMPLES)},
+        }
+
+    def summaries(self, model: keras.Model, x: tf.Tensor, y: Any) -> dict[str, Images | Histogram]:
+        return {"input": Images(x), "weights": Histogram(model.trainable_variables[0].value)}

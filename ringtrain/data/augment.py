@@ -65,6 +65,104 @@ def random_shift(images: tf.Tensor, keys: tf.Tensor, max_pixels: int, *, draw: i
     return tf.gather(tf.gather(padded, rows, batch_dims=1), columns, batch_dims=1, axis=2)
 
 
+def random_crop(images: tf.Tensor, keys: tf.Tensor, height: int, width: int, *, draw: int = 0) -> tf.Tensor:
+    """Cut a window out of each image, anywhere inside it.
+
+    Args:
+        images: [n, h, w, c], not smaller than the window.
+        keys: of ``sample_keys``, uint64 [n].
+
+    Returns:
+        [n, height, width, c]
+
+    Raises:
+        ValueError: the window does not fit.
+    """
+    image_height, image_width = images.shape[1], images.shape[2]
+    if height > image_height or width > image_width:
+        raise ValueError(
+            f"random_crop: a window of {height}x{width} does not fit into images of {image_height}x{image_width}; make "
+            "it smaller, or pad the images first."
+        )
+    num_places = tf.constant([image_height - height + 1, image_width - width + 1], tf.float32)
+    offsets = tf.cast(uniform(keys, draw, (2,)) * num_places, tf.int32)  # [n, 2]
+    rows = offsets[:, :1] + tf.range(height)  # [n, height]
+    columns = offsets[:, 1:] + tf.range(width)  # [n, width]
+    return _gather_pixels(images, rows, columns)
+
+
+def random_flip_left_right(images: tf.Tensor, keys: tf.Tensor, *, draw: int = 0) -> tf.Tensor:
+    """Mirror each image [n, h, w, c], or not, with even chances."""
+    height, width = images.shape[1], images.shape[2]
+    columns = tf.range(width)
+    columns = tf.where(uniform(keys, draw)[:, tf.newaxis] < 0.5, width - 1 - columns, columns)  # [n, w]
+    return _gather_pixels(images, tf.range(height)[tf.newaxis], columns)
+
+
+def random_brightness(images: tf.Tensor, keys: tf.Tensor, max_delta: float, *, draw: int = 0) -> tf.Tensor:
+    """Add to each image [n, h, w, c] of floats a number of its own, from -max_delta up to, not including, max_delta."""
+    return images + _one_for_each(uniform(keys, draw) * (2 * max_delta) - max_delta, images)
+
+
+def random_contrast(images: tf.Tensor, keys: tf.Tensor, lower: float, upper: float, *, draw: int = 0) -> tf.Tensor:
+    """Stretch each channel of an image about its mean, by a factor of the image's own.
+
+    As ``tf.image.adjust_contrast``: (x - mean) * factor + mean.
+
+    Args:
+        images: floats [n, h, w, c].
+        keys: of ``sample_keys``, uint64 [n].
+        lower, upper: the factor is at least ``lower`` and below ``upper``.
+    """
+    factors = _one_for_each(uniform(keys, draw) * (upper - lower) + lower, images)
+    means = tf.cast(_mean(images, axes=[1, 2]), images.dtype)  # [n, 1, 1, c]
+    return images * factors + (means - means * factors)
+
+
+def per_image_standardization(images: tf.Tensor) -> tf.Tensor:
+    """Give each image mean 0 and standard deviation 1.
+
+    As ``tf.image.per_image_standardization``: the deviation counts as at least 1/sqrt(h * w * c), so that an image of
+    one colour becomes 0.
+
+    Args:
+        images: floats [n, h, w, c].
+    """
+    means = _mean(images, axes=[1, 2, 3])
+    variances = _mean(tf.square(tf.cast(images, tf.float64) - means), axes=[1, 2, 3])
+    num_values = images.shape[1] * images.shape[2] * images.shape[3]
+    deviations = tf.sqrt(tf.maximum(variances, 1 / num_values))
+    return (images - tf.cast(means, images.dtype)) / tf.cast(deviations, images.dtype)
+
+
+def _gather_pixels(images: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
+    """The pixels of chosen rows and columns of each image, by one gather over all pixels: two gathers take longer.
+
+    Args:
+        images: [n, h, w, c].
+        rows: int32 [n, rows] or [1, rows].
+        columns: int32 [n, columns].
+
+    Returns:
+        [n, rows, columns, c]
+    """
+    height, width, channels = images.shape[1:]
+    first_rows = tf.range(tf.shape(images)[0])[:, tf.newaxis] * height  # [n, 1]
+    pixels = (first_rows + rows)[:, :, tf.newaxis] * width + columns[:, tf.newaxis, :]  # [n, rows, columns]
+    return tf.gather(tf.reshape(images, [-1, channels]), pixels)
+
+
+def _one_for_each(values: tf.Tensor, images: tf.Tensor) -> tf.Tensor:
+    """Values [n] as [n, 1, 1, 1], in the images' type."""
+    return tf.cast(values, images.dtype)[:, tf.newaxis, tf.newaxis, tf.newaxis]
+
+
+def _mean(images: tf.Tensor, *, axes: list[int]) -> tf.Tensor:
+    """Means over ``axes``, which are kept. Summed in float64: TensorFlow adds in another order where a batch holds one
+    image, which would show in float32, and what a sample gets must not depend on its batch."""
+    return tf.reduce_mean(tf.cast(images, tf.float64), axes, keepdims=True)
+
+
 def _mix(values: tf.Tensor) -> tf.Tensor:
     """splitmix64's finaliser: every input bit reaches every output bit."""
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from ringtrain.data.augment import random_shift, sample_keys, uniform
+from ringtrain.data.augment import (
+    per_image_standardization,
+    random_brightness,
+    random_contrast,
+    random_crop,
+    random_flip_left_right,
+    random_shift,
+    sample_keys,
+    uniform,
+)
 
 
 def keys_of(indices: object, *, seed: int = 0, epoch: int = 0) -> tf.Tensor:
@@ -66,3 +78,96 @@ def test_a_shift_moves_whole_images_and_brings_in_zeros() -> None:
 def test_a_shift_by_nothing_changes_nothing() -> None:
     images = tf.random.stateless_uniform([3, 4, 4, 2], [0, 0])
     np.testing.assert_array_equal(random_shift(images, keys_of([1, 2, 3]), max_pixels=0), images)
+
+
+def random_images(count: int, *, height: int = 7, width: int = 6) -> tf.Tensor:
+    """Float images with values 0 to 255."""
+    values = np.random.default_rng(0).integers(0, 256, (count, height, width, 3))
+    return tf.constant(values, tf.float32)
+
+
+def assert_each(images: tf.Tensor, changed: tf.Tensor, expected: Callable[[int, tf.Tensor], tf.Tensor]) -> None:
+    """Each image was changed as TensorFlow's function for a single image does it."""
+    for i, image in enumerate(images):
+        np.testing.assert_allclose(changed[i], expected(i, image), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [tf.uint8, tf.float32])
+def test_a_crop_is_tensorflow_s_at_a_place_of_its_own(dtype: tf.DType) -> None:
+    images, keys = tf.cast(random_images(40), dtype), keys_of(range(40))
+    offsets = np.floor(uniform(keys, 3, (2,)).numpy() * [7 - 4 + 1, 6 - 5 + 1]).astype(int)
+    cropped = random_crop(images, keys, 4, 5, draw=3)
+    assert cropped.dtype == dtype
+    assert cropped.shape == (40, 4, 5, 3)
+    assert_each(images, cropped, lambda i, image: tf.image.crop_to_bounding_box(image, *offsets[i], 4, 5))
+
+
+def test_every_place_of_a_crop_comes_up_as_often() -> None:
+    image = np.arange(20, dtype=np.float32).reshape(1, 4, 5, 1)
+    cropped = random_crop(tf.constant(np.repeat(image, 6000, axis=0)), keys_of(range(6000)), 3, 3).numpy()
+    places, counts = np.unique(cropped[:, 0, 0, 0], return_counts=True)
+    assert places.tolist() == [0, 1, 2, 5, 6, 7]
+    assert abs(counts - 1000).max() < 150  # five standard deviations
+
+
+def test_a_crop_of_the_whole_image_changes_nothing() -> None:
+    images = random_images(3)
+    np.testing.assert_array_equal(random_crop(images, keys_of(range(3)), 7, 6), images)
+
+
+def test_a_crop_larger_than_the_image_is_refused() -> None:
+    with pytest.raises(ValueError, match="8x6 does not fit into images of 7x6"):
+        random_crop(random_images(1), keys_of([0]), 8, 6)
+
+
+@pytest.mark.parametrize("dtype", [tf.uint8, tf.float32])
+def test_half_of_the_images_are_tensorflow_s_mirrored_ones(dtype: tf.DType) -> None:
+    images, keys = tf.cast(random_images(400), dtype), keys_of(range(400))
+    is_mirrored = uniform(keys, 2).numpy() < 0.5
+    assert 150 < is_mirrored.sum() < 250
+    expected = np.where(is_mirrored[:, None, None, None], tf.image.flip_left_right(images), images)
+    np.testing.assert_array_equal(random_flip_left_right(images, keys, draw=2), expected)
+
+
+def test_brightness_is_tensorflow_s_by_a_number_of_its_own() -> None:
+    images, keys = random_images(20), keys_of(range(20))
+    deltas = uniform(keys, 1).numpy() * 126 - 63
+    changed = random_brightness(images, keys, 63, draw=1)
+    assert_each(images, changed, lambda i, image: tf.image.adjust_brightness(image, deltas[i]))
+
+
+def test_contrast_is_tensorflow_s_by_a_factor_of_its_own() -> None:
+    images, keys = random_images(20), keys_of(range(20))
+    factors = 0.2 + 1.6 * uniform(keys, 1).numpy()
+    changed = random_contrast(images, keys, 0.2, 1.8, draw=1)
+    assert_each(images, changed, lambda i, image: tf.image.adjust_contrast(image, factors[i]))
+
+
+def test_standardization_is_tensorflow_s() -> None:
+    one_colour = tf.fill([1, 7, 6, 3], 200.0)
+    faint = one_colour + random_images(1) / 255 / 20  # its deviation is below the smallest that counts
+    images = tf.concat([random_images(20), one_colour, faint], axis=0)
+    standardized = per_image_standardization(images)
+    assert_each(images, standardized, lambda i, image: tf.image.per_image_standardization(image))
+    assert not standardized[20].numpy().any()
+    assert 0.01 < standardized[21].numpy().std() < 0.9
+
+
+def distort(images: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+    images = random_flip_left_right(random_crop(images, keys, 5, 4, draw=0), keys, draw=1)
+    images = random_contrast(random_brightness(images, keys, 63, draw=2), keys, 0.2, 1.8, draw=3)
+    return per_image_standardization(images)
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64])
+def test_what_an_image_becomes_does_not_depend_on_its_batch(dtype: tf.DType) -> None:
+    images, keys = tf.cast(random_images(60), dtype), keys_of(range(60))
+    together = distort(images, keys).numpy()
+    assert together.dtype == dtype
+    for indices in ([7], [59, 0, 4], [3, 3], range(1, 60)):
+        alone = distort(tf.gather(images, indices), keys_of(indices))
+        np.testing.assert_allclose(alone, together[list(indices)], rtol=0, atol=0 if dtype == tf.float32 else 1e-12)
+
+
+def test_no_images_are_distorted_to_no_images() -> None:
+    assert distort(random_images(0), keys_of([])).shape == (0, 5, 4, 3)

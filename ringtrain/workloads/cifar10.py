@@ -1,0 +1,167 @@
+"""cifar10: network and recipe of TensorFlow's CIFAR-10 tutorial (tensorflow/models, tutorials/image/cifar10)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ringtrain.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, Samples, load_cifar10
+from ringtrain.workloads.base import Sources, Workload
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from ringtrain.workloads.base import Histogram, Images
+
+CROP_SIZE = 24
+MAX_BRIGHTNESS_DELTA = 63.0  # of pixels 0 to 255
+CONTRAST_RANGE = (0.2, 1.8)
+WEIGHT_DECAY = 0.004  # of tf.nn.l2_loss, half the sum of squares
+NUM_SYNTHETIC = {"train": 12_800, "evaluation": 1_280}
+_EVALUATION_CHUNK = 1_000
+
+
+class Cifar10(Workload):
+    """Two convolutions with local response normalisation, and three dense layers, on random 24x24 crops."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "batch_size": 128,
+        "epochs": 256,
+        "optimizer": {
+            "name": "sgd",
+            "lr": 0.1,
+            "schedule": "exponential",
+            "decay_rate": 0.1,
+            "decay_epochs": 350,
+            "ema": 0.9999,
+        },
+        "best_metric": "accuracy",
+        "best_direction": "max",
+    }
+
+    def create_model(self) -> keras.Model:
+        import keras
+        from keras import layers
+
+        from ringtrain.workloads.response_normalization import LocalResponseNormalization
+
+        normalization: dict[str, Any] = {"depth_radius": 4, "bias": 1.0, "alpha": 0.001 / 9, "beta": 0.75}
+        return keras.Sequential(
+            [
+                keras.Input((CROP_SIZE, CROP_SIZE, 3)),
+                layers.Conv2D(64, 5, padding="same", activation="relu", name="conv1", **initial(stddev=5e-2, bias=0.0)),
+                layers.MaxPooling2D(3, 2, padding="same", name="pool1"),  # [n, 12, 12, 64]
+                LocalResponseNormalization(name="norm1", **normalization),
+                layers.Conv2D(64, 5, padding="same", activation="relu", name="conv2", **initial(stddev=5e-2, bias=0.1)),
+                LocalResponseNormalization(name="norm2", **normalization),
+                layers.MaxPooling2D(3, 2, padding="same", name="pool2"),  # [n, 6, 6, 64]
+                layers.Flatten(),
+                layers.Dense(384, activation="relu", name="local3", **initial(stddev=0.04, bias=0.1), **weight_decay()),
+                layers.Dense(192, activation="relu", name="local4", **initial(stddev=0.04, bias=0.1), **weight_decay()),
+                layers.Dense(NUM_CLASSES, name="softmax_linear", **initial(stddev=1 / 192, bias=0.0)),
+            ],
+            name="cifar10",
+        )
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        from ringtrain.data.sources import from_arrays
+
+        train, test = (make_samples(), make_samples(evaluation=True)) if synthetic else load_cifar10(data_dir)
+        images, labels = test
+        return Sources(from_arrays(*train), from_arrays(prepare_for_evaluation(images), labels))
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        import keras
+
+        return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+    def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        import keras
+
+        return {"accuracy": keras.metrics.sparse_categorical_accuracy(y, outputs)}
+
+    def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Raw images uint8 [n, 32, 32, 3] -> distorted and standardised ones, float32 [n, 24, 24, 3]."""
+        import tensorflow as tf
+
+        from ringtrain.data import augment
+
+        x = augment.random_crop(x, keys, CROP_SIZE, CROP_SIZE, draw=0)
+        x = augment.random_flip_left_right(x, keys, draw=1)
+        x = augment.random_brightness(tf.cast(x, tf.float32), keys, MAX_BRIGHTNESS_DELTA, draw=2)
+        x = augment.random_contrast(x, keys, *CONTRAST_RANGE, draw=3)
+        return augment.per_image_standardization(x), y
+
+    def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
+        """The images as the model gets them, every kernel, and what the convolutions make of the images."""
+        import keras
+
+        from ringtrain.workloads.base import Histogram, Images
+
+        convolutions = ("conv1", "conv2")
+        inner = keras.Model(model.inputs, [model.get_layer(name).output for name in convolutions])
+        return {
+            "images": Images(rescale(np.asarray(x, np.float32))),
+            **{
+                f"kernels/{layer.name}": Histogram(np.asarray(layer.kernel, np.float32))
+                for layer in model.layers
+                if hasattr(layer, "kernel")
+            },
+            **{
+                f"activations/{name}": Histogram(np.asarray(values, np.float32))
+                for name, values in zip(convolutions, inner(x, training=False), strict=True)
+            },
+        }
+
+
+def initial(*, stddev: float, bias: float) -> dict[str, Any]:
+    """A layer's first weights: a normal distribution, cut off at two standard deviations, and the same bias for all."""
+    from keras import initializers
+
+    return {
+        "kernel_initializer": initializers.TruncatedNormal(stddev=stddev),
+        "bias_initializer": initializers.Constant(bias),
+    }
+
+
+def weight_decay() -> dict[str, Any]:
+    """What adds ``WEIGHT_DECAY * tf.nn.l2_loss(kernel)`` to the objective. Keras' L2 has no factor of a half."""
+    from keras import regularizers
+
+    return {"kernel_regularizer": regularizers.L2(WEIGHT_DECAY / 2)}
+
+
+def prepare_for_evaluation(images: np.ndarray) -> np.ndarray:
+    """The middle of each image, standardised: uint8 [n, 32, 32, 3] -> float32 [n, 24, 24, 3]."""
+    import tensorflow as tf
+
+    from ringtrain.data.augment import per_image_standardization
+
+    start, end = (IMAGE_SIZE - CROP_SIZE) // 2, (IMAGE_SIZE + CROP_SIZE) // 2
+    prepared = np.empty((len(images), CROP_SIZE, CROP_SIZE, 3), np.float32)
+    with tf.device("CPU"):
+        for first in range(
+            0, len(images), _EVALUATION_CHUNK
+        ):  # what is computed in between needs several times the memory
+            chunk = slice(first, first + _EVALUATION_CHUNK)
+            prepared[chunk] = per_image_standardization(tf.cast(images[chunk, start:end, start:end], tf.float32))
+    return prepared
+
+
+def make_samples(*, evaluation: bool = False) -> Samples:
+    """Random images and labels, for measuring."""
+    count = NUM_SYNTHETIC["evaluation" if evaluation else "train"]
+    generator = np.random.default_rng(int(evaluation))
+    images = generator.integers(0, 256, (count, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
+    return images, generator.integers(0, NUM_CLASSES, count)
+
+
+def rescale(images: np.ndarray) -> np.ndarray:
+    """Each image [n, h, w, c] stretched from its smallest and largest value to 0 and 1, to be looked at."""
+    low = images.min(axis=(1, 2, 3), keepdims=True)
+    high = images.max(axis=(1, 2, 3), keepdims=True)
+    return (images - low) / np.maximum(high - low, np.finfo(images.dtype).tiny)

@@ -60,14 +60,16 @@ class RunDirectory:
 
     def forget_after(self, step: int) -> None:
         """Remove from metrics.jsonl what is going to be trained again, and a line that was cut off."""
-        self._metrics.close()
-        path = self.path / METRICS_FILE
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        kept = [line for line in lines if _is_kept(line, step)]
-        temporary = self.path / f".{METRICS_FILE}"
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        temporary.replace(path)
-        self._metrics = path.open("a", encoding="utf-8")
+        with self._lock:
+            self.may_write()
+            self._metrics.close()
+            path = self.path / METRICS_FILE
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            kept = [line for line in lines if _is_kept(line, step)]
+            temporary = self.path / f".{METRICS_FILE}"
+            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            temporary.replace(path)
+            self._metrics = path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._metrics.close()

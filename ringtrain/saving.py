@@ -1,4 +1,4 @@
-"""Saving a run while it trains: the training thread copies the variables to host memory, another one writes them."""
+"""Saving a run while it trains: the training thread takes a snapshot in host memory, another thread writes it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.checkpoint import (
     BEST,
@@ -50,7 +51,7 @@ class CheckpointWriter:
         Raises:
             LeaseLostError: another process has taken over the run directory.
         """
-        self._settle()
+        self.wait()
         self._under_way = self._executor.submit(self._write, checkpoint, as_step=as_step, as_best=as_best)
 
     def finish(self, checkpoint: Checkpoint) -> str:
@@ -59,7 +60,7 @@ class CheckpointWriter:
         Raises:
             RingtrainError: it cannot be written.
         """
-        self._settle()
+        self.wait()
         try:
             self._write(checkpoint, as_step=True, as_best=False)
         except OSError as error:
@@ -70,7 +71,17 @@ class CheckpointWriter:
             self._executor.shutdown()
         return str(self._run.checkpoints)
 
-    def _settle(self) -> None:
+    @property
+    def root(self) -> Path:
+        """The directory of the checkpoints."""
+        return self._run.checkpoints
+
+    def wait(self) -> None:
+        """Wait until what was begun is written, or has failed and was told.
+
+        Raises:
+            LeaseLostError: another process has taken over the run directory.
+        """
         if self._under_way is None:
             return
         try:
@@ -112,8 +123,12 @@ class CheckpointWriter:
 
 
 def take_snapshot(job: Job, step: int, progress: Progress, run_facts: Mapping[str, Any]) -> Checkpoint:
-    """Copy all that the run needs to go on to host memory. Values do not change when the training goes on."""
-    variables = {name: np.asarray(v.value.numpy()) for name, v in job.step.named_variables.items()}
+    """All that the run needs to go on, in host memory.
+
+    From a GPU the values are copied. On the host a tensor never changes once it is there: a step that updates a
+    variable of which a snapshot holds the value writes to other memory. So nothing is copied, and nothing waits.
+    """
+    variables = {name: np.asarray(tf.convert_to_tensor(v.value)) for name, v in job.step.named_variables.items()}
     return Checkpoint(step=step, variables=variables, progress=asdict(progress), run=run_facts)
 
 

@@ -1,13 +1,15 @@
 """Requests to stop: SIGTERM, SIGINT, SIGUSR1 and the file ``stop`` in the run directory.
 
 A thread waits for the signals, since Python's own handlers do not run while the main thread is inside a C call, such
-as a training step. A request only sets a flag; the flag travels in the control vector, and all ranks save at the same
-step. Before the first step there is nothing to save, and SIGTERM and SIGINT end the process at once.
+as a training step. Python's wake-up pipe tells it of each at once, whichever thread the system gave the signal to. A
+request only sets a flag; the flag travels in the control vector, and all ranks save at the same step. Before the first
+step there is nothing to save, and SIGTERM and SIGINT end the process at once.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -22,7 +24,7 @@ POLL_SECONDS = 1.0
 
 
 class StopRequests:
-    """Whether this rank has been asked to stop, and by what. Make it before any other thread starts."""
+    """Whether this rank has been asked to stop, and by what. Enter it in the main thread."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -34,8 +36,13 @@ class StopRequests:
         self._thread = threading.Thread(target=self._wait, name="stop requests", daemon=True)
 
     def __enter__(self) -> StopRequests:
-        # Blocked here, and so in every thread that starts later: the signals reach the waiting thread alone.
+        # Blocked here, and so in every thread that starts later, whose system calls they would interrupt. Importing
+        # NumPy has started threads already (OpenBLAS's), which take signals: hence handlers, and the pipe.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._former_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in SIGNALS}
         self._thread.start()
         return self
 
@@ -43,9 +50,13 @@ class StopRequests:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        if self._thread.is_alive() and self._thread.ident:  # it need not wait for its next look at the file
-            signal.pthread_kill(self._thread.ident, signal.SIGUSR1)
+        os.write(self._writer, b"\0")  # it need not wait for its next look at the file
         self._thread.join()
+        signal.set_wakeup_fd(self._former_writer)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        os.close(self._reader)
+        os.close(self._writer)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     @property
@@ -71,13 +82,16 @@ class StopRequests:
             self._file.unlink(missing_ok=True)
 
     def _wait(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         while True:
-            info = signal.sigtimedwait(SIGNALS, POLL_SECONDS)
+            ready, _, _ = select.select([self._reader], [], [], POLL_SECONDS)
+            numbers = os.read(self._reader, 64) if ready else b""
             if self._ended.is_set():
                 return
-            if info is not None:
-                self._take(signal.Signals(info.si_signo))
-            elif self._file is not None and self.reason is None and os.path.exists(self._file):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._take(signal.Signals(number))
+            if self._file is not None and self.reason is None and os.path.exists(self._file):
                 self._note(f"the file {self._file}")
 
     def _take(self, number: signal.Signals) -> None:

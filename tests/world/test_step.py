@@ -125,18 +125,70 @@ def test_each_sample_comes_once_per_epoch(collective: Collective) -> None:
         np.testing.assert_array_equal(batch.y, source.y.numpy()[batch.indices.numpy()])
 
 
+@on_ranks(1, 2)
+def test_averages_follow_the_weights_and_are_evaluated_in_their_stead(collective: Collective) -> None:
+    source = dense_samples(23)
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=5)
+    step = create_step(collective, regularised_model, OPTIMIZERS["adam"], batches.element_spec, ema=0.25)
+    averages = [weight.numpy() for weight in step.model.trainable_variables]
+    for number, batch in enumerate(batches, start=1):
+        step(batch, 0.1)
+        decay = min(0.25, (1 + number) / (10 + number))
+        weights = [weight.numpy() for weight in step.model.trainable_variables]
+        averages = [decay * a + (1 - decay) * w for a, w in zip(averages, weights, strict=True)]
+    for (weight, average), expected in zip(step.averages.pairs, averages, strict=True):
+        assert_close(average.numpy(), expected, weight.path)
+    eval_step = eval_step_of(step, collective, batches.element_spec)
+    before = bits_of(step.variables)
+    result = evaluate(eval_step, source, collective, global_batch_size=GLOBAL_BATCH_SIZE, num_threads=1)
+    assert result is not None
+    assert bits_of(step.variables) == before
+    for weight, average in step.averages.pairs:
+        weight.assign(average.value)
+    again = evaluate(eval_step, source, collective, global_batch_size=GLOBAL_BATCH_SIZE, num_threads=1)
+    assert again == result, "not the averages were evaluated"
+    assert_same_bits_on_all_ranks(step.variables, collective)
+
+
 @on_ranks(1, 2, 3)
-def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
+def test_a_vote_of_one_rank_reaches_all_in_steps_and_evaluations(collective: Collective) -> None:
     source = dense_samples(13)
-    spec = batches_of(source, collective, global_batch_size=5, steps=1).element_spec
-    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], spec)
-    eval_step = EvalStep(
+    batches = batches_of(source, collective, global_batch_size=5, steps=2)
+    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], batches.element_spec)
+    is_last = collective.world.rank == collective.world.size - 1
+    quiet, asked = (step(batch, 0.1, is_stop_wanted=is_last and bool(batch.step)) for batch in batches)
+    assert not step.is_stop_wanted(quiet)
+    assert step.is_stop_wanted(asked)
+    eval_step = eval_step_of(step, collective, batches.element_spec)
+    for global_batch_size in (1, 5):  # with one sample, the rank that votes has none
+        answers = iter([False, True])
+        result = evaluate(
+            eval_step,
+            source,
+            collective,
+            global_batch_size=global_batch_size,
+            num_threads=1,
+            is_stop_wanted=lambda answers=answers: is_last and next(answers),  # type: ignore[misc]
+        )
+        assert result is None
+
+
+def eval_step_of(step: TrainStep, collective: Collective, spec: Any) -> EvalStep:
+    return EvalStep(
         workload=Classification(regularised_model),
         model=step.model,
         averages=step.averages,
         collective=collective,
         batch_spec=spec,
     )
+
+
+@on_ranks(1, 2, 3)
+def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
+    source = dense_samples(13)
+    spec = batches_of(source, collective, global_batch_size=5, steps=1).element_spec
+    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], spec)
+    eval_step = eval_step_of(step, collective, spec)
     kernel, bias, kernel_2, bias_2 = [weight.numpy() for weight in step.model.trainable_variables]
     logits = np.tanh(source.x.numpy() @ kernel + bias) @ kernel_2 + bias_2
     y = source.y.numpy()

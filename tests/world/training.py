@@ -122,6 +122,7 @@ def create_step(
     workload: Workload | None = None,
     precision: str = "float64",
     accumulate: int = 1,
+    ema: float = 0.0,
     seed: int = 0,
 ) -> TrainStep:
     """A training step on a model with the first values of rank 0."""
@@ -135,6 +136,7 @@ def create_step(
         batch_spec=spec,
         precision=precision,  # type: ignore[arg-type]
         accumulate=accumulate,
+        ema=ema,
         seed=seed,
     )
     share_first_values(step.variables, collective)

@@ -1,0 +1,75 @@
+"""Evaluations: on demand, until nothing gets better, and with a full disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.world.conftest import RunRingtrain
+from tests.world.processes import Finished
+from tests.world.running import WORKLOAD, events, running
+
+LASTING = ["--workload", f"{WORKLOAD}:Lasting"]
+
+
+def test_eval_gives_what_the_training_saw(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run_ringtrain([*LASTING, "--out", out, "--eval_every_epochs", "3"], launcher="mpirun").rc == 0
+    seen = {event["step"]: event for event in events(out, "eval")}
+    before = (out / "metrics.jsonl").read_bytes()
+    best = max(seen.values(), key=lambda event: event["accuracy"])["step"]
+    for which, step, launcher in (("best", best, None), ("newest", 48, "mpirun")):
+        finished = run_ringtrain(["eval", out, "--checkpoint", which], launcher=launcher)
+        assert shown(finished) == (step, round(seen[step]["accuracy"], 4), 13), finished.stdout + finished.stderr
+    assert (out / "metrics.jsonl").read_bytes() == before
+    finished = run_ringtrain(["eval", out, "--checkpoint", "step-7"])
+    assert finished.rc == 3
+    assert "holds no checkpoint 'step-7'; it holds: step-" in finished.stderr
+
+
+def shown(finished: Finished) -> tuple[int, float, int]:
+    """Step, accuracy and samples of the line that ``eval`` prints."""
+    found = re.search(
+        r"step (\d+) \(\w+\): eval loss = [\d.]+, accuracy = ([\d.]+), .*\((\d+) samples\)", finished.stdout
+    )
+    assert found, finished.stdout + finished.stderr
+    return int(found[1]), float(found[2]), int(found[3])
+
+
+def test_training_stops_once_evaluations_get_no_better(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = [*LASTING, "--out", out, "--eval_every", "2", "--stop_after", "3"]
+    # With such a learning rate every step is worse than the one before.
+    arguments += ["--best_metric", "loss", "--best_direction", "min", "--optimizer.lr", "100"]
+    finished = run_ringtrain(arguments, launcher="mpirun")
+    assert finished.rc == 0
+    assert "done (stopped early" in finished.stdout
+    losses = [event["loss"] for event in events(out, "eval")]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 1 + 3 < 24
+    assert (out / "checkpoints/best").readlink().name == f"best-step-{2 * (best + 1):09d}"
+    again = run_ringtrain(arguments)
+    assert "is complete" in again.stdout
+
+
+def test_a_best_metric_that_no_evaluation_gives_is_named(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    finished = run_ringtrain([*LASTING, "--out", tmp_path / "run", "--best_metric", "acuracy"], launcher="mpirun")
+    assert finished.rc == 2
+    assert "best_metric is 'acuracy'; an evaluation of" in finished.stderr
+    assert "gives loss, data_loss, accuracy" in finished.stderr
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    """A file stands where the checkpoints' directory should be; root is refused by nothing else than this."""
+    out = tmp_path / "run"
+    with running(out, np=1, env={"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}) as run:
+        run.wait_for_step(1)
+        assert not (out / "checkpoints").exists()
+        (out / "checkpoints").touch()
+        run.wait_for("a failed save", lambda: bool(events(out, "warning")))
+        (out / "checkpoints").unlink()
+        assert run.wait() == 0, run.text()
+    [first, *_] = events(out, "warning")
+    assert "the checkpoint of step 5 cannot be written below" in first["message"]
+    assert f"warning: {first['message']}" in run.text()
+    assert events(out, "checkpoint")[-1]["step"] == 48

@@ -92,7 +92,7 @@ def train_command(arguments: Sequence[str], world: World) -> int:
     if explicit.pop("print_config", False):
         return print_config(explicit, world)
     with StopRequests() as requests:
-        requests.at_early_end(lambda reason: report_error(PreemptedError(f"stopped by {reason}.", reach="run"), world))
+        requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
         prepared = prepare(explicit, world)
         with joined(prepared.config, world) as collective:
             train_together(prepared, collective, requests)
@@ -247,10 +247,10 @@ def recording_end(run: RunDirectory | None, is_complete: bool, requests: StopReq
         run.close()
         return
 
-    def leave_early(reason: str) -> None:
-        error = PreemptedError(f"stopped by {reason}.", reach="run")
+    def leave_early(reason: str, exit_code: int) -> None:
+        error = early_end(reason, exit_code)
         report_error(error, world)
-        write_end(run, "preempted", error.exit_code, str(error))
+        write_end(run, "preempted" if isinstance(error, PreemptedError) else "failed", exit_code, str(error))
 
     requests.watch_file(run.path)
     requests.at_early_end(leave_early)
@@ -264,6 +264,12 @@ def recording_end(run: RunDirectory | None, is_complete: bool, requests: StopReq
         raise
     else:
         write_end(run, "completed", 0)
+
+
+def early_end(reason: str, exit_code: int) -> RingtrainError:
+    """Why a process ends before all ranks have saved together."""
+    kind = PreemptedError if exit_code == PreemptedError.exit_code else RingtrainError
+    return kind(f"stopped by {reason}.", reach="run")
 
 
 def write_end(run: RunDirectory, status: str, exit_code: int, message: str | None = None) -> None:
@@ -336,7 +342,7 @@ def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: Wor
             parser.print_help()
         raise SystemExit(0)
     try:
-        explicit = parser.parse_args(list(arguments), defaults=False).as_dict()
+        explicit = parser.parse_args(list(arguments), defaults=False).clone(with_meta=False).as_dict()
     except (ArgumentError, yaml.YAMLError) as error:
         raise UsageError(explain_parse_error(str(error), parser, arguments), reach="run") from None
     explicit.pop("config", None)
@@ -354,7 +360,6 @@ def create_train_parser(command: str = "[train]", description: str = TRAIN_DESCR
         exit_on_error=False,
         allow_abbrev=False,
         print_config=None,
-        default_meta=False,
     )
     parser.add_argument("--config", action="config", help="YAML file of the settings below; flags win over it")
     parser.add_argument("--print_config", action=ActionYesNo, help="print the settings of the run as YAML, and leave")
@@ -372,7 +377,6 @@ def create_eval_parser() -> ArgumentParser:
         description="Evaluate a checkpoint of a run: horovodrun -np 2 python -m ringtrain eval runs/digits",
         exit_on_error=False,
         allow_abbrev=False,
-        default_meta=False,
     )
     parser.add_argument("run", type=Path, help="directory of the run")
     parser.add_argument("--checkpoint", type=str, help="best, newest, or a name such as step-000001000 (default: best)")

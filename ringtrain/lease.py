@@ -7,6 +7,7 @@ The holder touches its file every few seconds, so that a holder on a host that i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -46,7 +47,13 @@ class Lease:
         Raises:
             LeaseLostError: another process has taken over.
         """
-        newest = _newest_number(self._directory)
+        try:
+            newest = _newest_number(self._directory)
+        except OSError as error:
+            raise LeaseLostError(
+                f"the run directory {str(self._directory.parent)!r} cannot be read any more: {error.strerror}. Nothing "
+                "more is written; bring it back, and start the same command again."
+            ) from error
         if newest == self.number:
             return
         holder = _read(self._directory / _file_name(newest))
@@ -59,8 +66,9 @@ class Lease:
         """Let go, so that the next run need not wait."""
         self._closed.set()
         self._thread.join()
-        if _newest_number(self._directory) == self.number:
-            _write(self._file, {**_read(self._file), "released": True})
+        with contextlib.suppress(OSError):  # a directory that is gone has no holder
+            if _newest_number(self._directory) == self.number:
+                _write(self._file, {**_read(self._file), "released": True})
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
@@ -76,8 +84,17 @@ def acquire_lease(run: Path, *, environ: Mapping[str, str], say: Callable[[str],
     Waits at most ``EXPIRY_SECONDS`` for a holder on another host that may be gone.
 
     Raises:
-        UsageError: another process holds it and is alive.
+        UsageError: another process holds it and is alive, or nothing can be written there.
     """
+    try:
+        return _acquire(run, environ, say)
+    except OSError as error:
+        raise UsageError(
+            f"nothing can be written into the run directory {str(run)!r}: {error.strerror}. Give another with --out."
+        ) from error
+
+
+def _acquire(run: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> Lease:
     directory = run / LEASE_DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     for _ in range(100):
@@ -99,7 +116,7 @@ def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
     """Make the file of a number, complete and only where there is none."""
     job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), None)
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, **_process_identity(os.getpid())}
-    temporary = directory / f".{os.getpid()}-{threading.get_ident()}"
+    temporary = directory / f".{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
     temporary.write_text(json.dumps(holder), encoding="utf-8")
     try:
         os.link(temporary, directory / _file_name(number))
@@ -168,7 +185,7 @@ def _process_identity(pid: int | None) -> dict[str, Any]:
 
 def _file_system_time(directory: Path) -> float:
     """The time by the clock that stamps files there, which on a network file system is another host's."""
-    probe = directory / f".clock-{os.getpid()}"
+    probe = directory / f".clock-{socket.gethostname()}-{os.getpid()}"
     probe.touch()
     try:
         os.utime(probe)

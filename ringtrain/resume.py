@@ -146,9 +146,9 @@ def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping
 
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
     """Whether nothing is left to be done: the run ended, and is not to be longer than it was when it did."""
-    length = checkpoint.run["config"]
+    then = checkpoint.run["config"]
     return checkpoint.progress["finished"] is not None and all(
-        length[name] == getattr(config, name) for name in LENGTH_SETTINGS
+        then[name] == getattr(config, name) for name in (*LENGTH_SETTINGS, "stop_after")
     )
 
 

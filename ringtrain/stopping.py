@@ -8,6 +8,7 @@ step there is nothing to save, and SIGTERM and SIGINT end the process at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -30,7 +31,7 @@ class StopRequests:
         self.reason: str | None = None
         self._is_training = False
         self._file: Path | None = None
-        self._leave: Callable[[str], None] = lambda reason: None
+        self._leave: Callable[[str, int], None] = lambda reason, exit_code: None
         self._announce: Callable[[str], None] = lambda reason: None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._wait, name="stop requests", daemon=True)
@@ -67,8 +68,8 @@ class StopRequests:
         """Look for the file ``stop`` in the run directory, too; on rank 0."""
         self._file = run / STOP_FILE
 
-    def at_early_end(self, leave: Callable[[str], None]) -> None:
-        """What to do before the process ends at once, because it was told to before the first step."""
+    def at_early_end(self, leave: Callable[[str, int], None]) -> None:
+        """What to do before the process ends at once; called from the thread with the reason and the exit code."""
         self._leave = leave
 
     def start_training(self, announce: Callable[[str], None]) -> None:
@@ -95,8 +96,8 @@ class StopRequests:
                 self._note(f"the file {self._file}")
 
     def _take(self, number: signal.Signals) -> None:
-        if number == signal.SIGINT and self.is_pending:
-            self._end_now(f"a second {number.name}", 1)
+        if number == signal.SIGINT and self.reason == number.name:
+            self._end_now(f"a second {number.name}, without saving", 1)
         if not self._is_training and number != signal.SIGUSR1:
             self._end_now(f"{number.name} before the first step; there was nothing to save", EXIT_CODE)
         self._note(number.name)
@@ -104,11 +105,12 @@ class StopRequests:
     def _note(self, reason: str) -> None:
         if self.reason is None:
             self.reason = reason
-            self._announce(reason)
+            with contextlib.suppress(Exception):  # whatever becomes of the words, the thread must go on listening
+                self._announce(reason)
 
     def _end_now(self, reason: str, exit_code: int) -> None:
         try:
-            self._leave(reason)
+            self._leave(reason, exit_code)
             sys.stdout.flush()
         finally:
             os._exit(exit_code)

@@ -5,57 +5,98 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringtrain.errors import UsageError
-from ringtrain.run_directory import CONFIG_FILE, METRICS_FILE, RunDirectory, create_run_directory
+from ringtrain.run_directory import CONFIG_FILE, METRICS_FILE, RunDirectory, create_run_directory, read_config
 
 
-def test_the_default_directory_gets_a_number_where_it_is_taken(tmp_path: Path) -> None:
-    made = [create_run_directory(tmp_path / "runs/digits", is_exact=False).name for _ in range(3)]
+def read_events(run: Path) -> list[dict[str, Any]]:
+    text = (run / METRICS_FILE).read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# --- Where a run is to be ---
+
+
+def test_a_run_that_starts_anew_gets_a_number_where_the_directory_is_taken(tmp_path: Path) -> None:
+    made = [create_run_directory(tmp_path / "runs/digits", is_anew=True).name for _ in range(3)]
     assert made == ["digits", "digits-2", "digits-3"]
 
 
-def test_an_empty_default_directory_is_someone_else_s_that_is_about_to_write(tmp_path: Path) -> None:
+def test_an_empty_directory_is_someone_else_s_that_is_about_to_write_for_a_run_that_starts_anew(tmp_path: Path) -> None:
     (tmp_path / "digits").mkdir()
-    assert create_run_directory(tmp_path / "digits", is_exact=False).name == "digits-2"
+    assert create_run_directory(tmp_path / "digits", is_anew=True).name == "digits-2"
 
 
-def test_a_named_directory_may_be_absent_or_empty(tmp_path: Path) -> None:
-    assert create_run_directory(tmp_path / "a/b", is_exact=True) == tmp_path / "a/b"
-    assert create_run_directory(tmp_path / "a/b", is_exact=True) == tmp_path / "a/b"
-
-
-def test_a_named_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_starts_anew_goes_beside_whatever_is_there(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/x").touch()
-    with pytest.raises(UsageError, match="not empty"):
-        create_run_directory(tmp_path / "a", is_exact=True)
+    (tmp_path / "a-2").touch()
+    (tmp_path / "a-3").symlink_to("nowhere")
+    assert create_run_directory(tmp_path / "a", is_anew=True) == tmp_path / "a-4"
+
+
+def test_a_directory_may_be_absent_or_empty(tmp_path: Path) -> None:
+    assert create_run_directory(tmp_path / "a/b") == tmp_path / "a/b"
+    assert create_run_directory(tmp_path / "a/b") == tmp_path / "a/b"
+
+
+def test_a_directory_that_holds_a_run_is_taken(tmp_path: Path) -> None:
+    run = RunDirectory(create_run_directory(tmp_path / "a"))
+    run.write_config({"workload": "digits"})
+    run.write_event("start")
+    run.close()
+    assert create_run_directory(tmp_path / "a") == tmp_path / "a"
+
+
+def test_a_run_that_ended_before_it_wrote_anything_is_no_obstacle(tmp_path: Path) -> None:
+    RunDirectory(create_run_directory(tmp_path / "a")).close()
+    (tmp_path / "a/.lease").mkdir()
+    assert create_run_directory(tmp_path / "a") == tmp_path / "a"
+
+
+def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/x").touch()
+    with pytest.raises(UsageError, match="not empty and holds no run"):
+        create_run_directory(tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_a_place_where_nothing_can_be_made_is_named(tmp_path: Path, is_exact: bool) -> None:
+def test_a_run_whose_configuration_is_gone_is_refused(tmp_path: Path) -> None:
+    run = RunDirectory(create_run_directory(tmp_path / "a"))
+    run.write_event("start")
+    run.close()
+    with pytest.raises(UsageError, match="holds no run"):
+        create_run_directory(tmp_path / "a")
+
+
+@pytest.mark.parametrize("is_anew", [True, False])
+def test_a_place_where_nothing_can_be_made_is_named(tmp_path: Path, is_anew: bool) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"file/run.*cannot be made: .*--out"):
-        create_run_directory(tmp_path / "file/run", is_exact=is_exact)
+        create_run_directory(tmp_path / "file/run", is_anew=is_anew)
 
 
-def test_a_file_in_the_place_of_a_named_directory_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file"):
-        create_run_directory(tmp_path / "file", is_exact=True)
+        create_run_directory(tmp_path / "file")
 
 
-def test_runs_that_start_together_never_share_a_directory(tmp_path: Path) -> None:
+def test_runs_that_start_anew_together_never_share_a_directory(tmp_path: Path) -> None:
     start = threading.Barrier(8)
     made: list[Path] = []
 
     def make() -> None:
         start.wait()
-        made.extend(create_run_directory(tmp_path / "run", is_exact=False) for _ in range(4))
+        made.extend(create_run_directory(tmp_path / "run", is_anew=True) for _ in range(4))
 
     threads = [threading.Thread(target=make) for _ in range(8)]
     for thread in threads:
@@ -63,6 +104,9 @@ def test_runs_that_start_together_never_share_a_directory(tmp_path: Path) -> Non
     for thread in threads:
         thread.join()
     assert len(set(made)) == len(made) == 32
+
+
+# --- What is kept there ---
 
 
 def test_each_event_is_a_line_of_valid_json_at_once(tmp_path: Path) -> None:
@@ -92,3 +136,171 @@ def test_the_configuration_is_kept_in_the_order_of_its_fields(tmp_path: Path) ->
     run.write_config({"workload": "digits", "epochs": 3, "a": {"z": 1, "b": None}})
     assert (tmp_path / CONFIG_FILE).read_text() == "workload: digits\nepochs: 3\na:\n  z: 1\n  b: null\n"
     run.close()
+
+
+def test_the_configuration_comes_back(tmp_path: Path) -> None:
+    values = {"workload": "yes", "lr": 1e-05, "out": None, "optimizer": {"name": "1e3", "lr": 0.1}}
+    run = RunDirectory(tmp_path)
+    assert read_config(tmp_path) is None
+    run.write_config({"optimizer": {}})
+    run.write_config(values)
+    run.close()
+    assert read_config(tmp_path) == values
+    assert {path.name for path in tmp_path.iterdir()} == {CONFIG_FILE, METRICS_FILE}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"null", b"text", b"[1]", b"a: [", b"\xff\xfe\xff", b"\0\0\0", b"optimizer: sgd", b"workload: digits"],
+)
+def test_a_damaged_configuration_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / CONFIG_FILE).write_bytes(content)
+    with pytest.raises(UsageError, match=rf"{CONFIG_FILE}.*is damaged.*--resume never"):
+        read_config(tmp_path)
+
+
+def test_events_from_several_threads_are_whole_lines(tmp_path: Path) -> None:
+    writing: list[int] = []
+    together: list[int] = []
+
+    def note() -> None:
+        writing.append(1)
+        time.sleep(0)  # lets the others run
+        together.append(len(writing))
+        writing.pop()
+
+    run = RunDirectory(tmp_path, may_write=note)
+    start = threading.Barrier(8)
+
+    def write(thread: int) -> None:
+        start.wait()
+        for number in range(100):
+            run.write_event("warning", thread=thread, number=number, message=str(thread) * 2000)
+
+    threads = [threading.Thread(target=write, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run.close()
+    events = read_events(tmp_path)
+    assert len(events) == 800
+    assert set(together) == {1}
+    assert all(event["message"] == str(event["thread"]) * 2000 for event in events)
+    for thread_number in range(8):  # each thread's in its order
+        numbers = [event["number"] for event in events if event["thread"] == thread_number]
+        assert numbers == list(range(100))
+
+
+def test_who_may_not_write_any_more_writes_nothing(tmp_path: Path) -> None:
+    may_write = True
+
+    def check() -> None:
+        if not may_write:
+            raise UsageError("taken over")
+
+    run = RunDirectory(tmp_path, may_write=check)
+    run.write_config({"optimizer": {}})
+    run.write_event("start")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    may_write = False
+    with pytest.raises(UsageError, match="taken over"):
+        run.write_event("train", step=1)
+    with pytest.raises(UsageError, match="taken over"):
+        run.write_config({"optimizer": {"lr": 1}})
+    with pytest.raises(UsageError, match="taken over"):
+        run.forget_after(0)
+    run.close()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_closing_lets_go_of_the_directory_once_all_is_written(tmp_path: Path) -> None:
+    seen: list[str] = []
+    run = RunDirectory(tmp_path, on_close=lambda: seen.append((tmp_path / METRICS_FILE).read_text()))
+    run.write_event("end")
+    run.close()
+    assert seen == ['{"event": "end"}\n']
+
+
+# --- After a resume each step is there once ---
+
+
+def write_a_history(run: RunDirectory) -> None:
+    run.write_event("start", step=0)
+    for step in range(1, 7):
+        run.write_event("train", step=step, loss=1 / step)
+        if step % 2 == 0:
+            run.write_event("eval", step=step)
+            run.write_event("checkpoint", step=step)
+            run.write_event("warning", step=step, message="?")
+    run.write_event("warning", message="without a step")
+    run.write_event("end", step=6, status="preempted")
+
+
+def test_what_is_trained_again_is_forgotten_and_starts_and_ends_stay(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    write_a_history(run)
+    before = read_events(tmp_path)
+    run.forget_after(4)
+    after = read_events(tmp_path)
+    gone = [(event["event"], event["step"]) for event in before if event not in after]
+    assert gone == [("train", 5), ("train", 6), ("eval", 6), ("checkpoint", 6), ("warning", 6)]
+    assert after == [event for event in before if event in after]
+    run.write_event("start", step=4)
+    run.close()
+    assert read_events(tmp_path) == [*after, {"event": "start", "step": 4}]
+    assert {path.name for path in tmp_path.iterdir()} == {METRICS_FILE}
+
+
+def test_forgetting_twice_changes_nothing_more(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    write_a_history(run)
+    run.forget_after(3)
+    once = (tmp_path / METRICS_FILE).read_bytes()
+    run.forget_after(3)
+    run.forget_after(6)
+    run.close()
+    assert (tmp_path / METRICS_FILE).read_bytes() == once
+
+
+def test_forgetting_nothing_keeps_every_byte(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    write_a_history(run)
+    before = (tmp_path / METRICS_FILE).read_bytes()
+    run.forget_after(6)
+    run.close()
+    assert (tmp_path / METRICS_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ['{"event": "train", "st', '{"event": "train", "step": 2', "{", '"', "\0\0\0", "7\n", "null\n", "\u00e4", "[]"],
+)
+def test_a_line_that_was_cut_off_or_damaged_is_dropped(tmp_path: Path, rest: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.write_event("train", step=1)
+    run.close()
+    with (tmp_path / METRICS_FILE).open("a", encoding="latin-1") as file:
+        file.write(rest)
+    run = RunDirectory(tmp_path)
+    run.forget_after(5)
+    run.write_event("train", step=2)
+    run.close()
+    assert read_events(tmp_path) == [{"event": "train", "step": 1}, {"event": "train", "step": 2}]
+
+
+def test_every_cut_of_the_file_is_mended(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    write_a_history(run)
+    run.close()
+    whole = (tmp_path / METRICS_FILE).read_bytes()
+    events = read_events(tmp_path)
+    for length in range(0, len(whole), 7):
+        (tmp_path / METRICS_FILE).write_bytes(whole[:length])
+        run = RunDirectory(tmp_path)
+        run.forget_after(6)
+        run.write_event("start")
+        run.close()
+        *kept, last = read_events(tmp_path)
+        num_whole = whole[: length + 1].count(b"\n")  # a line that lacks but its end is whole
+        assert (kept, last) == (events[:num_whole], {"event": "start"})

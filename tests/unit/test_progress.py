@@ -1,0 +1,67 @@
+"""What a run remembers: which evaluation was the best, and how long ago."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Literal
+
+import pytest
+
+from ringtrain.progress import Progress
+
+Direction = Literal["min", "max"]
+
+
+@pytest.mark.parametrize("direction", ["min", "max"])
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e300, math.inf, -math.inf])
+def test_the_first_evaluation_is_the_best(value: float, direction: Direction) -> None:
+    progress = Progress()
+    assert progress.note_evaluation(10, value, direction)
+    assert progress == Progress(evaluated_step=10, best=value, best_step=10)
+
+
+@pytest.mark.parametrize(
+    ("direction", "values", "is_best"),
+    [
+        ("min", [3.0, 2.0, 2.5, 2.0, -1.0], [True, True, False, False, True]),
+        ("max", [3.0, 2.0, 3.5, 3.5, 4.0], [True, False, True, False, True]),
+        ("max", [-2.0, -3.0, -1.0], [True, False, True]),
+        ("min", [math.inf, 1.0, -math.inf, -math.inf], [True, True, True, False]),
+        ("min", [math.nan, 1.0, math.nan, 0.5], [False, True, False, True]),
+        ("max", [math.nan, math.nan, -5.0, math.nan], [False, False, True, False]),
+    ],
+)
+def test_a_new_best_is_better_by_the_direction_and_nan_never_is(
+    direction: Direction, values: list[float], is_best: list[bool]
+) -> None:
+    progress = Progress()
+    assert [progress.note_evaluation(step, value, direction) for step, value in enumerate(values)] == is_best
+    last = max(step for step, best in enumerate(is_best) if best)
+    assert (progress.best, progress.best_step) == (values[last], last)
+
+
+def test_evaluations_since_the_best_are_counted() -> None:
+    progress = Progress()
+    counts = []
+    for step, value in enumerate([math.nan, 3.0, 4.0, 3.0, math.nan, 2.0, 2.0]):
+        progress.note_evaluation(step, value, "min")
+        assert progress.evaluated_step == step
+        counts.append(progress.evaluations_without_best)
+    assert counts == [1, 0, 1, 2, 3, 0, 1]
+
+
+def test_an_evaluation_leaves_the_other_counters_alone() -> None:
+    progress = Progress(skipped_in_a_row=3)
+    progress.note_evaluation(1, 1.0, "min")
+    assert (progress.skipped_in_a_row, progress.finished) == (3, None)
+
+
+def test_it_goes_on_from_json_as_if_it_had_never_stopped() -> None:
+    values = [5.0, 0.1, 0.3, math.inf, 0.1, 0.1 / 3]
+    whole, parts = Progress(), Progress()
+    for step, value in enumerate(values):
+        parts = Progress(**json.loads(json.dumps(asdict(parts))))
+        assert whole.note_evaluation(step, value, "min") == parts.note_evaluation(step, value, "min")
+        assert whole == parts

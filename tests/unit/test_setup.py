@@ -206,3 +206,11 @@ def test_entry_of_a_deselected_test_is_not_stale(pytester: pytest.Pytester) -> N
 def test_entry_without_a_reason_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'tests/test_it\.py::test_a' has no reason"):
         parse_allowed_skips("tests/test_it.py::test_a\n")
+
+
+def test_the_tensorboard_command_starts() -> None:
+    """TensorBoard 2.18 needs a module that later releases of setuptools lack."""
+    command = [str(Path(sys.executable).with_name("tensorboard")), "--version_tb"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("2.18.")

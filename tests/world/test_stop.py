@@ -77,7 +77,7 @@ def test_sigterm_to_the_launcher_saves_where_its_grace_allows(reference: Path, t
     with running(out, "--deterministic", "true", env=SLOW_STEP) as run:
         run.wait_for_step(12)
         run.signal_launcher(signal.SIGTERM)
-        run.wait()
+        print("mpirun returned", run.wait())
     assert "SIGTERM: saving after this step" in run.text()
     assert end_of(out) == ("preempted", 75)
     assert_went_on(out, reference)
@@ -93,6 +93,19 @@ def test_sigterm_during_a_save_that_takes_longer_than_the_launchers_grace_loses_
         run.signal_launcher(signal.SIGTERM)
         run.wait()
     assert "there is no checkpoint yet" in run.text()
+    assert_went_on(out, reference)
+
+
+def test_a_signal_during_a_save_waits_for_it(reference: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with running(out, "--deterministic", "true", env=SLOW_STEP | {"RINGTRAIN_TEST_SAVE_SECONDS": "0.5"}) as run:
+        run.wait_for_save()
+        run.signal_rank(0, signal.SIGUSR1)
+        assert run.wait() == 75, run.text()
+    assert end_of(out) == ("preempted", 75)
+    saved = [event["step"] for event in events(out, "checkpoint")]
+    assert saved[0] == 5
+    assert saved[-1] == events(out, "train")[-1]["step"]
     assert_went_on(out, reference)
 
 

@@ -1,0 +1,160 @@
+"""What the ranks of one command do together, once they have joined: train a run, or evaluate one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ringtrain.config import Config
+from ringtrain.devices import DevicePlan
+from ringtrain.errors import PreemptedError, RingtrainError, UsageError
+from ringtrain.startup import describe_start
+from ringtrain.stopping import StopRequests
+from ringtrain.world import World
+
+if TYPE_CHECKING:
+    from ringtrain.collectives import Collective
+    from ringtrain.loop import Result
+    from ringtrain.run_directory import RunDirectory
+    from ringtrain.workloads.base import Workload
+
+
+class Prepared(NamedTuple):
+    """A rank that knows what to train and has its devices, before it joins the others."""
+
+    workload_class: type[Workload]
+    config: Config
+    plan: DevicePlan
+    device: str
+
+
+def train_together(prepared: Prepared, collective: Collective, requests: StopRequests) -> None:
+    """Train with the other ranks, from the start-up table to the last line."""
+    from ringtrain.collectives import on_first
+    from ringtrain.console import open_console
+    from ringtrain.loop import train
+    from ringtrain.resume import OpenedRun, Start, open_run
+
+    world, config = collective.world, prepared.config
+    console = open_console(is_first=world.is_first)
+    for line in describe_start(collective, prepared.plan, prepared.device):
+        console.line(line)
+    opened: list[OpenedRun] = []  # on rank 0
+
+    def open_on_first() -> dict[str, Any]:
+        opened.append(open_run(config, say=console.line))
+        return dataclasses.asdict(opened[0].start)
+
+    start = Start(**on_first(collective, open_on_first, name="run_directory"))
+    with recording_end(opened[0].directory if opened else None, start.is_complete, requests, world):
+        if start.is_complete:
+            console.line(
+                f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
+            )
+            return
+        result = train(
+            prepared.workload_class(),
+            config,
+            collective,
+            start=start,
+            opened=opened[0] if opened else None,
+            requests=requests,
+            console=console,
+            num_threads=prepared.plan.intra_op_threads,
+        )
+    console.line(describe_result(result, start.path))
+
+
+def describe_result(result: Result, path: str) -> str:
+    """The last line of a run."""
+    from ringtrain.actions import Ending
+
+    early = " (stopped early: no better evaluation for a while)" if result.ending is Ending.EARLY else ""
+    metrics = result.evaluation.metrics if result.evaluation else {}
+    values = "".join(f", {name} {value:.4f}" for name, value in metrics.items())
+    return f"done{early}{values}; the run is in {path}"
+
+
+@contextlib.contextmanager
+def recording_end(run: RunDirectory | None, is_complete: bool, requests: StopRequests, world: World) -> Iterator[None]:
+    """Write the ``end`` record of a run on rank 0, however it ends, and let go of its directory."""
+    if run is None:
+        yield
+        return
+    if is_complete:
+        yield
+        run.close()
+        return
+
+    def leave_early(reason: str, exit_code: int) -> None:
+        error = early_end(reason, exit_code)
+        report_error(error, world)
+        write_end(run, "preempted" if isinstance(error, PreemptedError) else "failed", exit_code, str(error))
+
+    requests.watch_file(run.path)
+    requests.at_early_end(leave_early)
+    try:
+        yield
+    except RingtrainError as error:
+        write_end(run, type(error).__name__.removesuffix("Error").lower(), error.exit_code, str(error))
+        raise
+    except BaseException as error:
+        write_end(run, "failed", 1, f"{type(error).__name__}: {error}")
+        raise
+    else:
+        write_end(run, "completed", 0)
+
+
+def early_end(reason: str, exit_code: int) -> RingtrainError:
+    """Why a process ends before all ranks have saved together."""
+    kind = PreemptedError if exit_code == PreemptedError.exit_code else RingtrainError
+    return kind(f"stopped by {reason}.", reach="run")
+
+
+def write_end(run: RunDirectory, status: str, exit_code: int, message: str | None = None) -> None:
+    """The last record of a process; none where another process has taken over the directory."""
+    with contextlib.suppress(RingtrainError):
+        run.write_event("end", status=status, exit_code=exit_code, **({"message": message} if message else {}))
+    run.close()
+
+
+def evaluate_together(prepared: Prepared, collective: Collective, run: Path, which: str) -> None:
+    """Evaluate a run's checkpoint with the other ranks, and print the result."""
+    from ringtrain.checkpoint import read_checkpoint
+    from ringtrain.collectives import on_first
+    from ringtrain.console import open_console
+    from ringtrain.job import create_job
+    from ringtrain.saving import find_checkpoint, restore
+    from ringtrain.variables import share_first_values
+
+    workload = prepared.workload_class()
+    job = create_job(workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
+
+    def restore_on_first() -> int:
+        checkpoint = read_checkpoint(find_checkpoint(run, which))
+        restore(job, checkpoint)
+        return checkpoint.step
+
+    step = on_first(collective, restore_on_first, name="restore")
+    share_first_values(job.step.variables, collective)
+    report = job.evaluate()
+    if report is None:
+        raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.", reach="run")
+    values = "".join(f", {name} = {value:.4f}" for name, value in report.metrics.items())
+    console = open_console(is_first=collective.world.is_first)
+    console.line(f"{run}, step {step} ({which}): eval loss = {report.loss:.4g}{values} ({report.samples} samples)")
+
+
+def report_error(error: RingtrainError, world: World) -> None:
+    """Print why a run ends, once, however many processes raise it: one line, written whole."""
+    speaks = {"run": world.is_first, "node": world.local_rank == 0, "rank": True}[error.reach]
+    if speaks:
+        where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""
+        sys.stdout.flush()
+        kind = "" if isinstance(error, PreemptedError) else "error: "
+        sys.stderr.write(f"ringtrain: {kind}{where}{error}\n")
+        sys.stderr.flush()

@@ -172,7 +172,7 @@ class Save:
         records: Records | None,
     ) -> None:
         """``writer`` and ``records`` are rank 0's."""
-        self._job, self._progress, self._snapshot = job, progress, snapshot
+        self._job, self._progress, self.snapshot = job, progress, snapshot
         self._writer, self._records = writer, records
 
     def is_due(self, step: int) -> bool:
@@ -183,7 +183,7 @@ class Save:
         as_step, as_best = self._is_periodic(step), self._progress.best_step == step
         if self._writer is not None and self._records is not None and (as_step or as_best):
             self._records.events.flush()
-            self._writer.save(self._snapshot(step), as_step=as_step, as_best=as_best)
+            self._writer.save(self.snapshot(step), as_step=as_step, as_best=as_best)
 
     def _is_periodic(self, step: int) -> bool:
         """The last step is saved when all is done."""

@@ -86,6 +86,7 @@ def train(
         step, ending = run_steps(job, actions.in_order, console, progress, requests)
     finally:
         console.stop_progress()
+        actions.close()
     finish(job, actions, progress, step, ending, requests)
     return Result(ending=ending, evaluation=actions.evaluate.last)
 
@@ -145,6 +146,11 @@ class Actions:
     def in_order(self) -> list[Action]:
         """A save comes last: it holds what the others have found."""
         return [*([self.log] if self.log else []), self.evaluate, self.save]
+
+    def close(self) -> None:
+        """Bring TensorBoard's events to their files: the steps of the last checkpoint are not trained again."""
+        if self.records is not None:
+            self.records.close()
 
     def announce(self, reason: str) -> None:
         """Tell the user, from any thread, that a request to stop was heard."""
@@ -272,10 +278,8 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
     progress.finished = None if ending is Ending.PREEMPTED else ending.value
 
     def save_on_first() -> str:
-        assert actions.records is not None
         assert actions.writer is not None
-        actions.records.close()
-        return actions.writer.finish(take_snapshot(job, step, progress, describe_run(job)))
+        return actions.writer.finish(actions.save.snapshot(step))
 
     path = on_first(job.collective, save_on_first, name="finish")
     if ending is Ending.PREEMPTED:

@@ -44,6 +44,7 @@ class StopRequests:
         os.set_blocking(self._writer, False)
         self._former_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in SIGNALS}
+        os.register_at_fork(after_in_child=self._forget)
         self._thread.start()
         return self
 
@@ -59,6 +60,14 @@ class StopRequests:
         os.close(self._reader)
         os.close(self._writer)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _forget(self) -> None:
+        """In a child that was forked, a user's data reader for example: what tells it to stop means the child alone."""
+        if not self._ended.is_set():
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     @property
     def is_pending(self) -> bool:

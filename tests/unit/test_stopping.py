@@ -295,3 +295,21 @@ with StopRequests() as requests:
 """
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "SIGTERM True\n", "")
+
+
+def test_a_child_that_is_told_to_stop_does_not_stop_the_run() -> None:
+    script = """
+import multiprocessing, signal, time
+from ringtrain.stopping import StopRequests
+context = multiprocessing.get_context("fork")
+with StopRequests() as requests:
+    requests.start_training(lambda reason: None)
+    child = context.Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(10)
+    print(child.exitcode == -signal.SIGTERM, requests.reason)
+    child.kill()
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "True None\n", "")

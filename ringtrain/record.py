@@ -88,7 +88,7 @@ def record_run(workload: Workload, config: Config, collective: Collective, direc
             variables=np.array([variable.path for variable in job.step.variables], str),
             replicas=np.array(replicas, str),  # [ranks, variables]
             **named_values("weights", weights),
-            **named_values("slots", job.step.optimizer.variables),
+            **named_values("slots", [*job.step.optimizer.variables, *job.step.averages.variables]),
         )
 
 

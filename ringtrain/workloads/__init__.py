@@ -12,7 +12,11 @@ from pathlib import Path
 from ringtrain.errors import UsageError
 from ringtrain.workloads.base import Workload
 
-BUILT_IN = {"cifar10": "ringtrain.workloads.cifar10:Cifar10", "digits": "ringtrain.workloads.digits:Digits"}
+BUILT_IN = {
+    "cifar10": "ringtrain.workloads.cifar10:Cifar10",
+    "digits": "ringtrain.workloads.digits:Digits",
+    "polynomial": "ringtrain.workloads.polynomial:Polynomial",
+}
 
 
 def check_workload_name(spec: str) -> None:

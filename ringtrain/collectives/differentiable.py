@@ -1,0 +1,168 @@
+"""Four operations between what all ranks hold alike (the whole) and what is a rank's own (a part), with gradients.
+
+    take    whole -> this rank's rows        gather  this rank's rows -> whole, in the order of the ranks
+    spread  whole -> the same, used here     add     this rank's part -> the sum over all ranks
+
+The two of a pair are the gradients of each other. The gradient of a whole is alike on all ranks, which compute the same
+loss from it. So a rank takes its own rows of it, not multiplied by the number of ranks; and what the ranks did with the
+same whole, each in its own way, adds up. A name must be like no other in the graph, and the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from ringtrain.collectives import Collective
+
+Tensors = list[tf.Tensor]
+_numbers = itertools.count(1)
+
+
+def take(whole: tf.Tensor, start: Any, rows: Any, collective: Collective, name: str) -> tf.Tensor:
+    """This rank's rows of what all ranks hold alike: [n, ...] -> [rows, ...]."""
+
+    gradient_names = _names_of_gradients(name)
+
+    def forward(whole: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
+        def gradient(upstream: Any) -> tf.Tensor:
+            return gather(tf.convert_to_tensor(upstream), collective, next(gradient_names))
+
+        return whole[start : start + rows], gradient
+
+    return tf.custom_gradient(forward)(whole) if is_differentiable(whole) else forward(whole)[0]
+
+
+def gather(part: tf.Tensor, collective: Collective, name: str) -> tf.Tensor:
+    """The rows of all ranks, in their order: [n_r, ...] -> [sum of n_r, ...]."""
+    rank = collective.world.rank
+
+    gradient_names = _names_of_gradients(name)
+
+    def forward(part: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
+        def gradient(upstream: Any) -> tf.Tensor:
+            name = next(gradient_names)
+            counts = collective.gather(_hide(tf.shape(part, tf.int64)[:1]), name=f"{name}/rows")  # [size]
+            start = tf.reduce_sum(counts[:rank])
+            return take(tf.convert_to_tensor(upstream), start, counts[rank], collective, name)
+
+        whole = collective.gather(_hide(part), name=name)
+        return tf.ensure_shape(whole, [None, *part.shape[1:]]), gradient
+
+    return tf.custom_gradient(forward)(part) if is_differentiable(part) else forward(part)[0]
+
+
+def spread(tensors: Tensors, collective: Collective, name: str) -> Tensors:
+    """What all ranks hold alike (tensors, or handles of variables), to be used by each in its own way."""
+
+    gradient_names = _names_of_gradients(name)
+
+    def forward(*tensors: tf.Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
+        def gradient(*upstream: Any) -> Tensors:
+            return add([tf.convert_to_tensor(part) for part in upstream], collective, next(gradient_names))
+
+        return [tf.identity(tensor) for tensor in tensors], gradient
+
+    return tf.nest.flatten(tf.custom_gradient(forward)(*tensors)) if tensors else []
+
+
+def add(parts: Tensors, collective: Collective, name: str) -> Tensors:
+    """The sum of each tensor over all ranks, in groups of one type."""
+
+    def forward(*parts: tf.Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
+        group_name = f"{name}/{parts[0].dtype.name}"
+        gradient_names = _names_of_gradients(group_name)
+
+        def gradient(*upstream: Any) -> Tensors:
+            return spread([tf.convert_to_tensor(whole) for whole in upstream], collective, next(gradient_names))
+
+        return collective.sum([_hide(part) for part in parts], name=group_name), gradient
+
+    sums = list(parts)
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        positions = [i for i, part in enumerate(parts) if part.dtype == dtype]
+        group = [parts[i] for i in positions]
+        totals = tf.custom_gradient(forward)(*group) if is_differentiable(group[0]) else forward(*group)[0]
+        for i, total in zip(positions, tf.nest.flatten(totals), strict=True):
+            sums[i] = total
+    return sums
+
+
+def take_and_spread(
+    inputs: Tensors,
+    shared: Tensors,
+    cut: Callable[[tf.Tensor], tf.Tensor],
+    rows: Any,
+    collective: Collective,
+    name: str,
+) -> tuple[Tensors, Tensors]:
+    """``take`` of some tensors and ``spread`` of others, as one operation.
+
+    Eagerly the ranks meet one operation after the other, and TensorFlow calls the gradients of several operations in an
+    order of its own, which is not the same on all ranks.
+
+    Args:
+        inputs: [n, ...] each.
+        cut: gives the rows of an input to go on with. It may give rows behind this rank's own, to be dropped.
+        rows: number of this rank's rows.
+    """
+    gradient_names = _names_of_gradients(name)
+    num_inputs = len(inputs)
+
+    def forward(*tensors: tf.Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
+        def gradient(*upstream: Any) -> Tensors:
+            name = next(gradient_names)
+            parts = [tf.convert_to_tensor(part) for part in upstream]
+            gathered = [gather(part[:rows], collective, f"{name}/{i}") for i, part in enumerate(parts[:num_inputs])]
+            return gathered + add(parts[num_inputs:], collective, name)
+
+        return [*map(cut, tensors[:num_inputs]), *map(tf.identity, tensors[num_inputs:])], gradient
+
+    if not (inputs or shared):
+        return [], []
+    tensors = tf.nest.flatten(tf.custom_gradient(forward)(*inputs, *shared))
+    return tensors[:num_inputs], tensors[num_inputs:]
+
+
+def is_differentiable(tensor: tf.Tensor) -> bool:
+    """Whether it is a tensor with gradients, or the handle of a variable with gradients."""
+    dtype = tensor.dtype
+    if dtype == tf.resource:
+        data = getattr(tensor, "_handle_data", None)
+        if data is None or not data.is_set or len(data.shape_and_type) != 1:
+            return False  # a table or such
+        dtype = tf.as_dtype(data.shape_and_type[0].dtype)
+    return dtype.is_floating or dtype.is_complex
+
+
+def unique_name(prefix: str) -> str:
+    """A name for the operations of one call, like no other in any graph; ranks that make the same calls give it alike.
+
+    Eagerly, where one operation ends before the next begins, it is the prefix, which Horovod then knows again.
+    """
+    return prefix if tf.executing_eagerly() else f"{prefix}_{next(_numbers)}"
+
+
+def _names_of_gradients(name: str) -> Iterator[str]:
+    """A name for each time that the gradient of an operation is built.
+
+    It follows from the operation's own: TensorFlow builds the gradients of a graph in another order on each rank.
+    """
+    return (f"{name}/gradient_{number}" for number in itertools.count(1))
+
+
+def _hide(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, of which TensorFlow's optimizer does not know whether it is constant; without a copy.
+
+    Horovod's operations are not marked as stateful: one with a constant input, such as the zeros of a rank without
+    samples, would be run once, while the graph is optimized, and never again, though other ranks wait for it.
+    """
+    if tf.executing_eagerly():
+        return tensor
+    with tf.device("CPU"):  # a random whole number below 1 is stateful to TensorFlow
+        zero = tf.raw_ops.RandomUniformInt(shape=tf.zeros([0], tf.int32), minval=0, maxval=1, seed=1, seed2=1)
+    values = tf.slice(tf.reshape(tensor, [-1]), [zero], [-1])  # all of them
+    return tf.ensure_shape(tf.reshape(values, tf.shape(tensor)), tensor.shape)

@@ -1,0 +1,352 @@
+"""make_parallel under every world: the result and the gradients of one process, on every rank."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.collectives import Collective
+from ringtrain.collectives.solo import Solo
+from ringtrain.errors import UsageError
+from ringtrain.parallel import make_parallel
+from ringtrain.world import World
+from tests.world.group import GLOO, on_ranks
+from tests.world.training import assert_close
+
+COUNTS = (7, 2, 1)  # of three ranks, one is without samples where there are two, and two where there is one
+ALONE = Solo(World(rank=0, size=1, local_rank=0, local_size=1, node="here", launcher="no launcher"))
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda fn: fn,
+    "function": functools.partial(tf.function, autograph=False),
+    "dynamic": lambda fn: tf.function(fn, input_signature=[tf.TensorSpec([None, 3], tf.float64)]),
+}
+
+
+def samples(count: int) -> tf.Tensor:
+    return tf.constant(np.random.default_rng(5).normal(size=(count, 3)))
+
+
+def check(fn: Any, combine: Any, form: str, collective: Collective, *, count: int, at_once: bool = False) -> None:
+    """Compare the parallel function's results, twice, with those of the function itself."""
+    parallel = FORMS[form](make_parallel(fn, combine=combine, collective=collective))
+    x = samples(count)
+    for factor in (1.0, -2.0):
+        actual, expected = parallel(factor * x), fn(factor * x)
+        tf.nest.assert_same_structure(actual, expected)
+        for got, wanted in zip(tf.nest.flatten(actual), tf.nest.flatten(expected), strict=True):
+            assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+            assert_close(got, wanted, f"{combine}, {count} samples, {form}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(1, 2, 3)
+def test_the_result_is_the_function_s(collective: Collective, form: str) -> None:
+    def concat(x: tf.Tensor) -> tf.Tensor:
+        return tf.tanh(x) @ tf.ones([3, 2], tf.float64)
+
+    for count in COUNTS:
+        check(concat, "concat", form, collective, count=count)
+        check(lambda x: tf.reduce_mean(x**2), "mean", form, collective, count=count)
+        check(lambda x: tf.reduce_mean(x**2, axis=0), "mean", form, collective, count=count)
+        check(lambda x: tf.reduce_sum(x, axis=0), "sum", form, collective, count=count)
+        check(lambda x: tf.shape(x)[0], "sum", form, collective, count=count)
+        check(lambda x: tf.cast(tf.repeat(x, 2, axis=0) > 0, tf.int32), "concat", form, collective, count=count)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2, 3)
+def test_structures_go_in_and_out(collective: Collective, form: str) -> None:
+    def inner(pair: Any, *, extra: dict[str, tf.Tensor]) -> dict[str, Any]:
+        x, y = pair
+        return {"rows": [x + extra["z"], tf.cast(y, tf.int64)], "mean": tf.reduce_mean(x * y), "sum": tf.reduce_sum(y)}
+
+    combine = {"rows": "concat", "mean": "mean", "sum": "sum"}
+    for count in COUNTS:
+        parallel = make_parallel(inner, combine=combine, collective=collective)
+        whole = FORMS[form](lambda x, parallel=parallel: parallel((x, 2 * x), extra={"z": x**2}))
+        expected = inner((samples(count), 2 * samples(count)), extra={"z": samples(count) ** 2})
+        actual = whole(samples(count))
+        tf.nest.assert_same_structure(actual, expected)
+        for got, wanted in zip(tf.nest.flatten(actual), tf.nest.flatten(expected), strict=True):
+            assert_close(got, wanted, f"{count} samples")
+
+
+class Model:
+    """A function with variables of every kind of use, and losses of all three ways to combine."""
+
+    COMBINE = ("concat", {"mean": "mean", "sum": "sum"})
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng(8)
+        self.kernel = tf.Variable(generator.normal(size=(3, 4)))
+        self.table = tf.Variable(generator.normal(size=(6, 4)))
+        self.scale = tf.Variable(generator.normal(size=3))
+        self.unused = tf.Variable(tf.ones([], tf.float64))
+        self.counter = tf.Variable(3, trainable=False)
+        self.frozen = tf.Variable(tf.constant(1.5, tf.float64), trainable=False)
+        self.variables = [self.kernel, self.table, self.scale, self.frozen]
+
+    def fn(self, x: tf.Tensor, words: tf.Tensor, outer: tf.Tensor | None = None) -> Any:
+        hidden = tf.tanh(x @ self.kernel) + tf.gather(self.table, words) * self.frozen
+        hidden += tf.cast(self.counter, tf.float64)
+        losses = tf.reduce_mean(hidden**2, axis=1)
+        return hidden, {"mean": tf.reduce_mean(losses), "sum": tf.reduce_sum(hidden, axis=0)}
+
+    def loss(self, fn: Any, x: tf.Tensor) -> tf.Tensor:
+        """A loss whose inputs to fn depend on a variable, and which uses all of the result unevenly."""
+        words = tf.cast(tf.range(tf.shape(x)[0]) * 2 % 6, tf.int32)
+        hidden, reduced = fn(x * self.scale, words)
+        ramp = tf.cast(tf.range(tf.shape(hidden)[0]), tf.float64)[:, tf.newaxis]
+        regularization = tf.reduce_sum(self.kernel**3)
+        return (
+            tf.reduce_sum(tf.sin(hidden) * ramp)
+            + reduced["mean"] ** 2
+            + tf.reduce_sum(reduced["sum"] ** 3)
+            + regularization
+        )
+
+    def gradients(self, fn: Any, x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([x, self.frozen])
+            loss = self.loss(fn, x)
+        gradients = tape.gradient(loss, [x, *self.variables, self.unused])
+        assert gradients.pop() is None
+        return loss, [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(1, 2, 3)
+def test_gradients_are_those_of_one_process(collective: Collective, form: str) -> None:
+    model = Model()
+    parallel = make_parallel(model.fn, combine=model.COMBINE, collective=collective)
+    for count in COUNTS:
+        loss, gradients = FORMS[form](lambda x: model.gradients(parallel, x))(samples(count))
+        expected_loss, expected = model.gradients(model.fn, samples(count))
+        assert_close(loss, expected_loss, "loss")
+        for name, got, wanted in zip(("x", "kernel", "table", "scale", "frozen"), gradients, expected, strict=True):
+            assert_close(got, wanted, f"{name} of {count} samples")
+
+
+@on_ranks(2, 3)
+def test_a_tape_outside_of_the_graph_gets_the_same_gradients(collective: Collective) -> None:
+    model = Model()
+    parallel = tf.function(make_parallel(model.fn, combine=model.COMBINE, collective=collective))
+    for count in COUNTS:
+        gradients, expected = (model.gradients(fn, samples(count))[1] for fn in (parallel, model.fn))
+        for got, wanted in zip(gradients[:-1], expected[:-1], strict=True):
+            assert_close(got, wanted, f"{count} samples")
+
+
+@pytest.mark.parametrize("form", ["eager", "function"])
+@on_ranks(2, 3)
+def test_tensors_of_the_surrounding_code_have_gradients(collective: Collective, form: str) -> None:
+    """They are not sliced, and another value at the next call is seen."""
+    weight = tf.Variable([1.0, 2.0, 3.0], dtype=tf.float64)
+
+    def gradient(x: tf.Tensor, fixed: Any) -> Any:
+        with tf.GradientTape() as tape:
+            squared = weight**2
+
+            def fn(x: tf.Tensor) -> tf.Tensor:
+                return tf.reduce_mean(x * squared) if fixed is None else fixed
+
+            if fixed is None:
+                loss = make_parallel(fn, combine="mean", collective=collective, x=x)
+            else:
+                loss = tf.reduce_mean(x * squared)
+        return tape.gradient(loss, weight)
+
+    for count in COUNTS:
+        for _ in range(2):
+            got = FORMS[form](lambda x: gradient(x, None))(samples(count))
+            assert_close(got, gradient(samples(count), 0), f"{count} samples")
+            weight.assign(weight * 1.5)
+
+
+@on_ranks(2, 3)
+def test_a_persisting_function_sees_the_surrounding_tensors_of_each_call(collective: Collective) -> None:
+    offset = tf.constant(0.0, tf.float64)
+    parallel = make_parallel(lambda x: x + offset, collective=collective)
+    for value in (1.0, 2.0):
+        offset = tf.constant(value, tf.float64)
+        assert_close(parallel(samples(4)), samples(4) + value, "shifted")
+
+
+@on_ranks(2, 3)
+def test_the_same_function_serves_twice_in_one_graph_with_constant_inputs(collective: Collective) -> None:
+    """TensorFlow's optimizer would fold collectives of constants, and merge two of the same input."""
+    weight = tf.Variable(2.0, dtype=tf.float64)
+    parallel = make_parallel(lambda x: x**2, collective=collective)
+    weighted = make_parallel(lambda x: tf.reduce_sum(x * weight), combine="sum", collective=collective)
+    x = samples(5)
+
+    @tf.function(autograph=False)
+    def twice() -> Any:
+        with tf.GradientTape() as tape:
+            total = weighted(x) + 3 * weighted(x)
+        return parallel(x) + parallel(x) + parallel(parallel(x)), tape.gradient(total, weight)
+
+    for _ in range(2):
+        rows, gradient = twice()
+        assert_close(rows, 2 * x**2 + x**4, "rows")
+        assert_close(gradient, 4 * tf.reduce_sum(x), "gradient")
+
+
+@on_ranks(2, 3)
+def test_second_derivatives_are_those_of_one_process(collective: Collective) -> None:
+    def fn(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(x**3, axis=1)
+
+    def penalty(fn: Any, x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(fn(x) ** 2)
+            gradient = tape.gradient(loss, x)
+            total = tf.reduce_sum(gradient**2)
+        return outer.gradient(total, x)
+
+    parallel = make_parallel(fn, collective=collective)
+    for form in ("eager", "function"):
+        for count in COUNTS:
+            got = FORMS[form](lambda x: penalty(parallel, x))(samples(count))
+            assert_close(got, penalty(fn, samples(count)), f"{form}, {count} samples")
+
+
+@on_ranks(2)
+def test_a_keras_model_is_a_function(collective: Collective) -> None:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.BatchNormalization()])
+    parallel = make_parallel(model, collective=collective)
+    x = samples(7)
+    results = []
+    for fn in (model, parallel):
+        with tf.GradientTape() as tape:
+            outputs = fn(x)
+            loss = tf.reduce_sum(outputs**2)
+        results.append([outputs, *tape.gradient(loss, [v.value for v in model.trainable_variables])])
+    for wanted, got in zip(*results, strict=True):
+        assert_close(got, wanted, "keras", tolerance=1e-6)
+
+
+@on_ranks(2, 3)
+def test_it_is_a_decorator(collective: Collective) -> None:
+    @make_parallel(collective=collective)
+    def double(x: tf.Tensor) -> tf.Tensor:
+        """Twice x."""
+        return 2 * x
+
+    @make_parallel  # connects by the environment, when first called
+    def triple(x: tf.Tensor) -> tf.Tensor:
+        return 3 * x
+
+    assert (double.__name__, double.__doc__) == ("double", "Twice x.")
+    assert_close(double(samples(5)), 2 * samples(5), "double")
+    assert_close(triple(samples(5)), 3 * samples(5), "triple")
+
+
+@on_ranks(2)
+def test_each_rank_runs_its_own_slice_and_never_an_empty_one(collective: Collective) -> None:
+    seen: list[Any] = []
+
+    @make_parallel(collective=collective)
+    def fn(x: tf.Tensor) -> tf.Tensor:
+        tf.numpy_function(lambda x: seen.append(x.tolist()), [x], [])
+        return x
+
+    fn(np.arange(3.0))
+    fn(np.arange(1.0))
+    assert seen == ([[0.0], [0.0]] if collective.world.rank == 0 else [[1.0, 2.0], [0.0]])
+
+
+@on_ranks(1, 3)
+def test_no_samples_give_the_function_s_result_for_none(collective: Collective) -> None:
+    nothing = tf.zeros([0, 3], tf.float64)
+    assert make_parallel(lambda x: 2 * x, collective=collective)(nothing).shape == (0, 3)
+    total = make_parallel(lambda x: tf.reduce_sum(x) + 1, combine="sum", collective=collective)(nothing)
+    assert float(total) == 1
+
+
+@on_ranks(GLOO)
+def test_gradients_over_gloo(collective: Collective) -> None:
+    test_gradients_are_those_of_one_process.body(collective, "function")
+
+
+def polynomial(x: tf.Tensor, coefficients: tf.Variable) -> tf.Tensor:
+    return coefficients[0] * x**2 + coefficients[1] * x + coefficients[2]
+
+
+def fit(collective: Collective, steps: int) -> np.ndarray:
+    """The classic custom training loop: fit y = 5x²+3 with Adam."""
+    generator = np.random.default_rng(0)
+    coefficients = tf.Variable(tf.zeros(3, tf.float64))
+    optimizer = keras.optimizers.Adam(0.1)
+    optimizer.build([coefficients])
+
+    def loss_of(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean((polynomial(x, coefficients) - y) ** 2)
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float64)])
+    def train(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = make_parallel(loss_of, combine="mean", collective=collective, x=x, y=5 * x**2 + 3)
+        optimizer.apply(tape.gradient(loss, [coefficients]), [coefficients])
+
+    for _ in range(steps):
+        train(tf.constant(generator.uniform(-1, 1, 10)))
+    return coefficients.numpy()
+
+
+@on_ranks(1, 2, 3)
+def test_the_classic_loop_fits_the_polynomial_as_one_process_does(collective: Collective) -> None:
+    keras.config.set_floatx("float64")
+    try:
+        coefficients = fit(collective, 1000)
+        np.testing.assert_allclose(coefficients, fit(ALONE, 1000), rtol=0, atol=1e-10)
+    finally:
+        keras.config.set_floatx("float32")
+    np.testing.assert_allclose(coefficients, [5, 0, 3], atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f: make_parallel(f, collective=ALONE)(), "without inputs"),
+        (lambda f: make_parallel(f, collective=ALONE)([]), "without inputs"),
+        (lambda f: make_parallel(f, collective=ALONE, x=np.ones(3), y=np.ones(2)), r"3 \('x'\), 2 \('y'\) samples"),
+        (lambda f: make_parallel(f, collective=ALONE)(np.ones(3), 2.0), "argument 1 .* is a scalar"),
+        (lambda f: make_parallel(f, collective=ALONE)(np.ones(3), object()), "argument 1 .* must be tensors"),
+        (lambda f: make_parallel(f, collective=ALONE)(x=object()), "'x' .* must be tensors"),
+        (lambda f: make_parallel(f, combine="average"), "'average'; each word must be"),
+        (lambda f: make_parallel(f, combine=None), "None; each word must be"),
+        (lambda f: make_parallel(f, combine=["concat"] * 2, collective=ALONE)(np.ones(3)), "does not match"),
+        (lambda f: make_parallel(f, combine={"a": "sum"}, collective=ALONE)(np.ones(3)), "does not match"),
+        (lambda f: make_parallel(tf.reduce_sum, collective=ALONE)(np.ones(3)), "is a scalar, which cannot be joined"),
+        (lambda f: make_parallel(f, combine="mean", collective=ALONE)(np.ones(3)), "not the same on every rank"),
+        (lambda f: make_parallel(tf.reduce_sum, combine="mean", collective=ALONE)(np.ones(3, int)), "has no means"),
+        (lambda f: make_parallel(x=np.ones(3)), "no function"),
+        (lambda f: make_parallel(f(3)), "cannot be called"),
+    ],
+)
+def test_misuse_is_named(call: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call(lambda x, y=None: x)
+
+
+def test_the_package_offers_it_without_starting_tensorflow() -> None:
+    script = (
+        "import sys, numpy, ringtrain; assert 'tensorflow' not in sys.modules\n"
+        "from ringtrain import make_parallel\n"
+        "print(make_parallel(lambda x: x + 1, x=numpy.array([1, 2])).numpy(), hasattr(ringtrain, 'nothing'))"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert finished.stdout == "[2 3] False\n"

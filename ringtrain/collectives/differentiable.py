@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringtrain.collectives import Collective
+from ringtrain.collectives.reduce import GradientReduction
 
 Tensors = list[tf.Tensor]
 _numbers = itertools.count(1)
@@ -116,6 +117,7 @@ def take_and_spread(
         def gradient(*upstream: Any) -> Tensors:
             name = next(gradient_names)
             parts = [tf.convert_to_tensor(part) for part in upstream]
+            GradientReduction.calls += 1  # this process does not train on its own
             gathered = [gather(part[:rows], collective, f"{name}/{i}") for i, part in enumerate(parts[:num_inputs])]
             return gathered + add(parts[num_inputs:], collective, name)
 

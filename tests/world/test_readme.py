@@ -1,0 +1,58 @@
+"""What the README shows, cut out of it and run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def cut_out(name: str, folder: Path) -> Path:
+    """Write the README's listing that begins with ``# NAME``, and give its path."""
+    [listing] = re.findall(rf"^```python\n(# {re.escape(name)}\b.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    path = folder / name
+    path.write_text(listing)
+    return path
+
+
+def shown_commands(word: str) -> list[str]:
+    """The README's commands that hold a word in small or capital letters, in their order, without their comments."""
+    commands = [line.split("#")[0] for line in re.findall(r"^\$ (.*)$", README, re.MULTILINE)]
+    return [command for command in commands if word in command.lower()]
+
+
+def run(command: str, folder: Path) -> Finished:
+    finished = run_command(shlex.split(command), env=clean_environment(), timeout=120, cwd=folder)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    return finished
+
+
+def accuracies_in(finished: Finished) -> list[float]:
+    return [float(value) for value in re.findall(r"accuracy = ([\d.]+)", finished.stdout)]
+
+
+def test_your_own_model(tmp_path: Path) -> None:
+    cut_out("my_workload.py", tmp_path)
+    train, verify, evaluate = shown_commands("moons")
+    assert train.startswith("horovodrun -np 2 python -m ringtrain --workload")
+    assert accuracies_in(run(train, tmp_path))[-1] >= 0.99
+    assert "is complete" in run(train, tmp_path).stdout
+    assert "the world sizes train the same" in run(verify, tmp_path).stdout
+    assert accuracies_in(run(evaluate, tmp_path))[-1] >= 0.99
+
+
+@pytest.mark.parametrize("start", ["horovodrun -np 2", ""])
+def test_any_function_in_parallel(tmp_path: Path, start: str) -> None:
+    script = cut_out("polynomial.py", tmp_path)
+    ended = run(f"{start} python {script.name}", tmp_path).stdout
+    found = re.findall(r"\b(\d) \[([-+.e \d]+)\]", ended)
+    assert sorted(rank for rank, _ in found) == (["0", "1"] if start else ["0"]), ended
+    for _, coefficients in found:
+        np.testing.assert_allclose(np.fromstring(coefficients, sep=" "), [5, 0, 3], atol=0.05)

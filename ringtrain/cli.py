@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -30,7 +30,7 @@ from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
 from ringtrain.together import Prepared, early_end, evaluate_together, report_error, train_together
-from ringtrain.workloads import BUILT_IN, check_workload_name, load_workload
+from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, load_workload
 from ringtrain.world import World, read_world
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def record_command(arguments: Sequence[str], world: World) -> int:
     with joined(prepared.config, world) as collective:
         from ringtrain.record import record
 
-        record(prepared.workload_class, prepared.config, collective, directory)
+        record(prepared.workload, prepared.config, collective, directory)
     return 0
 
 
@@ -144,7 +144,8 @@ def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
     with quiet_start():
         workload_class = load_workload(config.workload)
         device = start_tensorflow(plan, world)
-    return Prepared(workload_class, make_config(explicit, workload_class.defaults), plan, device)
+    config = make_config(explicit, workload_class.defaults, workload_class.options)
+    return Prepared(create_workload(workload_class, config.options), config, plan, device)
 
 
 def check_settings(explicit: Mapping[str, Any]) -> Config:
@@ -154,7 +155,10 @@ def check_settings(explicit: Mapping[str, Any]) -> Config:
     """
     spec = explicit.get("workload", Config.workload)
     check_workload_name(spec)
-    return make_config(explicit, load_workload(spec).defaults if spec in BUILT_IN else {})
+    if spec not in BUILT_IN:
+        return make_config(explicit, {})
+    workload_class = load_workload(spec)
+    return make_config(explicit, workload_class.defaults, workload_class.options)
 
 
 def pin(world: World, *, deterministic: bool) -> DevicePlan:
@@ -283,7 +287,9 @@ def field_rules() -> dict[str, str]:
     for prefix, settings in (("", Config), ("optimizer.", OptimizerConfig)):
         for name, hint in get_type_hints(settings).items():
             options = [option for option in get_args(hint) if option is not type(None)]
-            if options and isinstance(options[0], str):
+            if get_origin(hint) is dict:
+                rules[prefix + name] = "a mapping; write --options.NAME VALUE"
+            elif options and isinstance(options[0], str):
                 rules[prefix + name] = f"one of {', '.join(options)}"
             else:
                 rules[prefix + name] = words.get(options[0] if options else hint, "a mapping")
@@ -293,7 +299,8 @@ def field_rules() -> dict[str, str]:
 def print_config(explicit: Mapping[str, Any], world: World) -> int:
     """Print the settings of the run as YAML that ``--config`` reads."""
     check_settings(explicit)
-    config = make_config(explicit, load_workload(explicit.get("workload", Config.workload)).defaults)
+    workload_class = load_workload(explicit.get("workload", Config.workload))
+    config = make_config(explicit, workload_class.defaults, workload_class.options)
     if world.is_first:
         yaml.safe_dump(to_plain(dataclasses.asdict(config)), sys.stdout, sort_keys=False)
     return 0

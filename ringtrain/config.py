@@ -6,6 +6,7 @@ A field's name is the flag's name and the YAML key. A workload brings its own de
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -103,6 +104,9 @@ class Config:
 
     workload: str = "digits"
     """what to train: a name, package.module:Class or path/file.py:Class"""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """the workload's own settings, each as --options.NAME VALUE"""
 
     data_dir: Path | None = None
     """directory of the workload's data"""
@@ -214,12 +218,17 @@ class Config:
             )
 
 
-def make_config(explicit: Mapping[str, Any], workload_defaults: Mapping[str, Any]) -> Config:
+def make_config(
+    explicit: Mapping[str, Any],
+    workload_defaults: Mapping[str, Any],
+    workload_options: Mapping[str, Any] | None = None,
+) -> Config:
     """Build the configuration of a run.
 
     Args:
         explicit: what the user wrote: field names to values, ``optimizer`` to a mapping.
         workload_defaults: the workload's own values, in the same form.
+        workload_options: the workload's own settings with their values; None where they are not known yet.
 
     Raises:
         UsageError: a value breaks a rule.
@@ -232,8 +241,41 @@ def make_config(explicit: Mapping[str, Any], workload_defaults: Mapping[str, Any
         if explicit.get(other) is not None:
             defaults.pop(name, None)
     optimizer = {**defaults.pop("optimizer", {}), **explicit.get("optimizer", {})}
-    values = {**defaults, **explicit, "optimizer": OptimizerConfig(**optimizer)}
+    options = explicit.get("options", {})
+    if workload_options is not None:
+        options = merge_options(options, workload_options)
+    values = {**defaults, **explicit, "optimizer": OptimizerConfig(**optimizer), "options": options}
     return Config(**values)
+
+
+def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
+    """A workload's own settings: what the user wrote, over what the workload declares.
+
+    Raises:
+        UsageError: there is no such setting, or its value is of another type than the declared one.
+    """
+    merged = dict(declared)
+    for name, value in explicit.items():
+        if name not in declared:
+            near = difflib.get_close_matches(name, declared, n=1)
+            raise UsageError(
+                f"the workload has no option {name!r}. {f'Did you mean {near[0]!r}? ' if near else ''}"
+                f"Its options: {', '.join(sorted(declared)) or 'none'}.",
+                reach="run",
+            )
+        merged[name] = _as_declared(f"options.{name}", value, declared[name])
+    return merged
+
+
+def _as_declared(name: str, value: Any, default: Any) -> Any:
+    """A value in the type of the default; any value where the default is None."""
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if default is not None and type(value) is not type(default):
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+        rule = words.get(type(default), f"a {type(default).__name__}")
+        raise UsageError(f"{name} is {value!r}; it must be {rule}, such as {default!r}.", reach="run")
+    return value
 
 
 def to_plain(value: Any) -> Any:

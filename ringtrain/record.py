@@ -44,15 +44,15 @@ class Recorder:
         self.samples.append(self._collective.gather(batch.indices, name="ledger").numpy())
 
 
-def record(workload_class: type[Workload], config: Config, collective: Collective, directory: Path) -> None:
+def record(workload: Workload, config: Config, collective: Collective, directory: Path) -> None:
     """Train ``config.steps`` steps in float64, and one step in float32; rank 0 writes what came of it.
 
     The files are ``float64.npz`` and ``float32.npz``; ``ringtrain.verify`` reads them.
     """
-    record_run(workload_class(), dataclasses.replace(config, precision="float64"), collective, directory)
+    record_run(workload, dataclasses.replace(config, precision="float64"), collective, directory)
     # One step of plain SGD: a step of Adam would divide by gradients that are nothing but rounding.
     one_step = dataclasses.replace(config, precision="float32", steps=1, epochs=None)
-    record_run(workload_class(), one_step, collective, directory, optimizer=lambda: keras.optimizers.SGD(1.0))
+    record_run(workload, one_step, collective, directory, optimizer=lambda: keras.optimizers.SGD(1.0))
 
 
 def record_run(workload: Workload, config: Config, collective: Collective, directory: Path, **job_options: Any) -> None:

@@ -131,7 +131,8 @@ def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping
         UsageError: a setting that enters the training differs; the message lists each with both values.
     """
     free = FREE_SETTINGS | (set() if wanted["optimizer"]["schedule"] == "cosine" else LENGTH_SETTINGS)
-    old, new = _flat(former), _flat(wanted)
+    # A setting that came with a later version than the run's has the value that changes nothing as its default.
+    old, new = _flat(to_plain(asdict(Config()))) | _flat(former), _flat(wanted)
     changed = [
         f"{name} {old.get(name)} -> {new.get(name)}"
         for name in sorted({*old, *new} - free)

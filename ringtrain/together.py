@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Prepared(NamedTuple):
     """A rank that knows what to train and has its devices, before it joins the others."""
 
-    workload_class: type[Workload]
+    workload: Workload
     config: Config
     plan: DevicePlan
     device: str
@@ -57,7 +57,7 @@ def train_together(prepared: Prepared, collective: Collective, requests: StopReq
             )
             return
         result = train(
-            prepared.workload_class(),
+            prepared.workload,
             config,
             collective,
             start=start,
@@ -131,8 +131,7 @@ def evaluate_together(prepared: Prepared, collective: Collective, run: Path, whi
     from ringtrain.saving import find_checkpoint, restore
     from ringtrain.variables import share_first_values
 
-    workload = prepared.workload_class()
-    job = create_job(workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
+    job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
 
     def restore_on_first() -> int:
         checkpoint = read_checkpoint(find_checkpoint(run, which))

@@ -7,7 +7,9 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ringtrain.errors import UsageError
 from ringtrain.workloads.base import Workload
@@ -77,6 +79,13 @@ def load_workload(spec: str) -> type[Workload]:
     missing = sorted(getattr(workload, "__abstractmethods__", ()))
     if missing:
         raise UsageError(f"{spec!r} lacks {', '.join(missing)}: see ringtrain/workloads/base.py.", reach="run")
+    return workload
+
+
+def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) -> Workload:
+    """A workload that reads these values where its class declares its ``options``."""
+    workload = workload_class()
+    vars(workload)["options"] = options
     return workload
 
 

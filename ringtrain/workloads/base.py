@@ -49,6 +49,11 @@ class Workload(abc.ABC):
     ``{"epochs": 10, "batch_size": 32, "optimizer": {"name": "adam", "lr": 1e-3}}``. ``batch_size``, per rank, is the
     size that ``optimizer.lr`` belongs to."""
 
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Settings of the workload's own with their default values, such as ``{"width": 64}``. The user changes one by
+    ``--options.width 32``; a method reads ``self.options["width"]``. A value must be of its default's type; where the
+    default is None it may be any."""
+
     @abc.abstractmethod
     def create_model(self) -> keras.Model:
         """A built Keras model. Every rank builds one; rank 0's first weights are the ones that count."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,29 @@ def test_the_workload_s_own_settings_are_left_as_they_are() -> None:
     workload = {"epochs": 7, "optimizer": {"lr": 0.5}}
     make_config({"steps": 1, "optimizer": {"lr": 0.1}}, workload)
     assert workload == {"epochs": 7, "optimizer": {"lr": 0.5}}
+
+
+def test_options_are_those_that_the_workload_declares_in_their_types() -> None:
+    declared = {"width": 64, "rate": 0.5, "size": None, "flag": False}
+    config = make_config({"options": {"rate": 1, "size": 75}}, {}, declared)
+    assert config.options == {"width": 64, "rate": 1.0, "size": 75, "flag": False}
+    assert isinstance(config.options["rate"], float)
+    assert declared["size"] is None
+    for options, message in (
+        (
+            {"widht": 3},
+            "the workload has no option 'widht'. Did you mean 'width'? Its options: flag, rate, size, width.",
+        ),
+        ({"width": 1.5}, "options.width is 1.5; it must be a whole number, such as 64."),
+        ({"width": True}, "options.width is True; it must be a whole number"),
+        ({"flag": 1}, "options.flag is 1; it must be true or false"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(message)):
+            make_config({"options": options}, {}, declared)
+
+
+def test_options_of_a_workload_that_is_not_imported_yet_are_kept_as_they_are() -> None:
+    assert make_config({"options": {"any": 1}}, {}).options == {"any": 1}
 
 
 def test_settings_become_plain_values(tmp_path: Path) -> None:

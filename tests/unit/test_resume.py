@@ -252,7 +252,7 @@ def test_free_settings_may_change(config: Config, tmp_path: Path) -> None:
 
 def test_every_setting_is_either_free_or_refused() -> None:
     settings = to_plain(asdict(Config(epochs=2)))
-    names = {field.name for field in fields(Config)} - {"optimizer"}
+    names = {field.name for field in fields(Config)} - {"optimizer", "options"}
     assert names >= FREE_SETTINGS | LENGTH_SETTINGS
     for name in names:
         changed = {**settings, name: "other"}
@@ -265,6 +265,20 @@ def test_every_setting_is_either_free_or_refused() -> None:
         changed = {**settings, "optimizer": {**settings["optimizer"], field.name: "other"}}
         with pytest.raises(UsageError, match=f"settings: optimizer\\.{field.name} .* -> other\\. Give"):
             refuse_other_settings(Path("run"), settings, changed)
+
+
+def test_a_workload_s_options_are_refused_when_they_change() -> None:
+    former = to_plain(asdict(Config(options={"width": 64, "depth": 2})))
+    with pytest.raises(UsageError, match=r"settings: options\.width 64 -> 32\. Give"):
+        refuse_other_settings(Path("run"), former, to_plain(asdict(Config(options={"width": 32, "depth": 2}))))
+
+
+def test_a_setting_that_an_older_version_did_not_have_counts_as_its_default() -> None:
+    former = to_plain(asdict(Config(epochs=2)))
+    del former["precision"], former["optimizer"]["ema"]
+    refuse_other_settings(Path("run"), former, to_plain(asdict(Config(epochs=2))))
+    with pytest.raises(UsageError, match="settings: precision float32 -> float64"):
+        refuse_other_settings(Path("run"), former, to_plain(asdict(Config(epochs=2, precision="float64"))))
 
 
 def test_the_same_settings_are_the_same_after_they_were_kept(config: Config) -> None:

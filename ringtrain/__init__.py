@@ -5,8 +5,11 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+ROOMS = {"make_parallel": "ringtrain.parallel", "train": "ringtrain.script"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "make_parallel":  # by its name alone: whoever imports ringtrain does not start TensorFlow
-        return importlib.import_module("ringtrain.parallel").make_parallel
+    # By their names alone: whoever imports ringtrain does not start TensorFlow.
+    if name in ROOMS:
+        return getattr(importlib.import_module(ROOMS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@ from ringtrain.checkpoint import Checkpoint
 from ringtrain.console import Console
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
+from ringtrain.data.sources import is_fallible
 from ringtrain.evaluation import EvalReport
 from ringtrain.job import Job
 from ringtrain.progress import Progress
@@ -37,8 +38,8 @@ class Action(Protocol):
     needs_weights: bool
     """whether the weights must be those after the step, so that no later step may be under way"""
 
-    def is_due(self, step: int) -> bool:
-        """Whether to act when ``step`` steps are done: the same answer on every rank."""
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Whether to act when ``step`` steps are done, and no more come if ``is_last``: alike on every rank."""
 
     def act(self, step: int, batch: Batch, report: StepReport) -> Ending | None:
         """Act when ``step`` steps are done; ``batch`` and ``report`` are those of the last of them.
@@ -64,21 +65,21 @@ class Log:
 
     needs_weights = False
 
-    def __init__(self, *, records: Records, order: SampleOrder, every: int, first_step: int, last_step: int) -> None:
-        self._records, self._order = records, order
-        self._every, self._last_step = every, last_step
-        self._since_step, self._since = first_step, time.perf_counter()
+    def __init__(self, *, records: Records, job: Job, progress: Progress) -> None:
+        self._records, self._job, self._progress = records, job, progress
+        self._since_step, self._since = job.first_step, time.perf_counter()
+        self._since_samples = self._samples_seen(job.first_step)
 
-    def is_due(self, step: int) -> bool:
-        return step % self._every == 0 or step == self._last_step
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        return step % self._job.config.log_every == 0 or is_last
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
         del batch
         now = time.perf_counter()
         sec_per_step = (now - self._since) / (step - self._since_step)
-        samples = self._order.samples_before(step) - self._order.samples_before(self._since_step)
-        examples_per_sec = samples / (now - self._since)
-        self._since_step, self._since = step, now
+        samples_seen = self._samples_seen(step)
+        examples_per_sec = (samples_seen - self._since_samples) / (now - self._since)
+        self._since_step, self._since, self._since_samples = step, now, samples_seen
         console = self._records.console
         text = (
             f"step {step}, loss = {report.loss:.4g} ({examples_per_sec:.1f} examples/sec; {sec_per_step:.3f} sec/batch)"
@@ -99,11 +100,14 @@ class Log:
         self._records.run.write_event(
             "train",
             step=step,
-            epoch=epoch_after(self._order, step),
-            samples_seen=self._order.samples_before(step),
+            epoch=epoch_after(self._job.order, step),
+            samples_seen=samples_seen,
             **values,
         )
         self._records.events.scalars("train", values, step=step)
+
+    def _samples_seen(self, step: int) -> int:
+        return self._progress.samples_seen if self._job.batches.is_counted else self._job.order.samples_before(step)
 
     def leave_out(self, seconds: float) -> None:
         """Do not count this time, in which no step was trained."""
@@ -121,8 +125,10 @@ class Evaluate:
         """``records`` and ``log`` are rank 0's; ``progress`` must be alike on every rank."""
         self._job, self._progress, self._requests = job, progress, requests
         self._records, self._log = records, log
-        self.is_due = job.is_evaluation_due
         self.last: EvalReport | None = None
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        return self._job.is_evaluation_due(step, is_last=is_last)
 
     def act(self, step: int, batch: Batch | None = None, report: StepReport | None = None) -> Ending | None:
         del batch, report
@@ -153,7 +159,8 @@ class Evaluate:
         source = self._job.evaluation
         if source is not None:
             # On this rank alone, and so without any collective: the model runs as in inference.
-            x, y = source.gather(tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64))
+            shown = tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64)
+            x, y = source.gather_good(shown)[1:] if is_fallible(source) else source.gather(shown)
             records.events.show(self._job.workload.summaries(self._job.step.model, x, y), step=step)
 
 
@@ -175,8 +182,8 @@ class Save:
         self._job, self._progress, self.snapshot = job, progress, snapshot
         self._writer, self._records = writer, records
 
-    def is_due(self, step: int) -> bool:
-        return self._is_periodic(step) or self._job.is_evaluation_due(step)
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        return self._is_periodic(step) or self._job.is_evaluation_due(step, is_last=is_last)
 
     def act(self, step: int, batch: Batch | None = None, report: StepReport | None = None) -> None:
         del batch, report

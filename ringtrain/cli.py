@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import os
 import re
 import sys
 import tempfile
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import yaml
 
 from ringtrain.config import Config, OptimizerConfig, make_config, to_plain
-from ringtrain.devices import (
-    DevicePlan,
-    apply_plan,
-    claim_cores,
-    plan_devices,
-    read_machine,
-    start_tensorflow,
-)
+from ringtrain.devices import start_tensorflow
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
-from ringtrain.together import Prepared, early_end, evaluate_together, report_error, train_together
+from ringtrain.together import (
+    Prepared,
+    early_end,
+    evaluate_together,
+    joined,
+    pin,
+    report_error,
+    train_together,
+)
 from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, load_workload
 from ringtrain.world import World, read_world
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-    from ringtrain.collectives import Collective
 
 TRAIN_DESCRIPTION = "Train a Keras model on many GPUs, one process per GPU: horovodrun -np 2 python -m ringtrain"
 
@@ -159,38 +156,6 @@ def check_settings(explicit: Mapping[str, Any]) -> Config:
         return make_config(explicit, {})
     workload_class = load_workload(spec)
     return make_config(explicit, workload_class.defaults, workload_class.options)
-
-
-def pin(world: World, *, deterministic: bool) -> DevicePlan:
-    """Take this rank's share of its node, before anything heavy is imported."""
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
-    machine = read_machine(os.environ)
-    plan = plan_devices(world, machine, os.environ, deterministic=deterministic, claim_cores=claim_cores)
-    apply_plan(plan)
-    return plan
-
-
-@contextlib.contextmanager
-def joined(config: Config, world: World) -> Iterator[Collective]:
-    """Join the other ranks, and leave them in good order; at once where this rank failed alone, as they would wait."""
-    from ringtrain.collectives import connect
-
-    collective = connect(config.backend, world)
-    try:
-        yield collective
-    except RingtrainError as error:
-        if error.reach == "run":
-            collective.close()
-            raise
-        report_error(error, collective.world)
-        collective.abort(error.exit_code)
-    except BaseException:
-        world = collective.world
-        sys.stderr.write(f"ringtrain: error: rank {world.rank} on {world.node} failed:\n{traceback.format_exc()}")
-        collective.abort(1)
-    else:
-        collective.close()
 
 
 def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: World) -> dict[str, Any]:

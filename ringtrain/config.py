@@ -177,6 +177,9 @@ class Config:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """what to do about a step whose loss or gradient is not finite; nothing is updated by it in either case"""
 
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """what to do about a sample that cannot be read; a skipped one is named, and its step trained without it"""
+
     deterministic: bool = False
     """bit-equal results of two runs of the same size, at some cost in speed"""
 
@@ -202,6 +205,7 @@ class Config:
             ("compression", ("none", "fp16")),
             ("precision", ("float32", "mixed_float16", "mixed_bfloat16", "float64")),
             ("on_nonfinite", ("stop", "skip")),
+            ("on_bad_sample", ("stop", "skip")),
             ("best_direction", ("min", "max")),
             ("resume", ("auto", "never", "must")),
         ):

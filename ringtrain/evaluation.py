@@ -13,9 +13,12 @@ from ringtrain.averages import WeightAverages
 from ringtrain.collectives import Collective
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
-from ringtrain.data.sources import Source
+from ringtrain.data.sources import Source, is_fallible
+from ringtrain.data.stepping import Batches, PlannedBatches, explain_bad
+from ringtrain.errors import DataError
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
+from ringtrain.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +49,19 @@ def evaluate(
     *,
     global_batch_size: int,
     num_threads: int,
+    skips_bad: bool = False,
     is_stop_wanted: Callable[[], bool] = lambda: False,
 ) -> EvalReport | None:
     """Evaluate each sample of a source exactly once, each rank its share. Every rank must call it.
 
+    Args:
+        skips_bad: leave out samples that cannot be read, where the source may have such.
+
     Returns:
         The same report on every rank; None on every rank where one of them wanted to stop meanwhile.
     """
-    order = SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, shuffle=False)
-    batches = local_batches(
-        source, order, collective.world, first_step=0, end_step=order.steps_per_epoch, num_threads=num_threads
+    batches = evaluation_batches(
+        source, collective.world, global_batch_size=global_batch_size, num_threads=num_threads, skips_bad=skips_bad
     )
     sums = np.zeros(2 + len(eval_step.metric_names))
     for batch in batches:
@@ -64,12 +70,31 @@ def evaluate(
         if stop_votes:
             return None
     samples, data_loss, *metrics = sums
+    if not samples:
+        raise DataError("none of the samples to evaluate on can be read. Look at the data.", reach="run")
     return EvalReport(
         samples=int(samples),
         loss=float(data_loss / samples + eval_step.regularization()),
         data_loss=float(data_loss / samples),
         metrics={name: float(value / samples) for name, value in zip(eval_step.metric_names, metrics, strict=True)},
     )
+
+
+def evaluation_batches(
+    source: Source, world: World, *, global_batch_size: int, num_threads: int, skips_bad: bool = False
+) -> Batches:
+    """This rank's share of the samples to evaluate on, as stored."""
+    order = SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, shuffle=False)
+    end_step = order.steps_per_epoch
+    skips_bad = skips_bad and is_fallible(source)
+    dataset = local_batches(
+        source, order, world, first_step=0, end_step=end_step, num_threads=num_threads, skips_bad=skips_bad
+    )
+
+    def explain(error: Exception, step: int) -> Exception:
+        return explain_bad(source, order.local_batch(step, rank=world.rank, size=world.size).indices, error)
+
+    return PlannedBatches(dataset, first_step=0, end_step=end_step, explain=explain)
 
 
 class EvalStep:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, agree
+from ringtrain.collectives import Collective, agree, gather_objects
 from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
-from ringtrain.data.order import SampleOrder
-from ringtrain.data.pipeline import local_batches
-from ringtrain.data.sources import Source
-from ringtrain.errors import UsageError
-from ringtrain.evaluation import EvalReport, EvalStep, evaluate
+from ringtrain.data.feeding import fed_batches
+from ringtrain.data.order import FedOrder, SampleOrder
+from ringtrain.data.pipeline import Augment, local_batches
+from ringtrain.data.sources import Feed, Source, is_fallible
+from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, explain_bad
+from ringtrain.errors import DataError, UsageError
+from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
 from ringtrain.schedule import LearningRate
 from ringtrain.step import TrainStep, set_precision
-from ringtrain.workloads.base import Workload
+from ringtrain.workloads.base import Sources, Workload
 
 DEFAULT_EPOCHS = 10
 DEFAULT_BATCH_SIZE = 32
@@ -36,7 +39,7 @@ class Job:
     learning_rate: LearningRate
     first_step: int
     total_steps: int
-    batches: tf.data.Dataset
+    batches: Batches
     step: TrainStep
     evaluation: Source | None
     eval_step: EvalStep | None
@@ -52,14 +55,15 @@ class Job:
             self.collective,
             global_batch_size=self.order.global_batch_size,
             num_threads=self.num_threads,
+            skips_bad=self.config.on_bad_sample == "skip",
             is_stop_wanted=is_stop_wanted,
         )
 
-    def is_evaluation_due(self, step: int) -> bool:
+    def is_evaluation_due(self, step: int, *, is_last: bool) -> bool:
         """Every ``eval_every`` steps, or every ``eval_every_epochs`` epochs, and at the end."""
         if self.evaluation is None:
             return False
-        if step == self.total_steps:
+        if is_last:
             return True
         every = self.config.eval_every or self.config.eval_every_epochs * self.order.steps_per_epoch
         return every > 0 and step % every == 0
@@ -75,6 +79,7 @@ def create_job(
     global_batch_size: int | None = None,
     adapt_model: Callable[[keras.Model], None] = lambda model: None,
     optimizer: Callable[[], keras.optimizers.Optimizer] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Job:
     """Read the data, create the model, and compile the steps.
 
@@ -84,24 +89,25 @@ def create_job(
         global_batch_size: that of the run's first start, which holds whatever the number of ranks is now.
         adapt_model: changes the model before anything is compiled.
         optimizer: makes another optimizer than the workload's and the settings'.
+        say: shows a line to the user.
     """
     set_up_keras(config)
     read = functools.partial(workload.create_sources, config.data_dir, synthetic=config.synthetic)
     sources = agree(collective, read, name="sources")
+    require_same_sources(collective, sources)
     order, learning_rate, total_steps = plan_steps(
-        workload,
-        config,
-        sources.train.num_samples,
-        global_batch_size or choose_global_batch_size(config, collective.world.size),
+        workload, config, sources.train, global_batch_size or choose_global_batch_size(config, collective.world.size)
     )
-    batches = local_batches(
+    batches = create_batches(
         sources.train,
         order,
-        collective.world,
+        collective,
         first_step=first_step,
         end_step=total_steps,
         num_threads=num_threads,
         augment=workload.augment,
+        skips_bad=config.on_bad_sample == "skip",
+        say=say,
     )
     model = agree(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
@@ -116,16 +122,6 @@ def create_job(
         ema=config.optimizer.ema,
         seed=config.seed,
     )
-    eval_step = None
-    if sources.evaluation is not None:
-        eval_step = EvalStep(
-            workload=workload,
-            model=model,
-            averages=step.averages,
-            collective=collective,
-            batch_spec=batches.element_spec,
-        )
-        check_best_metric(config, eval_step)
     return Job(
         workload=workload,
         config=config,
@@ -137,7 +133,7 @@ def create_job(
         batches=batches,
         step=step,
         evaluation=sources.evaluation,
-        eval_step=eval_step,
+        eval_step=create_eval_step(workload, config, step, sources.evaluation, collective),
         num_threads=num_threads,
     )
 
@@ -150,19 +146,108 @@ def set_up_keras(config: Config) -> None:
         tf.config.experimental.enable_op_determinism()
 
 
+def require_same_sources(collective: Collective, sources: Sources) -> None:
+    """See that all ranks have the same samples, as far as that shows without reading them.
+
+    Raises:
+        DataError: on every rank, where they have not.
+    """
+    mine = {
+        name: [source.num_samples, getattr(source, "fingerprint", None)]
+        for name, source in sources._asdict().items()
+        if source is not None and not isinstance(source, Feed)
+    }
+    node = collective.world.node
+    (_, first), *others = gather_objects(collective, [node, mine], name="same_sources")
+    for rank, (other_node, other) in enumerate(others, start=1):
+        for name, (count, fingerprint) in first.items():
+            if other.get(name) != [count, fingerprint]:
+                counts = f"{count:,} samples, rank {rank} on {other_node} {other.get(name, [0])[0]:,}"
+                raise DataError(
+                    f"the ranks have different data ({name}): rank 0 on {node} has {counts}"
+                    f"{' of other files or sizes' if other.get(name, [0])[0] == count else ''}. All nodes must see the "
+                    "same files.",
+                    reach="run",
+                )
+
+
 def plan_steps(
-    workload: Workload, config: Config, num_samples: int, global_batch_size: int
+    workload: Workload, config: Config, train: Source | Feed, global_batch_size: int
 ) -> tuple[SampleOrder, LearningRate, int]:
     """The order of samples, the learning rate and the number of steps: all that the number of ranks could enter."""
-    order = SampleOrder(num_samples=num_samples, global_batch_size=global_batch_size, seed=config.seed)
+    order: SampleOrder
+    if isinstance(train, Feed):
+        steps_per_epoch = train.steps_per_epoch or config.steps
+        if steps_per_epoch is None:
+            raise UsageError(
+                "how long the training lasts is not known: its samples are fed by code that does not say how many "
+                "steps an epoch has. Give --steps (the run ends before that where no rank has samples left), or "
+                "steps_per_epoch to from_generator or from_callable.",
+                reach="run",
+            )
+        order = FedOrder(
+            num_samples=steps_per_epoch * global_batch_size,
+            global_batch_size=global_batch_size,
+            seed=config.seed,
+            is_single_pass=train.steps_per_epoch is None,
+        )
+    else:
+        order = SampleOrder(num_samples=train.num_samples, global_batch_size=global_batch_size, seed=config.seed)
     total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
     learning_rate = LearningRate(
         optimizer=config.optimizer,
         batch_ratio=global_batch_size / workload.defaults.get("batch_size", DEFAULT_BATCH_SIZE),
-        samples_per_epoch=num_samples,
+        samples_per_epoch=order.num_samples,
         total_samples=order.samples_before(total_steps),
     )
     return order, learning_rate, total_steps
+
+
+def create_batches(
+    train: Source | Feed,
+    order: SampleOrder,
+    collective: Collective,
+    *,
+    first_step: int,
+    end_step: int,
+    num_threads: int,
+    augment: Augment,
+    skips_bad: bool,
+    say: Callable[[str], None],
+) -> Batches:
+    """This rank's batches of the steps from ``first_step`` (from 0) up to, not including, ``end_step``."""
+    steps: dict[str, Any] = {"first_step": first_step, "end_step": end_step}
+    read: dict[str, Any] = {"num_threads": num_threads, "augment": augment}
+    world = collective.world
+    if isinstance(train, Feed):
+        fed = fed_batches(train, cast(FedOrder, order), collective, **steps, **read)
+        return CountedBatches(fed.dataset, collective, order, **steps, explain=fed.explain)
+
+    def explain(error: Exception, step: int) -> Exception:
+        return explain_bad(train, order.local_batch(step, rank=world.rank, size=world.size).indices, error)
+
+    if skips_bad and is_fallible(train):
+        dataset = local_batches(train, order, world, **steps, **read, skips_bad=True)
+        return CountedBatches(dataset, collective, order, **steps, explain=explain, find_bad=train.find_bad, say=say)
+    dataset = local_batches(train, order, world, **steps, **read)
+    return PlannedBatches(dataset, **steps, explain=explain)
+
+
+def create_eval_step(
+    workload: Workload, config: Config, step: TrainStep, evaluation: Source | None, collective: Collective
+) -> EvalStep | None:
+    """The compiled evaluation; None where there is nothing to evaluate on."""
+    if evaluation is None:
+        return None
+    eval_step = EvalStep(
+        workload=workload,
+        model=step.model,
+        averages=step.averages,
+        collective=collective,
+        batch_spec=evaluation_batches(evaluation, collective.world, global_batch_size=1, num_threads=1).element_spec,
+    )
+    check_best_metric(config, eval_step)
+    return eval_step
 
 
 def choose_global_batch_size(config: Config, size: int) -> int:

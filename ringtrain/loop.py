@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -14,20 +14,18 @@ from ringtrain.actions import Action, Ending, Evaluate, Log, Records, Save
 from ringtrain.collectives import Collective, gather_objects, on_first
 from ringtrain.config import Config
 from ringtrain.console import Console
+from ringtrain.data.order import FedOrder
 from ringtrain.data.pipeline import Batch
-from ringtrain.errors import DivergedError, PreemptedError
+from ringtrain.errors import PreemptedError, UsageError
 from ringtrain.evaluation import EvalReport
 from ringtrain.job import Job, create_job
-from ringtrain.loss_scale import MIN_LOSS_SCALE
+from ringtrain.nonfinite import NonfiniteGuard
 from ringtrain.progress import Progress
 from ringtrain.resume import OpenedRun, Start
 from ringtrain.saving import CheckpointWriter, describe_run, restore, take_snapshot, take_weights
-from ringtrain.step import StepReport
 from ringtrain.stopping import StopRequests
 from ringtrain.variables import share_first_values
 from ringtrain.workloads.base import Workload
-
-MAX_SKIPPED_IN_A_ROW = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,9 @@ def train(
         num_threads=num_threads,
         first_step=start.step,
         global_batch_size=start.global_batch_size,
+        say=console.line,
     )
+    refuse_other_size(job, start)
     progress = Progress(**start.progress)
     set_first_values(job, opened, console)
     describe(job, console, opened)
@@ -89,6 +89,21 @@ def train(
         actions.close()
     finish(job, actions, progress, step, ending, requests)
     return Result(ending=ending, evaluation=actions.evaluate.last)
+
+
+def refuse_other_size(job: Job, start: Start) -> None:
+    """See that each rank can go on with what it was fed before.
+
+    Raises:
+        UsageError: the run was fed under another number of ranks.
+    """
+    size = job.collective.world.size
+    if isinstance(job.order, FedOrder) and start.size not in (None, size):
+        raise UsageError(
+            f"the run was begun by {start.size} ranks, each fed its own samples, and now there are {size}; what they "
+            f"were fed cannot be divided anew. Start {start.size} ranks, or start anew with --resume never.",
+            reach="run",
+        )
 
 
 def set_first_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
@@ -111,7 +126,8 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
     order, size = job.order, job.collective.world.size
     parameters = job.step.model.count_params()
     evaluated = f", {job.evaluation.num_samples:,} to evaluate on" if job.evaluation else ""
-    console.line(f"{job.config.workload}: {parameters:,} parameters; {order.num_samples:,} samples{evaluated}")
+    samples = "samples fed by each rank" if isinstance(order, FedOrder) else f"{order.num_samples:,} samples"
+    console.line(f"{job.config.workload}: {parameters:,} parameters; {samples}{evaluated}")
     console.line(
         f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; "
         f"{order.steps_per_epoch} steps an epoch, {job.total_steps} in all"
@@ -170,8 +186,7 @@ def create_actions(
     if opened is not None:
         run = opened.directory
         records = Records(run, console, first_step=job.first_step)
-        every, last_step = job.config.log_every, job.total_steps
-        log = Log(records=records, order=job.order, every=every, first_step=job.first_step, last_step=last_step)
+        log = Log(records=records, job=job, progress=progress)
         writer = CheckpointWriter(run, keep=job.config.keep, say=console.line, last_step=job.first_step)
     evaluate = Evaluate(job=job, progress=progress, requests=requests, records=records, log=log)
     run_facts = describe_run(job) if opened is not None else {}
@@ -214,33 +229,49 @@ def run_steps(
     """Train all steps, and act after those after which something is due.
 
     On a GPU the host looks at step k while the device computes step k+1, so that the device never waits for the host;
-    on cores, where a step is done when the call returns, it looks at once.
+    on cores, where a step is done when the call returns, it looks at once, and so it does where step k tells how many
+    samples step k+1 has.
 
     Returns:
         The steps done, and why there are no more: the same on every rank.
     """
     progress = progress or Progress()
     guard = NonfiniteGuard(job, console, progress)
-    steps_ahead = 1 if tf.config.get_visible_devices("GPU") else 0
-    in_flight: collections.deque[tuple[int, Batch, tf.Tensor]] = collections.deque()
+    batches = job.batches
+    steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
+    in_flight: collections.deque[Trained] = collections.deque()
     step = job.first_step
     ending = catch_up(job, actions, progress)
-    for step, batch in enumerate(job.batches if ending is None else (), start=job.first_step + 1):
+    for step, batch in enumerate(batches if ending is None else (), start=job.first_step + 1):
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
-        returned = job.step(batch, learning_rate, is_stop_wanted=requests is not None and requests.is_pending)
-        in_flight.append((step, batch, returned))
-        pauses = step == job.total_steps or any(action.needs_weights and action.is_due(step) for action in actions)
+        is_stop_wanted = requests is not None and requests.is_pending
+        returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count)
+        if batches.is_counted:
+            batches.note(job.step.next_samples(returned))
+        is_last = batches.is_last(step)
+        in_flight.append(Trained(step, batch, returned, is_last))
+        pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
         while len(in_flight) > (0 if pauses or ending else steps_ahead):
-            ending = settle(job, actions, guard, *in_flight.popleft(), last_ending=ending) or ending
+            ending = settle(job, actions, guard, progress, in_flight.popleft(), last_ending=ending) or ending
         if ending is not None:
             break
     return step, ending or Ending.COMPLETED
 
 
+class Trained(NamedTuple):
+    """A step that is under way, or done: its number (from 1), this rank's batch, and what the step returned."""
+
+    step: int
+    batch: Batch
+    returned: tf.Tensor
+    is_last: bool
+
+
 def catch_up(job: Job, actions: Sequence[Action], progress: Progress) -> Ending | None:
     """Make the evaluation that was due at the first step, where the run was stopped before or during it."""
     step = job.first_step
-    if not step or progress.evaluated_step == step or not job.is_evaluation_due(step):
+    is_last = step == job.total_steps
+    if not step or progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
         return None
     endings = [action.act(step) for action in actions if isinstance(action, Evaluate | Save)]
     return next((ending for ending in endings if ending), None)
@@ -250,17 +281,20 @@ def settle(
     job: Job,
     actions: Sequence[Action],
     guard: NonfiniteGuard,
-    step: int,
-    batch: Batch,
-    returned: tf.Tensor,
+    progress: Progress,
+    trained: Trained,
     *,
     last_ending: Ending | None,
 ) -> Ending | None:
     """Look at a step's outcome, act where something is due, and say whether the training is to end."""
-    guard.check(step, returned)
-    is_stopped = job.step.is_stop_wanted(returned) and step < job.total_steps
+    step, batch, returned, is_last = trained
+    guard.check(step, batch, returned)
+    if job.batches.is_counted:
+        progress.samples_seen += job.step.read(returned).samples
+    is_stopped = job.step.is_stop_wanted(returned) and not is_last
     ending = Ending.PREEMPTED if is_stopped else last_ending
-    due = [action for action in actions if action.is_due(step) and not (ending and action.needs_weights)]
+    due = [action for action in actions if action.is_due(step, is_last=is_last)]
+    due = [action for action in due if not (ending and action.needs_weights)]
     if due:
         report = job.step.read(returned)
         for action in due:
@@ -290,47 +324,3 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
             "The same command goes on from there.",
             reach="run",
         )
-
-
-class NonfiniteGuard:
-    """Decides, alike on every rank, about steps whose loss or gradient was not finite."""
-
-    def __init__(self, job: Job, console: Console, progress: Progress) -> None:
-        self._job, self._console, self._progress = job, console, progress
-
-    def check(self, step: int, returned: tf.Tensor) -> None:
-        """Look at the outcome of a step.
-
-        Raises:
-            DivergedError: on every rank, where the step changed nothing and the run is not to go on.
-        """
-        if self._job.step.is_updated(returned):
-            self._progress.skipped_in_a_row = 0
-            return
-        report = self._job.step.read(returned)
-        if self._job.config.precision == "mixed_float16" and report.loss_scale > MIN_LOSS_SCALE:
-            return  # the loss scale was too high; it has been halved, and that is how it finds its value
-        self._progress.skipped_in_a_row += 1
-        message = self._explain(step, report)
-        if self._job.config.on_nonfinite == "stop":
-            raise DivergedError(
-                f"{message} Nothing was updated by this step. Lower --optimizer.lr, add --optimizer.clip_global_norm "
-                "or --optimizer.warmup_epochs, look at the data, or go on with --on_nonfinite skip.",
-                reach="run",
-            )
-        if self._progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-            raise DivergedError(f"{message} That is {MAX_SKIPPED_IN_A_ROW} skipped steps in a row.", reach="run")
-        self._console.line(f"warning: {message} Skipped: nothing was updated by this step.")
-
-    def _explain(self, step: int, report: StepReport) -> str:
-        """Who had it: every rank is here, for the same reduced numbers."""
-        collective = self._job.collective
-        mine = {"loss": str(report.local_data_loss), "finite": math.isfinite(report.local_data_loss)}
-        ranks = gather_objects(collective, mine | {"node": collective.world.node}, name="nonfinite")
-        culprits = [
-            f"rank {rank} on {item['node']} (sum of its samples' losses: {item['loss']})"
-            for rank, item in enumerate(ranks)
-            if not item["finite"]
-        ]
-        who = " and ".join(culprits) or "no rank's loss, so only in a gradient (an overflow in the backward pass)"
-        return f"step {step}: loss or gradient is not finite; seen in the loss of {who}."

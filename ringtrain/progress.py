@@ -16,6 +16,7 @@ class Progress:
         best: the best value of ``best_metric`` so far, None before the first evaluation.
         best_step: where it was seen.
         evaluations_without_best: evaluations since then.
+        samples_seen: samples of all ranks so far, where that does not follow from the step.
         skipped_in_a_row: steps that were not finite, up to now without an interruption.
         finished: how the run came to its end, or None while it has not.
     """
@@ -24,6 +25,7 @@ class Progress:
     best: float | None = None
     best_step: int = -1
     evaluations_without_best: int = 0
+    samples_seen: int = 0
     skipped_in_a_row: int = 0
     finished: Literal["completed", "stopped early"] | None = None
 

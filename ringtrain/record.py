@@ -15,7 +15,9 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.config import Config
 from ringtrain.console import Console
+from ringtrain.data.order import FedOrder
 from ringtrain.data.pipeline import Batch
+from ringtrain.errors import UsageError
 from ringtrain.job import Job, create_job
 from ringtrain.loop import run_steps
 from ringtrain.step import StepReport
@@ -36,7 +38,7 @@ class Recorder:
         self.losses: list[float] = []
         self.samples: list[np.ndarray] = []
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, *, is_last: bool) -> bool:
         return True
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
@@ -70,6 +72,12 @@ def record_run(workload: Workload, config: Config, collective: Collective, direc
     if not collective.world.is_first:
         fill_with_noise(job.step.variables, seed=collective.world.rank)
     share_first_values(job.step.variables, collective)
+    if isinstance(job.order, FedOrder):
+        raise UsageError(
+            "each rank of this workload is fed its own samples, so other world sizes train other batches: there is "
+            "nothing to compare. Give the same samples by number (from_arrays, or a Source of your own) to verify it.",
+            reach="run",
+        )
     recorder = Recorder(collective)
     run_steps(job, [recorder], Console(None, is_terminal=False))
     evaluation = record_evaluation(job)

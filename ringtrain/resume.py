@@ -17,7 +17,7 @@ from ringtrain.run_directory import CONFIG_FILE, RunDirectory, create_run_direct
 # Settings that do not enter what is trained. The length of a run enters only where the learning rate follows it.
 FREE_SETTINGS = {
     "backend", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs", "init_from", "keep", "log_every",
-    "on_nonfinite", "out", "resume", "stop_after",
+    "on_bad_sample", "on_nonfinite", "out", "resume", "stop_after",
 }  # fmt: skip
 LENGTH_SETTINGS = {"epochs", "steps"}
 
@@ -30,6 +30,7 @@ class Start:
         path: the run directory.
         step: the steps done.
         global_batch_size: that of the run's first start, None for a fresh run.
+        size: the number of ranks that wrote the checkpoint, None for a fresh run.
         progress: what a checkpoint remembers (see ``ringtrain.progress``).
         is_complete: nothing is left to be done.
     """
@@ -37,6 +38,7 @@ class Start:
     path: str
     step: int = 0
     global_batch_size: int | None = None
+    size: int | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     is_complete: bool = False
 
@@ -78,6 +80,7 @@ def open_run(config: Config, *, say: Callable[[str], None]) -> OpenedRun:
         path=str(path),
         step=checkpoint.step,
         global_batch_size=checkpoint.run["global_batch_size"],
+        size=checkpoint.run["world_size"],
         progress={**checkpoint.progress, "finished": None},
         is_complete=is_complete,
     )

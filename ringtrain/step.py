@@ -29,7 +29,8 @@ from ringtrain.workloads.values import per_sample
 
 # The control vector begins with these sums over all samples of all ranks; the metrics' sums follow in the order of
 # their names. Regularisation is weighted by samples, so that its mean is its value.
-CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes")
+CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes", "next_samples")
+NUM_TOLD = 2  # the last of them are what each rank tells the others, besides what it computes
 # What a step returns behind the control vector: already identical on every rank but for the last.
 STEP_FACTS = ("is_finite", "gradient_norm", "learning_rate", "loss_scale", "local_data_loss")
 
@@ -65,7 +66,7 @@ class _Forward(NamedTuple):
     """What the forward and backward pass of a rank's samples gave: sums that the other ranks' are added to."""
 
     gradients: list[tf.Tensor | tf.IndexedSlices]
-    sums: tf.Tensor  # the control vector before the reduction, [4 + metrics]
+    sums: tf.Tensor  # the control vector before the reduction, [5 + metrics]
     state: list[tf.Tensor]  # new values of the variables that the forward pass itself updates
 
 
@@ -114,23 +115,27 @@ class TrainStep:
         self._needs_every_rank = any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers())
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
         optimizer.build(model.trainable_variables)
-        signature = [batch_spec, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.float64)]
+        signature = [batch_spec, tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_TOLD], tf.float64)]
         self._train = tf.function(self._train_samples, input_signature=signature, autograph=False)
         # Tracing finds the sparse gradients, the state and the metrics, which a rank without samples must know as well.
         self._train.get_concrete_function()
         self._join = tf.function(self._train_nothing, input_signature=signature, autograph=False)
 
-    def __call__(self, batch: Batch, learning_rate: float, *, is_stop_wanted: bool = False) -> tf.Tensor:
+    def __call__(
+        self, batch: Batch, learning_rate: float, *, is_stop_wanted: bool = False, next_count: int = 0
+    ) -> tf.Tensor:
         """Train one step; every rank must call it for the same step.
 
         Args:
             is_stop_wanted: this rank's vote to end the training after this step.
+            next_count: samples that this rank has for the next step, where that is not known before.
 
         Returns:
             The control vector and the step's facts, for ``read``; computed once the device gets there.
         """
         step = self._train if batch.indices.shape[0] or self._needs_every_rank else self._join
-        return step(batch, tf.constant(learning_rate, tf.float64), tf.constant(is_stop_wanted, tf.float64))
+        told = tf.constant([is_stop_wanted, next_count], tf.float64)
+        return step(batch, tf.constant(learning_rate, tf.float64), told)
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -164,13 +169,17 @@ class TrainStep:
         """Whether some rank voted to end the training after the step that returned this."""
         return bool(returned.numpy()[CONTROL_SUMS.index("stop_votes")])
 
+    def next_samples(self, returned: tf.Tensor) -> int:
+        """The sum of all ranks' ``next_count``."""
+        return int(returned.numpy()[CONTROL_SUMS.index("next_samples")])
+
     def read(self, returned: tf.Tensor) -> StepReport:
         """Bring to the host what a call returned."""
         values = returned.numpy()
         num_sums = len(values) - len(STEP_FACTS)
         sums, facts = values[:num_sums], dict(zip(STEP_FACTS, values[num_sums:], strict=True))
         samples = int(sums[0])
-        data_loss, regularization, _, *metrics = (_shortest(value / sums[0]) for value in sums[1:])
+        data_loss, regularization, _, _, *metrics = (_shortest(value / sums[0]) for value in sums[1:])
         return StepReport(
             samples=samples,
             loss=_shortest(values.dtype.type(data_loss) + values.dtype.type(regularization)),
@@ -183,7 +192,7 @@ class TrainStep:
             local_data_loss=float(facts["local_data_loss"]),
         )
 
-    def _train_samples(self, batch: Batch, learning_rate: tf.Tensor, stop_votes: tf.Tensor) -> tf.Tensor:
+    def _train_samples(self, batch: Batch, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
         local_count = tf.shape(batch.indices, tf.int64)[0]
         if self._accumulate == 1:
             forward = self._forward_and_backward(batch, 0, local_count, self._initial_state(), tf.constant(0))
@@ -192,9 +201,9 @@ class TrainStep:
         local_share = tf.cast(local_count, self._dtype) / tf.cast(batch.global_count, self._dtype)
         state = [tf.cast(value, _averaging_dtype(value)) * tf.cast(local_share, _averaging_dtype(value))
                  for value in forward.state]  # fmt: skip
-        return self._reduce_and_update(forward._replace(state=state), learning_rate, stop_votes)
+        return self._reduce_and_update(forward._replace(state=state), learning_rate, told)
 
-    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, stop_votes: tf.Tensor) -> tf.Tensor:
+    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
         """The step of a rank whose share is empty: it adds zeros, without running the model.
 
         Horovod's operations are not marked as stateful: TensorFlow's optimizer would run one whose input is constant
@@ -217,7 +226,7 @@ class TrainStep:
         ]
         state = [zeros(v.shape, _averaging_dtype(v)) for v in self._state]
         sums = zeros([len(CONTROL_SUMS) + len(self.metric_names)], self._dtype)
-        return self._reduce_and_update(_Forward(gradients, sums, state), learning_rate, stop_votes)
+        return self._reduce_and_update(_Forward(gradients, sums, state), learning_rate, told)
 
     def _forward_and_backward(
         self, batch: Batch, start: Any, end: Any, state: Sequence[tf.Tensor], micro_batch: tf.Tensor
@@ -249,8 +258,8 @@ class TrainStep:
         )
         self._learn_structure(scope, state, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in self.metric_names]
-        no_votes = tf.zeros([], self._dtype)  # a micro-batch has none; they are added before the reduction
-        sums = tf.stack([count, data_loss_sum, regularization * count, no_votes, *metric_sums])
+        nothing_told = [tf.zeros([], self._dtype)] * NUM_TOLD  # added before the reduction, once for all micro-batches
+        sums = tf.stack([count, data_loss_sum, regularization * count, *nothing_told, *metric_sums])
         return _Forward(gradients, sums, [scope.get_current_value(v) for v in self._state])
 
     def _learn_structure(
@@ -300,10 +309,11 @@ class TrainStep:
             [_pack(g, v) for g, v in zip(gradients, self.model.trainable_variables, strict=True)], sums, updated
         )
 
-    def _reduce_and_update(self, forward: _Forward, learning_rate: tf.Tensor, stop_votes: tf.Tensor) -> tf.Tensor:
-        votes = tf.one_hot(CONTROL_SUMS.index("stop_votes"), forward.sums.shape[0], dtype=self._dtype)
+    def _reduce_and_update(self, forward: _Forward, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
+        end = len(CONTROL_SUMS)
+        told = tf.pad(tf.cast(told, self._dtype), [[end - NUM_TOLD, forward.sums.shape[0] - end]])
         # Issued as soon as the forward pass has its sums, so that it travels while the backward pass computes.
-        [sums] = self._collective.sum([forward.sums + votes * tf.cast(stop_votes, self._dtype)], name="control")
+        [sums] = self._collective.sum([forward.sums + told], name="control")
         state = self._sum_state(forward.state)
         gradients, gradients_finite, scaled_norm = self._reduction(forward.gradients)
         is_finite = tf.reduce_all(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
+import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringtrain.config import Config
-from ringtrain.devices import DevicePlan
+from ringtrain.devices import DevicePlan, apply_plan, claim_cores, plan_devices, read_machine
 from ringtrain.errors import PreemptedError, RingtrainError, UsageError
 from ringtrain.startup import describe_start
 from ringtrain.stopping import StopRequests
@@ -32,8 +35,40 @@ class Prepared(NamedTuple):
     device: str
 
 
-def train_together(prepared: Prepared, collective: Collective, requests: StopRequests) -> None:
-    """Train with the other ranks, from the start-up table to the last line."""
+def pin(world: World, *, deterministic: bool) -> DevicePlan:
+    """Take this rank's share of its node, before anything heavy is imported."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
+    machine = read_machine(os.environ)
+    plan = plan_devices(world, machine, os.environ, deterministic=deterministic, claim_cores=claim_cores)
+    apply_plan(plan)
+    return plan
+
+
+@contextlib.contextmanager
+def joined(config: Config, world: World) -> Iterator[Collective]:
+    """Join the other ranks, and leave them in good order; at once where this rank failed alone, as they would wait."""
+    from ringtrain.collectives import connect
+
+    collective = connect(config.backend, world)
+    try:
+        yield collective
+    except RingtrainError as error:
+        if error.reach == "run":
+            collective.close()
+            raise
+        report_error(error, collective.world)
+        collective.abort(error.exit_code)
+    except BaseException:
+        world = collective.world
+        sys.stderr.write(f"ringtrain: error: rank {world.rank} on {world.node} failed:\n{traceback.format_exc()}")
+        collective.abort(1)
+    else:
+        collective.close()
+
+
+def train_together(prepared: Prepared, collective: Collective, requests: StopRequests) -> Result | None:
+    """Train with the other ranks, from the start-up table to the last line; None where the run was complete already."""
     from ringtrain.collectives import on_first
     from ringtrain.console import open_console
     from ringtrain.loop import train
@@ -55,7 +90,7 @@ def train_together(prepared: Prepared, collective: Collective, requests: StopReq
             console.line(
                 f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
             )
-            return
+            return None
         result = train(
             prepared.workload,
             config,
@@ -67,6 +102,7 @@ def train_together(prepared: Prepared, collective: Collective, requests: StopReq
             num_threads=prepared.plan.intra_op_threads,
         )
     console.line(describe_result(result, start.path))
+    return result
 
 
 def describe_result(result: Result, path: str) -> str:

@@ -84,6 +84,20 @@ class SampleOrder:
             yield self.local_batch(step, rank=rank, size=size)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FedOrder(SampleOrder):
+    """The steps of ranks that are fed their own samples (see ``ringtrain.data.feeding``).
+
+    How many samples a step holds is not known before: ``num_samples`` and what follows from it, such as the position of
+    the learning rate's schedule, count ``global_batch_size`` samples for every step.
+
+    Attributes:
+        is_single_pass: the training ends where no rank is fed anything more.
+    """
+
+    is_single_pass: bool
+
+
 def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """Map positions to samples by a pseudo-random permutation of ``range(domain_size)``.
 

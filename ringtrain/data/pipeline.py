@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.order import SampleOrder
-from ringtrain.data.sources import Source
+from ringtrain.data.sources import FallibleSource, Source
 from ringtrain.world import World
 
 # (x, y, keys) -> (x, y); keys are those of augment.sample_keys
@@ -45,12 +45,14 @@ def local_batches(
     end_step: int,
     num_threads: int,
     augment: Augment | None = None,
+    skips_bad: bool = False,
 ) -> tf.data.Dataset:
     """The batches of this rank from ``first_step`` up to, not including, ``end_step``: a dataset of ``Batch``.
 
     Args:
         num_threads: size of the pipeline's own thread pool.
         augment: changes whole batches at random; its numbers depend on the seed, the epoch and the sample alone.
+        skips_bad: leave out samples that cannot be read; ``source`` must be a ``FallibleSource``.
     """
 
     def plan() -> Iterator[tuple[np.ndarray, np.int64, np.int64, np.int64]]:
@@ -58,7 +60,10 @@ def local_batches(
             yield local.indices, np.int64(local.step), np.int64(local.epoch), np.int64(local.global_count)
 
     def read(indices: tf.Tensor, step: tf.Tensor, epoch: tf.Tensor, global_count: tf.Tensor) -> Batch:
-        x, y = source.gather(indices)
+        if skips_bad:
+            indices, x, y = cast(FallibleSource, source).gather_good(indices)
+        else:
+            x, y = source.gather(indices)
         if augment is not None:
             x, y = augment(x, y, sample_keys(order.seed, epoch, indices))
         return Batch(x, y, indices, step, global_count)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
@@ -22,6 +24,39 @@ class Source(Protocol):
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
         """The samples ``indices`` (int64 [n]) as (x, y), tensors [n, ...] or structures of them; runs in a graph."""
+
+
+class BadSample(NamedTuple):
+    """A sample that cannot be read.
+
+    Attributes:
+        number: which of the source's samples it is.
+        description: where it is, such as the path of a file.
+        reason: what is wrong with it.
+    """
+
+    number: int
+    description: str
+    reason: str
+
+
+class FallibleSource(Source, Protocol):
+    """Samples that are read when they are needed, and may turn out to be damaged then."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What the samples are, in short: equal where two ranks, or two runs, have the same ones."""
+
+    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
+        """As ``gather``, without the samples that cannot be read: (indices of those that can, x, y)."""
+
+    def find_bad(self, indices: Any) -> list[BadSample]:
+        """Those of the samples ``indices`` (integers [n]) that cannot be read; outside of graphs."""
+
+
+def is_fallible(source: Source) -> TypeGuard[FallibleSource]:
+    """Whether it is a ``FallibleSource``."""
+    return hasattr(source, "find_bad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,3 +97,66 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
     with tf.device("CPU"):
         x, y = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
     return ArraySource(x, y, num_samples=lengths.pop())
+
+
+class Feed(NamedTuple):
+    """Batches that each rank is fed by code of the user's. Build one with ``from_generator`` or ``from_callable``.
+
+    Attributes:
+        open_pass: (rank, size, number of the pass, batches to leave out) -> this rank's batches (x, y) of one pass.
+        steps_per_epoch: steps of a pass; None: there is one pass, as long as some rank still has a batch.
+    """
+
+    open_pass: Callable[[int, int, int, int], Iterator[tuple[Any, Any]]]
+    steps_per_epoch: int | None
+
+
+def from_generator(
+    generate: Callable[[int, int], Iterator[tuple[Any, Any]]], *, steps_per_epoch: int | None = None
+) -> Feed:
+    """Feed each rank by a generator of its own.
+
+    Ranks may end at different steps, and their batches may be of different sizes, also from step to step: the size of
+    each rank's next batch travels beside the gradients, so that every step trains the mean over all its samples. A rank
+    that has run out joins in with nothing until all have.
+
+    A run that goes on replays the generator up to where it was, so it must give the same again; on another number of
+    ranks the run is refused, since each rank's order is its own.
+
+    Args:
+        generate: (rank, size) -> an iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays; types,
+            and shapes but for n, are always the same, on every rank.
+        steps_per_epoch: begin the generator anew after so many steps. By default there is one pass, and the training
+            ends with the last rank's last batch, or after ``--steps``.
+    """
+
+    def open_pass(rank: int, size: int, number: int, skip: int) -> Iterator[tuple[Any, Any]]:
+        del number
+        return itertools.islice(generate(rank, size), skip, None)
+
+    return Feed(open_pass, steps_per_epoch)
+
+
+def from_callable(fetch: Callable[[int, int], tuple[Any, Any] | None], *, steps_per_epoch: int | None = None) -> Feed:
+    """Feed each rank by a function of the rank and the step, from 0. For the rest see ``from_generator``.
+
+    Args:
+        fetch: (rank, step) -> this rank's batch (x, y) of the step, or None where it has no more. Steps count on from
+            epoch to epoch.
+        steps_per_epoch: steps of an epoch, for what happens at the end of one. By default the run is one epoch.
+    """
+
+    def open_pass(rank: int, size: int, number: int, skip: int) -> Iterator[tuple[Any, Any]]:
+        del size
+        first = number * (steps_per_epoch or 0) + skip
+        return iter(_until_none(lambda step: fetch(rank, step), first))
+
+    return Feed(open_pass, steps_per_epoch)
+
+
+def _until_none(fetch: Callable[[int], tuple[Any, Any] | None], first: int) -> Iterator[tuple[Any, Any]]:
+    for step in itertools.count(first):
+        batch = fetch(step)
+        if batch is None:
+            return
+        yield batch

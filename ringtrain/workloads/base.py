@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ringtrain.data.sources import Source
+from ringtrain.data.sources import Feed, Source
 
 if TYPE_CHECKING:
     import keras
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Sources(NamedTuple):
-    """The data of a workload: samples to train on, and samples to evaluate on (or None)."""
+    """The data of a workload: samples to train on, or a feed of them, and samples to evaluate on (or None)."""
 
-    train: Source
+    train: Source | Feed
     evaluation: Source | None
 
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.cifar10 import FILES, FOLDER_NAME, RECORD_BYTES
+from ringtrain.data.sources import ArraySource
 from ringtrain.errors import DataError
 from ringtrain.workloads import load_workload
 from ringtrain.workloads.cifar10 import CROP_SIZE, Cifar10, prepare_for_evaluation, rescale
@@ -167,6 +168,7 @@ def test_evaluation_batches_look_like_training_batches(tmp_path: Path, synthetic
         (tmp_path / name).write_bytes(bytes(3 * RECORD_BYTES))
     sources = Cifar10().create_sources(tmp_path, synthetic=synthetic)
     assert sources.evaluation is not None
+    assert isinstance(sources.train, ArraySource)
     assert (sources.train.num_samples, sources.evaluation.num_samples) == ((12_800, 1_280) if synthetic else (15, 3))
     indices = tf.constant([2, 0], tf.int64)
     raw, raw_labels = sources.train.gather(indices)

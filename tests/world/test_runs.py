@@ -166,30 +166,37 @@ def test_of_runs_that_start_together_one_has_the_directory(run_ringtrain: RunRin
     assert events(tmp_path / "runs/line")[-1] == {"event": "end", "status": "completed", "exit_code": 0}
 
 
-def step_and_rank_of_nan() -> tuple[int, int]:
-    """When the spoiled sample comes first, from 1, and to which of two ranks."""
-    order = SampleOrder(num_samples=12, global_batch_size=4)
+def step_and_rank_of(sample: int, size: int) -> tuple[int, int]:
+    """When a sample comes first, from 1, and to which rank."""
+    order = SampleOrder(num_samples=12, global_batch_size=6)
     for step in range(order.steps_per_epoch):
-        for rank in range(2):
-            if 5 in order.local_batch(step, rank=rank, size=2).indices:
+        for rank in range(size):
+            if sample in order.local_batch(step, rank=rank, size=size).indices:
                 return step + 1, rank
-    raise AssertionError("no step has sample 5")
+    raise AssertionError(f"no step has sample {sample}")
 
 
-def nan_arguments(out: Path, *more: str) -> list[str]:
-    return ["--workload", f"{WORKLOADS}:LineWithNaN", "--global_batch_size", "4", "--out", str(out), *more]
+def sample_of_rank(rank: int, size: int) -> int:
+    return next(sample for sample in range(12) if step_and_rank_of(sample, size)[1] == rank)
 
 
+def nan_arguments(out: Path, sample: int, *more: str) -> list[str]:
+    arguments = ["--workload", f"{WORKLOADS}:LineWithNaN", "--options.sample", str(sample), "--global_batch_size", "6"]
+    return [*arguments, "--out", str(out), *more]
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (1, 3)], ids=["first", "last", "middle"])
 def test_a_loss_that_is_not_a_number_stops_all_ranks_and_is_told_once(
-    run_ringtrain: RunRingtrain, tmp_path: Path
+    run_ringtrain: RunRingtrain, tmp_path: Path, rank: int, size: int
 ) -> None:
-    step, rank = step_and_rank_of_nan()
-    finished = run_ringtrain(nan_arguments(tmp_path / "out"), launcher="mpirun")
+    sample = sample_of_rank(rank, size)
+    step, _ = step_and_rank_of(sample, size)
+    finished = run_ringtrain(nan_arguments(tmp_path / "out", sample), launcher="mpirun", np=size)
     assert finished.rc == 4
     [message] = error_lines(finished)
-    assert f"step {step}: loss or gradient is not finite" in message
-    assert f"rank {rank} on" in message
-    assert f"rank {1 - rank} on" not in message
+    assert f"step {step}: loss or gradient is not finite; seen in the loss of rank {rank} on" in message
+    assert f"(sample {sample})." in message
+    assert message.count("rank ") == 1, "no other rank is named"
     assert "Traceback" not in finished.stderr + finished.stdout
     end = events(tmp_path / "out")[-1]
     assert (end["event"], end["status"], end["exit_code"]) == ("end", "diverged", 4)
@@ -198,8 +205,8 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks_and_is_told_once(
 def test_a_loss_that_is_not_a_number_is_skipped_where_the_user_wants_it(
     run_ringtrain: RunRingtrain, tmp_path: Path
 ) -> None:
-    step, _ = step_and_rank_of_nan()
-    finished = run_ringtrain(nan_arguments(tmp_path / "out", "--on_nonfinite", "skip"), launcher="mpirun")
+    step, _ = step_and_rank_of(5, 2)
+    finished = run_ringtrain(nan_arguments(tmp_path / "out", 5, "--on_nonfinite", "skip"), launcher="mpirun")
     assert finished.rc == 0
     assert finished.stderr == ""
     assert finished.stdout.count("warning:") == 2, "one for each epoch"

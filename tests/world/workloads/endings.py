@@ -55,8 +55,10 @@ class Line(Workload):
 class LineWithNaN(Line):
     """One sample is not a number."""
 
+    options: ClassVar[Mapping[str, Any]] = {"sample": 5}
+
     def spoil(self, x: np.ndarray) -> np.ndarray:
-        x[5, 1] = np.nan
+        x[self.options["sample"], 1] = np.nan
         return x
 
 

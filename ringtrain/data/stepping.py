@@ -1,0 +1,203 @@
+"""The batches of a run, one step after the other, with the number of samples that all ranks together train in each.
+
+Where samples are numbered, a step's number is known from the order of samples alone (``PlannedBatches``). Where each
+rank is fed its own, or samples that cannot be read are left out, it is known only once every rank has its batch
+(``CountedBatches``): then each rank says in a step how many samples it has for the next one, and the sum of that
+travels in the control vector. Nobody waits for an answer: it is there with the step's own sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.data.order import FedOrder, SampleOrder
+from ringtrain.data.pipeline import Batch
+from ringtrain.data.sources import BadSample, Source, is_fallible
+from ringtrain.errors import DataError
+
+MAX_NAMED = 5
+FindBad = Callable[[np.ndarray], list[BadSample]]
+
+
+class Batches(Protocol):
+    """This rank's batches, from the first step to the last."""
+
+    is_counted: bool
+    """whether ``note`` must be called before the next batch is asked for"""
+
+    element_spec: Batch
+    """tensor specs of a batch"""
+
+    next_local_count: int
+    """samples that this rank has for the step after the one that was given last"""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """One batch for each step. Every rank must iterate."""
+
+    def note(self, next_global_count: int) -> None:
+        """Take in the sum of all ranks' ``next_local_count``."""
+
+    def is_last(self, step: int) -> bool:
+        """Whether no step comes after this one (from 1), which was given last: the same on every rank."""
+
+
+class PlannedBatches:
+    """Batches whose numbers of samples are known before."""
+
+    is_counted = False
+    next_local_count = 0
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        *,
+        first_step: int,
+        end_step: int,
+        explain: Callable[[Exception, int], Exception],
+    ) -> None:
+        """``explain`` turns an error of the pipeline at a step (from 0) into one for the user."""
+        self.element_spec = dataset.element_spec
+        self._dataset, self._first_step, self._end_step = dataset, first_step, end_step
+        self._explain = explain
+
+    def __iter__(self) -> Iterator[Batch]:
+        remaining = iter(self._dataset)
+        for step in range(self._first_step, self._end_step):
+            try:
+                batch = next(remaining)
+            except tf.errors.OpError as error:
+                raise self._explain(error, step) from error
+            yield batch
+
+    def note(self, next_global_count: int) -> None:
+        raise AssertionError("planned batches are not counted")
+
+    def is_last(self, step: int) -> bool:
+        return step == self._end_step
+
+
+class CountedBatches:
+    """Batches whose numbers of samples are known one step ahead."""
+
+    is_counted = True
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        collective: Collective,
+        order: SampleOrder,
+        *,
+        first_step: int,
+        end_step: int,
+        explain: Callable[[Exception, int], Exception],
+        find_bad: FindBad | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """``find_bad`` says which of the planned samples cannot be read; ``say`` shows a line to the user."""
+        self.element_spec = dataset.element_spec
+        self.next_local_count = 0
+        self._dataset, self._collective, self._order = dataset, collective, order
+        self._first_step, self._end_step = first_step, end_step
+        self._explain, self._find_bad, self._say = explain, find_bad, say
+        self._upcoming: Batch | None = None
+        self._next_step, self._global_count = first_step, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        remaining = iter(self._dataset)
+        if self._first_step < self._end_step:
+            self._look_ahead(remaining, self._first_step)
+            mine = tf.constant([self.next_local_count], tf.int64)
+            self.note(int(tf.reduce_sum(self._collective.gather(mine, name="first_count"))))
+        while self._global_count:
+            batch, step = self._upcoming, self._next_step
+            if batch is None or int(batch.step) != step:
+                batch = _empty(self._dataset.element_spec, step)
+            else:
+                self._upcoming = None
+            batch = batch._replace(global_count=tf.constant(self._global_count, tf.int64))
+            self._next_step = step + 1
+            self._look_ahead(remaining, step + 1)
+            yield batch
+
+    def note(self, next_global_count: int) -> None:
+        """As in ``Batches``; names the samples that were left out.
+
+        Raises:
+            DataError: on every rank, where none of the step's samples can be read, or an epoch's feed ends too early.
+        """
+        self._global_count, step = next_global_count, self._next_step
+        if step >= self._end_step:
+            return
+        if isinstance(self._order, FedOrder):
+            steps_per_epoch = self._order.steps_per_epoch
+            if not next_global_count and not self._order.is_single_pass:
+                raise DataError(
+                    f"no rank was fed anything for step {step % steps_per_epoch + 1} of an epoch, but steps_per_epoch "
+                    f"is {steps_per_epoch}; every epoch must have as many. Lower it, or feed more.",
+                    reach="run",
+                )
+        elif self._find_bad is not None and next_global_count < self._order.global_count(step):
+            self._name_left_out(step, self._find_bad)
+
+    def is_last(self, step: int) -> bool:
+        return step == self._end_step or not self._global_count
+
+    def _look_ahead(self, remaining: Iterator[Batch], step: int) -> None:
+        """Have the batch of a step at hand, where there is one for this rank."""
+        if self._upcoming is None and step < self._end_step:
+            try:
+                self._upcoming = next(remaining, None)
+            except tf.errors.OpError as error:
+                raise self._explain(error, step) from error
+        upcoming = self._upcoming
+        is_there = upcoming is not None and int(upcoming.step) == step
+        self.next_local_count = int(upcoming.indices.shape[0]) if upcoming is not None and is_there else 0
+
+    def _name_left_out(self, step: int, find_bad: FindBad) -> None:
+        """Say, on rank 0, which samples of a step cannot be read on any rank."""
+        world = self._collective.world
+        planned = self._order.local_batch(step, rank=world.rank, size=world.size).indices
+        good = self._upcoming.indices.numpy() if self._upcoming is not None else []
+        left_out = np.setdiff1d(planned, good)
+        mine = [list(bad) for bad in find_bad(left_out)] if left_out.size else []
+        all_bad = [BadSample(*bad) for ranks in gather_objects(self._collective, mine, name="bad") for bad in ranks]
+        self._say(f"warning: step {step + 1}: left out {describe_bad(all_bad)}")
+        if not self._global_count:
+            raise DataError(
+                f"none of the {self._order.global_count(step)} samples of step {step + 1} can be read: "
+                f"{describe_bad(all_bad)} Look at the data.",
+                reach="run",
+            )
+
+
+def explain_bad(source: Source, indices: np.ndarray, error: Exception) -> Exception:
+    """What to tell the user about samples ``indices`` (int64 [n]) that a source could not give."""
+    bad = source.find_bad(indices) if is_fallible(source) else []
+    if not bad:
+        return error
+    return DataError(
+        f"{describe_bad(bad)} Mend or remove what is damaged, or leave it out with --on_bad_sample skip.", reach="rank"
+    )
+
+
+def describe_bad(samples: list[BadSample]) -> str:
+    """Samples that cannot be read, in words."""
+    named = "; ".join(f"sample {bad.number}, {bad.description}: {bad.reason}" for bad in samples[:MAX_NAMED])
+    more = len(samples) - MAX_NAMED
+    return f"{len(samples)} sample{'s' if len(samples) != 1 else ''} that cannot be read ({named}" + (
+        f"; and {more} more)." if more > 0 else ")."
+    )
+
+
+def _empty(spec: Any, step: int) -> Batch:
+    """A batch without samples."""
+
+    def zeros(tensor_spec: tf.TensorSpec) -> tf.Tensor:
+        return tf.zeros([extent or 0 for extent in tensor_spec.shape], tensor_spec.dtype)
+
+    return tf.nest.map_structure(zeros, spec)._replace(step=tf.constant(step, tf.int64))

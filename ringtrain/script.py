@@ -1,0 +1,119 @@
+"""``ringtrain.train``: a run from a user's own script, which a launcher starts like ``python -m ringtrain``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.config import Config, make_config, merge_options
+from ringtrain.devices import start_tensorflow
+from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.startup import quiet_start
+from ringtrain.stopping import StopRequests
+from ringtrain.together import Prepared, early_end, joined, pin, report_error, train_together
+from ringtrain.world import World, read_world
+
+if TYPE_CHECKING:
+    from ringtrain.loop import Result
+    from ringtrain.workloads.base import Workload
+
+
+def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any] | None = None) -> Result | None:
+    """Train a workload with all ranks that the launcher started; a script's counterpart to ``python -m ringtrain``.
+
+        if __name__ == "__main__":
+            result = ringtrain.train(Moons, {"epochs": 5, "optimizer": {"lr": 0.02}})
+
+    Every rank runs the script, and must call this with the same arguments, once, before TensorFlow has computed
+    anything: then each rank still can be given its own GPU or cores. Stop requests, resuming, the run directory and the
+    exit codes are those of the command line; where a run ends with an error or before its end, so does the script, with
+    one line and the documented exit code (``SystemExit``).
+
+    Args:
+        workload: a workload, or its class.
+        config: settings by the names of the command line, over the workload's defaults; or the whole ``Config``.
+            ``workload`` need not be given.
+
+    Returns:
+        How the run ended and its last evaluation, the same on every rank; None where it was complete already.
+    """
+    try:
+        world = read_world(os.environ)
+    except RingtrainError as error:
+        print(f"ringtrain: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from error
+    try:
+        with StopRequests() as requests:
+            requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
+            prepared = prepare(workload, config or {}, world)
+            with joined(prepared.config, world) as collective:
+                return train_together(prepared, collective, requests)
+    except RingtrainError as error:
+        report_error(error, world)
+        raise SystemExit(error.exit_code) from error
+
+
+def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str, Any], world: World) -> Prepared:
+    """Check the settings, and take this rank's devices.
+
+    Raises:
+        UsageError: a setting is wrong, or TensorFlow has computed something already.
+    """
+    from ringtrain.workloads.base import Workload
+
+    instance = workload() if isinstance(workload, type) else workload
+    if not isinstance(instance, Workload):
+        raise UsageError(
+            f"ringtrain.train got {workload!r}; it must be a ringtrain.workloads.base.Workload, or its class.",
+            reach="run",
+        )
+    config = choose_config(type(instance), settings)
+    vars(instance)["options"] = config.options
+    plan = pin(world, deterministic=config.deterministic)
+    try:
+        with quiet_start():
+            device = start_tensorflow(plan, world)
+    except RuntimeError as error:
+        raise UsageError(
+            f"ringtrain.train was called when TensorFlow had computed something already ({error}), so that this rank "
+            "can be given neither its own GPU nor its own cores. Call it first; what makes tensors belongs into the "
+            "methods of the workload.",
+            reach="run",
+        ) from error
+    return Prepared(instance, config, plan, device)
+
+
+def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any]) -> Config:
+    """The configuration of a run of this class.
+
+    Raises:
+        UsageError: there is no such setting, or its value is wrong.
+    """
+    name = name_of(workload_class)
+    if isinstance(settings, Config):
+        options = merge_options(settings.options, workload_class.options)
+        return dataclasses.replace(settings, workload=name, options=options)
+    names = {field.name for field in dataclasses.fields(Config)}
+    unknown = sorted(set(settings) - names)
+    if unknown:
+        raise UsageError(
+            f"ringtrain.train got {unknown[0]!r}, and there is no such setting; there are {', '.join(sorted(names))}.",
+            reach="run",
+        )
+    explicit = {
+        key: Path(value) if key in ("data_dir", "out", "init_from") and isinstance(value, str) else value
+        for key, value in settings.items()
+    }
+    return make_config({**explicit, "workload": name}, workload_class.defaults, workload_class.options)
+
+
+def name_of(workload_class: type[Workload]) -> str:
+    """What ``--workload`` would be, so that ``ringtrain eval`` finds the class again: file.py:Class or module:Class."""
+    module = sys.modules.get(workload_class.__module__)
+    file = getattr(module, "__file__", None)
+    place = file if workload_class.__module__ == "__main__" and file else workload_class.__module__
+    return f"{place}:{workload_class.__name__}"

@@ -1,0 +1,159 @@
+"""Ranks that are fed their own samples, and samples that cannot be read: exact means, and no rank waits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringtrain.checkpoint import read_checkpoint
+from ringtrain.data.order import SampleOrder
+from tests.world.conftest import RunRingtrain
+from tests.world.processes import REPOSITORY
+from tests.world.running import events
+from tests.world.workloads.fed import BAD, Sample, fed_batches, samples
+
+WORKLOADS = REPOSITORY / "tests/world/workloads/fed.py"
+FED = ["--workload", f"{WORKLOADS}:Fed", "--precision", "float64", "--log_every", "1"]
+
+
+def train_plainly(steps: Iterator[Sample]) -> tuple[np.ndarray, float, list[float]]:
+    """What momentum makes of the mean squared error of each step's samples: kernel, bias and losses."""
+    weights, velocity, losses = np.array([1.0, 1.0, 1.0, 0.0]), np.zeros(4), []
+    for x, y in steps:
+        features = np.concatenate([x, np.ones_like(y)], axis=1)
+        errors = features @ weights - y[:, 0]
+        losses.append(float(np.mean(errors**2)))
+        velocity = 0.875 * velocity - 0.125 * 2 * features.T @ errors / len(errors)
+        weights = weights + velocity
+    return weights[:3], float(weights[3]), losses
+
+
+def joined_steps(size: int) -> Iterator[Sample]:
+    """The samples of all ranks, step by step."""
+    for batches in itertools.zip_longest(*(fed_batches(rank) for rank in range(size))):
+        there = [batch for batch in batches if batch is not None]
+        yield np.concatenate([x for x, _ in there]), np.concatenate([y for _, y in there])
+
+
+def check(out: Path, expected: tuple[np.ndarray, float, list[float]], step: int) -> None:
+    variables = read_checkpoint(out / f"checkpoints/step-{step:09d}").variables
+    kernel, bias, losses = expected
+    np.testing.assert_allclose(variables["weights/sequential/dense/kernel"][:, 0], kernel, rtol=1e-12)
+    np.testing.assert_allclose(variables["weights/sequential/dense/bias"], [bias], rtol=1e-12)
+    np.testing.assert_allclose([event["loss"] for event in events(out, "train")], losses, rtol=1e-12)
+
+
+@pytest.mark.parametrize("by", ["generator", "callable"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_uneven_ends_train_the_mean_of_each_step_s_samples(
+    run_ringtrain: RunRingtrain, tmp_path: Path, size: int, by: str
+) -> None:
+    out = tmp_path / "run"
+    arguments = [*FED, "--out", out, "--steps", "50", "--options.by", by]
+    finished = run_ringtrain(arguments, launcher="mpirun" if size > 1 else None, np=size)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    check(out, train_plainly(joined_steps(size)), step=5)
+    seen = [event["samples_seen"] for event in events(out, "train")]
+    assert seen == list(itertools.accumulate(len(y) for _, y in joined_steps(size)))
+    assert events(out)[-1]["status"] == "completed"
+    again = run_ringtrain(arguments, launcher="mpirun" if size > 1 else None, np=size)
+    assert "is complete" in again.stdout
+
+
+def test_a_pass_begins_anew_with_each_epoch_and_a_run_goes_on_by_replay(
+    run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    arguments = [*FED, "--options.steps_per_epoch", "3", "--out", out]
+    assert run_ringtrain([*arguments, "--steps", "5"], launcher="mpirun").rc == 0
+    other_size = run_ringtrain([*arguments, "--steps", "8"], launcher="mpirun", np=3)
+    assert other_size.rc == 2
+    assert "begun by 2 ranks, each fed its own samples, and now there are 3" in other_size.stderr
+    finished = run_ringtrain([*arguments, "--steps", "8"], launcher="mpirun")
+    assert "going on from the checkpoint of step 5" in finished.stdout, finished.stdout + finished.stderr
+    pass_of_three = list(itertools.islice(joined_steps(2), 3))
+    check(out, train_plainly(iter([*pass_of_three, *pass_of_three, *pass_of_three[:2]])), step=8)
+    assert [event["epoch"] for event in events(out, "eval")] == [1, 1.6667, 2, 2.6667]
+
+
+@pytest.mark.parametrize(
+    ("options", "rc", "message"),
+    [
+        (
+            ["fault=shape"],
+            3,
+            "rank 1 was fed (float64 [n, 2], float64 [n, 1]) in step 2; each batch must have",
+        ),
+        (
+            ["fault=type"],
+            3,
+            "is fed (float64 [n, 3], float64 [n, 1]), but rank 1 (float32 [n, 3], float64 [n, 1])",
+        ),
+        (["fault=exception"], 1, "KeyError: 'the bug of the feed'"),
+        (["fault=nothing"], 3, "no rank was fed a single batch"),
+        (["steps_per_epoch=9"], 3, "no rank was fed anything for step 6 of an epoch, but steps_per_epoch is 9"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_feed_that_goes_wrong_ends_all_ranks_with_its_reason(
+    run_ringtrain: RunRingtrain, tmp_path: Path, options: list[str], rc: int, message: str
+) -> None:
+    arguments = [*FED, "--out", tmp_path / "run", "--steps", "50", *(f"--options.{option}" for option in options)]
+    finished = run_ringtrain(arguments, launcher="mpirun", timeout=60)
+    assert finished.rc == rc, finished.stdout + finished.stderr
+    assert message in finished.stderr
+
+
+def test_a_feed_of_unknown_length_needs_a_number_of_steps(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    finished = run_ringtrain([*FED, "--out", tmp_path / "run"])
+    assert finished.rc == 2
+    assert "how long the training lasts is not known" in finished.stderr
+    assert "Give --steps" in finished.stderr
+
+
+def test_a_feed_cannot_be_verified_and_says_why(run_ringtrain: RunRingtrain) -> None:
+    finished = run_ringtrain(["verify", "--workload", f"{WORKLOADS}:Fed", "--steps", "2", "--world_sizes", "1,2"])
+    assert finished.rc == 2
+    assert "other world sizes train other batches" in finished.stderr
+
+
+def readable_steps() -> Iterator[Sample]:
+    order = SampleOrder(num_samples=12, global_batch_size=4)
+    for step in range(6):
+        numbers = [number for number in order.local_batch(step, rank=0, size=1).indices if number not in BAD]
+        x, y = samples(0, 12)
+        yield x[numbers], y[numbers]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_samples_that_cannot_be_read_are_left_out_and_named_alike_on_all_ranks(
+    run_ringtrain: RunRingtrain, tmp_path: Path, size: int
+) -> None:
+    out = tmp_path / "run"
+    arguments = ["--workload", f"{WORKLOADS}:Damaged", "--precision", "float64", "--log_every", "1", "--out", out]
+    arguments += ["--epochs", "2", "--global_batch_size", "4", "--on_bad_sample", "skip"]
+    finished = run_ringtrain(
+        arguments, launcher="mpirun" if size > 1 else None, np=size, env={"RINGTRAIN_TEST_EVALUATE": "1"}
+    )
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    check(out, train_plainly(readable_steps()), step=6)
+    for number in BAD:
+        assert finished.stdout.count(f"sample {number}, file {number}: it ends too early") == 2, "once an epoch"
+    assert [event["samples"] for event in events(out, "eval")] == [9, 9]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sample_that_cannot_be_read_stops_the_run_and_is_named(
+    run_ringtrain: RunRingtrain, tmp_path: Path, size: int
+) -> None:
+    arguments = ["--workload", f"{WORKLOADS}:Damaged", "--global_batch_size", "4", "--out", tmp_path / "run"]
+    finished = run_ringtrain(arguments, launcher="mpirun" if size > 1 else None, np=size)
+    assert finished.rc == 3, finished.stdout + finished.stderr
+    assert "it ends too early). Mend or remove what is damaged, or leave it out with --on_bad_sample skip." in (
+        finished.stderr
+    )
+    assert "Traceback" not in finished.stderr

@@ -1,0 +1,49 @@
+"""``ringtrain.train`` from a user's own script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.world.conftest import RunRingtrain
+from tests.world.running import events
+
+SCRIPT = ["-m", "tests.world.workloads.script"]
+
+
+def test_a_script_trains_on_all_ranks_and_gets_the_result(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    arguments = ["none", tmp_path / "run"]
+    finished = run_ringtrain(arguments, launcher="mpirun", python=SCRIPT)
+    assert finished.rc == 0, finished.stderr
+    assert finished.stdout.count("<completed>") == 2
+    assert events(tmp_path / "run", "start")[0]["size"] == 2
+    assert events(tmp_path / "run")[-1] == {"event": "end", "status": "completed", "exit_code": 0}
+    again = run_ringtrain(arguments, launcher="mpirun", python=SCRIPT)
+    assert again.stdout.count("<None>") == 2, again.stdout + again.stderr
+
+
+def test_the_run_of_a_script_can_be_evaluated_by_the_command(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    """Its configuration names the class: here it has nothing to evaluate on, and that is the answer."""
+    assert run_ringtrain(["none", tmp_path / "run"], python=SCRIPT).rc == 0
+    finished = run_ringtrain(["eval", tmp_path / "run"])
+    assert finished.rc == 2
+    assert "'tests.world.workloads.endings:Line' has nothing to evaluate on" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("setting", "ringtrain.train got 'epoch', and there is no such setting; there are accumulate, "),
+        ("value", "epochs is 0; it must be at least 1."),
+        ("option", "the workload has no option 'nonsense'."),
+        ("late", "ringtrain.train was called when TensorFlow had computed something already"),
+    ],
+)
+def test_a_wrong_call_is_told_in_one_line_with_the_exit_code(
+    run_ringtrain: RunRingtrain, tmp_path: Path, fault: str, message: str
+) -> None:
+    finished = run_ringtrain([fault, tmp_path / "run"], launcher="mpirun", python=SCRIPT, timeout=60)
+    assert finished.rc == 2, finished.stdout + finished.stderr
+    assert finished.stderr.count(message) == 1
+    assert "Traceback" not in finished.stderr

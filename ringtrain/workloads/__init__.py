@@ -17,6 +17,7 @@ from ringtrain.workloads.base import Workload
 BUILT_IN = {
     "cifar10": "ringtrain.workloads.cifar10:Cifar10",
     "digits": "ringtrain.workloads.digits:Digits",
+    "inception": "ringtrain.workloads.inception:Inception",
     "polynomial": "ringtrain.workloads.polynomial:Polynomial",
 }
 

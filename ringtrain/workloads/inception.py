@@ -1,0 +1,234 @@
+"""inception: Inception v3 with its auxiliary classifier (Szegedy et al. 2015, arXiv:1512.00567), on an image folder.
+
+The paper's section 8 gives the optimizer and its schedule, section 7 the label smoothing, section 4 the auxiliary
+classifier. What it leaves open is as in the authors' code (tensorflow/models, research/slim: nets/inception_v3.py,
+nets/inception_utils.py, train_image_classifier.py): the weight of the auxiliary loss, weight decay, dropout, and the
+layers and first weights of the auxiliary classifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ringtrain.data.image_folder import load_image_folder
+from ringtrain.errors import DataError, UsageError
+from ringtrain.workloads.base import Sources, Workload
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from ringtrain.workloads.base import Histogram, Images
+
+MIN_IMAGE_SIZE = 75  # what leaves one pixel after the last strided convolution
+LABEL_SMOOTHING = 0.1
+AUXILIARY_WEIGHT = 0.4
+WEIGHT_DECAY = 0.00004  # of tf.nn.l2_loss, half the sum of squares
+DROPOUT = 0.2
+RMSPROP: dict[str, float] = {"rho": 0.9, "epsilon": 1.0}
+CLIP_GLOBAL_NORM = 2.0
+MAX_SHIFT = 1 / 8  # of an image's size
+TOP = 5
+NUM_SYNTHETIC = {"train": 512, "evaluation": 64}
+
+
+class Inception(Workload):
+    """Inception v3 on uint8 images [n, h, w, 3], of 75 pixels and more each way.
+
+    The model gives logits [n, classes] under two names: ``main``, and ``auxiliary``, which is there for the loss alone.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "batch_size": 32,
+        "epochs": 100,
+        "optimizer": {
+            "name": "rmsprop",
+            "lr": 0.045,
+            "schedule": "exponential",
+            "decay_rate": 0.94,
+            "decay_epochs": 2,
+            "clip_global_norm": CLIP_GLOBAL_NORM,
+        },
+        "best_metric": "accuracy",
+        "best_direction": "max",
+    }
+
+    options: ClassVar[Mapping[str, Any]] = {
+        "image_size": None,  # pixels each way that images are resized to; None: they have one size already
+        "synthetic_classes": 10,
+    }
+
+    def __init__(self) -> None:
+        self._image_shape: tuple[int, int, int] = (MIN_IMAGE_SIZE, MIN_IMAGE_SIZE, 3)
+        self._num_classes: int = self.options["synthetic_classes"]
+
+    def create_model(self) -> keras.Model:
+        """A model for the images and the classes of the sources, which are created first."""
+        return build_inception(self._image_shape, self._num_classes)
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        from ringtrain.data.sources import from_arrays
+
+        image_size = check_image_size(self.options["image_size"])
+        if synthetic:
+            size, self._num_classes = image_size or MIN_IMAGE_SIZE, check_classes(self.options["synthetic_classes"])
+            self._image_shape = (size, size, 3)
+            return Sources(*(from_arrays(*make_samples(part, size, self._num_classes)) for part in NUM_SYNTHETIC))
+        if data_dir is None:
+            raise UsageError(
+                "inception needs images: name a folder that holds train/<class>/*.jpg with --data_dir, or take made "
+                "data with --synthetic true.",
+                reach="run",
+            )
+        train, evaluation = load_image_folder(data_dir, image_size=image_size, channels=3)
+        self._image_shape, self._num_classes = train.image_shape, len(train.class_names)
+        if min(self._image_shape[:2]) < MIN_IMAGE_SIZE:
+            height, width, _ = self._image_shape
+            raise DataError(
+                f"the images in {data_dir} have {height}x{width} pixels, and Inception v3 needs {MIN_IMAGE_SIZE} each "
+                f"way. Have them enlarged, as with --options.image_size {MIN_IMAGE_SIZE}.",
+                reach="node",
+            )
+        return Sources(train, evaluation)
+
+    def loss(self, y: tf.Tensor, outputs: Mapping[str, tf.Tensor]) -> tf.Tensor:
+        """Cross entropy of both classifiers with smoothed labels."""
+        return smoothed_cross_entropy(y, outputs["main"]) + AUXILIARY_WEIGHT * smoothed_cross_entropy(
+            y, outputs["auxiliary"]
+        )
+
+    def metrics(self, y: tf.Tensor, outputs: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Whether the main classifier's first choice is right, and whether one of its first five is."""
+        import keras
+        import tensorflow as tf
+
+        logits = tf.cast(outputs["main"], tf.float32)  # the only type that tf.math.in_top_k takes
+        return {
+            "accuracy": keras.metrics.sparse_categorical_accuracy(y, logits),
+            f"top{TOP}_accuracy": keras.metrics.sparse_top_k_categorical_accuracy(y, logits, k=TOP),
+        }
+
+    def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Mirrored or not, and shifted: a crop of the image with a black border."""
+        from ringtrain.data.augment import random_flip_left_right, random_shift
+
+        x = random_flip_left_right(x, keys, draw=0)
+        return random_shift(x, keys, int(min(x.shape[1:3]) * MAX_SHIFT), draw=1), y
+
+    def create_optimizer(self, learning_rate: float) -> keras.optimizers.Optimizer:
+        import keras
+
+        return keras.optimizers.RMSprop(learning_rate, **RMSPROP, global_clipnorm=CLIP_GLOBAL_NORM)
+
+    def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
+        from ringtrain.workloads.base import Images
+
+        return {"images": Images(np.asarray(x, np.float32) / 255)}
+
+
+def check_image_size(image_size: Any) -> int | None:
+    """The option ``image_size``.
+
+    Raises:
+        UsageError: it is no whole number, or too small.
+    """
+    if image_size is None or (type(image_size) is int and image_size >= MIN_IMAGE_SIZE):
+        return image_size
+    raise UsageError(
+        f"options.image_size is {image_size!r}; Inception v3 needs a whole number of pixels, at least "
+        f"{MIN_IMAGE_SIZE}. The paper's is 299.",
+        reach="run",
+    )
+
+
+def check_classes(count: int) -> int:
+    """The option ``synthetic_classes``.
+
+    Raises:
+        UsageError: it is not positive.
+    """
+    if count < 1:
+        raise UsageError(f"options.synthetic_classes is {count}; it must be at least 1.", reach="run")
+    return count
+
+
+def build_inception(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:
+    """The network: uint8 images [n, *image_shape] -> {"main": logits, "auxiliary": logits}, [n, num_classes] each."""
+    import keras
+    from keras import layers
+
+    images = keras.Input(image_shape, dtype="uint8", name="images")
+    scaled = layers.Rescaling(1 / 127.5, offset=-1, name="rescaling")(images)  # to [-1, 1]
+    body = keras.applications.InceptionV3(include_top=False, weights=None, input_tensor=scaled)
+    features = layers.GlobalAveragePooling2D(name="pool")(body.output)  # [n, 2048]
+    features = layers.Dropout(DROPOUT, name="dropout")(features)
+    model = keras.Model(
+        images,
+        {
+            "main": layers.Dense(num_classes, name="main")(features),
+            "auxiliary": add_auxiliary_classifier(body.get_layer("mixed7").output, num_classes),
+        },
+        name="inception",
+    )
+    add_weight_decay(model)
+    return model
+
+
+def add_auxiliary_classifier(features: keras.KerasTensor, num_classes: int) -> keras.KerasTensor:
+    """Logits from the last layer of the 17x17 grid (of 299x299 images), [n, h, w, 768].
+
+    Smaller images have a smaller grid, to which the kernels are cut down; of larger ones, what the last convolution
+    leaves is averaged.
+    """
+    from keras import layers
+    from keras.initializers import TruncatedNormal
+
+    def convolve(inputs: keras.KerasTensor, filters: int, size: tuple[int, ...], name: str, **options: Any) -> Any:
+        outputs = layers.Conv2D(filters, size, use_bias=False, name=f"auxiliary_{name}", **options)(inputs)
+        outputs = layers.BatchNormalization(scale=False, name=f"auxiliary_{name}_bn")(outputs)
+        return layers.Activation("relu", name=f"auxiliary_{name}_relu")(outputs)
+
+    pool_size = cut_to(features, 5)
+    outputs = layers.AveragePooling2D(pool_size, strides=3, name="auxiliary_pool")(features)  # [n, 5, 5, 768] of 299
+    outputs = convolve(outputs, 128, (1, 1), "projection")
+    outputs = convolve(outputs, 768, cut_to(outputs, 5), "convolution", kernel_initializer=TruncatedNormal(stddev=0.01))
+    outputs = layers.GlobalAveragePooling2D(name="auxiliary_features")(outputs)  # [n, 768]
+    return layers.Dense(num_classes, name="auxiliary", kernel_initializer=TruncatedNormal(stddev=0.001))(outputs)
+
+
+def cut_to(features: keras.KerasTensor, size: int) -> tuple[int, ...]:
+    """A kernel of this size, or as large as the features [n, h, w, c] allow."""
+    return tuple(min(size, extent) for extent in features.shape[1:3])
+
+
+def add_weight_decay(model: keras.Model) -> None:
+    """Add ``WEIGHT_DECAY * tf.nn.l2_loss(kernel)`` of every layer to the objective. Keras' L2 has no factor of a half.
+
+    The layers of keras.applications take no regularizer when they are made.
+    """
+    from keras import regularizers
+
+    for layer in model.layers:
+        if hasattr(layer, "kernel"):
+            layer.kernel_regularizer = layer.kernel.regularizer = regularizers.L2(WEIGHT_DECAY / 2)
+
+
+def smoothed_cross_entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """Cross entropy [n] with labels of which LABEL_SMOOTHING is spread evenly over all classes (section 7)."""
+    import keras
+    import tensorflow as tf
+
+    targets = tf.one_hot(y, logits.shape[-1], dtype=logits.dtype)
+    return keras.losses.categorical_crossentropy(targets, logits, from_logits=True, label_smoothing=LABEL_SMOOTHING)
+
+
+def make_samples(part: str, image_size: int, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random images and labels, for measuring: of the ``train`` or the ``evaluation`` part."""
+    count = NUM_SYNTHETIC[part]
+    generator = np.random.default_rng(list(NUM_SYNTHETIC).index(part))
+    images = generator.integers(0, 256, (count, image_size, image_size, 3), np.uint8)
+    return images, generator.integers(0, num_classes, count)

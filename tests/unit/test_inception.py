@@ -160,7 +160,7 @@ def test_the_loss_is_that_of_both_classifiers_with_smoothed_labels() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_metrics_are_of_the_main_classifier_alone(dtype: type) -> None:
-    main = np.array([[9, 8, 7, 6, 5, 4, 0], [4, 9, 8, 7, 6, 5, 0], [3, 9, 8, 7, 6, 5, 0]], dtype)
+    main: np.ndarray = np.array([[9, 8, 7, 6, 5, 4, 0], [4, 9, 8, 7, 6, 5, 0], [3, 9, 8, 7, 6, 5, 0]], dtype)
     outputs = {"main": tf.constant(main), "auxiliary": tf.zeros(main.shape, dtype)}
     metrics = Inception().metrics(tf.constant([0, 5, 0]), outputs)
     assert {name: list(np.asarray(values)) for name, values in metrics.items()} == {

@@ -80,7 +80,7 @@ class ImageFolderSource:
             images = tf.map_fn(
                 self._decode,
                 tf.gather(self.paths, indices),
-                parallel_iterations=PARALLEL_DECODES,
+                parallel_iterations=None if tf.executing_eagerly() else PARALLEL_DECODES,  # TensorFlow would warn
                 fn_output_signature=tf.TensorSpec(self.image_shape, tf.uint8),
             )
             return images, tf.gather(self.labels, indices)

@@ -91,6 +91,21 @@ def test_samples_come_in_the_order_that_was_asked_for(folder: Path, method: str)
 
 
 @pytest.mark.parametrize("method", ["gather", "gather_good"])
+def test_outside_of_graphs_the_same_is_gathered_without_a_warning(
+    folder: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    train, _ = load(folder)
+    tf.get_logger().addHandler(caplog.handler)
+    try:
+        eager = getattr(train, method)(tf.constant([2, 0], tf.int64))
+    finally:
+        tf.get_logger().removeHandler(caplog.handler)
+    assert caplog.messages == []
+    for ours, pipelines in zip(eager, gather_in_pipeline(train, [2, 0], method), strict=True):
+        np.testing.assert_array_equal(ours, pipelines)
+
+
+@pytest.mark.parametrize("method", ["gather", "gather_good"])
 def test_no_sample_is_an_empty_batch(folder: Path, method: str) -> None:
     train, _ = load(folder)
     *_, images, labels = gather_in_pipeline(train, [], method)

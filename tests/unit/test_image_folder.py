@@ -336,6 +336,13 @@ def with_segment(jpeg: bytes, length: int) -> bytes:
     return jpeg[:2] + b"\xff\xe1" + struct.pack(">H", length) + content + jpeg[2:]
 
 
+def with_tables_first(jpeg: bytes) -> bytes:
+    """A JPEG with its first Huffman table once more, before the frame header."""
+    start = jpeg.index(b"\xff\xc4")
+    (length,) = struct.unpack(">H", jpeg[start + 2 : start + 4])
+    return jpeg[:20] + jpeg[start : start + 2 + length] + jpeg[20:]
+
+
 def png_of(colour: int, *chunks: bytes, depth: int = 8) -> bytes:
     """A PNG image of 3x2 pixels, put together by hand."""
 
@@ -363,6 +370,7 @@ ENCODED = {
     "metadata": encode(SMOOTH, "jpeg", xmp_metadata="x" * 30_000),
     "long EXIF": with_segment(JPEG, 65_535),
     "two long EXIFs": with_segment(with_segment(JPEG, 65_535), 40_000),
+    "tables first": with_tables_first(JPEG),
     "fill bytes": JPEG[:2] + b"\xff" * 5 + JPEG[2:],
     "bytes between segments": JPEG[:20] + b"\0\1\xff\0" + JPEG[20:],
     "PNG grey": encode(SMOOTH[..., :1], "png"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ringtrain.data.image_header import HeaderError, ImageHeader, read_header
+from ringtrain.data.sources import BadSample
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -33,15 +34,6 @@ _HEADERS_PER_TASK = 256
 _HEADER_BUFFER_BYTES = 4096
 
 Channels = Literal[1, 3]
-
-
-@dataclass(frozen=True)
-class BadSample:
-    """A sample that cannot be decoded."""
-
-    index: int
-    path: str
-    reason: str
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -277,7 +277,7 @@ def test_bad_images_are_found_and_named(folder: Path, image_size: int | None) ->
     with pytest.raises(tf.errors.InvalidArgumentError):
         gather_in_pipeline(train, [1, 0])
     found = train.find_bad(np.array([4, 1, 0, 2, 3]))
-    assert [(bad.index, bad.path) for bad in found] == [
+    assert [(bad.number, bad.description) for bad in found] == [
         (4, str(folder / "train/cat/y.jpg")),
         (0, str(folder / "train/ant/c.png")),
         (3, str(folder / "train/cat/x.jpg")),
@@ -289,7 +289,7 @@ def test_bad_images_are_found_and_named(folder: Path, image_size: int | None) ->
 def test_what_its_header_says_is_found_before_the_training(folder: Path) -> None:
     damage_images(folder)
     train, evaluation = load(folder)
-    assert [(bad.index, bad.path, bad.reason) for bad in train.damaged] == [
+    assert [(bad.number, bad.description, bad.reason) for bad in train.damaged] == [
         (3, str(folder / "train/cat/x.jpg"), "an empty file"),
         (4, str(folder / "train/cat/y.jpg"), "neither a JPEG nor a PNG image: it begins with b'<html>'"),
     ]
@@ -323,7 +323,7 @@ def test_a_file_that_changed_since_is_a_bad_sample(folder: Path, change: str) ->
     path.unlink() if change == "removed" else write(path, make_image(9, 9))
     with pytest.raises(tf.errors.OpError):
         gather_in_pipeline(train, [0, 1])
-    assert [bad.index for bad in train.find_bad([0, 1, 2])] == [1]
+    assert [bad.number for bad in train.find_bad([0, 1, 2])] == [1]
     assert gather_in_pipeline(train, [0, 1, 2], "gather_good")[0].tolist() == [0, 2]
 
 
@@ -430,4 +430,4 @@ def test_more_images_than_one_task_reads_keep_their_order(tmp_path: Path, monkey
     for number in range(5):
         write(tmp_path / f"train/a/{number}.png", make_image() if number != 3 else b"")
     train, _ = load(tmp_path)
-    assert [(bad.index, bad.path) for bad in train.damaged] == [(3, str(tmp_path / "train/a/3.png"))]
+    assert [(bad.number, bad.description) for bad in train.damaged] == [(3, str(tmp_path / "train/a/3.png"))]

@@ -15,6 +15,8 @@ import tensorflow as tf
 
 from ringtrain.config import make_config
 from ringtrain.data.augment import sample_keys
+from ringtrain.data.image_folder import ImageFolderSource
+from ringtrain.data.sources import ArraySource
 from ringtrain.errors import DataError, UsageError
 from ringtrain.schedule import LearningRate
 from ringtrain.workloads import create_workload, inception, load_workload
@@ -225,6 +227,7 @@ def test_image_size_and_classes_come_from_the_folder(tmp_path: Path, built: list
     workload = make_inception()
     sources = workload.create_sources(tmp_path, synthetic=False)
     assert sources.evaluation is not None
+    assert isinstance(sources.train, ImageFolderSource)
     assert (sources.train.num_samples, sources.evaluation.num_samples) == (3, 3)
     workload.create_model()
     assert built == [((76, 80, 3), 3)]
@@ -233,7 +236,9 @@ def test_image_size_and_classes_come_from_the_folder(tmp_path: Path, built: list
 def test_images_are_resized_on_demand(tmp_path: Path, built: list[tuple[Any, ...]]) -> None:
     write_images(tmp_path, 32, 40)
     workload = make_inception(image_size=80)
-    images, labels = workload.create_sources(tmp_path, synthetic=False).train.gather(tf.constant([1, 0], tf.int64))
+    source = workload.create_sources(tmp_path, synthetic=False).train
+    assert isinstance(source, ImageFolderSource)
+    images, labels = source.gather(tf.constant([1, 0], tf.int64))
     assert (images.shape, images.dtype) == ((2, 80, 80, 3), tf.uint8)
     assert labels.numpy().tolist() == [1, 0]
     workload.create_model()
@@ -274,6 +279,7 @@ def test_made_data_have_the_form_of_real_ones(
     workload = make_inception(**options)
     sources = workload.create_sources(None, synthetic=True)
     assert sources.evaluation is not None
+    assert isinstance(sources.train, ArraySource)
     everything = tf.range(sources.train.num_samples, dtype=tf.int64)
     images, labels = sources.train.gather(everything)
     assert (images.shape[1:], images.dtype) == ((size, size, 3), tf.uint8)

@@ -51,8 +51,8 @@ class OptimizerConfig:
     warmup_epochs: float = 0.0
     """epochs over which the learning rate rises linearly from lr (from 0 where lr_scale is none) to its scaled value"""
 
-    schedule: Literal["constant", "exponential", "cosine"] = "constant"
-    """what follows the warm-up; cosine ends at 0 with the run"""
+    schedule: Literal["constant", "exponential", "cosine", "linear"] = "constant"
+    """what follows the warm-up; cosine and linear end at 0 with the run"""
 
     decay_rate: float = 0.1
     """factor of each step of the exponential staircase"""
@@ -78,7 +78,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _one_of("optimizer.name", self.name, OPTIMIZER_CLASSES)
         _one_of("optimizer.lr_scale", self.lr_scale, ("none", "linear", "sqrt"))
-        _one_of("optimizer.schedule", self.schedule, ("constant", "exponential", "cosine"))
+        _one_of("optimizer.schedule", self.schedule, ("constant", "exponential", "cosine", "linear"))
         for name in ("warmup_epochs", "momentum", "weight_decay", "clip_global_norm", "ema"):
             _at_least(f"optimizer.{name}", getattr(self, name), 0)
         if self.ema >= 1:

@@ -16,7 +16,7 @@ class LearningRate:
         optimizer: the settings.
         batch_ratio: the run's global batch size over the one that ``optimizer.lr`` belongs to.
         samples_per_epoch: size of the training data.
-        total_samples: the samples of the whole run, where a cosine schedule reaches 0.
+        total_samples: the samples of the whole run, where a cosine or linear schedule reaches 0.
     """
 
     optimizer: OptimizerConfig
@@ -43,8 +43,10 @@ class LearningRate:
         if self.optimizer.schedule == "exponential":
             stairs = math.floor(samples_seen / (self.optimizer.decay_epochs * self.samples_per_epoch))
             return self.optimizer.decay_rate**stairs
+        fraction = min((samples_seen - warmup_samples) / max(self.total_samples - warmup_samples, 1), 1.0)
         if self.optimizer.schedule == "cosine":
             # Loshchilov and Hutter 2017, equation 5, without restarts
-            fraction = (samples_seen - warmup_samples) / max(self.total_samples - warmup_samples, 1)
-            return 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
+            return 0.5 * (1 + math.cos(math.pi * fraction))
+        if self.optimizer.schedule == "linear":
+            return 1.0 - fraction
         return 1.0

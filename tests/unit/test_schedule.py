@@ -54,7 +54,17 @@ def test_cosine_begins_after_the_warm_up() -> None:
     assert [cosine(n * EPOCH) for n in (0, 2, 6, 10)] == pytest.approx([0.1, 0.4, 0.2, 0.0], abs=1e-15)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "exponential", "cosine"])
+def test_warm_up_and_linear_decay_make_a_triangle() -> None:
+    triangle = rate(schedule="linear", warmup_epochs=2.0)
+    assert [triangle(n * EPOCH) for n in (0, 1, 2, 4, 6, 10, 11)] == pytest.approx([0, 0.05, 0.1, 0.075, 0.05, 0, 0])
+
+
+def test_linear_decay_begins_at_the_peak() -> None:
+    linear = rate(schedule="linear", lr_scale="linear")
+    assert [linear(n * EPOCH) for n in (0, 5, 10)] == pytest.approx([0.4, 0.2, 0.0])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "exponential", "cosine", "linear"])
 def test_a_run_that_is_all_warm_up_has_a_rate(schedule: str) -> None:
     values = [rate(schedule=schedule, warmup_epochs=10.0)(n * EPOCH) for n in range(12)]
     assert all(math.isfinite(value) and value >= 0 for value in values)

@@ -15,6 +15,7 @@ from ringtrain.errors import UsageError
 from ringtrain.workloads.base import Workload
 
 BUILT_IN = {
+    "autoencoder": "ringtrain.workloads.autoencoder:Autoencoder",
     "cifar10": "ringtrain.workloads.cifar10:Cifar10",
     "digits": "ringtrain.workloads.digits:Digits",
     "inception": "ringtrain.workloads.inception:Inception",

@@ -1,0 +1,207 @@
+"""autoencoder: a convolutional autoencoder, whose depth follows from the size of its images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ringtrain.errors import UsageError
+from ringtrain.workloads.base import Sources, Workload
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from ringtrain.data.sources import Source
+    from ringtrain.workloads.base import Histogram, Images
+
+IMAGE_SHAPES = {"cifar10": (32, 32, 3), "digits": (8, 8, 1)}
+"""Height, width and channels of the images of each value of the option ``data``."""
+LEAST_SIDE = 2  # pixels of the innermost layer
+MAX_LEVELS = 5  # 1,024 channels where the first layer has 64
+
+
+class Autoencoder(Workload):
+    """Convolutions that halve the image and double the channels, level by level, and transposed ones on the way back.
+
+    Options: ``data``: cifar10 or digits; ``width``: channels of the first level; ``gradients``: whether TensorBoard
+    shows the distribution of the gradients as well.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "epochs": 20,
+        "batch_size": 64,
+        "optimizer": {"name": "adam", "lr": 1e-3, "schedule": "cosine"},
+    }
+    options: ClassVar[Mapping[str, Any]] = {"data": "cifar10", "width": 64, "gradients": False}
+
+    def create_model(self) -> keras.Model:
+        return create_autoencoder(image_shape(self.options["data"]), self.options["width"])
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        image_shape(self.options["data"])  # a wrong name is found before anything is read
+        labelled = read_digits if self.options["data"] == "digits" else read_cifar10
+        train, evaluation = labelled(data_dir, synthetic=synthetic)
+        assert evaluation is not None  # both have one
+        return Sources(ImagesOf(train), ImagesOf(evaluation))
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        """The mean squared error of each image's pixels."""
+        import keras
+
+        return keras.ops.mean(keras.ops.square(outputs - keras.ops.cast(y, outputs.dtype)), axis=(1, 2, 3))
+
+    def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
+        """Each image beside its reconstruction, and the distributions of each layer's weights and outputs."""
+        import keras
+
+        from ringtrain.workloads.base import Histogram, Images
+
+        layers = [layer for layer in model.layers if layer.weights]
+        inner = keras.Model(model.input, [model.output, *(layer.output for layer in layers)])
+        reconstructions, *activations = inner(x, training=False)
+        histograms = weights_by_tag(model)
+        histograms |= {f"activations/{layer.name}": v for layer, v in zip(layers, activations, strict=True)}
+        if self.options["gradients"]:
+            histograms |= {f"gradients/{tag}": values for tag, values in self._gradients(model, x, y).items()}
+        images = [np.asarray(part, np.float32) for part in (x, reconstructions)]  # [n, h, w, c] each
+        return {
+            "images": Images(np.concatenate(images, axis=2)),
+            **{tag: Histogram(np.asarray(values, np.float32)) for tag, values in histograms.items()},
+        }
+
+    def _gradients(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The gradient of these samples' mean loss with respect to each weight, by the weight's tag.
+
+        Of this rank's model and samples alone: nothing is reduced.
+        """
+        import tensorflow as tf
+
+        weights = weights_by_tag(model)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.loss(y, model(x, training=False)))
+        return tape.gradient(loss, {tag: weight.value for tag, weight in weights.items()})
+
+
+@dataclass(frozen=True)
+class ImagesOf:
+    """The images of a source as what goes in and as what is to come out.
+
+    Bytes become floats in [0, 1]; floats stay as they are.
+    """
+
+    labelled: Source
+
+    @property
+    def num_samples(self) -> int:
+        return self.labelled.num_samples
+
+    def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Images float32 [n, h, w, c], twice."""
+        import tensorflow as tf
+
+        images, _ = self.labelled.gather(indices)
+        if images.dtype == tf.uint8:
+            images = tf.cast(images, tf.float32) / 255
+        return images, images
+
+
+def image_shape(data: str) -> tuple[int, int, int]:
+    """Height, width and channels of the images of ``data``.
+
+    Raises:
+        UsageError: there are no such data.
+    """
+    if data not in IMAGE_SHAPES:
+        raise UsageError(f"options.data is {data!r}; it must be one of {', '.join(IMAGE_SHAPES)}.", reach="run")
+    return IMAGE_SHAPES[data]
+
+
+def read_cifar10(data_dir: Path | None, *, synthetic: bool) -> Sources:
+    """CIFAR-10's images of bytes with their labels, or made ones."""
+    from ringtrain.data.cifar10 import load_cifar10
+    from ringtrain.data.sources import from_arrays
+    from ringtrain.workloads.cifar10 import make_samples
+
+    train, test = (make_samples(), make_samples(evaluation=True)) if synthetic else load_cifar10(data_dir)
+    return Sources(from_arrays(*train), from_arrays(*test))
+
+
+def read_digits(data_dir: Path | None, *, synthetic: bool) -> Sources:
+    """scikit-learn's digits as the workload digits has them, in [0, 1]."""
+    from ringtrain.workloads.digits import Digits
+
+    return Digits().create_sources(data_dir, synthetic=synthetic)
+
+
+def plan_sides(side: int, levels: int) -> list[int]:
+    """The side of the image, in pixels, before the first level and after each: halves, rounded up."""
+    sides = [side]
+    for _ in range(levels):
+        sides.append(-(-sides[-1] // 2))
+    return sides
+
+
+def choose_levels(height: int, width: int) -> int:
+    """How often an image is halved: until the next time would leave less than ``LEAST_SIDE`` pixels of its shorter
+    side, and at most ``MAX_LEVELS`` times."""
+    return sum(side >= LEAST_SIDE for side in plan_sides(min(height, width), MAX_LEVELS)[1:])
+
+
+def create_autoencoder(shape: tuple[int, int, int], width: int) -> keras.Model:
+    """Images [n, h, w, c] in [0, 1] -> images of the same shape, in (0, 1).
+
+    Args:
+        shape: h, w and c; any size, also an odd one.
+        width: channels of the first level; each further one has twice as many.
+
+    Raises:
+        UsageError: the width is below 1.
+    """
+    import keras
+    from keras import layers
+
+    if width < 1:
+        raise UsageError(f"options.width is {width}; it must be at least 1.", reach="run")
+    height, breadth, channels = shape
+    levels = choose_levels(height, breadth)
+    heights, breadths = plan_sides(height, levels), plan_sides(breadth, levels)
+    convolution = {"kernel_size": 3, "strides": 2, "padding": "same"}
+    hidden = {**convolution, "activation": "relu", "kernel_initializer": "he_normal"}
+    x = images = keras.Input(shape)
+    for level in range(levels):
+        x = layers.Conv2D(width * 2**level, name=f"encoder{level + 1}", **hidden)(x)
+    for level in reversed(range(1, levels)):
+        x = layers.Conv2DTranspose(width * 2 ** (level - 1), name=f"decoder{level + 1}", **hidden)(x)
+        x = crop(x, heights[level], breadths[level])
+    if levels:
+        x = layers.Conv2DTranspose(channels, activation="sigmoid", name="decoder1", **convolution)(x)
+    else:  # too small to be halved
+        x = layers.Conv2D(channels, 3, padding="same", activation="sigmoid", name="decoder1")(x)
+    return keras.Model(images, crop(x, height, breadth), name="autoencoder")
+
+
+def crop(x: Any, height: int, breadth: int) -> Any:
+    """Leave out the first row or column where a transposed convolution makes one more than the encoder had.
+
+    Of an odd number of pixels the encoder's windows are centred at the even ones, of an even number at the odd ones;
+    the transposed convolution's always at the odd ones.
+    """
+    from keras import layers
+
+    surplus = ((x.shape[1] - height, 0), (x.shape[2] - breadth, 0))
+    return layers.Cropping2D(surplus)(x) if any(before for before, _ in surplus) else x
+
+
+def weights_by_tag(model: keras.Model) -> dict[str, keras.Variable]:
+    """Every weight under its name in TensorBoard: ``weights/encoder1`` for a kernel, ``biases/encoder1`` for a bias."""
+    kinds = {"kernel": "weights", "bias": "biases"}
+    return {
+        f"{kinds[variable.name]}/{layer.name}": variable
+        for layer in model.layers
+        for variable in layer.trainable_variables
+    }

@@ -194,9 +194,11 @@ def plan_steps(
     else:
         order = SampleOrder(num_samples=train.num_samples, global_batch_size=global_batch_size, seed=config.seed)
     total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
+    defaults = workload.defaults
+    own_batch_size = defaults.get("global_batch_size") or defaults.get("batch_size", DEFAULT_BATCH_SIZE)
     learning_rate = LearningRate(
         optimizer=config.optimizer,
-        batch_ratio=global_batch_size / workload.defaults.get("batch_size", DEFAULT_BATCH_SIZE),
+        batch_ratio=global_batch_size / own_batch_size,
         samples_per_epoch=order.num_samples,
         total_samples=order.samples_before(total_steps),
     )

@@ -17,6 +17,7 @@ from ringtrain.workloads.base import Workload
 BUILT_IN = {
     "autoencoder": "ringtrain.workloads.autoencoder:Autoencoder",
     "cifar10": "ringtrain.workloads.cifar10:Cifar10",
+    "cifar10_resnet": "ringtrain.workloads.cifar10_resnet:Cifar10Resnet",
     "digits": "ringtrain.workloads.digits:Digits",
     "inception": "ringtrain.workloads.inception:Inception",
     "polynomial": "ringtrain.workloads.polynomial:Polynomial",

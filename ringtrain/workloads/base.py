@@ -47,7 +47,8 @@ class Workload(abc.ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     """The workload's values for the fields of ``ringtrain.config.Config``, such as
     ``{"epochs": 10, "batch_size": 32, "optimizer": {"name": "adam", "lr": 1e-3}}``. ``batch_size``, per rank, is the
-    size that ``optimizer.lr`` belongs to."""
+    size that ``optimizer.lr`` belongs to; where a recipe needs the same batch under any number of ranks, it is
+    ``global_batch_size``."""
 
     options: ClassVar[Mapping[str, Any]] = {}
     """Settings of the workload's own with their default values, such as ``{"width": 64}``. The user changes one by

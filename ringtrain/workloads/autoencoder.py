@@ -43,10 +43,13 @@ class Autoencoder(Workload):
         return create_autoencoder(image_shape(self.options["data"]), self.options["width"])
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        from ringtrain.data.sources import ArraySource
+
         image_shape(self.options["data"])  # a wrong name is found before anything is read
         labelled = read_digits if self.options["data"] == "digits" else read_cifar10
         train, evaluation = labelled(data_dir, synthetic=synthetic)
-        assert evaluation is not None  # both have one
+        assert isinstance(train, ArraySource)
+        assert isinstance(evaluation, ArraySource)
         return Sources(ImagesOf(train), ImagesOf(evaluation))
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from ringtrain.data.cifar10 import FILES, RECORD_BYTES
 from ringtrain.errors import DataError, UsageError
 from ringtrain.workloads import create_workload, load_workload
-from ringtrain.workloads.autoencoder import Autoencoder, choose_levels, create_autoencoder
+from ringtrain.workloads.autoencoder import Autoencoder, ImagesOf, choose_levels, create_autoencoder
 from ringtrain.workloads.base import Histogram, Images
 
 
@@ -117,10 +117,10 @@ def test_bytes_become_numbers_from_0_to_1_in_and_out(tmp_path: Path) -> None:
     for name in FILES:
         (tmp_path / name).write_bytes(bytes([0, *[255] * 1024, *[51] * 1024, *[0] * 1024]) * 2)
     sources = autoencoder().create_sources(tmp_path, synthetic=False)
-    assert sources.evaluation is not None
+    assert isinstance(sources.train, ImagesOf)
+    assert isinstance(sources.evaluation, ImagesOf)
     assert (sources.train.num_samples, sources.evaluation.num_samples) == (10, 2)
-    for source in sources:
-        assert source is not None
+    for source in (sources.train, sources.evaluation):
         x, y = tf.function(source.gather)(tf.constant([1, 0], tf.int64))
         assert (x.shape, x.dtype) == ((2, 32, 32, 3), tf.float32)
         np.testing.assert_allclose(x[0, 5, 7], [1, 0.2, 0], rtol=1e-6)
@@ -131,6 +131,7 @@ def test_bytes_become_numbers_from_0_to_1_in_and_out(tmp_path: Path) -> None:
 def test_made_data_look_like_the_real_ones(data: str) -> None:
     workload = autoencoder(data=data, width=2)
     sources = workload.create_sources(None, synthetic=True)
+    assert isinstance(sources.train, ImagesOf)
     x, y = sources.train.gather(tf.constant([3, 1], tf.int64))
     assert x.dtype == tf.float32
     assert np.min(x) >= 0

@@ -16,7 +16,7 @@ import tensorflow as tf
 from ringtrain.config import make_config
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.cifar10 import FILES, RECORD_BYTES
-from ringtrain.data.sources import from_arrays
+from ringtrain.data.sources import ArraySource, from_arrays
 from ringtrain.job import plan_steps
 from ringtrain.workloads import create_workload, load_workload
 from ringtrain.workloads.cifar10_resnet import (
@@ -211,10 +211,12 @@ def test_evaluation_batches_look_like_training_batches(tmp_path: Path, synthetic
         (tmp_path / name).write_bytes(bytes(3 * RECORD_BYTES))
     workload = load_workload("cifar10_resnet")()
     sources = workload.create_sources(tmp_path, synthetic=synthetic)
+    assert isinstance(sources.train, ArraySource)
     assert sources.evaluation is not None
     assert (sources.train.num_samples, sources.evaluation.num_samples) == ((12_800, 1_280) if synthetic else (15, 3))
     indices = tf.constant([2, 0], tf.int64)
-    train = workload.augment(*sources.train.gather(indices), keys_of(2))
+    x, y = sources.train.gather(indices)
+    train = workload.augment(x, y, keys_of(2))
     for trained, evaluated in zip(train, sources.evaluation.gather(indices), strict=True):
         assert (trained.shape, trained.dtype) == (evaluated.shape, evaluated.dtype)
 

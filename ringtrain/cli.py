@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 
+SOURCE_KINDS = ("auto", "image_folder", "cifar10")
 TRAIN_DESCRIPTION = "Train a Keras model on many GPUs, one process per GPU: horovodrun -np 2 python -m ringtrain"
 
 
@@ -117,6 +118,28 @@ def verify_command(arguments: Sequence[str], world: World) -> int:
         for line in verify(sizes, ["--config", str(settings)], Path(directory)):
             print(line)
     print("the world sizes train the same")
+    return 0
+
+
+def convert_command(arguments: Sequence[str], world: World) -> int:
+    """Make TFRecord files of an image folder or of CIFAR-10."""
+    if world.size > 1:
+        raise UsageError(
+            f"convert is one process, but {world.launcher} started {world.size}. Use no launcher.", reach="run"
+        )
+    wanted = parse_arguments(create_convert_parser(), arguments, world)
+    num_shards, kind = wanted.get("shards"), wanted.get("kind", "auto")
+    if num_shards is not None and num_shards < 1:
+        raise UsageError(f"shards is {num_shards}; it must be at least 1.", reach="run")
+    if kind not in SOURCE_KINDS:
+        raise UsageError(f"kind is {kind!r}; it must be one of {', '.join(SOURCE_KINDS)}.", reach="run")
+    pin(world, deterministic=False)
+    with quiet_start():
+        import tensorflow as tf  # noqa: F401, here, where its messages are held back
+
+        from ringtrain.convert import convert
+    made = convert(wanted["source"], wanted["destination"], kind=kind, num_shards=num_shards)
+    print(f"{wanted['destination']}: {made}")
     return 0
 
 
@@ -214,6 +237,23 @@ def create_eval_parser() -> ArgumentParser:
     return parser
 
 
+def create_convert_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain convert``."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="ringtrain convert",
+        description="Make TFRecord files of an image folder or of CIFAR-10's binary files.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", type=Path, help="directory with train/<class>/*.jpg|png, or of CIFAR-10's files")
+    parser.add_argument("destination", type=Path, help="directory to make; it must not exist, or be empty")
+    parser.add_argument("--shards", type=int, help="files for each split (default: about 128 MiB a file)")
+    parser.add_argument("--kind", type=str, help=f"what the source is: {', '.join(SOURCE_KINDS)} (default: auto)")
+    return parser
+
+
 def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
     """A parser's message as one line: the flag, its value and the rule, or the flag that may have been meant."""
     message = re.sub(r"Group '(\S+)' does not accept option '(\S+)'", r"Key '\1.\2'", message)
@@ -275,6 +315,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {
     "train": train_command,
     "eval": eval_command,
     "verify": verify_command,
+    "convert": convert_command,
 }
 # What the commands start themselves; not for the user.
 INTERNAL_COMMANDS = {"_record": record_command}

@@ -34,7 +34,8 @@ TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILE = "test_batch.bin"
 FILES = (*TRAIN_FILES, TEST_FILE)
 
-NUM_CLASSES = 10
+CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+NUM_CLASSES = len(CLASS_NAMES)
 IMAGE_SIZE = 32
 RECORD_BYTES = 1 + 3 * IMAGE_SIZE * IMAGE_SIZE
 

@@ -1,0 +1,387 @@
+"""TFRecord files: any record at once, and what is wrong with a file is found, named and survived where it can be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.data import tfrecord_index
+from ringtrain.data.example import make_example
+from ringtrain.data.tfrecord import TFRecordSource, load_tfrecords
+from ringtrain.data.tfrecord_index import masked_crc32c
+from ringtrain.errors import DataError
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (12, 5, 7, 3), np.uint8)
+LABELS = np.arange(12) % 3
+ALL = np.arange(12)
+
+
+def raw(number: int, **changes: bytes | int) -> bytes:
+    features: dict[str, bytes | int] = {
+        "image/raw": IMAGES[number].tobytes(),
+        "image/height": 5,
+        "image/width": 7,
+        "image/channels": 3,
+        "image/class/label": int(LABELS[number]),
+    }
+    return make_example({**features, **{name.replace("_", "/"): value for name, value in changes.items()}})
+
+
+def encoded(number: int, image: bytes | None = None) -> bytes:
+    image = tf.io.encode_png(IMAGES[number]).numpy() if image is None else image
+    return make_example({"image/encoded": image, "image/class/label": int(LABELS[number])})
+
+
+def write(path: Path, records: list[bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for record in records:
+            writer.write(record)
+    return path
+
+
+@pytest.fixture(params=["encoded", "raw"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Twelve records in three files, the second of which has one alone."""
+    records = [raw(number) if request.param == "raw" else encoded(number) for number in range(12)]
+    for name, part in (("0", records[:4]), ("1", records[4:5]), ("2", records[5:])):
+        write(tmp_path / f"train-{name}.tfrecord", part)
+    return tmp_path
+
+
+def open_tfrecords(folder: Path, *, size: int | None = None, index_dir: Path | None = None) -> TFRecordSource:
+    """The samples to train on."""
+    return load_tfrecords(folder, image_size=size, channels=3, index_dir=index_dir)[0]
+
+
+def gather(source: TFRecordSource, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As the pipeline does: in the graph of a dataset."""
+    dataset = tf.data.Dataset.from_tensors(tf.constant(indices, tf.int64)).map(source.gather)
+    [(x, y)] = dataset.as_numpy_iterator()
+    return x, y
+
+
+def gather_good(source: TFRecordSource, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    dataset = tf.data.Dataset.from_tensors(tf.constant(indices, tf.int64)).map(source.gather_good)
+    [result] = dataset.as_numpy_iterator()
+    return result
+
+
+def damage(path: Path, place: int, *, record: int = 0) -> None:
+    """Flip a bit at a place in a record."""
+    content = bytearray(path.read_bytes())
+    content[record_offset(content, record) + place] ^= 1
+    path.write_bytes(content)
+
+
+def record_offset(content: bytes, record: int) -> int:
+    offset = 0
+    for _ in range(record):
+        offset += 16 + int.from_bytes(content[offset : offset + 8], "little")
+    return offset
+
+
+# --- What is whole ---
+
+
+def test_any_order_gives_what_reading_in_sequence_gives(folder: Path) -> None:
+    paths = sorted(map(str, folder.glob("*.tfrecord")))
+    in_sequence = [tf.train.Example.FromString(record) for record in tf.data.TFRecordDataset(paths).as_numpy_iterator()]
+    labels = [example.features.feature["image/class/label"].int64_list.value[0] for example in in_sequence]
+    source = open_tfrecords(folder)
+    assert source.num_samples == 12
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(12)
+        x, y = gather(source, order)
+        np.testing.assert_array_equal(x, IMAGES[order])
+        np.testing.assert_array_equal(y, np.array(labels)[order])
+        for name, part in zip(("indices", "x", "y"), gather_good(source, order), strict=True):
+            np.testing.assert_array_equal(part, {"indices": order, "x": x, "y": y}[name])
+
+
+def test_an_empty_batch_is_one_of_the_same_shape(folder: Path) -> None:
+    source = open_tfrecords(folder)
+    x, y = gather(source, np.array([], np.int64))
+    assert (x.shape, x.dtype, y.shape, y.dtype) == ((0, 5, 7, 3), np.uint8, (0,), np.int64)
+    assert [len(part) for part in gather_good(source, np.array([], np.int64))] == [0, 0, 0]
+
+
+def test_shapes_are_known_to_the_graph(folder: Path) -> None:
+    source = open_tfrecords(folder)
+    x, y = tf.data.Dataset.from_tensors(tf.constant([0], tf.int64)).map(source.gather).element_spec
+    assert (x.shape.as_list(), y.shape.as_list()) == ([None, 5, 7, 3], [1])
+
+
+def test_images_of_different_sizes_are_resized_where_a_size_is_given(tmp_path: Path) -> None:
+    larger = tf.io.encode_png(np.full((9, 4, 3), 77, np.uint8)).numpy()
+    grey = tf.io.encode_jpeg(np.full((6, 6, 1), 50, np.uint8)).numpy()
+    write(tmp_path / "train.tfrecord", [encoded(0, larger), encoded(1, larger), encoded(2, grey)])
+    with pytest.raises(DataError, match=r"record 2 .* 6x6 with 1 channels .* of 9x4 with 3 .*must be with 3 channels"):
+        open_tfrecords(tmp_path)
+    x, _ = gather(open_tfrecords(tmp_path, size=5), np.arange(3))
+    assert x.shape == (3, 5, 5, 3)
+    assert [np.unique(image).tolist() for image in x] == [[77], [77], [50]]
+    write(tmp_path / "train.tfrecord", [encoded(0), encoded(1, larger), encoded(2)])
+    with pytest.raises(DataError, match=r"record 1 .* 9x4 with 3 .*the first is of 5x7 .*must be of one size"):
+        open_tfrecords(tmp_path)
+
+
+def test_raw_images_are_resized_as_encoded_ones_are(tmp_path: Path) -> None:
+    images = []
+    for name, records in {"raw": [raw(0), raw(1), raw(2)], "encoded": [encoded(0), encoded(1), encoded(2)]}.items():
+        write(tmp_path / name / "train.tfrecord", records)
+        images.append(gather(open_tfrecords(tmp_path / name, size=4), np.arange(3))[0])
+    assert images[0].shape == (3, 4, 4, 3)
+    np.testing.assert_array_equal(images[0], images[1])
+
+
+def test_validation_and_test_are_found(tmp_path: Path) -> None:
+    write(tmp_path / "test-00000-of-00001.tfrecord", [raw(1), raw(0)])
+    with pytest.raises(DataError, match=r"has no files train-\*\.tfrecord.*ringtrain convert"):
+        open_tfrecords(tmp_path)
+    write(tmp_path / "train.tfrecord", [raw(number) for number in range(3)])
+    _, test = load_tfrecords(tmp_path, image_size=None, channels=3)
+    assert test is not None
+    np.testing.assert_array_equal(gather(test, np.array([1, 0]))[0], IMAGES[:2])
+    write(tmp_path / "validation-0.tfrecord", [raw(2, image_height=7, image_width=5)])
+    with pytest.raises(DataError, match=r"record 0 .*validation-0.* 7x5 .*one size"):
+        open_tfrecords(tmp_path)
+
+
+def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringtrain.data.tfrecord._MAX_OPEN_FILES", 2)
+    for number in range(6):
+        write(tmp_path / f"train-{number}.tfrecord", [raw(number)])
+    source = open_tfrecords(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    order = np.array([0, 5, 1, 4, 0, 3, 5])
+    np.testing.assert_array_equal(gather(source, order)[0], IMAGES[order])
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+# --- The index ---
+
+
+@pytest.fixture
+def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are read from their beginning to their end."""
+    names: list[str] = []
+    scan = tfrecord_index.scan_file
+
+    def count(path: Path, number: int) -> np.ndarray:
+        names.append(path.name)
+        return scan(path, number)
+
+    monkeypatch.setattr(tfrecord_index, "scan_file", count)
+    return names
+
+
+def test_the_index_is_made_once(folder: Path, scanned: list[str]) -> None:
+    first = open_tfrecords(folder, index_dir=folder / "run")
+    assert scanned == ["train-0.tfrecord", "train-1.tfrecord", "train-2.tfrecord"]
+    again = open_tfrecords(folder, index_dir=folder / "run")
+    assert len(scanned) == 3
+    assert again.fingerprint == first.fingerprint
+    np.testing.assert_array_equal(gather(again, ALL)[0], IMAGES)
+
+
+def spoil_content(index: Path) -> None:
+    content = bytearray(index.read_bytes())
+    content[-20] ^= 1
+    index.write_bytes(content)
+
+
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "flipped bit": spoil_content,
+    "cut off": lambda index: index.write_bytes(index.read_bytes()[:-10]),
+    "empty": lambda index: index.write_bytes(b""),
+    "something else": lambda index: index.write_bytes(b"x" * 500),
+    "of older files": lambda index: os.utime(index.parent / "train-1.tfrecord", ns=(1, 1)),
+    "of fewer files": lambda index: write(index.parent / "train-3.tfrecord", [raw(0)]).rename(
+        index.parent / "train-1.tfrecord"
+    ),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+def test_a_stale_or_damaged_index_is_made_again(
+    tmp_path: Path, scanned: list[str], spoil: Callable[[Path], object]
+) -> None:
+    for number, part in enumerate(np.split(ALL, 3)):
+        write(tmp_path / f"train-{number}.tfrecord", [raw(sample) for sample in part])
+    open_tfrecords(tmp_path)
+    [index] = tmp_path.glob(".*.index")
+    spoil(index)
+    for _ in range(2):
+        open_tfrecords(tmp_path)
+        assert len(scanned) == 6
+    assert not list(tmp_path.glob(".*.index.*"))
+
+
+def test_where_no_index_can_be_kept_the_data_are_read_all_the_same(folder: Path) -> None:
+    (folder / "file").touch()
+    source = open_tfrecords(folder, index_dir=folder / "file")
+    np.testing.assert_array_equal(gather(source, ALL)[0], IMAGES)
+
+
+def test_the_fingerprint_tells_other_content_and_another_shape(tmp_path: Path) -> None:
+    records = [raw(number) for number in range(3)]
+    prints = []
+    for content in (records, [raw(3, image_class_label=0), *records[1:]], records):
+        write(tmp_path / "train.tfrecord", content)
+        prints.append(open_tfrecords(tmp_path).fingerprint)
+    prints.append(open_tfrecords(tmp_path, size=8).fingerprint)
+    assert prints[0] == prints[2]
+    assert len(set(prints)) == 3
+
+
+# --- What is damaged ---
+
+
+def test_the_checksum_is_that_of_the_format() -> None:
+    """Of nine bytes '123456789' Castagnoli's CRC is 0xE3069283 (RFC 3720)."""
+    crc = 0xE3069283
+    assert masked_crc32c(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def length_in(path: Path) -> None:
+    damage(path, 3, record=2)
+
+
+def length_crc_in(path: Path) -> None:
+    damage(path, 9, record=2)
+
+
+def cut_in_data(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def cut_in_header(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: record_offset(content, 3) + 5])
+
+
+def cut_in_footer(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "record", "said"),
+    [
+        (length_in, 2, "wrong checksum (CRC32C) of its length"),
+        (length_crc_in, 2, "wrong checksum (CRC32C) of its length"),
+        (cut_in_data, 3, "is cut off"),
+        (cut_in_header, 3, "is cut off"),
+        (cut_in_footer, 3, "is cut off"),
+    ],
+)
+def test_a_damaged_file_is_named_with_record_and_byte(
+    folder: Path, spoil: Callable[[Path], None], record: int, said: str
+) -> None:
+    path = folder / "train-0.tfrecord"
+    offset = record_offset(path.read_bytes(), record)
+    spoil(path)
+    with pytest.raises(DataError) as caught:
+        open_tfrecords(folder)
+    assert f"record {record} (at byte {offset:,}) of {path}" in str(caught.value)
+    assert said in str(caught.value)
+    assert (caught.value.exit_code, caught.value.reach) == (3, "node")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "is empty"), (b"a text, not a record", "record 0 (at byte 0)"), (b"\0" * 100, "record 0 (at byte 0)")],
+    ids=["empty", "text", "zeros"],
+)
+def test_a_file_of_something_else_is_named(folder: Path, content: bytes, said: str) -> None:
+    (folder / "train-1.tfrecord").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        open_tfrecords(folder)
+    assert str(folder / "train-1.tfrecord") in str(caught.value)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [20, -2], ids=["data", "data's checksum"])
+def test_a_record_with_damaged_data_is_named_and_the_others_are_read(folder: Path, place: int) -> None:
+    path = folder / "train-0.tfrecord"
+    offset = record_offset(path.read_bytes(), 2)
+    end = record_offset(path.read_bytes(), 3)
+    damage(path, place if place > 0 else end - offset + place, record=2)
+    source = open_tfrecords(folder)
+    assert source.num_samples == 12
+    good, x, y = gather_good(source, ALL)
+    np.testing.assert_array_equal(good, np.delete(ALL, 2))
+    np.testing.assert_array_equal(x, np.delete(IMAGES, 2, axis=0))
+    np.testing.assert_array_equal(y, np.delete(LABELS, 2))
+    with pytest.raises(tf.errors.OpError, match="record 2"):
+        gather(source, ALL)
+    [bad] = source.find_bad(ALL)
+    assert (bad.sample, bad.description) == (2, f"record 2 (at byte {offset:,}) of {path}")
+    assert "checksum (CRC32C) of its data is wrong" in bad.reason
+
+
+def test_data_that_change_after_the_index_are_found(folder: Path) -> None:
+    source = open_tfrecords(folder)
+    damage(folder / "train-2.tfrecord", 40, record=1)  # sample 6
+    np.testing.assert_array_equal(gather_good(source, ALL)[0], np.delete(ALL, 6))
+    assert [bad.sample for bad in source.find_bad(ALL)] == [6]
+    (folder / "train-0.tfrecord").write_bytes(b"")
+    assert [bad.sample for bad in source.find_bad(ALL)] == [0, 1, 2, 3, 6]
+
+
+def test_an_image_that_cannot_be_decoded_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    image = tf.io.encode_png(IMAGES[1]).numpy()
+    write(tmp_path / "train.tfrecord", [encoded(0), encoded(1, image[:60]), encoded(2, b"no image"), encoded(3)])
+    source = open_tfrecords(tmp_path)
+    good, x, _ = gather_good(source, np.array([3, 2, 1, 0]))
+    assert good.tolist() == [3, 0]
+    np.testing.assert_array_equal(x, IMAGES[[3, 0]])
+    with pytest.raises(tf.errors.OpError):
+        gather(source, np.arange(4))
+    assert [(bad.sample, "cannot be decoded" in bad.reason) for bad in source.find_bad(np.arange(4))] == [
+        (1, True),
+        (2, True),
+    ]
+
+
+def test_a_batch_of_bad_samples_alone_is_empty(tmp_path: Path) -> None:
+    write(tmp_path / "train.tfrecord", [encoded(0), encoded(1, b"no image"), encoded(2, b"nor this")])
+    assert [part.shape for part in gather_good(open_tfrecords(tmp_path), np.array([1, 2]))] == [
+        (0,),
+        (0, 5, 7, 3),
+        (0,),
+    ]
+
+
+# --- What does not fit ---
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([raw(0), raw(1, image_class_label=5)], r"record 1 .* has the label 5; with 3 classes labels must be 0 to 2"),
+        ([raw(0), raw(1, image_class_label=-1)], r"record 1 .* has no label of 0 or above"),
+        ([raw(0), raw(1)], r"no record of .* has the label 2 \('cow'\)"),
+        ([raw(0), raw(1, image_height=6)], r"record 1 .* has 105 bytes in image/raw; .* must have 126"),
+        ([raw(0), encoded(1), raw(2)], r"record 1 .*\(encoded\).*\(raw\); all must be encoded, or all raw"),
+        ([make_example({"image/class/label": 1})], r"record 0 .* has neither image/encoded nor image/raw"),
+        ([b"no message"], r"record 0 .* is no tf\.train\.Example"),
+        ([raw(0), make_example({"image/class/label": b"1"})], r"record 1 .* is no tf\.train\.Example .*label"),
+    ],
+)  # fmt: skip
+def test_records_that_do_not_fit_are_named_before_training(tmp_path: Path, records: list[bytes], said: str) -> None:
+    write(tmp_path / "train.tfrecord", records)
+    (tmp_path / "classes.txt").write_text("ape\nbee\ncow\n")
+    with pytest.raises(DataError, match=said):
+        open_tfrecords(tmp_path)
+
+
+def test_channels_of_raw_images_are_not_converted(tmp_path: Path) -> None:
+    write(tmp_path / "train.tfrecord", [raw(0)])
+    with pytest.raises(DataError, match="must be with 1 channels"):
+        load_tfrecords(tmp_path, image_size=5, channels=1)

@@ -22,8 +22,7 @@ def decode_batch(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Decode images in parallel.
 
-    By a dataset of their own: tf.map_fn decodes one image after the other in a tf.data function, whatever its
-    parallel_iterations, and cannot pass over an image.
+    By a dataset of their own, since tf.map_fn cannot pass over an image, and is slower for small ones.
 
     Args:
         decode: makes an image uint8 [h, w, c] of one element of ``encoded``.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ringtrain.data.decoding import decode_batch, decode_image
 from ringtrain.data.image_header import HeaderError, ImageHeader, read_header
 from ringtrain.data.sources import BadSample
 from ringtrain.errors import DataError
@@ -28,8 +29,6 @@ ENDINGS = (".jpg", ".jpeg", ".png")  # in any letter case
 
 IO_THREADS = 16
 """Threads that list folders and read headers: they mostly wait for the disk."""
-PARALLEL_DECODES = 16
-"""Images of a batch that may be decoded at once; the input pipeline's threads decide how many are."""
 _HEADERS_PER_TASK = 256
 _HEADER_BUFFER_BYTES = 4096
 
@@ -66,30 +65,20 @@ class ImageFolderSource:
         Raises:
             tf.errors.OpError: one of them cannot be decoded; ``find_bad`` says which.
         """
-        import tensorflow as tf
-
-        with tf.device("CPU"):
-            images = tf.map_fn(
-                self._decode,
-                tf.gather(self.paths, indices),
-                parallel_iterations=None if tf.executing_eagerly() else PARALLEL_DECODES,  # TensorFlow would warn
-                fn_output_signature=tf.TensorSpec(self.image_shape, tf.uint8),
-            )
-            return images, tf.gather(self.labels, indices)
+        _, x, y = self._collect(indices, skips_bad=False)
+        return x, y
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
+        return self._collect(indices, skips_bad=True)
+
+    def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         import tensorflow as tf
 
         with tf.device("CPU"):
-            decoded = tf.data.Dataset.from_tensor_slices((indices, tf.gather(self.paths, indices))).map(
-                lambda index, path: (index, self._decode(path)), num_parallel_calls=PARALLEL_DECODES, deterministic=True
-            )
-            # One element more, dropped again: a batch of no samples has no shape.
-            last = tf.data.Dataset.from_tensors((tf.constant(-1, tf.int64), tf.zeros(self.image_shape, tf.uint8)))
-            batch = decoded.ignore_errors().concatenate(last).batch(tf.size(indices, tf.int64) + 1)
-            good, images = (tensor[:-1] for tensor in batch.get_single_element())
-            return good, images, tf.gather(self.labels, good)
+            paths = tf.gather(self.paths, indices)
+            found, images = decode_batch(self._decode, paths, indices, image_shape=self.image_shape, skips_bad=skips_bad)
+            return found, images, tf.gather(self.labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
         """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
@@ -109,23 +98,7 @@ class ImageFolderSource:
         """One image, uint8 [h, w, c]."""
         import tensorflow as tf
 
-        height, _, channels = self.image_shape
-        content = tf.io.read_file(path)
-        # Decodes PNG as well, and takes what the file is from its first bytes.
-        image = tf.io.decode_jpeg(content, channels=channels, dct_method="INTEGER_ACCURATE")
-        return resize_middle(image, height) if self.is_resized else tf.ensure_shape(image, self.image_shape)
-
-
-def resize_middle(image: tf.Tensor, size: int) -> tf.Tensor:
-    """The largest square in the middle of an image uint8 [h, w, c], resized to [size, size, c]."""
-    import tensorflow as tf
-
-    height, width = tf.unstack(tf.shape(image)[:2])
-    side = tf.minimum(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    square = image[top : top + side, left : left + side]
-    resized = tf.image.resize(square, (size, size), method="bilinear", antialias=True)
-    return tf.cast(tf.clip_by_value(tf.round(resized), 0, 255), tf.uint8)
+        return decode_image(tf.io.read_file(path), self.image_shape, is_resized=self.is_resized)
 
 
 def load_image_folder(

@@ -15,11 +15,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ringtrain.data.decoding import decode_batch, decode_image, resize_middle
+from ringtrain.data.image_folder import BadSample, Channels
 from ringtrain.data.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
 from ringtrain.errors import DataError
 
@@ -31,14 +32,6 @@ TRAIN_NAME = "train"
 EVALUATION_NAMES = ("validation", "val", "test")
 _PATTERNS = ("{}.tfrecord", "{}-*.tfrecord", "{}-*-of-*")
 _MAX_OPEN_FILES = 64
-
-
-class BadSample(NamedTuple):
-    """A sample that cannot be had: its number, where it lies, and why."""
-
-    sample: int
-    description: str
-    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +52,7 @@ def load_tfrecords(
     data_dir: Path,
     *,
     image_size: int | None,
-    channels: Literal[1, 3],
+    channels: Channels,
     num_classes: int | None = None,
     index_dir: Path | None = None,
 ) -> tuple[TFRecordSource, TFRecordSource | None]:

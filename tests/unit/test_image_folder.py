@@ -17,7 +17,8 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.data import image_folder
-from ringtrain.data.image_folder import ImageFolderSource, load_image_folder, resize_middle
+from ringtrain.data.decoding import resize_middle
+from ringtrain.data.image_folder import ImageFolderSource, load_image_folder
 from ringtrain.data.image_header import HeaderError, ImageHeader, read_header
 from ringtrain.errors import DataError
 

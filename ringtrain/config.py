@@ -183,6 +183,9 @@ class Config:
     deterministic: bool = False
     """bit-equal results of two runs of the same size, at some cost in speed"""
 
+    cache: Literal["none", "memory", "node"] = "none"
+    """what keeps decoded images: a file on each node, decoded before the training, or each rank's memory"""
+
     synthetic: bool = False
     """made data of the same shape, for measuring"""
 
@@ -208,6 +211,7 @@ class Config:
             ("on_bad_sample", ("stop", "skip")),
             ("best_direction", ("min", "max")),
             ("resume", ("auto", "never", "must")),
+            ("cache", ("none", "memory", "node")),
         ):
             _one_of(name, getattr(self, name), values)
         if self.data_dir is not None and not self.data_dir.is_dir():

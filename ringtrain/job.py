@@ -13,6 +13,7 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, agree, gather_objects
 from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
+from ringtrain.data.cache import with_cache
 from ringtrain.data.feeding import fed_batches
 from ringtrain.data.order import FedOrder, SampleOrder
 from ringtrain.data.pipeline import Augment, local_batches
@@ -95,6 +96,7 @@ def create_job(
     read = functools.partial(workload.create_sources, config.data_dir, synthetic=config.synthetic)
     sources = agree(collective, read, name="sources")
     require_same_sources(collective, sources)
+    sources = cache_sources(sources, config, collective, num_threads=num_threads)
     order, learning_rate, total_steps = plan_steps(
         workload, config, sources.train, global_batch_size or choose_global_batch_size(config, collective.world.size)
     )
@@ -136,6 +138,15 @@ def create_job(
         eval_step=create_eval_step(workload, config, step, sources.evaluation, collective),
         num_threads=num_threads,
     )
+
+
+def cache_sources(sources: Sources, config: Config, collective: Collective, *, num_threads: int) -> Sources:
+    """The sources with the cache of the settings."""
+    cached = {
+        name: source and with_cache(source, config.cache, collective, name=name, num_threads=num_threads)
+        for name, source in sources._asdict().items()
+    }
+    return Sources(**cached)
 
 
 def set_up_keras(config: Config) -> None:

@@ -31,6 +31,7 @@ from ringtrain.errors import UsageError
         ({"backend": "nccl"}, "backend is 'nccl'; it must be one of auto, horovod, solo"),
         ({"compression": "int8"}, "compression is 'int8'; it must be one of none, fp16"),
         ({"precision": "float16"}, "precision is 'float16'; it must be one of float32, mixed_float16, mixed_bfloat16"),
+        ({"cache": "disk"}, "cache is 'disk'; it must be one of none, memory, node"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore'; it must be one of stop, skip"),
         ({"data_dir": Path("/no/such/place")}, "data_dir '/no/such/place' is no directory"),
     ],

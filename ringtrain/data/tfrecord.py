@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringtrain.data.decoding import decode_batch, decode_image, resize_middle
-from ringtrain.data.image_folder import BadSample, Channels
+from ringtrain.data.image_folder import Channels
+from ringtrain.data.sources import BadSample
 from ringtrain.data.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
 from ringtrain.errors import DataError
 

@@ -321,7 +321,7 @@ def test_a_record_with_damaged_data_is_named_and_the_others_are_read(folder: Pat
     with pytest.raises(tf.errors.OpError, match="record 2"):
         gather(source, ALL)
     [bad] = source.find_bad(ALL)
-    assert (bad.index, bad.path) == (2, f"record 2 (at byte {offset:,}) of {path}")
+    assert (bad.number, bad.description) == (2, f"record 2 (at byte {offset:,}) of {path}")
     assert "checksum (CRC32C) of its data is wrong" in bad.reason
 
 
@@ -329,9 +329,9 @@ def test_data_that_change_after_the_index_are_found(folder: Path) -> None:
     source = open_tfrecords(folder)
     damage(folder / "train-2.tfrecord", 40, record=1)  # sample 6
     np.testing.assert_array_equal(gather_good(source, ALL)[0], np.delete(ALL, 6))
-    assert [bad.index for bad in source.find_bad(ALL)] == [6]
+    assert [bad.number for bad in source.find_bad(ALL)] == [6]
     (folder / "train-0.tfrecord").write_bytes(b"")
-    assert [bad.index for bad in source.find_bad(ALL)] == [0, 1, 2, 3, 6]
+    assert [bad.number for bad in source.find_bad(ALL)] == [0, 1, 2, 3, 6]
 
 
 def test_an_image_that_cannot_be_decoded_is_named_and_the_others_are_read(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_an_image_that_cannot_be_decoded_is_named_and_the_others_are_read(tmp_pa
     np.testing.assert_array_equal(x, IMAGES[[3, 0]])
     with pytest.raises(tf.errors.OpError):
         gather(source, np.arange(4))
-    assert [(bad.index, "cannot be decoded" in bad.reason) for bad in source.find_bad(np.arange(4))] == [
+    assert [(bad.number, "cannot be decoded" in bad.reason) for bad in source.find_bad(np.arange(4))] == [
         (1, True),
         (2, True),
     ]

@@ -77,7 +77,9 @@ class ImageFolderSource:
 
         with tf.device("CPU"):
             paths = tf.gather(self.paths, indices)
-            found, images = decode_batch(self._decode, paths, indices, image_shape=self.image_shape, skips_bad=skips_bad)
+            found, images = decode_batch(
+                self._decode, paths, indices, image_shape=self.image_shape, skips_bad=skips_bad
+            )
             return found, images, tf.gather(self.labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:

@@ -31,6 +31,8 @@ OPTIMIZER_CLASSES = {
     "rmsprop": "RMSprop",
 }
 MOMENTUM_OPTIMIZERS = ("sgd", "rmsprop")
+RHO_OPTIMIZERS = ("rmsprop", "adadelta")
+EPSILON_OPTIMIZERS = ("rmsprop", "adadelta", "adagrad", "adam", "adamw", "adamax", "nadam", "lamb")
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16", "float64"]
 
@@ -66,6 +68,12 @@ class OptimizerConfig:
     nesterov: bool = False
     """Nesterov momentum (sgd)"""
 
+    rho: float | None = None
+    """decay of the running mean of squares (rmsprop, adadelta); by default Keras' own"""
+
+    epsilon: float | None = None
+    """what is added to the denominator (rmsprop, adam and their kin); by default Keras' own"""
+
     weight_decay: float = 0.0
     """decoupled weight decay (Loshchilov and Hutter 2019); 0 is off"""
 
@@ -91,6 +99,17 @@ class OptimizerConfig:
                 f"{' or '.join(MOMENTUM_OPTIMIZERS)}.",
                 reach="run",
             )
+        for name, takers in (("rho", RHO_OPTIMIZERS), ("epsilon", EPSILON_OPTIMIZERS)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            _above(f"optimizer.{name}", value, 0)
+            if self.name not in takers:
+                raise UsageError(
+                    f"optimizer.{name} is {value}, but {self.name} takes none; leave it out, or choose one of "
+                    f"{', '.join(takers)}.",
+                    reach="run",
+                )
         if self.nesterov and not (self.name == "sgd" and self.momentum):
             raise UsageError(
                 "optimizer.nesterov is true, but only sgd with optimizer.momentum above 0 has Nesterov momentum.",

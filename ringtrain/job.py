@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,7 +17,7 @@ from ringtrain.data.feeding import fed_batches
 from ringtrain.data.order import FedOrder, SampleOrder
 from ringtrain.data.pipeline import Augment, local_batches
 from ringtrain.data.sources import Feed, Source, is_fallible
-from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, explain_bad
+from ringtrain.data.stepping import BAD_REMEDY, Batches, CountedBatches, PlannedBatches, describe_bad, explain_bad
 from ringtrain.errors import DataError, UsageError
 from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
 from ringtrain.schedule import LearningRate
@@ -93,8 +92,7 @@ def create_job(
         say: shows a line to the user.
     """
     set_up_keras(config)
-    read = functools.partial(workload.create_sources, config.data_dir, synthetic=config.synthetic)
-    sources = agree(collective, read, name="sources")
+    sources = agree(collective, lambda: read_sources(workload, config), name="sources")
     require_same_sources(collective, sources)
     sources = cache_sources(sources, config, collective, num_threads=num_threads)
     order, learning_rate, total_steps = plan_steps(
@@ -138,6 +136,29 @@ def create_job(
         eval_step=create_eval_step(workload, config, step, sources.evaluation, collective),
         num_threads=num_threads,
     )
+
+
+def read_sources(workload: Workload, config: Config) -> Sources:
+    """The workload's data; none of which is known to be damaged, unless such samples may be left out.
+
+    Raises:
+        DataError: they are missing or damaged.
+    """
+    sources = workload.create_sources(config.data_dir, synthetic=config.synthetic)
+    return refuse_damaged(sources) if config.on_bad_sample == "stop" else sources
+
+
+def refuse_damaged(sources: Sources) -> Sources:
+    """See that no sample is known already to be damaged.
+
+    Raises:
+        DataError: some are.
+    """
+    for source in sources:
+        damaged = list(getattr(source, "damaged", ()))
+        if damaged:
+            raise DataError(f"{describe_bad(damaged)} {BAD_REMEDY}", reach="node")
+    return sources
 
 
 def cache_sources(sources: Sources, config: Config, collective: Collective, *, num_threads: int) -> Sources:
@@ -317,14 +338,17 @@ def choose_optimizer(workload: Workload, config: Config, first_learning_rate: fl
 
 def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
     """The Keras optimizer of the settings. Its clipping acts on the gradients that it is given: the reduced ones."""
-    options: dict[str, float | bool] = {}
-    if settings.momentum:
-        options["momentum"] = settings.momentum
-    if settings.nesterov:
-        options["nesterov"] = True
-    if settings.weight_decay:
-        options["weight_decay"] = settings.weight_decay
-    if settings.clip_global_norm:
-        options["global_clipnorm"] = settings.clip_global_norm
+    options = {
+        name: value
+        for name, value in (
+            ("momentum", settings.momentum),
+            ("nesterov", settings.nesterov),
+            ("rho", settings.rho),
+            ("epsilon", settings.epsilon),
+            ("weight_decay", settings.weight_decay),
+            ("global_clipnorm", settings.clip_global_norm),
+        )
+        if value
+    }
     optimizer_class = getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
     return optimizer_class(learning_rate=settings.lr, **options)

@@ -133,7 +133,7 @@ def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping
     Raises:
         UsageError: a setting that enters the training differs; the message lists each with both values.
     """
-    free = FREE_SETTINGS | (set() if wanted["optimizer"]["schedule"] == "cosine" else LENGTH_SETTINGS)
+    free = FREE_SETTINGS | (set() if wanted["optimizer"]["schedule"] in ("cosine", "linear") else LENGTH_SETTINGS)
     # A setting that came with a later version than the run's has the value that changes nothing as its default.
     old, new = _flat(to_plain(asdict(Config()))) | _flat(former), _flat(wanted)
     changed = [

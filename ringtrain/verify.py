@@ -28,6 +28,7 @@ DEFAULT_GLOBAL_BATCH_SIZE = 100
 FLOAT64_TOLERANCE = 1e-10  # of each tensor's largest value
 FLOAT32_TOLERANCE = 1e-5
 RUN_TIMEOUT_SECONDS = 1800
+MAX_NAMED_LAYERS = 3
 
 Record = Mapping[str, npt.NDArray]
 
@@ -184,8 +185,7 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
     """The report of all comparisons, and whether all passed."""
     reference_size, *others = sizes
     lines, passed = [], True
-    for note in records[reference_size]["float64"]["notes"]:
-        lines.append(f"  not compared: {note}")
+    lines += [f"  not compared: {note}" for note in fold_notes(records[reference_size]["float64"]["notes"].tolist())]
     for precision in ("float64", "float32"):
         reference = records[reference_size][precision]
         steps = len(reference["losses"])
@@ -200,6 +200,19 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
         passed = passed and ledger.passes
         lines += [] if ledger.passes else [f"  {reference_size}: {describe_finding(ledger)}"]
     return lines, passed
+
+
+def fold_notes(notes: Sequence[str]) -> list[str]:
+    """Notes, ``LAYER: what is not compared``, with one line for all layers of which the same is said."""
+    layers: dict[str, list[str]] = {}
+    for note in notes:
+        layer, _, text = note.partition(": ")
+        layers.setdefault(text, []).append(layer)
+    return [
+        f"{', '.join(names[:MAX_NAMED_LAYERS])}"
+        f"{f' and {len(names) - MAX_NAMED_LAYERS} more layers' if len(names) > MAX_NAMED_LAYERS else ''}: {text}"
+        for text, names in layers.items()
+    ]
 
 
 def describe_finding(finding: Finding) -> str:

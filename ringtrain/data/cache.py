@@ -5,33 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ringtrain.collectives import Collective, agree
-from ringtrain.data.sources import Source
+from ringtrain.data.sources import FallibleSource, Source, is_fallible
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 MEMORY_FILE = Path("/proc/meminfo")
-
-
-@runtime_checkable
-class DecodedSource(Source, Protocol):
-    """A source whose samples are decoded each time that they are gathered: what a cache is for."""
-
-    @property
-    def fingerprint(self) -> str:
-        """What tells these samples from others."""
-
-    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
-
-    def find_bad(self, indices: Iterable[int]) -> list[Any]:
-        """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
 
 
 def with_cache(
@@ -49,7 +34,7 @@ def with_cache(
     Raises:
         DataError: there is not enough memory or space on the disk, or the ranks see different samples.
     """
-    if mode == "none" or not isinstance(source, DecodedSource):
+    if mode == "none" or not is_fallible(source):
         return source
     if mode == "node":
         from ringtrain.data.node_cache import open_node_cache
@@ -87,7 +72,7 @@ class Layout:
         return tf.nest.pack_sequence_as(self.structure, tensors)
 
 
-def find_layout(source: DecodedSource) -> Layout:
+def find_layout(source: FallibleSource) -> Layout:
     """What the samples of a source look like; none is read.
 
     Raises:
@@ -140,7 +125,7 @@ def available_memory() -> int:
 class MemoryCachedSource:
     """A source that keeps what it has decoded in this process."""
 
-    def __init__(self, source: DecodedSource, layout: Layout) -> None:
+    def __init__(self, source: FallibleSource, layout: Layout) -> None:
         self.num_samples, self.fingerprint = source.num_samples, source.fingerprint
         self.damaged = getattr(source, "damaged", ())
         self._source, self._layout = source, layout

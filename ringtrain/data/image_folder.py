@@ -59,6 +59,11 @@ class ImageFolderSource:
     fingerprint: str
     damaged: tuple[BadSample, ...]
 
+    @property
+    def num_classes(self) -> int:
+        """Labels are below it."""
+        return len(self.class_names)
+
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The samples ``indices`` as (x, y).
 

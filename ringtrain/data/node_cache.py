@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringtrain.collectives import Collective, agree, gather_objects
-from ringtrain.data.cache import DecodedSource, Layout, find_layout, read_arrays
+from ringtrain.data.cache import Layout, find_layout, read_arrays
+from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
 from ringtrain.world import World
 
@@ -47,7 +48,7 @@ def cache_directory(node: str) -> Path:
     return Path(cache).expanduser() / "ringtrain" / "decoded" / node
 
 
-def open_node_cache(source: DecodedSource, collective: Collective, *, name: str, num_threads: int) -> NodeCachedSource:
+def open_node_cache(source: FallibleSource, collective: Collective, *, name: str, num_threads: int) -> NodeCachedSource:
     """The source with its samples in the node's file, which is filled first where it is not there. Every rank calls it.
 
     Args:
@@ -166,7 +167,7 @@ class CacheFile:
                 reach="node",
             )
 
-    def fill(self, part: Path, source: DecodedSource, samples: range, num_threads: int) -> None:
+    def fill(self, part: Path, source: FallibleSource, samples: range, num_threads: int) -> None:
         """Decode samples and write them into their places in ``part``.
 
         Raises:
@@ -255,7 +256,7 @@ def _saying_where(path: Path) -> Iterator[None]:
 class NodeCachedSource:
     """A source whose decoded samples lie in a file that all ranks of the node map."""
 
-    def __init__(self, source: DecodedSource, layout: Layout, opened: tuple[np.ndarray, list[np.ndarray]]) -> None:
+    def __init__(self, source: FallibleSource, layout: Layout, opened: tuple[np.ndarray, list[np.ndarray]]) -> None:
         self.num_samples, self.fingerprint = source.num_samples, source.fingerprint
         self.damaged = getattr(source, "damaged", ())
         self._source, self._layout = source, layout

@@ -21,6 +21,7 @@ from ringtrain.data.sources import BadSample, Source, is_fallible
 from ringtrain.errors import DataError
 
 MAX_NAMED = 5
+BAD_REMEDY = "Mend or remove what is damaged, or leave it out with --on_bad_sample skip."
 FindBad = Callable[[np.ndarray], list[BadSample]]
 
 
@@ -180,9 +181,7 @@ def explain_bad(source: Source, indices: np.ndarray, error: Exception) -> Except
     bad = source.find_bad(indices) if is_fallible(source) else []
     if not bad:
         return error
-    return DataError(
-        f"{describe_bad(bad)} Mend or remove what is damaged, or leave it out with --on_bad_sample skip.", reach="rank"
-    )
+    return DataError(f"{describe_bad(bad)} {BAD_REMEDY}", reach="rank")
 
 
 def describe_bad(samples: list[BadSample]) -> str:

@@ -91,8 +91,14 @@ def load_tfrecords(
         part = Part(paths, load_index(paths, (index_dir or data_dir) / f".tfrecord-{name}-{place}.index"))
         num_classes = num_classes or len(class_names) or 1 + int(part.index.entries["label"].max())
         _check_labels(part, num_classes, class_names, must_have_all=name == "train")
-        sources.append(_create_source(part, image_size, channels, sources[0].image_shape if sources else None))
+        train_shape = sources[0].image_shape if sources else None
+        sources.append(_create_source(part, image_size, channels, train_shape, num_classes))
     return sources[0], sources[1] if len(sources) > 1 else None
+
+
+def has_tfrecords(data_dir: Path) -> bool:
+    """Whether a directory holds samples that ``load_tfrecords`` reads."""
+    return bool(find_files(data_dir, TRAIN_NAME))
 
 
 def find_files(data_dir: Path, *names: str) -> tuple[Path, ...]:
@@ -140,7 +146,7 @@ def _check_labels(part: Part, num_classes: int, class_names: list[str], *, must_
 
 
 def _create_source(
-    part: Part, image_size: int | None, channels: int, train_shape: tuple[int, int, int] | None
+    part: Part, image_size: int | None, channels: int, train_shape: tuple[int, int, int] | None, num_classes: int
 ) -> TFRecordSource:
     """The source of a part, once its images are known to be alike in what is not converted.
 
@@ -173,7 +179,9 @@ def _create_source(
     stored_shape = (fixed["height"], fixed["width"], channels) if "height" in fixed else None
     image_shape = (image_size, image_size, channels) if image_size else stored_shape
     assert image_shape is not None  # one of both is known
-    return TFRecordSource(part, is_raw=is_raw, stored_shape=stored_shape, image_shape=image_shape)
+    return TFRecordSource(
+        part, is_raw=is_raw, stored_shape=stored_shape, image_shape=image_shape, num_classes=num_classes
+    )
 
 
 def _shape_text(entry: np.void) -> str:
@@ -187,6 +195,7 @@ class TFRecordSource:
     Attributes:
         num_samples: how many records there are, damaged ones as well.
         image_shape: (h, w, c).
+        num_classes: labels are below it.
         fingerprint: SHA-256 over the files' names and sizes, the content of all records, and ``image_shape``.
         damaged: the samples whose records were damaged when the index was made.
     """
@@ -198,9 +207,10 @@ class TFRecordSource:
         is_raw: bool,
         stored_shape: tuple[int, int, int] | None,
         image_shape: tuple[int, int, int],
+        num_classes: int,
     ) -> None:
         self.num_samples = len(part.index.entries)
-        self.image_shape = image_shape
+        self.image_shape, self.num_classes = image_shape, num_classes
         self.fingerprint = hashlib.sha256(f"{part.index.fingerprint} {image_shape}".encode()).hexdigest()
         self._part, self._is_raw, self._stored_shape = part, is_raw, stored_shape
         self._files = _OpenFiles(part.paths)

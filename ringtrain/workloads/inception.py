@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ringtrain.data.image_folder import load_image_folder
+from ringtrain.data.tfrecord import has_tfrecords, load_tfrecords
 from ringtrain.errors import DataError, UsageError
 from ringtrain.workloads.base import Sources, Workload
 
@@ -29,8 +30,6 @@ LABEL_SMOOTHING = 0.1
 AUXILIARY_WEIGHT = 0.4
 WEIGHT_DECAY = 0.00004  # of tf.nn.l2_loss, half the sum of squares
 DROPOUT = 0.2
-RMSPROP: dict[str, float] = {"rho": 0.9, "epsilon": 1.0}
-CLIP_GLOBAL_NORM = 2.0
 MAX_SHIFT = 1 / 8  # of an image's size
 TOP = 5
 NUM_SYNTHETIC = {"train": 512, "evaluation": 64}
@@ -51,7 +50,9 @@ class Inception(Workload):
             "schedule": "exponential",
             "decay_rate": 0.94,
             "decay_epochs": 2,
-            "clip_global_norm": CLIP_GLOBAL_NORM,
+            "rho": 0.9,
+            "epsilon": 1.0,
+            "clip_global_norm": 2.0,
         },
         "best_metric": "accuracy",
         "best_direction": "max",
@@ -80,12 +81,13 @@ class Inception(Workload):
             return Sources(*(from_arrays(*make_samples(part, size, self._num_classes)) for part in NUM_SYNTHETIC))
         if data_dir is None:
             raise UsageError(
-                "inception needs images: name a folder that holds train/<class>/*.jpg with --data_dir, or take made "
-                "data with --synthetic true.",
+                "inception needs images: name a folder that holds train/<class>/*.jpg, or train-*.tfrecord, with "
+                "--data_dir, or take made data with --synthetic true.",
                 reach="run",
             )
-        train, evaluation = load_image_folder(data_dir, image_size=image_size, channels=3)
-        self._image_shape, self._num_classes = train.image_shape, len(train.class_names)
+        load = load_tfrecords if has_tfrecords(data_dir) else load_image_folder
+        train, evaluation = load(data_dir, image_size=image_size, channels=3)
+        self._image_shape, self._num_classes = train.image_shape, train.num_classes
         if min(self._image_shape[:2]) < MIN_IMAGE_SIZE:
             height, width, _ = self._image_shape
             raise DataError(
@@ -118,11 +120,6 @@ class Inception(Workload):
 
         x = random_flip_left_right(x, keys, draw=0)
         return random_shift(x, keys, int(min(x.shape[1:3]) * MAX_SHIFT), draw=1), y
-
-    def create_optimizer(self, learning_rate: float) -> keras.optimizers.Optimizer:
-        import keras
-
-        return keras.optimizers.RMSprop(learning_rate, **RMSPROP, global_clipnorm=CLIP_GLOBAL_NORM)
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
         from ringtrain.workloads.base import Images

@@ -17,7 +17,7 @@ from ringtrain.collectives.solo import Solo
 from ringtrain.data import cache
 from ringtrain.data.cache import with_cache
 from ringtrain.data.node_cache import CacheFile, cache_directory, share_of
-from ringtrain.data.sources import from_arrays
+from ringtrain.data.sources import BadSample, from_arrays
 from ringtrain.errors import DataError
 from ringtrain.world import World
 
@@ -46,8 +46,8 @@ class Decoding:
         found = indices[~tf.gather(self.is_bad, indices)]
         return (found, *self.gather(found))
 
-    def find_bad(self, indices: Iterable[int]) -> list[tuple[int, str]]:
-        return [(index, "damaged") for index in indices if self.is_bad[index]]
+    def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
+        return [BadSample(int(index), "here", "damaged") for index in indices if self.is_bad[index]]
 
     def _decode(self, indices: np.ndarray) -> list[np.ndarray]:
         self.decoded.extend(indices.tolist())
@@ -137,7 +137,7 @@ def test_bad_samples_fail_and_are_found_as_without_a_cache(mode: Mode) -> None:
         assert found.tolist() == [1, 4]
         assert_samples((x, y), [1, 4])
         assert len(run(kept.gather_good, [2, 20])[0]) == 0
-        assert kept.find_bad(ALL) == [(2, "damaged"), (20, "damaged")]
+        assert kept.find_bad(ALL) == [(2, "here", "damaged"), (20, "here", "damaged")]
 
 
 @pytest.mark.parametrize("mode", ["none", "memory", "node"])
@@ -179,7 +179,7 @@ def test_a_later_run_finds_the_file(place: Path) -> None:
     source = Decoding(bad=[5])
     kept = cached(source, "node")
     assert_samples(run(kept.gather, [7, 6]), [7, 6])
-    assert kept.find_bad(ALL) == [(5, "damaged")]
+    assert kept.find_bad(ALL) == [(5, "here", "damaged")]
     assert source.decoded == []
 
 

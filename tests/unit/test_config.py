@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig, make_config, to_plain
+from ringtrain.config import (
+    EPSILON_OPTIMIZERS,
+    OPTIMIZER_CLASSES,
+    RHO_OPTIMIZERS,
+    Config,
+    OptimizerConfig,
+    make_config,
+    to_plain,
+)
 from ringtrain.errors import UsageError
 
 
@@ -58,6 +66,11 @@ def test_a_wrong_setting_is_named_with_its_value_and_the_rule(values: dict[str, 
         ({"weight_decay": -0.1}, "optimizer.weight_decay is -0.1; it must be at least 0"),
         ({"clip_global_norm": math.inf}, "optimizer.clip_global_norm is inf; it must be at least 0"),
         ({"name": "adam", "momentum": 0.9}, "optimizer.momentum is 0.9, but adam takes none"),
+        (
+            {"name": "adam", "rho": 0.9},
+            "optimizer.rho is 0.9, but adam takes none; leave it out, or",
+        ),
+        ({"name": "rmsprop", "epsilon": 0.0}, "optimizer.epsilon is 0.0; it must be greater than 0"),
         ({"nesterov": True}, "optimizer.nesterov is true, but only sgd with optimizer.momentum above 0"),
         ({"name": "rmsprop", "momentum": 0.9, "nesterov": True}, "optimizer.nesterov is true"),
     ],
@@ -153,3 +166,20 @@ def test_every_optimizer_can_be_made_from_its_settings(name: str) -> None:
     assert type(optimizer).__name__ == OPTIMIZER_CLASSES[name]
     assert (made["learning_rate"], made["weight_decay"], made["global_clipnorm"]) == (0.25, 0.125, 2.0)
     assert made.get("momentum", 0.5) == 0.5
+
+
+@pytest.mark.parametrize(("setting", "names"), [("rho", RHO_OPTIMIZERS), ("epsilon", EPSILON_OPTIMIZERS)])
+def test_a_setting_is_for_just_those_optimizers_that_take_it(setting: str, names: tuple[str, ...]) -> None:
+    import inspect
+
+    import keras
+
+    from ringtrain.job import create_optimizer
+
+    for name, class_name in OPTIMIZER_CLASSES.items():
+        parameters = inspect.signature(getattr(keras.optimizers, class_name)).parameters
+        # Adafactor has two epsilons, of other names.
+        assert (name in names) == (setting in parameters), name
+        if name in names:
+            optimizer = create_optimizer(OptimizerConfig(name=name, **{setting: 0.5}))
+            assert optimizer.get_config()[setting] == 0.5

@@ -18,6 +18,7 @@ from ringtrain.data.augment import sample_keys
 from ringtrain.data.image_folder import ImageFolderSource
 from ringtrain.data.sources import ArraySource
 from ringtrain.errors import DataError, UsageError
+from ringtrain.job import create_optimizer
 from ringtrain.schedule import LearningRate
 from ringtrain.workloads import create_workload, inception, load_workload
 from ringtrain.workloads.inception import Inception, add_auxiliary_classifier, build_inception
@@ -178,8 +179,12 @@ def test_fewer_than_five_classes_have_metrics_as_well() -> None:
     assert np.asarray(metrics["top5_accuracy"]).tolist() == [1, 1]
 
 
+def paper_s_optimizer() -> keras.optimizers.Optimizer:
+    return create_optimizer(make_config({}, Inception.defaults, Inception.options).optimizer)
+
+
 def test_the_optimizer_is_the_paper_s() -> None:
-    settings = Inception().create_optimizer(0.045).get_config()
+    settings = paper_s_optimizer().get_config()
     expected = {"learning_rate": 0.045, "rho": 0.9, "epsilon": 1.0, "momentum": 0.0, "global_clipnorm": 2.0}
     assert {name: settings[name] for name in expected} == {
         name: pytest.approx(value) for name, value in expected.items()
@@ -188,7 +193,7 @@ def test_the_optimizer_is_the_paper_s() -> None:
 
 
 def test_a_step_of_the_optimizer_divides_by_the_root_of_mean_square_plus_one() -> None:
-    optimizer = Inception().create_optimizer(0.045)
+    optimizer = paper_s_optimizer()
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
     optimizer.apply([tf.constant([3.0, 4.0])], [variable])  # norm 5, clipped to 2

@@ -69,7 +69,7 @@ def save(root: Path, config: Config, step: int, finished: Finished | None = None
         step=step,
         variables={"weights/w": np.full((5,), step, np.float32)},
         progress=asdict(Progress(best=1 / step, best_step=step, evaluated_step=step, finished=finished)),
-        run={"global_batch_size": 64, "config": to_plain(asdict(config))},
+        run={"global_batch_size": 64, "world_size": 1, "config": to_plain(asdict(config))},
     )
     return write_checkpoint(root, checkpoint, is_best=False)
 
@@ -163,7 +163,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(config: Config) -> None:
     run = make_run(config, [2, 4])
     opened = open_quietly(config)
     progress = asdict(Progress(best=1 / 4, best_step=4, evaluated_step=4))
-    assert opened.start == Start(path=str(run), step=4, global_batch_size=64, progress=progress)
+    assert opened.start == Start(path=str(run), step=4, global_batch_size=64, size=1, progress=progress)
     assert opened.checkpoint is not None
     np.testing.assert_array_equal(opened.checkpoint.variables["weights/w"], np.full((5,), 4, np.float32))
     opened.directory.close()

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from ringtrain.verify import fold_notes
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
 from tests.world.processes import REPOSITORY
@@ -62,6 +63,11 @@ def test_what_differs_by_design_is_named_and_switched_off(collective: Any) -> No
     assert all(finding.passes for finding in findings), findings
     if collective.world.is_first:
         assert [note.split(":")[0] for note in notes] == ["normalization", "dropout"]
+
+
+def test_layers_of_which_the_same_is_said_share_a_line() -> None:
+    notes = [*(f"norm_{number}: frozen" for number in range(5)), "dropout: off"]
+    assert fold_notes(notes) == ["norm_0, norm_1, norm_2 and 2 more layers: frozen", "dropout: off"]
 
 
 @on_ranks(2)

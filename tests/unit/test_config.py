@@ -181,5 +181,6 @@ def test_a_setting_is_for_just_those_optimizers_that_take_it(setting: str, names
         # Adafactor has two epsilons, of other names.
         assert (name in names) == (setting in parameters), name
         if name in names:
-            optimizer = create_optimizer(OptimizerConfig(name=name, **{setting: 0.5}))
+            values: dict[str, Any] = {"name": name, setting: 0.5}
+            optimizer = create_optimizer(OptimizerConfig(**values))
             assert optimizer.get_config()[setting] == 0.5

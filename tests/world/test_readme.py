@@ -48,6 +48,14 @@ def test_your_own_model(tmp_path: Path) -> None:
     assert accuracies_in(run(evaluate, tmp_path))[-1] >= 0.99
 
 
+def test_a_script_of_your_own(tmp_path: Path) -> None:
+    cut_out("my_workload.py", tmp_path)
+    script = cut_out("train_moons.py", tmp_path)
+    found = re.findall(r"{'accuracy': ([\d.]+)}", run(f"horovodrun -np 2 python {script.name}", tmp_path).stdout)
+    assert len(found) == 2
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("start", ["horovodrun -np 2", ""])
 def test_any_function_in_parallel(tmp_path: Path, start: str) -> None:
     script = cut_out("polynomial.py", tmp_path)

@@ -108,9 +108,9 @@ def findings_of(workload: Any, collective: Any, *, defect: str | None = None) ->
         for name in ("one", "both"):
             (Path(directory) / name).mkdir()
         if collective.world.is_first:
-            record(workload, config, Solo(alone), Path(directory) / "one")
+            record(workload(), config, Solo(alone), Path(directory) / "one")
         with planted(defect, collective.world.rank):
-            record(workload, config, collective, Path(directory) / "both")
+            record(workload(), config, collective, Path(directory) / "both")
         if not collective.world.is_first:
             return [], []
         records = [load_record(Path(directory) / name / "float64.npz") for name in ("one", "both")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ringtrain.checkpoint import read_checkpoint
 from tests.world.conftest import RunRingtrain
@@ -25,6 +24,8 @@ def test_two_ranks_train_it_as_one_does(run_ringtrain: RunRingtrain) -> None:
 def test_its_losses_metrics_and_summaries_are_shown_and_its_frozen_part_stays(
     run_ringtrain: RunRingtrain, tmp_path: Path, precision: str
 ) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     out = tmp_path / "run"
     arguments = [*EVERYTHING, "--out", out, "--precision", precision, "--options.weight_of_number", "2"]
     arguments += ["--optimizer.lr", "0.02", "--checkpoint_every", "1"]

@@ -46,8 +46,9 @@ class Converted(NamedTuple):
 
     def __str__(self) -> str:
         samples = ", ".join(f"{count:,} {name}" for name, count in self.samples.items())
+        files = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
         return (
-            f"{samples} samples of {self.num_classes} classes in {self.num_files} files, {self.num_bytes:,} bytes, "
+            f"{samples} samples of {self.num_classes} classes in {files}, {self.num_bytes:,} bytes, "
             f"{self.seconds:.1f} s"
         )
 

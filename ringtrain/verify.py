@@ -249,6 +249,8 @@ def verify(sizes: Sequence[int], arguments: Sequence[str], directory: Path) -> l
     Raises:
         ReplicasDifferError: they do not; the message holds the report.
     """
+    # Like Ctrl-C: an exception, on whose way out the processes are ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     records: dict[int, dict[str, Record]] = {}
     for size in sizes:
         target = directory / f"size-{size}"

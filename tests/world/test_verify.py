@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ import pytest
 from ringtrain.verify import fold_notes
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
-from tests.world.processes import REPOSITORY
+from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
 
 WORKLOADS = REPOSITORY / "tests/world/workloads"
 SGD = ["--optimizer.name", "sgd", "--optimizer.lr", "0.05", "--optimizer.momentum", "0.9"]
@@ -53,6 +57,23 @@ def test_verify_fails_with_exit_code_5_where_a_users_workload_is_wrong(run_ringt
     assert finished.rc == 5, finished.stdout + finished.stderr
     assert "2 against 1: weights    DIFFERS" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+def test_verify_takes_its_processes_along_when_it_is_told_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ringtrain", "verify", "--world_sizes", "2,3", "--steps", "5000"]
+    with (tmp_path / "log").open("wb") as log:
+        process = MarkedProcess(command, clean_environment(), stdout=log, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 60
+        while len(process.pids()) < 4:  # verify, mpirun and two ranks
+            assert process.popen.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < end, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        process.popen.terminate()
+        assert process.wait_until_gone(20)
+        assert process.popen.returncode == 128 + signal.SIGTERM
+    finally:
+        process.end()
 
 
 @on_ranks(2)

@@ -14,6 +14,7 @@ from ringtrain.console import Console
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
+from ringtrain.data.stepping import describe_bad
 from ringtrain.evaluation import EvalReport
 from ringtrain.job import Job
 from ringtrain.progress import Progress
@@ -150,6 +151,8 @@ class Evaluate:
     def _record(self, step: int, result: EvalReport, records: Records) -> None:
         epoch = epoch_after(self._job.order, step)
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
+        if result.left_out:
+            records.console.line(f"warning: evaluation: left out {describe_bad(list(result.left_out))}")
         records.console.line(
             f"epoch {epoch}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
         )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from ringtrain.averages import WeightAverages
-from ringtrain.collectives import Collective
+from ringtrain.collectives import Collective, on_first
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
-from ringtrain.data.sources import Source, is_fallible
-from ringtrain.data.stepping import Batches, PlannedBatches, explain_bad
+from ringtrain.data.sources import BadSample, Source, is_fallible
+from ringtrain.data.stepping import Batches, PlannedBatches, explain_bad, name_bad
 from ringtrain.errors import DataError
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
@@ -30,12 +32,14 @@ class EvalReport:
         loss: mean data loss plus regularisation, comparable with the training's ``loss``.
         data_loss: mean of the samples' losses.
         metrics: means of the workload's metrics.
+        left_out: the samples that could not be read.
     """
 
     samples: int
     loss: float
     data_loss: float
     metrics: dict[str, float]
+    left_out: tuple[BadSample, ...] = ()
 
     def value(self, name: str) -> float:
         """The value of ``best_metric``: ``loss``, ``data_loss`` or a metric."""
@@ -64,12 +68,17 @@ def evaluate(
         source, collective.world, global_batch_size=global_batch_size, num_threads=num_threads, skips_bad=skips_bad
     )
     sums = np.zeros(2 + len(eval_step.metric_names))
+    read: list[np.ndarray] = []
     for batch in batches:
         stop_votes, *batch_sums = eval_step(batch, is_stop_wanted())
         sums += batch_sums
+        read.append(batch.indices.numpy())
         if stop_votes:
             return None
     samples, data_loss, *metrics = sums
+    left_out: tuple[BadSample, ...] = ()
+    if samples < source.num_samples:  # the same on every rank
+        left_out = name_left_out(source, collective, np.concatenate(read))
     if not samples:
         raise DataError("none of the samples to evaluate on can be read. Look at the data.", reach="run")
     return EvalReport(
@@ -77,7 +86,23 @@ def evaluate(
         loss=float(data_loss / samples + eval_step.regularization()),
         data_loss=float(data_loss / samples),
         metrics={name: float(value / samples) for name, value in zip(eval_step.metric_names, metrics, strict=True)},
+        left_out=left_out,
     )
+
+
+def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> tuple[BadSample, ...]:
+    """What is wrong with the samples that no rank has read. Every rank must call it.
+
+    Args:
+        read: the samples that this rank has read, int64 [n].
+    """
+    all_read = collective.gather(tf.constant(read, tf.int64), name="evaluated").numpy()
+    missing = np.setdiff1d(np.arange(source.num_samples), all_read)
+
+    def name_on_first() -> list[list[Any]]:
+        return [list(bad) for bad in name_bad(missing, source.find_bad)] if is_fallible(source) else []
+
+    return tuple(BadSample(*bad) for bad in on_first(collective, name_on_first, name="left_out"))
 
 
 def evaluation_batches(
@@ -91,9 +116,7 @@ def evaluation_batches(
         source, order, world, first_step=0, end_step=end_step, num_threads=num_threads, skips_bad=skips_bad
     )
 
-    def explain(error: Exception, step: int) -> Exception:
-        return explain_bad(source, order.local_batch(step, rank=world.rank, size=world.size).indices, error)
-
+    explain = functools.partial(explain_bad, source, order, world)
     return PlannedBatches(dataset, first_step=0, end_step=end_step, explain=explain)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -77,6 +78,7 @@ def create_job(
     num_threads: int,
     first_step: int = 0,
     global_batch_size: int | None = None,
+    former_size: int | None = None,
     adapt_model: Callable[[keras.Model], None] = lambda model: None,
     optimizer: Callable[[], keras.optimizers.Optimizer] | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -87,6 +89,7 @@ def create_job(
         num_threads: processor threads for the input pipeline.
         first_step: the steps that are done already.
         global_batch_size: that of the run's first start, which holds whatever the number of ranks is now.
+        former_size: the number of ranks that trained the run up to ``first_step``; None where none has.
         adapt_model: changes the model before anything is compiled.
         optimizer: makes another optimizer than the workload's and the settings'.
         say: shows a line to the user.
@@ -95,6 +98,7 @@ def create_job(
     sources = agree(collective, lambda: read_sources(workload, config), name="sources")
     require_same_sources(collective, sources)
     sources = cache_sources(sources, config, collective, num_threads=num_threads)
+    refuse_other_size(sources.train, collective.world.size, former_size)
     order, learning_rate, total_steps = plan_steps(
         workload, config, sources.train, global_batch_size or choose_global_batch_size(config, collective.world.size)
     )
@@ -163,11 +167,20 @@ def refuse_damaged(sources: Sources) -> Sources:
 
 def cache_sources(sources: Sources, config: Config, collective: Collective, *, num_threads: int) -> Sources:
     """The sources with the cache of the settings."""
-    cached = {
-        name: source and with_cache(source, config.cache, collective, name=name, num_threads=num_threads)
-        for name, source in sources._asdict().items()
-    }
-    return Sources(**cached)
+    cached: dict[str, Source | Feed | None] = {}
+    for name, source in sources._asdict().items():
+        if source is None or isinstance(source, Feed):
+            cached[name] = source
+            continue
+        cached[name] = with_cache(
+            source,
+            config.cache,
+            collective,
+            name=name,
+            num_threads=num_threads,
+            reserved_bytes=sum(getattr(other, "num_bytes", 0) for other in cached.values()),
+        )
+    return Sources(**cached)  # type: ignore[arg-type]
 
 
 def set_up_keras(config: Config) -> None:
@@ -184,23 +197,40 @@ def require_same_sources(collective: Collective, sources: Sources) -> None:
     Raises:
         DataError: on every rank, where they have not.
     """
-    mine = {
-        name: [source.num_samples, getattr(source, "fingerprint", None)]
-        for name, source in sources._asdict().items()
-        if source is not None and not isinstance(source, Feed)
-    }
-    node = collective.world.node
-    (_, first), *others = gather_objects(collective, [node, mine], name="same_sources")
-    for rank, (other_node, other) in enumerate(others, start=1):
-        for name, (count, fingerprint) in first.items():
-            if other.get(name) != [count, fingerprint]:
-                counts = f"{count:,} samples, rank {rank} on {other_node} {other.get(name, [0])[0]:,}"
+    mine = {name: describe_source(source) for name, source in sources._asdict().items()}
+    (first_node, first), *others = gather_objects(collective, [collective.world.node, mine], name="same_sources")
+    for rank, (node, other) in enumerate(others, start=1):
+        for name in first:
+            if other[name] != first[name]:
                 raise DataError(
-                    f"the ranks have different data ({name}): rank 0 on {node} has {counts}"
-                    f"{' of other files or sizes' if other.get(name, [0])[0] == count else ''}. All nodes must see the "
-                    "same files.",
+                    f"the ranks have different data ({name}): rank 0 on {first_node} has {first[name]}, rank {rank} on "
+                    f"{node} has {other[name]}. All nodes must see the same files.",
                     reach="run",
                 )
+
+
+def refuse_other_size(train: Source | Feed, size: int, former_size: int | None) -> None:
+    """See that each rank can go on with what it was fed before.
+
+    Raises:
+        UsageError: the run was fed under another number of ranks.
+    """
+    if isinstance(train, Feed) and former_size not in (None, size):
+        raise UsageError(
+            f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
+            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never.",
+            reach="run",
+        )
+
+
+def describe_source(source: Source | Feed | None) -> str:
+    """What must be the same on all ranks, in words."""
+    if source is None:
+        return "nothing"
+    if isinstance(source, Feed):
+        return f"a feed of {source.steps_per_epoch or 'unknown'} steps an epoch"
+    fingerprint = getattr(source, "fingerprint", "")
+    return f"{source.num_samples:,} samples{f' (fingerprint {fingerprint[:12]})' if fingerprint else ''}"
 
 
 def plan_steps(
@@ -257,9 +287,7 @@ def create_batches(
         fed = fed_batches(train, cast(FedOrder, order), collective, **steps, **read)
         return CountedBatches(fed.dataset, collective, order, **steps, explain=fed.explain)
 
-    def explain(error: Exception, step: int) -> Exception:
-        return explain_bad(train, order.local_batch(step, rank=world.rank, size=world.size).indices, error)
-
+    explain = functools.partial(explain_bad, train, order, world)
     if skips_bad and is_fallible(train):
         dataset = local_batches(train, order, world, **steps, **read, skips_bad=True)
         return CountedBatches(dataset, collective, order, **steps, explain=explain, find_bad=train.find_bad, say=say)

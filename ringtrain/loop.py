@@ -16,7 +16,7 @@ from ringtrain.config import Config
 from ringtrain.console import Console
 from ringtrain.data.order import FedOrder
 from ringtrain.data.pipeline import Batch
-from ringtrain.errors import PreemptedError, UsageError
+from ringtrain.errors import PreemptedError
 from ringtrain.evaluation import EvalReport
 from ringtrain.job import Job, create_job
 from ringtrain.nonfinite import NonfiniteGuard
@@ -72,10 +72,12 @@ def train(
         num_threads=num_threads,
         first_step=start.step,
         global_batch_size=start.global_batch_size,
+        former_size=start.size,
         say=console.line,
     )
-    refuse_other_size(job, start)
     progress = Progress(**start.progress)
+    if job.batches.is_counted and not progress.samples_seen:  # up to here they were planned
+        progress.samples_seen = job.order.samples_before(job.first_step)
     set_first_values(job, opened, console)
     describe(job, console, opened)
     actions = create_actions(job, progress, opened, requests, console)
@@ -89,21 +91,6 @@ def train(
         actions.close()
     finish(job, actions, progress, step, ending, requests)
     return Result(ending=ending, evaluation=actions.evaluate.last)
-
-
-def refuse_other_size(job: Job, start: Start) -> None:
-    """See that each rank can go on with what it was fed before.
-
-    Raises:
-        UsageError: the run was fed under another number of ranks.
-    """
-    size = job.collective.world.size
-    if isinstance(job.order, FedOrder) and start.size not in (None, size):
-        raise UsageError(
-            f"the run was begun by {start.size} ranks, each fed its own samples, and now there are {size}; what they "
-            f"were fed cannot be divided anew. Start {start.size} ranks, or start anew with --resume never.",
-            reach="run",
-        )
 
 
 def set_first_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
@@ -241,6 +228,7 @@ def run_steps(
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
     in_flight: collections.deque[Trained] = collections.deque()
     step = job.first_step
+    batches.begin()
     ending = catch_up(job, actions, progress)
     for step, batch in enumerate(batches if ending is None else (), start=job.first_step + 1):
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
@@ -270,7 +258,7 @@ class Trained(NamedTuple):
 def catch_up(job: Job, actions: Sequence[Action], progress: Progress) -> Ending | None:
     """Make the evaluation that was due at the first step, where the run was stopped before or during it."""
     step = job.first_step
-    is_last = step == job.total_steps
+    is_last = job.batches.is_last(step)
     if not step or progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
         return None
     endings = [action.act(step) for action in actions if isinstance(action, Evaluate | Save)]

@@ -27,6 +27,7 @@ from ringtrain.checkpoint import (
     write_checkpoint,
 )
 from ringtrain.config import to_plain
+from ringtrain.data.order import FedOrder
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.job import Job
 from ringtrain.progress import Progress
@@ -176,7 +177,10 @@ def restore(job: Job, checkpoint: Checkpoint) -> None:
 
 def describe_identity(job: Job) -> dict[str, Any]:
     """What must be the same in a run and in the checkpoint that it goes on from."""
-    return {"workload": job.config.workload, "samples": job.order.num_samples}
+    identity: dict[str, Any] = {"workload": job.config.workload}
+    if not isinstance(job.order, FedOrder):  # whose number of samples follows from the steps and the ranks
+        identity["samples"] = job.order.num_samples
+    return identity
 
 
 def take_weights(job: Job, source: Path) -> list[str]:

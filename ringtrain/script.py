@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.config import Config, make_config, merge_options
+import yaml
+
+from ringtrain.cli import create_train_parser, parse_arguments
+from ringtrain.config import Config, make_config, merge_options, to_plain
 from ringtrain.devices import start_tensorflow
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
 from ringtrain.together import Prepared, early_end, joined, pin, report_error, train_together
+from ringtrain.workloads import create_workload
 from ringtrain.world import World, read_world
 
 if TYPE_CHECKING:
@@ -65,14 +70,20 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
     """
     from ringtrain.workloads.base import Workload
 
-    instance = workload() if isinstance(workload, type) else workload
-    if not isinstance(instance, Workload):
+    workload_class = workload if isinstance(workload, type) else type(workload)
+    if not issubclass(workload_class, Workload):
         raise UsageError(
             f"ringtrain.train got {workload!r}; it must be a ringtrain.workloads.base.Workload, or its class.",
             reach="run",
         )
-    config = choose_config(type(instance), settings)
-    vars(instance)["options"] = config.options
+    config = choose_config(workload_class, settings, world)
+    if isinstance(workload, Workload) and config.options != workload.options:
+        raise UsageError(
+            "ringtrain.train got a workload that is made already, and options for it, which it would not follow. Give "
+            f"its class: ringtrain.train({workload_class.__name__}, ...).",
+            reach="run",
+        )
+    instance = workload if isinstance(workload, Workload) else create_workload(workload_class, config.options)
     plan = pin(world, deterministic=config.deterministic)
     try:
         with quiet_start():
@@ -87,7 +98,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
     return Prepared(instance, config, plan, device)
 
 
-def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any]) -> Config:
+def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any], world: World) -> Config:
     """The configuration of a run of this class.
 
     Raises:
@@ -97,17 +108,17 @@ def choose_config(workload_class: type[Workload], settings: Config | Mapping[str
     if isinstance(settings, Config):
         options = merge_options(settings.options, workload_class.options)
         return dataclasses.replace(settings, workload=name, options=options)
-    names = {field.name for field in dataclasses.fields(Config)}
-    unknown = sorted(set(settings) - names)
-    if unknown:
-        raise UsageError(
-            f"ringtrain.train got {unknown[0]!r}, and there is no such setting; there are {', '.join(sorted(names))}.",
-            reach="run",
-        )
-    explicit = {
-        key: Path(value) if key in ("data_dir", "out", "init_from") and isinstance(value, str) else value
-        for key, value in settings.items()
-    }
+    with tempfile.TemporaryDirectory(prefix="ringtrain-settings-") as directory:
+        file = Path(directory) / "settings.yaml"
+        try:
+            file.write_text(yaml.safe_dump(to_plain(settings)), encoding="utf-8")
+        except yaml.YAMLError as error:
+            raise UsageError(
+                f"the settings of ringtrain.train hold what is no plain value: {error}. Give numbers, texts, paths, "
+                "true or false.",
+                reach="run",
+            ) from error
+        explicit = parse_arguments(create_train_parser(), ["--config", str(file)], world)
     return make_config({**explicit, "workload": name}, workload_class.defaults, workload_class.options)
 
 

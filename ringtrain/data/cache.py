@@ -20,7 +20,13 @@ MEMORY_FILE = Path("/proc/meminfo")
 
 
 def with_cache(
-    source: Source, mode: Literal["none", "memory", "node"], collective: Collective, *, name: str, num_threads: int
+    source: Source,
+    mode: Literal["none", "memory", "node"],
+    collective: Collective,
+    *,
+    name: str,
+    num_threads: int,
+    reserved_bytes: int = 0,
 ) -> Source:
     """The source with a cache of its decoded samples; itself where it decodes nothing. Every rank must call it.
 
@@ -30,6 +36,7 @@ def with_cache(
             as much memory for each rank: for a run of one rank.
         name: of the source, unique in the run.
         num_threads: processor threads for decoding.
+        reserved_bytes: memory that this rank will need for what is cached already, and has not touched yet.
 
     Raises:
         DataError: there is not enough memory or space on the disk, or the ranks see different samples.
@@ -41,7 +48,8 @@ def with_cache(
 
         return open_node_cache(source, collective, name=name, num_threads=num_threads)
     layout = find_layout(source)
-    agree(collective, lambda: check_memory(layout, collective.world.local_size), name=f"cache/{name}/memory")
+    local_size = collective.world.local_size
+    agree(collective, lambda: check_memory(layout, local_size, reserved_bytes), name=f"cache/{name}/memory")
     return MemoryCachedSource(source, layout)
 
 
@@ -97,14 +105,14 @@ def find_layout(source: FallibleSource) -> Layout:
     )
 
 
-def check_memory(layout: Layout, local_size: int) -> None:
+def check_memory(layout: Layout, local_size: int, reserved_bytes: int) -> None:
     """See that all ranks of this node can keep all samples.
 
     Raises:
         DataError: they cannot.
     """
     needed = layout.num_samples * layout.bytes_per_sample * local_size
-    available = available_memory()
+    available = available_memory() - reserved_bytes * local_size
     if needed > available:
         raise DataError(
             f"cache is 'memory', but {layout.num_samples:,} decoded samples for each of {local_size} ranks need "
@@ -128,6 +136,7 @@ class MemoryCachedSource:
     def __init__(self, source: FallibleSource, layout: Layout) -> None:
         self.num_samples, self.fingerprint = source.num_samples, source.fingerprint
         self.damaged = getattr(source, "damaged", ())
+        self.num_bytes = layout.num_samples * layout.bytes_per_sample
         self._source, self._layout = source, layout
         self._is_kept = np.zeros(layout.num_samples, bool)
         # Not touched, these take no memory.

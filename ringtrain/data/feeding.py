@@ -22,7 +22,7 @@ class FedBatches(NamedTuple):
 
     Attributes:
         dataset: of ``Batch``, without the global counts, which are known once all ranks have said theirs. The indices
-            count the samples that this rank was fed since the first step.
+            are the samples' places in the batch that this rank was fed.
         failures: the exceptions that the feed raised.
     """
 
@@ -55,33 +55,31 @@ def fed_batches(
     world = collective.world
     steps = _open_steps(feed, order, rank=world.rank, size=world.size, first_step=first_step, end_step=end_step)
     first = next(steps, None)
-    spec = _agree_on_spec(collective, first[2:] if first else None)
+    shown = first[1:] if first else None
+    if shown is None and first_step:  # the rank has had its last batch: what it looked like is known from the first
+        before = next(feed.open_pass(world.rank, world.size, 0, 0), None)
+        shown = None if before is None else (_as_arrays(before[0]), _as_arrays(before[1]))
+    spec = _agree_on_spec(collective, shown)
 
     failures: list[Exception] = []
 
     def read() -> Iterator[tuple[Any, ...]]:
-        num_samples = 0
         try:
-            for step, epoch, x, y in itertools.chain([first] if first else [], steps):
+            for step, x, y in itertools.chain([first] if first else [], steps):
                 count = _check(x, y, spec, rank=world.rank, step=step)
-                indices = np.arange(num_samples, num_samples + count, dtype=np.int64)
-                num_samples += count
-                yield np.int64(step), np.int64(epoch), indices, x, y
+                yield np.int64(step), np.arange(count, dtype=np.int64), x, y
         except Exception as error:
             failures.append(error)
             raise
 
-    def to_batch(step: tf.Tensor, epoch: tf.Tensor, indices: tf.Tensor, x: Any, y: Any) -> Batch:
+    def to_batch(step: tf.Tensor, indices: tf.Tensor, x: Any, y: Any) -> Batch:
         if augment is not None:
-            # Another rank's sample of the same number must not get the same.
-            keys = sample_keys(order.seed, epoch, indices * world.size + world.rank)
-            x, y = augment(x, y, keys)
+            # From the step, so that a run that goes on gives the same; another rank's sample must not get the same.
+            x, y = augment(x, y, sample_keys(order.seed, step, indices * world.size + world.rank))
         return Batch(x, y, indices, step, tf.zeros([], tf.int64))
 
     scalar = tf.TensorSpec([], tf.int64)
-    fed = tf.data.Dataset.from_generator(
-        read, output_signature=(scalar, scalar, tf.TensorSpec([None], tf.int64), *spec)
-    )
+    fed = tf.data.Dataset.from_generator(read, output_signature=(scalar, tf.TensorSpec([None], tf.int64), *spec))
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = num_threads
@@ -90,14 +88,14 @@ def fed_batches(
 
 def _open_steps(
     feed: Feed, order: FedOrder, *, rank: int, size: int, first_step: int, end_step: int
-) -> Iterator[tuple[int, int, Any, Any]]:
-    """(step, epoch, x, y) of one rank's steps; steps for which it is fed nothing are left out at the end of a pass."""
+) -> Iterator[tuple[int, Any, Any]]:
+    """(step, x, y) of one rank's steps; steps for which it is fed nothing are left out at the end of a pass."""
     step = first_step
     while step < end_step:
         epoch, skip = divmod(step, feed.steps_per_epoch) if feed.steps_per_epoch else (0, step)
         end = min(end_step, (epoch + 1) * feed.steps_per_epoch) if feed.steps_per_epoch else end_step
         for x, y in itertools.islice(feed.open_pass(rank, size, epoch, skip), end - step):
-            yield step, epoch, x, y
+            yield step, _as_arrays(x), _as_arrays(y)
             step += 1
         if not feed.steps_per_epoch:
             return
@@ -119,19 +117,28 @@ def _check(x: Any, y: Any, spec: Any, *, rank: int, step: int) -> int:
         )
     except (TypeError, ValueError):
         found, fits = (x, y), False
-    lengths = {len(array) for array in tf.nest.flatten((x, y))} if fits else set()
-    if len(lengths) != 1:
+    lengths = {np.shape(array)[:1] for array in tf.nest.flatten((x, y))} if fits else set()
+    if len(lengths) != 1 or () in lengths:
         raise DataError(
             f"rank {rank} was fed {_describe(found)} in step {step + 1}; each batch must have the first one's "
             f"structure, types and shapes, {_describe(spec)}, and one number of samples in all its arrays."
         )
-    return lengths.pop()
+    return int(lengths.pop()[0])
+
+
+def _as_arrays(value: Any) -> Any:
+    """A batch's x or y with every leaf an array: a list is one, a tuple and a dict are structures of arrays."""
+    if isinstance(value, dict):
+        return {key: _as_arrays(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_as_arrays(item) for item in value)
+    return np.asarray(value)
 
 
 def _spec_of(array: Any) -> tf.TensorSpec:
-    """Type and shape of an array [n, ...], for any n."""
+    """Type and shape of an array [n, ...], for any n; of a single number where it is one."""
     value = np.asarray(array)
-    return tf.TensorSpec([None, *value.shape[1:]], tf.as_dtype(value.dtype))
+    return tf.TensorSpec([None, *value.shape[1:]] if value.ndim else [], tf.as_dtype(value.dtype))
 
 
 def _agree_on_spec(collective: Collective, first: tuple[Any, Any] | None) -> Any:
@@ -181,4 +188,6 @@ def _describe(spec: Any) -> str:
 def _words(spec: Any) -> str:
     if not isinstance(spec, tf.TensorSpec):
         return type(spec).__name__
+    if not spec.shape.rank:
+        return f"{spec.dtype.name}, a single value"
     return f"{spec.dtype.name} [{', '.join(['n', *map(str, spec.shape[1:])])}]"

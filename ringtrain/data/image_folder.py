@@ -45,7 +45,7 @@ class ImageFolderSource:
         class_names: the classes, sorted.
         image_shape: (h, w, c).
         is_resized: whether images of other sizes and channels are brought to ``image_shape``, or must have it.
-        fingerprint: SHA-256 of the listing, that is of each image's path below the data directory and its size.
+        fingerprint: SHA-256 of the classes and of each image's path below the data directory and its size.
         damaged: the samples whose headers say already that they cannot be decoded; headers are read unless
             ``is_resized``.
     """
@@ -160,7 +160,7 @@ def _create_source(data_dir: Path, listing: _Listing, class_names: tuple[str, ..
             labels=tf.constant([numbers[name] for name, group in listing.items() for _ in group], tf.int64),
             num_samples=len(files),
             class_names=class_names,
-            fingerprint=_fingerprint(data_dir, files),
+            fingerprint=_fingerprint(data_dir, files, class_names),
             **fields,
         )
 
@@ -181,8 +181,8 @@ def _files(listing: _Listing) -> Iterator[_File]:
     return (file for group in listing.values() for file in group)
 
 
-def _fingerprint(data_dir: Path, files: Iterable[_File]) -> str:
-    digest = hashlib.sha256()
+def _fingerprint(data_dir: Path, files: Iterable[_File], class_names: Sequence[str]) -> str:
+    digest = hashlib.sha256("\0".join(class_names).encode(errors="surrogateescape"))  # by which labels are numbered
     for file in files:
         digest.update(os.fsencode(os.path.relpath(file.path, data_dir)) + b"\0%d\n" % file.num_bytes)
     return digest.hexdigest()

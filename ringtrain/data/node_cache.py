@@ -63,7 +63,7 @@ def open_node_cache(source: FallibleSource, collective: Collective, *, name: str
     with contextlib.ExitStack() as stack:
 
         def begin() -> Filling | None:
-            filling = file.begin() if world.local_rank == 0 else None
+            filling = file.begin(source) if world.local_rank == 0 else None
             if filling is not None:
                 stack.callback(filling.close)
             return filling
@@ -73,7 +73,7 @@ def open_node_cache(source: FallibleSource, collective: Collective, *, name: str
                 file.fill(part, source, share_of(world, source.num_samples), num_threads)
 
         filling = agree(collective, begin, name=f"{label}/begin")
-        part = _part_of_node(collective, source.fingerprint, filling, name=f"{label}/part")
+        part = _part_of_node(collective, filling, name=f"{label}/part")
         agree(collective, fill, name=f"{label}/fill")
         agree(collective, lambda: filling.finish() if filling else None, name=f"{label}/finish")
     return NodeCachedSource(source, file.layout, agree(collective, file.open, name=f"{label}/open"))
@@ -85,27 +85,15 @@ def share_of(world: World, num_samples: int) -> range:
     return range(first, end)
 
 
-def _part_of_node(collective: Collective, fingerprint: str, filling: Filling | None, *, name: str) -> Path | None:
-    """The file that this node's ranks have to fill: local rank 0's; None where there is nothing to do.
-
-    Raises:
-        DataError: not all ranks see the same samples.
-    """
+def _part_of_node(collective: Collective, filling: Filling | None, *, name: str) -> Path | None:
+    """The file that this node's ranks have to fill: local rank 0's; None where there is nothing to do."""
     world = collective.world
     mine = {
         "node": world.node,
         "local_rank": world.local_rank,
-        "fingerprint": fingerprint,
         "part": str(filling.path) if filling else None,
     }
     ranks = gather_objects(collective, mine, name=name)
-    for rank, other in enumerate(ranks):
-        if other["fingerprint"] != ranks[0]["fingerprint"]:
-            raise DataError(
-                f"rank {rank} on {other['node']} has other samples than rank 0 on {ranks[0]['node']}: the fingerprints "
-                f"are {other['fingerprint'][:12]} and {ranks[0]['fingerprint'][:12]}. Give all nodes the same files.",
-                reach="run",
-            )
     part = next(other["part"] for other in ranks if other["node"] == world.node and other["local_rank"] == 0)
     return None if part is None else Path(part)
 
@@ -134,13 +122,18 @@ class CacheFile:
         except OSError:
             return False
 
-    def begin(self) -> Filling | None:
+    def is_current(self, source: FallibleSource) -> bool:
+        """Whether what could not be decoded when it was filled still cannot: a read may just have failed."""
+        bad = np.flatnonzero(~self.open()[0])
+        return len(source.find_bad(bad)) == len(bad)
+
+    def begin(self, source: FallibleSource) -> Filling | None:
         """A file to fill, with all of its space; None where the whole one is there.
 
         Raises:
             DataError: there is not enough space, or it cannot be written.
         """
-        if self.is_whole():
+        if self.is_whole() and self.is_current(source):
             return None
         with _saying_where(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -120,8 +120,8 @@ def from_generator(
     each rank's next batch travels beside the gradients, so that every step trains the mean over all its samples. A rank
     that has run out joins in with nothing until all have.
 
-    A run that goes on replays the generator up to where it was, so it must give the same again; on another number of
-    ranks the run is refused, since each rank's order is its own.
+    A run that goes on replays the pass up to where it was, so a pass must always give the same: let its random numbers
+    begin anew with it. On another number of ranks the run is refused, since each rank's order is its own.
 
     Args:
         generate: (rank, size) -> an iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays; types,

@@ -19,6 +19,7 @@ from ringtrain.data.order import FedOrder, SampleOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import BadSample, Source, is_fallible
 from ringtrain.errors import DataError
+from ringtrain.world import World
 
 MAX_NAMED = 5
 BAD_REMEDY = "Mend or remove what is damaged, or leave it out with --on_bad_sample skip."
@@ -37,6 +38,9 @@ class Batches(Protocol):
     next_local_count: int
     """samples that this rank has for the step after the one that was given last"""
 
+    def begin(self) -> None:
+        """Learn what the first step has, before anything else. Every rank must call it."""
+
     def __iter__(self) -> Iterator[Batch]:
         """One batch for each step. Every rank must iterate."""
 
@@ -44,7 +48,7 @@ class Batches(Protocol):
         """Take in the sum of all ranks' ``next_local_count``."""
 
     def is_last(self, step: int) -> bool:
-        """Whether no step comes after this one (from 1), which was given last: the same on every rank."""
+        """Whether no step comes after this one (from 1), the last that was given: alike on every rank."""
 
 
 class PlannedBatches:
@@ -65,6 +69,9 @@ class PlannedBatches:
         self.element_spec = dataset.element_spec
         self._dataset, self._first_step, self._end_step = dataset, first_step, end_step
         self._explain = explain
+
+    def begin(self) -> None:
+        pass
 
     def __iter__(self) -> Iterator[Batch]:
         remaining = iter(self._dataset)
@@ -107,13 +114,16 @@ class CountedBatches:
         self._explain, self._find_bad, self._say = explain, find_bad, say
         self._upcoming: Batch | None = None
         self._next_step, self._global_count = first_step, 0
+        self._remaining: Iterator[Batch] = iter(())
 
-    def __iter__(self) -> Iterator[Batch]:
-        remaining = iter(self._dataset)
+    def begin(self) -> None:
+        self._remaining = iter(self._dataset)
         if self._first_step < self._end_step:
-            self._look_ahead(remaining, self._first_step)
+            self._look_ahead(self._first_step)
             mine = tf.constant([self.next_local_count], tf.int64)
             self.note(int(tf.reduce_sum(self._collective.gather(mine, name="first_count"))))
+
+    def __iter__(self) -> Iterator[Batch]:
         while self._global_count:
             batch, step = self._upcoming, self._next_step
             if batch is None or int(batch.step) != step:
@@ -122,7 +132,7 @@ class CountedBatches:
                 self._upcoming = None
             batch = batch._replace(global_count=tf.constant(self._global_count, tf.int64))
             self._next_step = step + 1
-            self._look_ahead(remaining, step + 1)
+            self._look_ahead(step + 1)
             yield batch
 
     def note(self, next_global_count: int) -> None:
@@ -148,11 +158,11 @@ class CountedBatches:
     def is_last(self, step: int) -> bool:
         return step == self._end_step or not self._global_count
 
-    def _look_ahead(self, remaining: Iterator[Batch], step: int) -> None:
+    def _look_ahead(self, step: int) -> None:
         """Have the batch of a step at hand, where there is one for this rank."""
         if self._upcoming is None and step < self._end_step:
             try:
-                self._upcoming = next(remaining, None)
+                self._upcoming = next(self._remaining, None)
             except tf.errors.OpError as error:
                 raise self._explain(error, step) from error
         upcoming = self._upcoming
@@ -165,7 +175,7 @@ class CountedBatches:
         planned = self._order.local_batch(step, rank=world.rank, size=world.size).indices
         good = self._upcoming.indices.numpy() if self._upcoming is not None else []
         left_out = np.setdiff1d(planned, good)
-        mine = [list(bad) for bad in find_bad(left_out)] if left_out.size else []
+        mine = [list(bad) for bad in name_bad(left_out, find_bad)]
         all_bad = [BadSample(*bad) for ranks in gather_objects(self._collective, mine, name="bad") for bad in ranks]
         self._say(f"warning: step {step + 1}: left out {describe_bad(all_bad)}")
         if not self._global_count:
@@ -176,8 +186,16 @@ class CountedBatches:
             )
 
 
-def explain_bad(source: Source, indices: np.ndarray, error: Exception) -> Exception:
-    """What to tell the user about samples ``indices`` (int64 [n]) that a source could not give."""
+def name_bad(numbers: np.ndarray, find_bad: FindBad) -> list[BadSample]:
+    """What is wrong with samples (int64 [n]) that could not be read; some may be readable by now."""
+    found = {bad.number: bad for bad in (find_bad(numbers) if numbers.size else [])}
+    missing = "it could not be read when its turn came, and can be now"
+    return [found.get(int(number), BadSample(int(number), "of that time", missing)) for number in numbers]
+
+
+def explain_bad(source: Source, order: SampleOrder, world: World, error: Exception, step: int) -> Exception:
+    """What to tell the user about the samples of a step (from 0) that a source could not give to this rank."""
+    indices = order.local_batch(step, rank=world.rank, size=world.size).indices
     bad = source.find_bad(indices) if is_fallible(source) else []
     if not bad:
         return error

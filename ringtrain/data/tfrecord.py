@@ -54,7 +54,6 @@ def load_tfrecords(
     *,
     image_size: int | None,
     channels: Channels,
-    num_classes: int | None = None,
     index_dir: Path | None = None,
 ) -> tuple[TFRecordSource, TFRecordSource | None]:
     """The samples to train on, and those to evaluate on where there are any.
@@ -67,9 +66,8 @@ def load_tfrecords(
         image_size: the middle square of each image is resized to this many pixels each way, and its channels are
             converted. None: images are taken as they are, and all must have one size and ``channels`` channels.
         channels: 1 for grey images, 3 for colour. Raw images must have them.
-        num_classes: how many labels there are; None: as many as ``classes.txt`` has lines, or as the labels to train
-            on say.
-        index_dir: where the index is kept from run to run; None: in ``data_dir``, where that can be written.
+        index_dir: where the index is kept from run to run; None: in ``data_dir``, or where that cannot be written, in
+            ``$XDG_CACHE_HOME/ringtrain/index`` or ``~/.cache/ringtrain/index``.
 
     Raises:
         DataError: no file, a damaged one, a label out of range, a class without a sample to train on, or images of
@@ -84,16 +82,24 @@ def load_tfrecords(
             reach="node",
         )
     place = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:12]
+    index_dirs = [index_dir] if index_dir else [data_dir, default_index_dir()]
+    num_classes = len(class_names)
     sources: list[TFRecordSource] = []
     for name, paths in parts.items():
         if not paths:
             continue
-        part = Part(paths, load_index(paths, (index_dir or data_dir) / f".tfrecord-{name}-{place}.index"))
-        num_classes = num_classes or len(class_names) or 1 + int(part.index.entries["label"].max())
+        file_name = f".tfrecord-{name}-{place}.index"
+        part = Part(paths, load_index(paths, [directory / file_name for directory in index_dirs]))
+        num_classes = num_classes or 1 + int(part.index.entries["label"].max())  # of those to train on
         _check_labels(part, num_classes, class_names, must_have_all=name == "train")
         train_shape = sources[0].image_shape if sources else None
         sources.append(_create_source(part, image_size, channels, train_shape, num_classes))
     return sources[0], sources[1] if len(sources) > 1 else None
+
+
+def default_index_dir() -> Path:
+    """Where indices are kept of data whose own directory cannot be written."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ringtrain" / "index"
 
 
 def has_tfrecords(data_dir: Path) -> bool:
@@ -291,8 +297,8 @@ class TFRecordSource:
             raise DataError(f"{where(index)} cannot be read: {error.strerror}. Check the file.") from error
         if zlib.crc32(record) != entry["crc32"]:
             raise DataError(
-                f"{where(index)} is not what it was when its file was indexed: the file has changed or is damaged. "
-                "Start the run again, which indexes it anew."
+                f"{where(index)} is not what it was when its file was indexed: the file is damaged. Copy the file "
+                "again, or make it again with ringtrain convert."
             )
         return record
 

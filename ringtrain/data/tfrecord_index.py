@@ -72,27 +72,30 @@ class Index(NamedTuple):
         return digest.hexdigest()
 
 
-def load_index(paths: Sequence[Path], cache: Path | None) -> Index:
-    """The index of files, from the cache where that is whole and the files are as they were, else by reading them.
+def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
+    """The index of files, from a cache that is whole, and whose files are as they were, else by reading them.
 
     Any number of processes may do so at once: each writes a file of its own and renames it.
 
     Args:
         paths: the data files.
-        cache: the file that keeps the index; None to keep none. Where it cannot be written the index is used all the
-            same.
+        caches: the files that may keep the index; it is written to the first of them that can be. Where none can, it is
+            used all the same.
 
     Raises:
         DataError: a file is missing, empty or damaged, or a record is no ``tf.train.Example``.
     """
     files = tuple(_state_of(path) for path in paths)
-    index = _read_cache(cache, files) if cache is not None else None
-    if index is None:
-        entries = [scan_file(path, number) for number, path in enumerate(paths)]
-        index = Index(files, np.concatenate(entries) if entries else np.empty(0, ENTRY))
-        if cache is not None:
-            with contextlib.suppress(OSError):  # a place that cannot be written costs time in the next run, no more
-                _write_cache(cache, index)
+    for cache in caches:
+        index = _read_cache(cache, files)
+        if index is not None:
+            return index
+    entries = [scan_file(path, number) for number, path in enumerate(paths)]
+    index = Index(files, np.concatenate(entries) if entries else np.empty(0, ENTRY))
+    for cache in caches:
+        with contextlib.suppress(OSError):  # where none can be written, that costs time in the next run, no more
+            _write_cache(cache, index)
+            break
     return index
 
 

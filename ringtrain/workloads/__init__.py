@@ -86,9 +86,10 @@ def load_workload(spec: str) -> type[Workload]:
 
 
 def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) -> Workload:
-    """A workload that reads these values where its class declares its ``options``."""
-    workload = workload_class()
+    """A workload that reads these values, from the beginning, where its class declares its ``options``."""
+    workload = workload_class.__new__(workload_class)
     vars(workload)["options"] = options
+    workload.__init__()  # type: ignore[misc]
     return workload
 
 

@@ -126,12 +126,10 @@ def image_shape(data: str) -> tuple[int, int, int]:
 
 def read_cifar10(data_dir: Path | None, *, synthetic: bool) -> Sources:
     """CIFAR-10's images of bytes with their labels, or made ones."""
-    from ringtrain.data.cifar10 import load_cifar10
     from ringtrain.data.sources import from_arrays
-    from ringtrain.workloads.cifar10 import make_samples
+    from ringtrain.workloads.cifar10 import read_samples
 
-    train, test = (make_samples(), make_samples(evaluation=True)) if synthetic else load_cifar10(data_dir)
-    return Sources(from_arrays(*train), from_arrays(*test))
+    return Sources(*(from_arrays(*samples) for samples in read_samples(data_dir, synthetic=synthetic)))
 
 
 def read_digits(data_dir: Path | None, *, synthetic: bool) -> Sources:

@@ -70,8 +70,7 @@ class Cifar10(Workload):
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         from ringtrain.data.sources import from_arrays
 
-        train, test = (make_samples(), make_samples(evaluation=True)) if synthetic else load_cifar10(data_dir)
-        images, labels = test
+        train, (images, labels) = read_samples(data_dir, synthetic=synthetic)
         return Sources(from_arrays(*train), from_arrays(prepare_for_evaluation(images), labels))
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
@@ -150,6 +149,11 @@ def prepare_for_evaluation(images: np.ndarray) -> np.ndarray:
             chunk = slice(first, first + _EVALUATION_CHUNK)
             prepared[chunk] = per_image_standardization(tf.cast(images[chunk, start:end, start:end], tf.float32))
     return prepared
+
+
+def read_samples(data_dir: Path | None, *, synthetic: bool) -> tuple[Samples, Samples]:
+    """CIFAR-10's samples to train on and to evaluate on, or made ones."""
+    return (make_samples(), make_samples(evaluation=True)) if synthetic else load_cifar10(data_dir)
 
 
 def make_samples(*, evaluation: bool = False) -> Samples:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ringtrain.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, load_cifar10
+from ringtrain.data.cifar10 import IMAGE_SIZE, NUM_CLASSES
 from ringtrain.workloads.base import Sources, Workload
 
 if TYPE_CHECKING:
@@ -67,10 +67,9 @@ class Cifar10Resnet(Workload):
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         from ringtrain.data.sources import from_arrays
-        from ringtrain.workloads.cifar10 import make_samples
+        from ringtrain.workloads.cifar10 import read_samples
 
-        train, test = (make_samples(), make_samples(evaluation=True)) if synthetic else load_cifar10(data_dir)
-        return Sources(from_arrays(*train), from_arrays(*test))
+        return Sources(*(from_arrays(*samples) for samples in read_samples(data_dir, synthetic=synthetic)))
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
         import keras

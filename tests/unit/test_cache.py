@@ -248,8 +248,17 @@ def test_the_shares_of_a_node_are_all_samples_once() -> None:
 def test_the_file_has_all_of_its_space_before_it_is_filled(place: Path) -> None:
     source = Decoding()
     file = CacheFile(place, cache.find_layout(source), source.fingerprint)
-    filling = file.begin()
+    filling = file.begin(source)
     assert filling is not None
     assert filling.path.stat().st_blocks * 512 >= file.num_bytes
     assert not file.is_whole()
     filling.close()
+
+
+def test_a_sample_whose_read_failed_only_once_is_decoded_in_the_next_run(place: Path) -> None:
+    source = Decoding(bad=[7])
+    assert [bad.number for bad in cached(source, "node").find_bad(ALL)] == [7]
+    mended = Decoding()
+    found, _, _ = tf.function(cached(mended, "node").gather_good)(tf.constant(ALL))
+    np.testing.assert_array_equal(found, ALL)
+    assert len(list(place.rglob("*.samples"))) == 1

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ringtrain.data import tfrecord_index
 from ringtrain.data.example import make_example
-from ringtrain.data.tfrecord import TFRecordSource, load_tfrecords
+from ringtrain.data.tfrecord import TFRecordSource, default_index_dir, load_tfrecords
 from ringtrain.data.tfrecord_index import masked_crc32c
 from ringtrain.errors import DataError
 
@@ -385,3 +385,15 @@ def test_channels_of_raw_images_are_not_converted(tmp_path: Path) -> None:
     write(tmp_path / "train.tfrecord", [raw(0)])
     with pytest.raises(DataError, match="must be with 1 channels"):
         load_tfrecords(tmp_path, image_size=5, channels=1)
+
+
+def test_an_index_of_data_that_cannot_be_written_is_kept_in_the_user_s_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    caches = [Path("/dev/null/index"), default_index_dir() / "index"]
+    paths = sorted(folder.glob("*.tfrecord"))
+    index = tfrecord_index.load_index(paths, caches)
+    assert caches[1].is_file()
+    monkeypatch.setattr(tfrecord_index, "scan_file", None)  # the files are not read again
+    np.testing.assert_array_equal(tfrecord_index.load_index(paths, caches).entries, index.entries)

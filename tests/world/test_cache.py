@@ -14,7 +14,6 @@ from ringtrain.collectives import Collective, gather_objects
 from ringtrain.data.cache import with_cache
 from ringtrain.data.image_folder import load_image_folder
 from ringtrain.data.node_cache import cache_directory
-from ringtrain.errors import DataError
 from tests.world.group import on_ranks
 
 NUM_IMAGES = 11
@@ -69,13 +68,3 @@ def test_each_rank_decodes_its_share_and_reads_all(collective: Collective, folde
         np.testing.assert_array_equal(y, order >= 4)
     gather_objects(collective, None, name="all have read")
     assert [path.suffix for path in cache_directory(collective.world.node).iterdir()] == [".samples"]
-
-
-@on_ranks(2)
-def test_ranks_that_see_other_samples_are_named(collective: Collective, folder: str) -> None:
-    os.environ["XDG_CACHE_HOME"] = folder
-    source = load_image_folder(Path(folder), image_size=None, channels=3)[0]
-    with pytest.raises(DataError, match=r"rank 1 on .* has other samples than rank 0"):
-        with_cache(Counting(source, f"print{collective.world.rank}"), "node", collective, name="train", num_threads=1)
-    gather_objects(collective, None, name="all have tried")
-    assert list(cache_directory(collective.world.node).iterdir()) == []

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringtrain.data.augment import uniform
 from ringtrain.data.sources import ArraySource, BadSample, Feed, from_arrays, from_callable, from_generator
 from ringtrain.workloads.base import Sources, Workload
 
@@ -60,13 +61,16 @@ class Linear(Workload):
 class Fed(Linear):
     """Each rank by a generator of its own; ``options`` make it go wrong, or go on for several passes."""
 
-    options: ClassVar[Mapping[str, Any]] = {"steps_per_epoch": 0, "fault": "", "by": "generator"}
+    options: ClassVar[Mapping[str, Any]] = {"steps_per_epoch": 0, "fault": "", "by": "generator", "noise": 0.0}
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         steps_per_epoch = self.options["steps_per_epoch"] or None
         if self.options["by"] == "callable":
             return Sources(from_callable(self.fetch, steps_per_epoch=steps_per_epoch), None)
         return Sources(self.feed(steps_per_epoch), from_arrays(*samples(500, 7)))
+
+    def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return x + self.options["noise"] * tf.cast(uniform(keys, 0, (WIDTH,)), x.dtype), y
 
     def feed(self, steps_per_epoch: int | None) -> Feed:
         def generate(rank: int, size: int) -> Iterator[Sample]:

@@ -12,6 +12,8 @@ FAULTS: dict[str, dict[str, Any]] = {
     "none": {},
     "setting": {"epoch": 3},
     "value": {"epochs": 0},
+    "nested": {"optimizer": {"learning_rate": 0.1}},
+    "type": {"epochs": 1.5},
     "option": {"options": {"nonsense": 1}},
 }
 

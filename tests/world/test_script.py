@@ -36,7 +36,7 @@ def test_the_run_of_a_script_can_be_evaluated_by_the_command(run_ringtrain: RunR
     [
         ("setting", "there is no key epoch. Did you mean epochs?"),
         ("nested", "there is no key optimizer.learning_rate."),
-        ("type", "epochs is 1.5; it must be a whole number."),
+        ("type", "epochs is '1.5'; it must be a whole number."),
         ("value", "epochs is 0; it must be at least 1."),
         ("option", "the workload has no option 'nonsense'."),
         ("late", "ringtrain.train was called when TensorFlow had computed something already"),

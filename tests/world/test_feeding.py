@@ -20,6 +20,9 @@ WORKLOADS = REPOSITORY / "tests/world/workloads/fed.py"
 FED = ["--workload", f"{WORKLOADS}:Fed", "--precision", "float64", "--log_every", "1"]
 
 
+RARER_CASES = [(1, "generator"), (3, "generator"), (1, "callable"), (2, "callable")]
+
+
 def train_plainly(steps: Iterator[Sample]) -> tuple[np.ndarray, float, list[float]]:
     """What momentum makes of the mean squared error of each step's samples: kernel, bias and losses."""
     weights, velocity, losses = np.array([1.0, 1.0, 1.0, 0.0]), np.zeros(4), []
@@ -47,8 +50,10 @@ def check(out: Path, expected: tuple[np.ndarray, float, list[float]], step: int)
     np.testing.assert_allclose([event["loss"] for event in events(out, "train")], losses, rtol=1e-12)
 
 
-@pytest.mark.parametrize("by", ["generator", "callable"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "by"),
+    [(2, "generator"), (3, "callable"), *(pytest.param(*case, marks=pytest.mark.slow) for case in RARER_CASES)],
+)
 def test_uneven_ends_train_the_mean_of_each_step_s_samples(
     run_ringtrain: RunRingtrain, tmp_path: Path, size: int, by: str
 ) -> None:
@@ -152,7 +157,7 @@ def readable_steps() -> Iterator[Sample]:
         yield x[numbers], y[numbers]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2))])
 def test_samples_that_cannot_be_read_are_left_out_and_named_alike_on_all_ranks(
     run_ringtrain: RunRingtrain, tmp_path: Path, size: int
 ) -> None:
@@ -170,7 +175,7 @@ def test_samples_that_cannot_be_read_are_left_out_and_named_alike_on_all_ranks(
     assert [event["samples"] for event in events(out, "eval")] == [9, 9]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sample_that_cannot_be_read_stops_the_run_and_is_named(
     run_ringtrain: RunRingtrain, tmp_path: Path, size: int
 ) -> None:

@@ -202,18 +202,25 @@ def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: Wor
     return {key: value for key, value in explicit.items() if value is not None}
 
 
-def create_train_parser(command: str = "[train]", description: str = TRAIN_DESCRIPTION) -> ArgumentParser:
-    """Flags from the fields of ``Config``, and the same names as keys of a YAML file."""
-    from jsonargparse import ActionYesNo, ArgumentParser, set_parsing_settings
+def create_parser(command: str, description: str) -> ArgumentParser:
+    """A command's parser, whose errors are ours to tell."""
+    from jsonargparse import ArgumentParser
 
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(
+    return ArgumentParser(
         prog=f"ringtrain {command}",
         description=description,
         exit_on_error=False,
         allow_abbrev=False,
-        print_config=None,
+        print_config=None,  # jsonargparse's own flag of that name
     )
+
+
+def create_train_parser(command: str = "[train]", description: str = TRAIN_DESCRIPTION) -> ArgumentParser:
+    """Flags from the fields of ``Config``, and the same names as keys of a YAML file."""
+    from jsonargparse import ActionYesNo, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = create_parser(command, description)
     parser.add_argument("--config", action="config", help="YAML file of the settings below; flags win over it")
     parser.add_argument("--print_config", action=ActionYesNo, help="print the settings of the run as YAML, and leave")
     parser.add_class_arguments(OptimizerConfig, "optimizer", help="optimizer")
@@ -223,13 +230,8 @@ def create_train_parser(command: str = "[train]", description: str = TRAIN_DESCR
 
 def create_eval_parser() -> ArgumentParser:
     """The arguments of ``ringtrain eval``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        prog="ringtrain eval",
-        description="Evaluate a checkpoint of a run: horovodrun -np 2 python -m ringtrain eval runs/digits",
-        exit_on_error=False,
-        allow_abbrev=False,
+    parser = create_parser(
+        "eval", "Evaluate a checkpoint of a run: horovodrun -np 2 python -m ringtrain eval runs/digits"
     )
     parser.add_argument("run", type=Path, help="directory of the run")
     parser.add_argument("--checkpoint", type=str, help="best, newest, or a name such as step-000001000 (default: best)")
@@ -239,14 +241,7 @@ def create_eval_parser() -> ArgumentParser:
 
 def create_convert_parser() -> ArgumentParser:
     """The arguments of ``ringtrain convert``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        prog="ringtrain convert",
-        description="Make TFRecord files of an image folder or of CIFAR-10's binary files.",
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
+    parser = create_parser("convert", "Make TFRecord files of an image folder or of CIFAR-10's binary files.")
     parser.add_argument("source", type=Path, help="directory with train/<class>/*.jpg|png, or of CIFAR-10's files")
     parser.add_argument("destination", type=Path, help="directory to make; it must not exist, or be empty")
     parser.add_argument("--shards", type=int, help="files for each split (default: about 128 MiB a file)")

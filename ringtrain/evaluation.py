@@ -72,7 +72,8 @@ def evaluate(
     for batch in batches:
         stop_votes, *batch_sums = eval_step(batch, is_stop_wanted())
         sums += batch_sums
-        read.append(batch.indices.numpy())
+        if skips_bad:
+            read.append(batch.indices.numpy())
         if stop_votes:
             return None
     samples, data_loss, *metrics = sums

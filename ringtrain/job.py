@@ -16,7 +16,7 @@ from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.data.cache import with_cache
 from ringtrain.data.feeding import fed_batches
 from ringtrain.data.order import FedOrder, SampleOrder
-from ringtrain.data.pipeline import Augment, local_batches
+from ringtrain.data.pipeline import Augment, Batch, local_batches
 from ringtrain.data.sources import Feed, Source, is_fallible
 from ringtrain.data.stepping import BAD_REMEDY, Batches, CountedBatches, PlannedBatches, describe_bad, explain_bad
 from ringtrain.errors import DataError, UsageError
@@ -95,10 +95,7 @@ def create_job(
         say: shows a line to the user.
     """
     set_up_keras(config)
-    sources = agree(collective, lambda: read_sources(workload, config), name="sources")
-    require_same_sources(collective, sources)
-    sources = cache_sources(sources, config, collective, num_threads=num_threads)
-    refuse_other_size(sources.train, collective.world.size, former_size)
+    sources = open_sources(workload, config, collective, num_threads=num_threads, former_size=former_size)
     order, learning_rate, total_steps = plan_steps(
         workload, config, sources.train, global_batch_size or choose_global_batch_size(config, collective.world.size)
     )
@@ -115,17 +112,8 @@ def create_job(
     )
     model = agree(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
-    step = TrainStep(
-        workload=workload,
-        model=model,
-        optimizer=optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0)),
-        reduction=GradientReduction(collective=collective, compression=config.compression),
-        batch_spec=batches.element_spec,
-        precision=config.precision,
-        accumulate=config.accumulate,
-        ema=config.optimizer.ema,
-        seed=config.seed,
-    )
+    chosen = optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0))
+    step = create_step(workload, config, collective, model, chosen, batch_spec=batches.element_spec)
     return Job(
         workload=workload,
         config=config,
@@ -140,6 +128,21 @@ def create_job(
         eval_step=create_eval_step(workload, config, step, sources.evaluation, collective),
         num_threads=num_threads,
     )
+
+
+def open_sources(
+    workload: Workload, config: Config, collective: Collective, *, num_threads: int, former_size: int | None
+) -> Sources:
+    """The workload's data, the same on every rank, with the cache of the settings. Every rank must call it.
+
+    Raises:
+        DataError: they are missing, damaged, or not the same.
+        UsageError: the run was fed under another number of ranks.
+    """
+    sources = agree(collective, lambda: read_sources(workload, config), name="sources")
+    require_same_sources(collective, sources)
+    refuse_other_size(sources.train, collective.world.size, former_size)
+    return cache_sources(sources, config, collective, num_threads=num_threads)
 
 
 def read_sources(workload: Workload, config: Config) -> Sources:
@@ -293,6 +296,29 @@ def create_batches(
         return CountedBatches(dataset, collective, order, **steps, explain=explain, find_bad=train.find_bad, say=say)
     dataset = local_batches(train, order, world, **steps, **read)
     return PlannedBatches(dataset, **steps, explain=explain)
+
+
+def create_step(
+    workload: Workload,
+    config: Config,
+    collective: Collective,
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    batch_spec: Batch,
+) -> TrainStep:
+    """The compiled training step of the settings."""
+    return TrainStep(
+        workload=workload,
+        model=model,
+        optimizer=optimizer,
+        reduction=GradientReduction(collective=collective, compression=config.compression),
+        batch_spec=batch_spec,
+        precision=config.precision,
+        accumulate=config.accumulate,
+        ema=config.optimizer.ema,
+        seed=config.seed,
+    )
 
 
 def create_eval_step(

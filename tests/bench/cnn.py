@@ -98,15 +98,22 @@ def main() -> None:
     print(json.dumps({key: value for key, value in describe(args, rounds).items() if key != "rounds"}, indent=2))
 
 
-def describe(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the result file holds."""
+def describe_origin(command: str) -> dict[str, str]:
+    """Where a result comes from: the command, the commit and the machine."""
     linux = platform.release().split("-")[0]
     commit = ["git", "rev-parse", "--short", "HEAD"]
+    return {
+        "command": command,
+        "commit": subprocess.run(commit, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {linux}",
+    }
+
+
+def describe(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the result file holds."""
     flags = f"--rounds {len(rounds)} --steps {args.steps} --warm_up_steps {args.warm_up_steps}"
     return {
-        "command": f"python -m tests.bench.cnn {flags} --out {args.out.name}",
-        "commit": subprocess.run(commit, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Linux {linux}",
+        **describe_origin(f"python -m tests.bench.cnn {flags} --out {args.out.name}"),
         "unit": "examples per second, 2 processes of local batch 128",
         "ringtrain over bound": summarize([2 * r["ringtrain"] / (r["bound"] + r["bound_again"]) for r in rounds]),
         "bound over bound again (A/A)": summarize([r["bound"] / r["bound_again"] for r in rounds]),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.bench.cnn import ROOT, TIMEOUT_SECONDS, summarize
+from tests.bench.cnn import ROOT, TIMEOUT_SECONDS, describe_origin, summarize
 
 BATCH_SIZE = 128
 SOURCES = {
@@ -105,13 +104,10 @@ def describe(
     args: argparse.Namespace, rounds: list[dict[str, float]], readings: list[dict[str, int]]
 ) -> dict[str, Any]:
     """What the result file holds."""
-    commit = ["git", "rev-parse", "--short", "HEAD"]
     data = "--cifar10 D --image_folder D --records D"
     flags = f"--rounds {args.rounds} --steps {args.steps} --warm_up_steps {args.warm_up_steps}"
     return {
-        "command": f"python -m tests.bench.inputs {data} {flags} --out {args.out.name}",
-        "commit": subprocess.run(commit, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}",
+        **describe_origin(f"python -m tests.bench.inputs {data} {flags} --out {args.out.name}"),
         "unit": "examples per second: 2 ranks of local batch 128 training; one core reading 32x32 images",
         "real over made data": summarize([2 * r["real"] / (r["made"] + r["made_again"]) for r in rounds]),
         "made over made again (A/A)": summarize([r["made"] / r["made_again"] for r in rounds]),

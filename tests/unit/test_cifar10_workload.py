@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +11,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.data.augment import sample_keys
 from ringtrain.data.cifar10 import FILES, FOLDER_NAME, RECORD_BYTES
 from ringtrain.data.sources import ArraySource
 from ringtrain.errors import DataError
 from ringtrain.workloads import load_workload
 from ringtrain.workloads.cifar10 import CROP_SIZE, Cifar10, prepare_for_evaluation, rescale
 from ringtrain.workloads.response_normalization import LocalResponseNormalization
+from tests.unit.images import keys_of, random_images
 
 LRN: dict[str, Any] = {"depth_radius": 4, "bias": 1.0, "alpha": 0.001 / 9, "beta": 0.75}
 
 
-def test_the_workload_is_known_without_tensorflow() -> None:
-    script = (
-        "import sys; from ringtrain.workloads import load_workload\n"
-        "print(load_workload('cifar10').defaults['epochs'], {'tensorflow', 'keras'} & set(sys.modules))"
-    )
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert finished.stdout == "256 set()\n"
-
-
-@pytest.fixture
-def float64() -> Iterator[None]:
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
-
-
-def random_images(count: int) -> np.ndarray:
-    return np.random.default_rng(1).integers(0, 256, (count, 32, 32, 3), np.uint8)
-
-
-def keys_of(count: int) -> tf.Tensor:
-    return sample_keys(0, tf.constant(0, tf.int64), tf.range(count, dtype=tf.int64))
+def test_the_recipe_has_256_epochs() -> None:
+    assert load_workload("cifar10").defaults["epochs"] == 256
 
 
 def test_the_model_is_the_tutorial_s() -> None:

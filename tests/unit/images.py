@@ -1,0 +1,18 @@
+"""Images and keys for the tests of workloads."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.data.augment import sample_keys
+
+
+def random_images(count: int) -> np.ndarray:
+    """uint8 [count, 32, 32, 3]."""
+    return np.random.default_rng(1).integers(0, 256, (count, 32, 32, 3), np.uint8)
+
+
+def keys_of(count: int) -> tf.Tensor:
+    """The keys of the first samples in the first epoch."""
+    return sample_keys(0, tf.constant(0, tf.int64), tf.range(count, dtype=tf.int64))

@@ -53,7 +53,7 @@ def fed_batches(
         DataError: on every rank, where some are fed batches of another kind than others, or none is fed anything.
     """
     world = collective.world
-    steps = _open_steps(feed, order, rank=world.rank, size=world.size, first_step=first_step, end_step=end_step)
+    steps = _open_steps(feed, rank=world.rank, size=world.size, first_step=first_step, end_step=end_step)
     first = next(steps, None)
     shown = first[1:] if first else None
     if shown is None and first_step:  # the rank has had its last batch: what it looked like is known from the first
@@ -86,9 +86,7 @@ def fed_batches(
     return FedBatches(fed.map(to_batch).prefetch(PREFETCHED_BATCHES).with_options(options), failures)
 
 
-def _open_steps(
-    feed: Feed, order: FedOrder, *, rank: int, size: int, first_step: int, end_step: int
-) -> Iterator[tuple[int, Any, Any]]:
+def _open_steps(feed: Feed, *, rank: int, size: int, first_step: int, end_step: int) -> Iterator[tuple[int, Any, Any]]:
     """(step, x, y) of one rank's steps; steps for which it is fed nothing are left out at the end of a pass."""
     step = first_step
     while step < end_step:

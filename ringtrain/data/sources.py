@@ -127,7 +127,7 @@ def from_generator(
         generate: (rank, size) -> an iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays; types,
             and shapes but for n, are always the same, on every rank.
         steps_per_epoch: begin the generator anew after so many steps. By default there is one pass, and the training
-            ends with the last rank's last batch, or after ``--steps``.
+            ends before the first step for which no rank has a sample, or after ``--steps``.
     """
 
     def open_pass(rank: int, size: int, number: int, skip: int) -> Iterator[tuple[Any, Any]]:

@@ -172,6 +172,9 @@ class Config:
     checkpoint_every: int = 1000
     """steps between two checkpoints, besides the one at the end; 0: only at the end"""
 
+    max_hours: float | None = None
+    """hours after which the run saves and leaves with exit code 75; a Slurm job's own end is read from Slurm"""
+
     keep: int = 3
     """how many of the newest checkpoints are kept, besides the best"""
 
@@ -233,6 +236,8 @@ class Config:
             ("cache", ("none", "memory", "node")),
         ):
             _one_of(name, getattr(self, name), values)
+        if self.max_hours is not None:
+            _above("max_hours", self.max_hours, 0)
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise UsageError(
                 f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node"

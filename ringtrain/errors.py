@@ -48,9 +48,23 @@ class ReplicasDifferError(RingtrainError):
 
 
 class PreemptedError(RingtrainError):
-    """The run was told to stop before its end. All that it needs to go on is saved."""
+    """The run was told to stop before its end. All that it needs to go on is saved.
+
+    ``stopped_by`` says what told it: ``"signal"``, ``"file"`` (the user's wish, which nobody overrules by starting the
+    run again) or ``"time"``.
+    """
 
     exit_code = 75  # EX_TEMPFAIL: try again
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reach: Literal["run", "node", "rank"] = "rank",
+        stopped_by: Literal["signal", "file", "time"] = "signal",
+    ) -> None:
+        super().__init__(message, reach=reach)
+        self.stopped_by = stopped_by
 
 
 EXIT_CODES: dict[int, type[RingtrainError]] = {

@@ -22,6 +22,7 @@ from ringtrain.errors import RingtrainError, UsageError
 LEASE_DIRECTORY = ".lease"
 BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 45.0  # without a beat; on the same host a process that is gone is seen at once
+RESTART_VARIABLE = "SLURM_RESTART_COUNT"
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
@@ -100,7 +101,7 @@ def _acquire(run: Path, environ: Mapping[str, str], say: Callable[[str], None]) 
     for _ in range(100):
         newest = _newest_number(directory)
         if newest:
-            _wait_until_free(directory / _file_name(newest), run, say)
+            _wait_until_free(directory / _file_name(newest), run, environ, say)
         if _claim(directory, newest + 1, environ):
             if _newest_number(directory) != newest + 1:  # of a former holder; others have come and gone meanwhile
                 _remove(directory / _file_name(newest + 1))
@@ -114,8 +115,7 @@ def _acquire(run: Path, environ: Mapping[str, str], say: Callable[[str], None]) 
 
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
     """Make the file of a number, complete and only where there is none."""
-    job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), None)
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, **_process_identity(os.getpid())}
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), **_job(environ), **_process_identity(os.getpid())}
     temporary = directory / f".{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
     temporary.write_text(json.dumps(holder), encoding="utf-8")
     try:
@@ -127,14 +127,36 @@ def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
     return True
 
 
-def _wait_until_free(file: Path, run: Path, say: Callable[[str], None]) -> None:
-    """Return once the holder has let go or is gone.
+def _job(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The batch job of this process, and how often the scheduler has started it again."""
+    restarts = environ.get(RESTART_VARIABLE, "")
+    return {
+        "job": next((environ[name] for name in JOB_VARIABLES if environ.get(name)), None),
+        "restarts": int(restarts) if restarts.isdigit() else 0,
+    }
+
+
+def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    """Whether the holder is an earlier start of this same job.
+
+    Slurm starts a job again only when it has given up the former start: a node that it has lost may go on computing,
+    and beating, where nobody can end it.
+    """
+    mine, before = _job(environ), holder.get("restarts")
+    return mine["job"] is not None and holder.get("job") == mine["job"] and before in range(mine["restarts"])
+
+
+def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Return once the holder has let go or is gone, or is no longer to write.
 
     Raises:
         UsageError: it is alive.
     """
     holder = _read(file)
     if not holder or holder.get("released"):
+        return
+    if _is_former_start(holder, environ):
+        say(f"taking over from {_describe(holder)}: Slurm has started the job again")
         return
     is_alive = _is_alive_here(holder)
     if is_alive is False:

@@ -6,7 +6,7 @@ import collections
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import tensorflow as tf
 
@@ -188,22 +188,27 @@ def leave_if_told_to(job: Job, requests: StopRequests) -> None:
     Raises:
         PreemptedError: one has.
     """
-    who = find_requests(job, requests)
-    if who:
+    who, cause = find_requests(job, requests)
+    if cause is not None:
         requests.clear_file()
         stands = f"the checkpoint of step {job.first_step} stands" if job.first_step else "there was nothing to save"
-        raise PreemptedError(f"stopped by {who} before the first step; {stands}.", reach="run")
+        raise PreemptedError(f"stopped by {who} before the first step; {stands}.", reach="run", stopped_by=cause)
 
 
-def find_requests(job: Job, requests: StopRequests) -> str:
-    """Who was told to stop, and by what; empty where nobody was. Every rank must call it."""
+def find_requests(job: Job, requests: StopRequests) -> tuple[str, Literal["signal", "file", "time"] | None]:
+    """Who was told to stop by what, in words and in kind; None where nobody was. Every rank must call it.
+
+    Of several kinds the user's file counts first: whoever starts runs again leaves that one alone.
+    """
     world = job.collective.world
-    said = gather_objects(job.collective, [requests.reason, world.node], name="stop_requests")
-    return ", ".join(
-        reason if reason.startswith("the file") else f"{reason} at rank {rank} on {node}"
-        for rank, (reason, node) in enumerate(said)
+    said = gather_objects(job.collective, [requests.reason, requests.cause, world.node], name="stop_requests")
+    who = ", ".join(
+        f"{reason} at rank {rank} on {node}" if cause == "signal" else reason
+        for rank, (reason, cause, node) in enumerate(said)
         if reason
     )
+    causes = {cause for _, cause, _ in said}
+    return who, next((cause for cause in ("file", "time", "signal") if cause in causes), None)
 
 
 def run_steps(
@@ -305,10 +310,11 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
 
     path = on_first(job.collective, save_on_first, name="finish")
     if ending is Ending.PREEMPTED:
-        who = find_requests(job, requests)
+        who, cause = find_requests(job, requests)
         requests.clear_file()
         raise PreemptedError(
             f"stopped by {who}: step {step} of {job.total_steps} is saved in {path}. "
             "The same command goes on from there.",
             reach="run",
+            stopped_by=cause or "signal",
         )

@@ -17,7 +17,7 @@ from ringtrain.run_directory import CONFIG_FILE, RunDirectory, create_run_direct
 # Settings that do not enter what is trained. The length of a run enters only where the learning rate follows it.
 FREE_SETTINGS = {
     "backend", "cache", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs", "init_from", "keep",
-    "log_every", "on_bad_sample", "on_nonfinite", "out", "resume", "stop_after",
+    "log_every", "max_hours", "on_bad_sample", "on_nonfinite", "out", "resume", "stop_after",
 }  # fmt: skip
 LENGTH_SETTINGS = {"epochs", "steps"}
 

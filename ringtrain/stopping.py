@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM, SIGINT, SIGUSR1 and the file ``stop`` in the run directory.
+"""Requests to stop: SIGTERM, SIGINT, SIGUSR1, the file ``stop`` in the run directory, and limits of time.
 
 A thread waits for the signals, since Python's own handlers do not run while the main thread is inside a C call, such
 as a training step. Python's wake-up pipe tells it of each at once, whichever thread the system gave the signal to. A
@@ -14,9 +14,13 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
+
+from ringtrain.time_limit import TimeLimit
 
 EXIT_CODE = 75  # EX_TEMPFAIL: try again
 STOP_FILE = "stop"
@@ -29,8 +33,10 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.cause: Literal["signal", "file", "time"] | None = None
         self._is_training = False
         self._file: Path | None = None
+        self._limits: list[tuple[float, str]] = []  # on the monotonic clock, and why
         self._leave: Callable[[str, int], None] = lambda reason, exit_code: None
         self._announce: Callable[[str], None] = lambda reason: None
         self._ended = threading.Event()
@@ -77,6 +83,11 @@ class StopRequests:
         """Look for the file ``stop`` in the run directory, too; on rank 0."""
         self._file = run / STOP_FILE
 
+    def watch_time(self, limits: Iterable[TimeLimit]) -> None:
+        """Stop when the first of these is reached, too; on rank 0."""
+        now = time.monotonic()
+        self._limits = sorted((now + limit.seconds_left, limit.reason) for limit in limits)
+
     def at_early_end(self, leave: Callable[[str, int], None]) -> None:
         """What to do before the process ends at once; called from the thread with the reason and the exit code."""
         self._leave = leave
@@ -102,17 +113,20 @@ class StopRequests:
                 if number in SIGNALS:
                     self._take(signal.Signals(number))
             if self._file is not None and self.reason is None and os.path.exists(self._file):
-                self._note(f"the file {self._file}")
+                self._note(f"the file {self._file}", "file")
+            if self._limits and time.monotonic() >= self._limits[0][0]:
+                self._note(self._limits[0][1], "time")
 
     def _take(self, number: signal.Signals) -> None:
         if number == signal.SIGINT and self.reason == number.name:
             self._end_now(f"a second {number.name}, without saving", 1)
         if not self._is_training and number != signal.SIGUSR1:
             self._end_now(f"{number.name} before the first step; there was nothing to save", EXIT_CODE)
-        self._note(number.name)
+        self._note(number.name, "signal")
 
-    def _note(self, reason: str) -> None:
+    def _note(self, reason: str, cause: Literal["signal", "file", "time"]) -> None:
         if self.reason is None:
+            self.cause = cause
             self.reason = reason
             with contextlib.suppress(Exception):  # whatever becomes of the words, the thread must go on listening
                 self._announce(reason)

@@ -8,15 +8,17 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringtrain.config import Config
 from ringtrain.devices import DevicePlan, apply_plan, claim_cores, plan_devices, read_machine
 from ringtrain.errors import PreemptedError, RingtrainError, UsageError
+from ringtrain.launched import tell_end, tell_run
 from ringtrain.startup import describe_start
 from ringtrain.stopping import StopRequests
+from ringtrain.time_limit import find_limits
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -61,7 +63,9 @@ def joined(config: Config, world: World) -> Iterator[Collective]:
         collective.abort(error.exit_code)
     except BaseException:
         world = collective.world
-        sys.stderr.write(f"ringtrain: error: rank {world.rank} on {world.node} failed:\n{traceback.format_exc()}")
+        where = f"rank {world.rank} on {world.node} failed"
+        tell_end(end_values("failed", 1, f"{where}: {traceback.format_exc().splitlines()[-1]}"))
+        sys.stderr.write(f"ringtrain: error: {where}:\n{traceback.format_exc()}")
         collective.abort(1)
     else:
         collective.close()
@@ -82,6 +86,9 @@ def train_together(prepared: Prepared, collective: Collective, requests: StopReq
 
     def open_on_first() -> dict[str, Any]:
         opened.append(open_run(config, say=console.line))
+        start = opened[0].start
+        tell_run(Path(start.path), step=start.step, is_complete=start.is_complete)
+        requests.watch_time(find_limits(config.max_hours, os.environ))
         return dataclasses.asdict(opened[0].start)
 
     start = Start(**on_first(collective, open_on_first, name="run_directory"))
@@ -129,20 +136,20 @@ def recording_end(run: RunDirectory | None, is_complete: bool, requests: StopReq
     def leave_early(reason: str, exit_code: int) -> None:
         error = early_end(reason, exit_code)
         report_error(error, world)
-        write_end(run, "preempted" if isinstance(error, PreemptedError) else "failed", exit_code, str(error))
+        write_end(run, end_of(error))
 
     requests.watch_file(run.path)
     requests.at_early_end(leave_early)
     try:
         yield
     except RingtrainError as error:
-        write_end(run, type(error).__name__.removesuffix("Error").lower(), error.exit_code, str(error))
+        write_end(run, end_of(error))
         raise
     except BaseException as error:
-        write_end(run, "failed", 1, f"{type(error).__name__}: {error}")
+        write_end(run, end_values("failed", 1, f"{type(error).__name__}: {error}"))
         raise
     else:
-        write_end(run, "completed", 0)
+        write_end(run, end_values("completed", 0))
 
 
 def early_end(reason: str, exit_code: int) -> RingtrainError:
@@ -151,11 +158,26 @@ def early_end(reason: str, exit_code: int) -> RingtrainError:
     return kind(f"stopped by {reason}.", reach="run")
 
 
-def write_end(run: RunDirectory, status: str, exit_code: int, message: str | None = None) -> None:
+def write_end(run: RunDirectory, end: Mapping[str, Any]) -> None:
     """The last record of a process; none where another process has taken over the directory."""
+    tell_end(end)
     with contextlib.suppress(RingtrainError):
-        run.write_event("end", status=status, exit_code=exit_code, **({"message": message} if message else {}))
+        run.write_event(**end)
     run.close()
+
+
+def end_values(status: str, exit_code: int, message: str | None = None) -> dict[str, Any]:
+    """An ``end`` event."""
+    return {
+        "event": "end", "status": status, "exit_code": exit_code, **({"message": message} if message else {})
+    }  # fmt: skip
+
+
+def end_of(error: RingtrainError) -> dict[str, Any]:
+    """The ``end`` event of a run that an error ends."""
+    status = "failed" if type(error) is RingtrainError else type(error).__name__.removesuffix("Error").lower()
+    values = end_values(status, error.exit_code, str(error))
+    return values | ({"stopped_by": error.stopped_by} if isinstance(error, PreemptedError) else {})
 
 
 def evaluate_together(prepared: Prepared, collective: Collective, run: Path, which: str) -> None:
@@ -189,6 +211,7 @@ def report_error(error: RingtrainError, world: World) -> None:
     speaks = {"run": world.is_first, "node": world.local_rank == 0, "rank": True}[error.reach]
     if speaks:
         where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""
+        tell_end({**end_of(error), "message": f"{where}{error}"})
         sys.stdout.flush()
         kind = "" if isinstance(error, PreemptedError) else "error: "
         sys.stderr.write(f"ringtrain: {kind}{where}{error}\n")

@@ -447,3 +447,28 @@ def test_letting_go_does_not_wait_for_the_next_beat(tmp_path: Path) -> None:
     begin = time.monotonic()
     lease.close()
     assert time.monotonic() - begin < 1
+
+
+def test_the_same_job_started_again_takes_over_from_a_start_that_still_lives(tmp_path: Path, start: Any) -> None:
+    """A node that Slurm has lost may go on writing; Slurm has started the job on another."""
+    former = start()  # of job 42
+    assert former.hold() == 1
+    again = {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "1"}
+    said: list[str] = []
+    lease = acquire_lease(tmp_path, environ=again, say=said.append)
+    assert lease.number == 2
+    holder = f"process {former.pid} on {socket.gethostname()}, job 42"
+    assert said == [f"taking over from {holder}: Slurm has started the job again"]
+    with pytest.raises(UsageError, match="is being written by"):  # the same start
+        acquire_lease(tmp_path, environ=again)
+    lease.check()
+    lease.close()
+
+
+@pytest.mark.parametrize("environ", [{"SLURM_JOB_ID": "43", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "42"}, {}])
+def test_another_job_does_not_take_over(tmp_path: Path, start: Any, environ: dict[str, str]) -> None:
+    former = start()
+    assert former.hold() == 1
+    with pytest.raises(UsageError, match=rf"is being written by process {former.pid} on .*, job 42"):
+        acquire_lease(tmp_path, environ=environ)
+    former.go()

@@ -1,0 +1,118 @@
+"""What a run tells whoever launched it: where it is kept, and how it ended.
+
+Launchers blur exit codes, and print after the ranks have. Whoever starts a run and wants to know (``launch local``, the
+batch scripts of ``launch slurm``) names a directory in the environment; the run leaves two files there, each written
+whole or not at all. The first word about the end stands: what comes later is what the first failure led to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DIRECTORY_VARIABLE = "RINGTRAIN_LAUNCH_DIR"
+RUN_FILE, END_FILE = "run.json", "end.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTold:
+    """The run directory that rank 0 has opened.
+
+    Attributes:
+        path: the run directory, absolute.
+        step: the step of the checkpoint from which the run goes on; 0 where there is none.
+        is_complete: nothing was left to be done.
+    """
+
+    path: Path
+    step: int
+    is_complete: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndTold:
+    """How a run ended.
+
+    Attributes:
+        status: ``completed``, ``preempted``, or what failed, such as ``data``.
+        exit_code: see ``ringtrain.errors``.
+        message: why it ended, where it was not completed.
+        stopped_by: of a preempted run ``signal``, ``file`` or ``time``, else None.
+    """
+
+    status: str
+    exit_code: int
+    message: str | None = None
+    stopped_by: str | None = None
+
+
+def tell_run(path: Path, *, step: int, is_complete: bool) -> None:
+    """Say which run directory is open. Rank 0 calls it."""
+    values = {"path": str(path.absolute()), "step": step, "is_complete": is_complete}
+    _tell(RUN_FILE, values, replaces=True)
+
+
+def tell_end(values: Mapping[str, Any]) -> None:
+    """Say how the run ends, in the words of the ``end`` event; only the first word of any rank counts."""
+    _tell(END_FILE, values, replaces=False)
+
+
+def read_run(directory: Path) -> RunTold | None:
+    """What ``tell_run`` said; None where nothing was said."""
+    values = _read(directory / RUN_FILE)
+    try:
+        return RunTold(path=Path(values["path"]), step=int(values["step"]), is_complete=bool(values["is_complete"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def read_end(directory: Path) -> EndTold | None:
+    """What ``tell_end`` said first; None where nothing was said."""
+    values = _read(directory / END_FILE)
+    try:
+        return EndTold(
+            status=str(values["status"]),
+            exit_code=int(values["exit_code"]),
+            message=values.get("message"),
+            stopped_by=values.get("stopped_by"),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def clear(directory: Path) -> None:
+    """Forget what a former start said."""
+    for name in (RUN_FILE, END_FILE):
+        (directory / name).unlink(missing_ok=True)
+
+
+def _tell(name: str, values: Mapping[str, Any], *, replaces: bool) -> None:
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    if not named:
+        return
+    file = Path(named) / name
+    temporary = file.with_name(f".{name}-{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}")
+    with contextlib.suppress(OSError):  # nobody listens any more: no reason to fail
+        temporary.write_text(json.dumps(dict(values)), encoding="utf-8")
+        if replaces:
+            temporary.replace(file)
+            return
+        try:
+            os.link(temporary, file)  # fails where the file is there
+        finally:
+            temporary.unlink()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

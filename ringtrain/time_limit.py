@@ -1,0 +1,80 @@
+"""When a run has to stop by itself: the end of its batch job, or the hours that the user gives it."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# Time for the step under way, an evaluation's batch and the save. A short job gives up a tenth of its time at most.
+MARGIN_SECONDS = 120.0
+MARGIN_SHARE = 0.1
+LEAST_MARGIN_SECONDS = 10.0
+QUERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeLimit:
+    """When to stop, and why.
+
+    Attributes:
+        seconds_left: from now on until the run has to stop.
+        reason: what sets the limit, for the message.
+    """
+
+    seconds_left: float
+    reason: str
+
+
+def find_limits(max_hours: float | None, environ: Mapping[str, str]) -> list[TimeLimit]:
+    """The limits of this start's time, on rank 0.
+
+    Args:
+        max_hours: hours that the user gives one start of the run; None for no limit.
+        environ: where Slurm says which job this is.
+    """
+    limits = []
+    if max_hours is not None:
+        limits.append(TimeLimit(seconds_left=max_hours * 3600, reason=f"--max_hours {max_hours:g}"))
+    end = read_job_end(environ)
+    if end is not None:
+        limits.append(plan_job_limit(end, now=time.time(), job=environ["SLURM_JOB_ID"]))
+    return limits
+
+
+def plan_job_limit(end: float, *, now: float, job: str) -> TimeLimit:
+    """Stop early enough before a job's end (seconds since 1970) to save."""
+    left = end - now
+    margin = min(MARGIN_SECONDS, max(LEAST_MARGIN_SECONDS, MARGIN_SHARE * left))
+    clock = datetime.datetime.fromtimestamp(end).strftime("%H:%M:%S")
+    return TimeLimit(seconds_left=left - margin, reason=f"the end of Slurm job {job} at {clock}")
+
+
+def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = None) -> float | None:
+    """When this Slurm job ends, in seconds since 1970; None outside a job, and where the job has no limit.
+
+    ``squeue`` knows of a limit that was changed after the job's start; the job's variables are what is left where
+    ``squeue`` cannot be asked.
+
+    Args:
+        ask: the job's number to what ``squeue`` prints.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    try:
+        return datetime.datetime.fromisoformat((ask or ask_squeue)(job).strip()).timestamp()
+    except ValueError:  # no squeue; or NONE, N/A, UNLIMITED
+        text = environ.get("SLURM_JOB_END_TIME", "")
+        return float(text) if text.isdigit() and int(text) else None
+
+
+def ask_squeue(job: str) -> str:
+    """The end of a job in local time, such as ``2026-11-21T17:03:05``; empty where ``squeue`` cannot be asked."""
+    command = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

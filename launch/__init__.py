@@ -1,0 +1,1 @@
+"""Starting runs: ``python -m launch local`` on this machine, ``python -m launch slurm`` on a cluster."""

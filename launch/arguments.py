@@ -1,0 +1,45 @@
+"""Options before ``--``, ringtrain's own flags after it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ringtrain.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of one command's options, whose errors are ours to tell."""
+
+    def __init__(self, prog: str, *, usage: str, description: str, examples: str) -> None:
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. See {self.prog} --help.")
+
+    def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The options, and the flags for ringtrain.
+
+        Raises:
+            UsageError: an option is wrong.
+            SystemExit: after ``--help``.
+        """
+        own, flags = list(arguments), []
+        if "--" in own:
+            split = own.index("--")
+            own, flags = own[:split], own[split + 1 :]
+        options, unknown = self.parse_known_args(own)
+        if unknown:
+            raise UsageError(
+                f"{unknown[0]!r} is no option of {self.prog} (see --help). ringtrain's own flags come after --, as in: "
+                f"{self.prog} ... -- {' '.join(unknown)}"
+            )
+        return options, flags

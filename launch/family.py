@@ -1,0 +1,129 @@
+"""Processes that come of this one, wherever they moved to: none outlives it.
+
+Launchers open sessions of their own and leave orphans, so that neither a process group nor a session holds all that
+they start. On Linux a process can ask to be killed when its parent dies, and a parent to adopt the orphans among its
+descendants (prctl(2): PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL_SECONDS = 0.02
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Send this process a signal when its parent dies. It outlives execve(2)."""
+    _prctl(PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def run_guarded(work: Callable[[], int]) -> int:
+    """Do ``work`` in a process of its own, which this one outlives only to end all that came of it.
+
+    Whichever of the two is killed, the other one cleans up. Signals of ``FORWARDED`` are passed on; they are blocked
+    when ``work`` begins, which unblocks them once it has its handlers. The worker gets SIGQUIT when this process dies.
+    """
+    adopt_orphans()
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    guard = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        code = 1
+        try:
+            os.setsid()  # a terminal's Ctrl-C comes once, through the guard
+            die_with_parent(signal.SIGQUIT)
+            adopt_orphans()
+            if os.getppid() == guard:
+                code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            end_descendants()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, frame: send([worker], signal.Signals(number)))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    _, status = os.waitpid(worker, 0)
+    end_descendants()
+    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1
+
+
+def find_descendants() -> list[int]:
+    """The living processes that come of this one; those that have ended and wait for their parent are none."""
+    children: dict[int, list[int]] = {}
+    zombies = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (status := _read_status(int(entry.name))):
+            state, parent = status
+            children.setdefault(parent, []).append(int(entry.name))
+            if state in "ZX":
+                zombies.add(int(entry.name))
+    found, waiting = [], [os.getpid()]
+    while waiting:
+        waiting += (mine := children.get(waiting.pop(), []))
+        found += mine
+    return [pid for pid in found if pid not in zombies]
+
+
+def end_descendants(*, timeout: float = 10.0) -> list[int]:
+    """Kill all that come of this process; returns those that could not be ended (in uninterruptible sleep).
+
+    While the tree is read a process may start another, so it is read again until it is empty.
+    """
+    end = time.monotonic() + timeout
+    while (pids := find_descendants()) and time.monotonic() < end:
+        send(pids, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+        reap()
+    return pids
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to those that still live."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def reap(*, but: int | None = None) -> None:
+    """Collect adopted children that have ended, ``but`` one that somebody else waits for."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == but:
+            continue
+        status = _read_status(int(entry.name))
+        if status and status[1] == os.getpid() and status[0] == "Z":
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(int(entry.name), os.WNOHANG)
+
+
+def _read_status(pid: int) -> tuple[str, int] | None:
+    """State and parent of a process; None where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return fields[0], int(fields[1])
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

@@ -1,0 +1,194 @@
+"""A group of ranks under way: their output, their ends, the signals that are passed on to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.family import die_with_parent, end_descendants, reap, send
+from launch.lines import LabelledLines
+from launch.rank import STATUS_FIFO, fifo_names
+from launch.requests import Requests
+
+POLL_SECONDS = 0.2
+# Once a rank has failed, the launcher has this long to end the others; so has it to end once all have.
+LAUNCHER_GRACE_SECONDS = 10.0
+READ_BYTES = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How a rank ended: by an exit code, or by a signal."""
+
+    rank: int
+    host: str
+    pid: int
+    exit_code: int | None
+    signal: str | None
+
+    @property
+    def failed(self) -> bool:
+        return self.exit_code != 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupEnd:
+    """What became of a group.
+
+    Attributes:
+        ends: of the ranks that told of their end, the first one first.
+        last_errors: for each rank the last lines of its stderr.
+        launcher: the launcher's name.
+        launcher_code: its exit code; negative where a signal ended it, None where it had to be ended.
+        launcher_lines: the last lines that it printed itself.
+        not_ended: processes that could not be ended.
+    """
+
+    ends: Sequence[RankEnd]
+    last_errors: Sequence[Sequence[str]]
+    launcher: str
+    launcher_code: int | None
+    launcher_lines: Sequence[str]
+    not_ended: Sequence[int]
+
+    @property
+    def first_failure(self) -> RankEnd | None:
+        return next((end for end in self.ends if end.failed), None)
+
+
+class Group:
+    """The ranks that one launcher starts, from their start to their end."""
+
+    def __init__(self, command: Sequence[str], listener: Path, num_ranks: int, requests: Requests) -> None:
+        """``listener`` is the private directory in which ``launch.rank`` finds its named pipes."""
+        self._requests = requests
+        self._selector = selectors.DefaultSelector()
+        self._name = os.path.basename(command[0])
+        self._pids: dict[int, int] = {}  # of the ranks that live
+        self._hosts: dict[int, str] = {}
+        self._ends: list[RankEnd] = []
+        self._num_ranks = num_ranks
+        self._signals_sent: list[signal.Signals] = []
+        self._deadline: float | None = None
+        self._errors: list[LabelledLines] = []
+        self._streams: list[LabelledLines] = []
+        for rank in range(num_ranks):
+            for name, stream in zip(fifo_names(rank), (sys.stdout.buffer, sys.stderr.buffer), strict=True):
+                lines = LabelledLines(f"[{rank}] ", stream)
+                self._streams.append(lines)
+                self._listen(_make_fifo(listener / name), lines.feed)
+            self._errors.append(lines)
+        self._status = b""
+        self._listen(_make_fifo(listener / STATUS_FIFO), self._hear)
+        self._launcher_lines = LabelledLines(f"[{self._name}] ", open(os.devnull, "wb"))  # noqa: SIM115
+        self._popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        assert self._popen.stdout is not None
+        os.set_blocking(self._popen.stdout.fileno(), False)
+        self._listen(self._popen.stdout.fileno(), self._launcher_lines.feed)
+
+    def run(self) -> GroupEnd:
+        """Wait until the group has ended, by itself or by what the user wants; nothing of it is left afterwards."""
+        try:
+            while self._popen.poll() is None and not self._is_over():
+                self._select(POLL_SECONDS)
+                self._pass_on_signals()
+                reap(but=self._popen.pid)
+            code = self._popen.poll()
+        finally:
+            not_ended = end_descendants()
+            self._popen.poll()
+        while self._select(0):
+            pass
+        for lines in [*self._streams, self._launcher_lines]:
+            lines.end()
+        self._close()
+        return GroupEnd(
+            ends=self._ends,
+            last_errors=[list(lines.last) for lines in self._errors],
+            launcher=self._name,
+            launcher_code=code,
+            launcher_lines=list(self._launcher_lines.last),
+            not_ended=not_ended,
+        )
+
+    def _is_over(self) -> bool:
+        """Whether there is nothing left to wait for."""
+        if self._requests.is_end_wanted:
+            return True
+        if self._deadline is None and (
+            len(self._ends) == self._num_ranks
+            or any(end.failed for end in self._ends)
+            or (self._requests.signals and not self._pids)
+        ):
+            self._deadline = time.monotonic() + (LAUNCHER_GRACE_SECONDS if self._ends else 0)
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def _pass_on_signals(self) -> None:
+        """To the ranks themselves: a launcher that is told to stop gives them a second or two."""
+        for number in self._requests.signals[len(self._signals_sent) :]:
+            self._signals_sent.append(number)
+            send(self._pids.values(), number)
+
+    def _hear(self, data: bytes) -> None:
+        *lines, self._status = (self._status + data).split(b"\n")
+        for line in lines:
+            self._take(json.loads(line))
+
+    def _take(self, told: dict[str, Any]) -> None:
+        """What ``launch.rank`` tells."""
+        rank = told["rank"]
+        if told["event"] == "started":
+            self._pids[rank], self._hosts[rank] = told["pid"], told["host"]
+            for number in self._signals_sent:
+                send([told["pid"]], number)
+            return
+        pid = self._pids.pop(rank)
+        end = RankEnd(rank=rank, host=self._hosts[rank], pid=pid, exit_code=told["exit_code"], signal=told["signal"])
+        self._ends.append(end)
+
+    def _listen(self, descriptor: int, hear: Callable[[bytes], None]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, hear)
+
+    def _select(self, timeout: float) -> bool:
+        """Take what has arrived; returns whether something had."""
+        heard = False
+        for key, _ in self._selector.select(timeout):
+            try:
+                data = os.read(key.fd, READ_BYTES)
+            except BlockingIOError:
+                continue
+            if data:
+                key.data(data)
+                heard = True
+            else:
+                self._selector.unregister(key.fd)
+        return heard
+
+    def _close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd) if key.fd != self._popen.stdout.fileno() else None  # type: ignore[union-attr]
+        self._selector.close()
+        self._popen.stdout.close()  # type: ignore[union-attr]
+
+
+def _make_fifo(path: Path) -> int:
+    """A named pipe, open for reading. It is open for writing, too, and so has no end while no rank writes."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)

@@ -1,0 +1,138 @@
+"""``python -m launch local``: a group of ranks on this machine, started again after a crash."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.arguments import Parser
+from launch.family import run_guarded
+from launch.group import Group
+from launch.plan import Controller, plan_group, plan_restart
+from launch.requests import Requests
+from launch.verdict import Attempt, decide, explain
+from ringtrain.checkpoint import list_steps
+from ringtrain.errors import UsageError
+from ringtrain.launched import DIRECTORY_VARIABLE, clear, read_end, read_run
+
+DESCRIPTION = """\
+Train on this machine: each rank's lines are labelled and never broken, everything stops at the first failure, and the
+first rank's error is printed last. Ctrl-C lets the ranks save before they leave; the same command goes on from there.
+"""
+EXAMPLES = """\
+examples:
+  python -m launch local -np 2 -- --workload digits
+  python -m launch local -np 4 --max_restarts 3 -- --workload cifar10 --data_dir data
+  python -m launch local -np 2 -- eval runs/digits
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train, and return the run's exit code (see ``ringtrain.errors``)."""
+    options, flags = parse(arguments)
+    find_launcher(options.controller)
+    return run_guarded(lambda: supervise(options.np, options.controller, options.max_restarts, flags))
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the flags for ringtrain.
+
+    Raises:
+        UsageError: an option is wrong.
+        SystemExit: after ``--help``.
+    """
+    parser = Parser(
+        "python -m launch local",
+        usage="%(prog)s -np N [--max_restarts K] [--controller mpi|gloo] -- FLAGS OF RINGTRAIN",
+        description=DESCRIPTION,
+        examples=EXAMPLES,
+    )
+    parser.add_argument("-np", type=int, required=True, metavar="N", help="ranks to start, one for each GPU")
+    parser.add_argument(
+        "--max_restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start the group again after a crash, from the newest checkpoint, at most K times (default: 0)",
+    )
+    parser.add_argument(
+        "--controller",
+        choices=["mpi", "gloo"],
+        default="mpi",
+        help="mpi: mpirun; gloo: horovodrun --gloo (default: mpi)",
+    )
+    options, flags = parser.parse(arguments)
+    if options.np < 1:
+        raise UsageError(f"-np is {options.np}; it must be at least 1.")
+    if options.max_restarts < 0:
+        raise UsageError(f"max_restarts is {options.max_restarts}; it must be at least 0.")
+    return options, flags
+
+
+def find_launcher(controller: Controller) -> None:
+    """See that the launcher is there.
+
+    Raises:
+        UsageError: it is not.
+    """
+    program, remedy = {
+        "mpi": ("mpirun", "Install Open MPI, or give --controller gloo"),
+        "gloo": ("horovodrun", "It comes with Horovod: activate the environment that ringtrain is installed in"),
+    }[controller]
+    if shutil.which(program) is None:
+        raise UsageError(f"{program} is not on PATH, and controller {controller!r} needs it. {remedy}.")
+
+
+def supervise(num_ranks: int, controller: Controller, max_restarts: int, flags: Sequence[str]) -> int:
+    """Start the group, and again as often as is allowed and of use; returns the run's exit code."""
+    requests = Requests()
+    run: Path | None = None
+    num_restarts = last_step = 0
+    with tempfile.TemporaryDirectory(prefix="ringtrain-launch-") as directory:
+        listener = Path(directory)
+        os.environ[DIRECTORY_VARIABLE] = directory
+        while True:
+            command = plan_group(
+                num_ranks,
+                controller,
+                plan_restart(flags, run),
+                listener=listener,
+                python=sys.executable,
+                is_root=os.geteuid() == 0,
+            )
+            attempt = start(command, listener, num_ranks, requests, last_step=last_step)
+            run, last_step = attempt.run or run, attempt.last_step
+            decision = decide(attempt, num_restarts=num_restarts, max_restarts=max_restarts)
+            say([*explain(attempt), *([decision.reason] if decision.reason else [])])
+            if not decision.restarts:
+                return attempt.exit_code
+            num_restarts += 1
+
+
+def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requests, *, last_step: int) -> Attempt:
+    """Run a group to its end. ``last_step`` is that of the newest checkpoint that is known of."""
+    clear(listener)
+    group = Group(command, listener, num_ranks, requests).run()
+    told = read_run(listener)
+    first_step = told.step if told else last_step
+    steps = list_steps(told.path / "checkpoints") if told else []
+    return Attempt(
+        group=group,
+        end=read_end(listener),
+        run=told.path if told else None,
+        first_step=first_step,
+        last_step=max(steps, default=first_step),
+        was_told_to_stop=bool(requests.signals) or requests.is_end_wanted,
+    )
+
+
+def say(lines: Sequence[str]) -> None:
+    """Tell the user, after all that the ranks have said."""
+    sys.stdout.flush()
+    for line in lines:
+        print(f"launch: {line}", file=sys.stderr, flush=True)

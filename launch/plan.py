@@ -1,0 +1,46 @@
+"""The command that starts a group of ranks on this machine: a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+Controller = Literal["mpi", "gloo"]
+
+
+def plan_group(
+    num_ranks: int,
+    controller: Controller,
+    flags: Sequence[str],
+    *,
+    listener: Path,
+    python: str,
+    is_root: bool,
+) -> list[str]:
+    """The argv of a launcher with ``num_ranks`` ranks, each of which runs ``python -m ringtrain FLAGS``.
+
+    Slots are given by hand: mpirun refuses more ranks than it counts cores, and inside a batch job it would spread them
+    over the job's nodes. No core is bound, since each rank takes its own (see ``ringtrain.devices``).
+
+    Args:
+        listener: directory where ``launch.rank`` finds those who listen to the ranks.
+        python: the interpreter.
+        is_root: whether mpirun has to be told that this is meant.
+    """
+    hosts = f"localhost:{num_ranks}"
+    rank = [python, "-m", "launch.rank", str(listener), python, "-m", "ringtrain", *flags]
+    if controller == "gloo":
+        return ["horovodrun", "--gloo", "-np", str(num_ranks), "-H", hosts, *rank]
+    as_root = ["--allow-run-as-root"] if is_root else []
+    return ["mpirun", *as_root, "-np", str(num_ranks), "--host", hosts, "--map-by", "slot", "--bind-to", "none", *rank]
+
+
+def plan_restart(flags: Sequence[str], run: Path | None) -> list[str]:
+    """The flags of a restart: those of the first start, and where that one had its run directory.
+
+    ``--resume never`` would otherwise begin anew beside it, each time.
+    """
+    if run is None:
+        return list(flags)
+    return [*flags, "--out", str(run), "--resume", "auto"]

@@ -1,0 +1,74 @@
+"""``python -m launch.rank LISTENER COMMAND...``: one rank between its launcher and ``launch local``.
+
+It gives the rank's output to those who listen without the launcher in between, which breaks lines and adds its own;
+tells when and how the rank ended, which launchers blur; and takes the rank along when the launcher dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.family import die_with_parent
+from ringtrain.world import read_world
+
+STATUS_FIFO = "status"
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def fifo_names(rank: int) -> tuple[str, str]:
+    """The named pipes of a rank's stdout and stderr."""
+    return f"rank-{rank}.out", f"rank-{rank}.err"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a rank, and return its exit code, or 128 and the signal's number."""
+    listener, command = Path(arguments[0]), list(arguments[1:])
+    die_with_parent()
+    rank = read_world(os.environ).rank
+    output, error = (os.open(listener / name, os.O_WRONLY) for name in fifo_names(rank))
+    status = os.open(listener / STATUS_FIFO, os.O_WRONLY)
+
+    def tell(**values: Any) -> None:
+        os.write(status, (json.dumps({"rank": rank, **values}) + "\n").encode())  # at once: shorter than PIPE_BUF
+
+    # Those who listen signal the rank itself; what a launcher sends, to this process alone or to its whole group, is
+    # passed on. A second SIGINT would end a rank without saving, so that one is not.
+    pending: list[int] = []
+    for number in FORWARDED:
+        signal.signal(number, lambda number, frame: pending.append(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=error,
+        env={"PYTHONUNBUFFERED": "1", **os.environ},
+        preexec_fn=prepare_rank,
+    )
+    os.close(output)
+    os.close(error)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, frame: process.send_signal(number))
+    for number in pending:
+        process.send_signal(number)
+    tell(event="started", pid=process.pid, host=os.uname().nodename)
+    code = process.wait()
+    tell(event="ended", exit_code=code if code >= 0 else None, signal=signal.Signals(-code).name if code < 0 else None)
+    return code if code >= 0 else 128 - code
+
+
+def prepare_rank() -> None:
+    """In the rank's process, before its program starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

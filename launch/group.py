@@ -45,6 +45,8 @@ class GroupEnd:
     """What became of a group.
 
     Attributes:
+        num_ranks: those that were wanted.
+        num_started: those that were started.
         ends: of the ranks that told of their end, the first one first.
         last_errors: for each rank the last lines of its stderr.
         launcher: the launcher's name.
@@ -53,12 +55,19 @@ class GroupEnd:
         not_ended: processes that could not be ended.
     """
 
+    num_ranks: int
+    num_started: int
     ends: Sequence[RankEnd]
     last_errors: Sequence[Sequence[str]]
     launcher: str
     launcher_code: int | None
     launcher_lines: Sequence[str]
     not_ended: Sequence[int]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has ended without a failure."""
+        return len(self.ends) == self.num_ranks and self.first_failure is None
 
     @property
     def first_failure(self) -> RankEnd | None:
@@ -119,6 +128,8 @@ class Group:
             lines.end()
         self._close()
         return GroupEnd(
+            num_ranks=self._num_ranks,
+            num_started=len(self._hosts),
             ends=self._ends,
             last_errors=[list(lines.last) for lines in self._errors],
             launcher=self._name,

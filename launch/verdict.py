@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Attempt:
         first = self.group.first_failure
         if first is not None:
             return first.exit_code if first.exit_code in EXIT_CODES else 1
-        if self.group.ends:
+        if self.group.is_complete:
             return 0
         return PreemptedError.exit_code if self.was_told_to_stop else 1
 
@@ -62,7 +63,7 @@ def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decisio
         return Decision(restarts=False)
     if attempt.end is not None and attempt.end.stopped_by in ("file", "time"):
         return Decision(restarts=False)
-    if not attempt.group.ends and attempt.group.launcher_code:
+    if not attempt.group.num_started:
         return Decision(restarts=False, reason=f"{attempt.group.launcher} started no rank: no restart")
     if num_restarts and attempt.last_step <= attempt.first_step:
         return Decision(
@@ -83,30 +84,30 @@ def explain(attempt: Attempt) -> list[str]:
     """Why a group failed, in lines: the first rank that did, its last words, and what the run told of its end."""
     if attempt.exit_code == 0:
         return []
-    group, first = attempt.group, attempt.group.first_failure
+    group, end, first = attempt.group, attempt.end, attempt.group.first_failure
     lines = []
-    if first is None and attempt.end is None:
-        code = group.launcher_code
-        how = (
-            "had to be ended"
-            if code is None
-            else f"ended with exit code {code}"
-            if code >= 0
-            else f"was killed by signal {-code}"
-        )
-        lines.append(
-            f"{group.launcher} {how}" + ("; it had started no rank. Its last lines:" if not group.ends else "")
-        )
-        lines += [f"  {line}" for line in group.launcher_lines]
+    if first is None and end is None:
+        lines += describe_launcher(group)
     if first is not None and (first.signal or first.exit_code != PreemptedError.exit_code):
         lines.append(describe(first))
         lines += [f"  [{first.rank}] {line}" for line in last_words(group.last_errors[first.rank])]
-    if attempt.end is not None and attempt.end.message and not any(attempt.end.message in line for line in lines):
-        lines.append(attempt.end.message)
+    if end is not None and end.message and not any(end.message in line for line in lines):
+        lines.append(end.message)
     if group.not_ended:
         pids = ", ".join(map(str, group.not_ended))
         lines.append(f"processes {pids} could not be ended: they wait for a device or a file system")
     return lines
+
+
+def describe_launcher(group: GroupEnd) -> list[str]:
+    """What a launcher did that ended before its ranks."""
+    code = group.launcher_code
+    if code is None:
+        return [f"{group.launcher} and its ranks were ended without saving"]
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if group.num_started:
+        return [f"{group.launcher} {how} before its ranks had ended"]
+    return [f"{group.launcher} {how} and had started no rank; its last lines:", *group.launcher_lines]
 
 
 def describe(end: RankEnd) -> str:

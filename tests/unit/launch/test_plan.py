@@ -1,0 +1,35 @@
+"""The command that starts a group on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.plan import plan_group, plan_restart
+
+FLAGS = ["--out", "a run", "--workload", "digits"]
+RANK = ["/env/python", "-m", "launch.rank", "/tmp/l", "/env/python", "-m", "ringtrain", *FLAGS]
+
+
+def test_mpirun_gets_its_slots_and_binds_nothing() -> None:
+    command = plan_group(3, "mpi", FLAGS, listener=Path("/tmp/l"), python="/env/python", is_root=False)
+    assert command == ["mpirun", "-np", "3", "--host", "localhost:3", "--map-by", "slot", "--bind-to", "none"] + RANK
+
+
+def test_mpirun_is_told_that_root_is_meant() -> None:
+    command = plan_group(3, "mpi", FLAGS, listener=Path("/tmp/l"), python="/env/python", is_root=True)
+    assert command[:2] == ["mpirun", "--allow-run-as-root"]
+
+
+def test_gloo_needs_no_mpi() -> None:
+    command = plan_group(2, "gloo", FLAGS, listener=Path("/tmp/l"), python="/env/python", is_root=True)
+    assert command == ["horovodrun", "--gloo", "-np", "2", "-H", "localhost:2"] + RANK
+
+
+def test_a_restart_goes_on_where_the_first_start_was() -> None:
+    assert plan_restart(["--resume", "never"], Path("/runs/digits-2")) == [
+        "--resume", "never", "--out", "/runs/digits-2", "--resume", "auto"
+    ]  # fmt: skip
+
+
+def test_where_no_run_was_opened_the_command_is_the_same() -> None:
+    assert plan_restart(["eval", "runs/digits"], None) == ["eval", "runs/digits"]

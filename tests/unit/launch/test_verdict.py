@@ -1,0 +1,154 @@
+"""What is concluded from the end of a group: its exit code, whether it is started again, what the user reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.group import GroupEnd, RankEnd
+from launch.verdict import Attempt, decide, explain
+from ringtrain.launched import EndTold
+
+RUN = Path("/runs/digits")
+KILLED = {"exit_code": None, "signal": "SIGKILL"}
+SAVED = EndTold(status="preempted", exit_code=75, message="stopped by SIGTERM: saved", stopped_by="signal")
+
+
+def rank_end(rank: int, exit_code: int | None = 0, signal: str | None = None) -> RankEnd:
+    return RankEnd(rank=rank, host="node7", pid=100 + rank, exit_code=exit_code, signal=signal)
+
+
+def attempt(*ends: RankEnd, **values: Any) -> Attempt:
+    """An attempt of two ranks from step 20 to step 40."""
+    group = {
+        "num_ranks": 2,
+        "num_started": 2,
+        "ends": ends,
+        "last_errors": [["a warning"], ["a warning", "ringtrain: error: no such file", "more of it"]],
+        "launcher": "mpirun",
+        "launcher_code": 1,
+        "launcher_lines": ["not enough slots"],
+        "not_ended": [],
+    }
+    group |= {name: values.pop(name) for name in list(values) if name in group}
+    rest: dict[str, Any] = {"end": None, "run": RUN, "first_step": 20, "last_step": 40, "was_told_to_stop": False}
+    return Attempt(group=GroupEnd(**group), **(rest | values))
+
+
+def end_told(status: str, exit_code: int, message: str | None = None, stopped_by: str | None = None) -> EndTold:
+    return EndTold(status=status, exit_code=exit_code, message=message, stopped_by=stopped_by)
+
+
+@pytest.mark.parametrize(
+    ("ended", "exit_code"),
+    [
+        (attempt(rank_end(0), rank_end(1)), 0),
+        (attempt(rank_end(1, 3), rank_end(0, 1)), 3),
+        (attempt(rank_end(1, **KILLED), rank_end(0, 1)), 1),
+        (attempt(rank_end(1, 137), rank_end(0, 1)), 1),
+        (attempt(rank_end(1, 1), end=end_told("data", 3)), 3),
+        (attempt(rank_end(1, **KILLED), end=end_told("failed", 1)), 1),
+        (attempt(rank_end(0), rank_end(1, **KILLED), end=end_told("completed", 0)), 0),
+        (attempt(end=SAVED, was_told_to_stop=True), 75),
+        (attempt(launcher_code=-9), 1),
+        (attempt(rank_end(0), launcher_code=-9), 1),
+        (attempt(num_started=0, was_told_to_stop=True, launcher_code=None), 75),
+    ],
+)
+def test_the_exit_code_is_what_the_run_told_then_what_the_first_failing_rank_did(
+    ended: Attempt, exit_code: int
+) -> None:
+    assert ended.exit_code == exit_code
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        attempt(rank_end(1, **KILLED)),
+        attempt(rank_end(1, 1), rank_end(0, 1)),
+        attempt(rank_end(1, 6), end=end_told("hang", 6)),
+        attempt(launcher_code=-9),
+        attempt(rank_end(0, 75), rank_end(1, 75), end=SAVED),
+        attempt(rank_end(1, **KILLED), first_step=0),
+    ],
+)
+def test_a_crash_is_followed_by_a_restart_from_the_newest_checkpoint(ended: Attempt) -> None:
+    decision = decide(ended, num_restarts=1, max_restarts=2)
+    assert decision.restarts
+    assert decision.reason == "restart 2 of 2, from the checkpoint of step 40"
+    assert not decide(ended, num_restarts=0, max_restarts=0).restarts
+    assert decide(ended, num_restarts=2, max_restarts=2).reason == "all 2 restarts are used up"
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        attempt(rank_end(0), rank_end(1)),
+        *(attempt(rank_end(1, code), end=end_told("x", code)) for code in (2, 3, 4, 5)),
+        attempt(end=SAVED, was_told_to_stop=True),
+        attempt(rank_end(1, **KILLED), was_told_to_stop=True),
+        attempt(end=end_told("preempted", 75, "saved", "file")),
+        attempt(end=end_told("preempted", 75, "saved", "time")),
+        attempt(num_started=0),
+    ],
+)
+def test_what_is_complete_or_wanted_or_would_come_again_is_not_started_again(ended: Attempt) -> None:
+    assert not decide(ended, num_restarts=0, max_restarts=5).restarts
+
+
+def test_the_first_restart_may_come_before_the_first_checkpoint() -> None:
+    decision = decide(attempt(rank_end(1, 1), first_step=0, last_step=0), num_restarts=0, max_restarts=5)
+    assert decision == type(decision)(restarts=True, reason="restart 1 of 5, from the beginning")
+
+
+def test_a_restart_without_progress_ends_the_loop() -> None:
+    decision = decide(attempt(rank_end(1, 1), last_step=20), num_restarts=1, max_restarts=5)
+    assert not decision.restarts
+    assert decision.reason == "restart 1 ended where it had begun, at step 20: another one would end there as well"
+
+
+def test_the_first_failing_rank_and_its_error_are_shown_and_then_the_end() -> None:
+    ended = attempt(rank_end(1, 3), rank_end(0, 1), end=end_told("data", 3, "rank 1 on node7: no such file"))
+    assert explain(ended) == [
+        "rank 1 on node7 (pid 101) ended with exit code 3, the first to end",
+        "  [1] ringtrain: error: no such file",
+        "  [1] more of it",
+        "rank 1 on node7: no such file",
+    ]
+
+
+def test_an_end_that_the_rank_has_said_is_not_said_again() -> None:
+    ended = attempt(rank_end(1, 3), end=end_told("data", 3, "no such file"))
+    assert explain(ended)[-1] == "  [1] more of it"
+
+
+def test_a_rank_without_words_of_its_own_shows_its_last_lines() -> None:
+    assert explain(attempt(rank_end(0, **KILLED))) == [
+        "rank 0 on node7 (pid 100) was killed by SIGKILL, the first to end",
+        "  [0] a warning",
+    ]
+
+
+def test_a_run_that_saved_says_so_and_nothing_of_its_ranks() -> None:
+    assert explain(attempt(rank_end(1, 75), end=SAVED)) == ["stopped by SIGTERM: saved"]
+
+
+def test_a_launcher_that_starts_nothing_speaks_for_itself() -> None:
+    assert explain(attempt(num_started=0)) == [
+        "mpirun ended with exit code 1 and had started no rank; its last lines:",
+        "not enough slots",
+    ]
+
+
+def test_a_launcher_that_was_killed_is_named() -> None:
+    assert explain(attempt(launcher_code=-9)) == ["mpirun was killed by SIGKILL before its ranks had ended"]
+
+
+def test_processes_that_cannot_be_ended_are_named() -> None:
+    assert "processes 7, 8 could not be ended" in explain(attempt(rank_end(1, 1), not_ended=[7, 8]))[-1]
+
+
+def test_a_completed_run_needs_no_words() -> None:
+    assert explain(attempt(rank_end(0), rank_end(1))) == []

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,24 @@ NUM_SAMPLES = 50
 
 
 class Run:
-    """``mpirun -np N python -m ringtrain`` on the workload ``Lasting``, under way."""
+    """``mpirun -np N python -m ringtrain``, or another start of it, on the workload ``Lasting``, under way."""
 
     def __init__(
-        self, out: Path, *flags: str, np: int = 2, env: Mapping[str, str] | None = None, log: Path | None = None
+        self,
+        out: Path,
+        *flags: str,
+        np: int = 2,
+        start: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
     ) -> None:
+        """``start`` is the command up to ringtrain's flags; mpirun's, for ``np`` ranks, by default."""
         self.out = out
         self.log = log or out.with_name(f"{out.name}.log")
-        start = ["mpirun", "-np", str(np), "--oversubscribe", "--bind-to", "none"] if np > 1 else []
-        command = [*start, sys.executable, "-m", "ringtrain", "--workload", f"{WORKLOAD}:Lasting", "--out", str(out)]
+        if start is None:
+            mpirun = ["mpirun", "-np", str(np), "--oversubscribe", "--bind-to", "none"] if np > 1 else []
+            start = [*mpirun, sys.executable, "-m", "ringtrain"]
+        command = [*start, "--workload", f"{WORKLOAD}:Lasting", "--out", str(out)]
         with self.log.open("ab") as log_file:
             self._process = MarkedProcess(
                 [*command, *flags], clean_environment(**(env or {})), stdout=log_file, stderr=subprocess.STDOUT
@@ -48,23 +57,44 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         self.wait_for(f"step {step}", lambda: last_step(self.out) >= step)
 
+    def wait_for_starts(self, starts: int) -> None:
+        """Wait until the run directory has been opened for training so often."""
+        self.wait_for(f"start {starts}", lambda: len(events(self.out, "start")) >= starts)
+
     def wait_for_save(self) -> None:
         """Wait until a checkpoint is being written."""
         self.wait_for("a save", lambda: any((self.out / "checkpoints").glob(".writing-*")))
 
     def kill(self) -> None:
         """End all processes at one stroke."""
-        for pid in self._process.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.send(self._process.pids(), signal.SIGKILL)
         self.end()
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.rank_pid(rank), number)
+
+    def rank_pid(self, rank: int) -> int:
         [pid] = [pid for pid in self._process.pids() if self._is_rank(pid, rank)]
-        os.kill(pid, number)
+        return pid
+
+    def pids_of(self, program: str) -> list[int]:
+        """The processes of this run in whose command line a word is the name of ``program``."""
+        return [
+            pid for pid in self._process.pids() if program in (word.rpartition("/")[2] for word in _command_line(pid))
+        ]
 
     def signal_launcher(self, number: signal.Signals) -> None:
-        os.kill(self._process.popen.pid, number)
+        os.kill(self.launcher_pid, number)
+
+    @property
+    def launcher_pid(self) -> int:
+        return self._process.popen.pid
+
+    def send(self, pids: Sequence[int], number: signal.Signals) -> None:
+        """Signal processes of this run; one that has just ended is no error."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def wait(self, timeout: float = START_SECONDS) -> int:
         """The launcher's exit code, once the run has ended."""
@@ -82,12 +112,22 @@ class Run:
         return self.log.read_text(errors="replace")
 
     def _is_rank(self, pid: int, rank: int) -> bool:
+        command = _command_line(pid)
+        if "ringtrain" not in command or "launch.rank" in command:
+            return False
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             return False
-        return f"OMPI_COMM_WORLD_RANK={rank}".encode() in variables and b"ringtrain" in command
+        return any(f"{name}={rank}".encode() in variables for name in ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK"))
+
+
+def _command_line(pid: int) -> list[str]:
+    """A process's argv; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 @contextlib.contextmanager

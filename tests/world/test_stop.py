@@ -143,3 +143,15 @@ def test_ctrl_c_without_a_launcher_saves_and_tells_how_to_go_on(tmp_path: Path) 
     assert "The same command goes on from there." in message_of(run)
     assert "Traceback" not in run.text()
     assert events(out, "checkpoint")
+
+
+@pytest.mark.slow
+def test_max_hours_saves_in_time(reference: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    hours = 8 / 3600  # from the opening of the run directory on; TensorFlow takes three seconds to trace the step
+    very_slow = {"RINGTRAIN_TEST_STEP_SECONDS": "0.3"}
+    with running(out, "--deterministic", "true", "--max_hours", str(hours), env=very_slow) as run:
+        assert run.wait() == 75, run.text()
+    assert events(out)[-1]["stopped_by"] == "time"
+    assert "stopped by --max_hours 0.00222" in message_of(run)
+    assert_went_on(out, reference)

@@ -12,7 +12,7 @@ RANK = ["/env/python", "-m", "launch.rank", "/tmp/l", "/env/python", "-m", "ring
 
 def test_mpirun_gets_its_slots_and_binds_nothing() -> None:
     command = plan_group(3, "mpi", FLAGS, listener=Path("/tmp/l"), python="/env/python", is_root=False)
-    assert command == ["mpirun", "-np", "3", "--host", "localhost:3", "--map-by", "slot", "--bind-to", "none"] + RANK
+    assert command == ["mpirun", "-np", "3", "--host", "localhost:3", "--map-by", "slot", "--bind-to", "none", *RANK]
 
 
 def test_mpirun_is_told_that_root_is_meant() -> None:
@@ -22,7 +22,7 @@ def test_mpirun_is_told_that_root_is_meant() -> None:
 
 def test_gloo_needs_no_mpi() -> None:
     command = plan_group(2, "gloo", FLAGS, listener=Path("/tmp/l"), python="/env/python", is_root=True)
-    assert command == ["horovodrun", "--gloo", "-np", "2", "-H", "localhost:2"] + RANK
+    assert command == ["horovodrun", "--gloo", "-np", "2", "-H", "localhost:2", *RANK]
 
 
 def test_a_restart_goes_on_where_the_first_start_was() -> None:

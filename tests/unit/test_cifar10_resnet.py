@@ -66,7 +66,7 @@ def test_the_learning_rate_belongs_to_the_recipe_s_global_batch() -> None:
 
 def test_the_recipe_holds_the_global_batch_and_the_optimizer() -> None:
     config = make_config({}, Cifar10Resnet.defaults, Cifar10Resnet.options)
-    assert (config.global_batch_size, config.batch_size, config.epochs) == (512, None, 10)
+    assert (config.global_batch_size, config.batch_size, config.epochs) == (512, None, 16)
     optimizer = config.optimizer
     assert (optimizer.name, optimizer.momentum, optimizer.nesterov) == ("sgd", 0.85, True)
     assert (optimizer.schedule, optimizer.weight_decay, optimizer.lr_scale) == ("linear", 0.009, "none")

@@ -11,15 +11,15 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 0.02
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,7 +38,8 @@ def run_guarded(work: Callable[[], int]) -> int:
     """Do ``work`` in a process of its own, which this one outlives only to end all that came of it.
 
     Whichever of the two is killed, the other one cleans up. Signals of ``FORWARDED`` are passed on; they are blocked
-    when ``work`` begins, which unblocks them once it has its handlers. The worker gets SIGQUIT when this process dies.
+    when ``work`` begins, which unblocks them once it has its handlers. SIGQUIT ends all at once; the worker gets it
+    when this process dies.
     """
     adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -48,6 +49,7 @@ def run_guarded(work: Callable[[], int]) -> int:
         code = 1
         try:
             os.setsid()  # a terminal's Ctrl-C comes once, through the guard
+            signal.signal(signal.SIGQUIT, lambda number, frame: _end_now())
             die_with_parent(signal.SIGQUIT)
             adopt_orphans()
             if os.getppid() == guard:
@@ -56,15 +58,18 @@ def run_guarded(work: Callable[[], int]) -> int:
             traceback.print_exc()
         finally:
             end_descendants()
-            sys.stdout.flush()
-            sys.stderr.flush()
             os._exit(code)
-    for number in FORWARDED:
+    for number in (*FORWARDED, signal.SIGQUIT):
         signal.signal(number, lambda number, frame: send([worker], signal.Signals(number)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _, status = os.waitpid(worker, 0)
     end_descendants()
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1
+
+
+def _end_now() -> NoReturn:
+    end_descendants()
+    os._exit(1)
 
 
 def find_descendants() -> list[int]:

@@ -91,14 +91,14 @@ class Group:
         self._errors: list[LabelledLines] = []
         self._streams: list[LabelledLines] = []
         for rank in range(num_ranks):
-            for name, stream in zip(fifo_names(rank), (sys.stdout.buffer, sys.stderr.buffer), strict=True):
-                lines = LabelledLines(f"[{rank}] ", stream)
+            for name, descriptor in zip(fifo_names(rank), (sys.stdout.fileno(), sys.stderr.fileno()), strict=True):
+                lines = LabelledLines(f"[{rank}] ", descriptor)
                 self._streams.append(lines)
                 self._listen(_make_fifo(listener / name), lines.feed)
             self._errors.append(lines)
         self._status = b""
         self._listen(_make_fifo(listener / STATUS_FIFO), self._hear)
-        self._launcher_lines = LabelledLines(f"[{self._name}] ", open(os.devnull, "wb"))  # noqa: SIM115
+        self._launcher_lines = LabelledLines("", None)
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import collections
-from typing import IO
+import contextlib
+import os
 
 LONGEST_LINE_BYTES = 2**20  # what has no end by then is shown in pieces
 KEPT_LINES = 40
 
 
 class LabelledLines:
-    """One stream of one rank. Whole lines go to ``stream``, each by one write; the last ones are kept."""
+    """One stream of one rank. Whole lines go to a file descriptor; the last ones are kept."""
 
-    def __init__(self, label: str, stream: IO[bytes]) -> None:
+    def __init__(self, label: str, descriptor: int | None) -> None:
+        """``descriptor`` is None where the lines are only kept."""
         self.last: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
-        self._label, self._stream = label.encode(), stream
+        self._label, self._descriptor = label.encode(), descriptor
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
@@ -33,5 +35,12 @@ class LabelledLines:
     def _show(self, lines: list[bytes]) -> None:
         if lines:
             self.last.extend(line.decode(errors="replace") for line in lines)
-            self._stream.write(b"".join(self._label + line + b"\n" for line in lines))
-            self._stream.flush()
+            if self._descriptor is not None:
+                write(self._descriptor, b"".join(self._label + line + b"\n" for line in lines))
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Write all of it; where nobody reads any more (a terminal that was closed), nothing: the run goes on."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]

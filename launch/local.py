@@ -13,6 +13,7 @@ from pathlib import Path
 from launch.arguments import Parser
 from launch.family import run_guarded
 from launch.group import Group
+from launch.lines import write
 from launch.plan import Controller, plan_group, plan_restart
 from launch.requests import Requests
 from launch.verdict import Attempt, decide, explain
@@ -133,6 +134,4 @@ def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requ
 
 def say(lines: Sequence[str]) -> None:
     """Tell the user, after all that the ranks have said."""
-    sys.stdout.flush()
-    for line in lines:
-        print(f"launch: {line}", file=sys.stderr, flush=True)
+    write(sys.stderr.fileno(), "".join(f"launch: {line}\n" for line in lines).encode())

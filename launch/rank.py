@@ -56,8 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     os.close(error)
     for number in FORWARDED:
         signal.signal(number, lambda number, frame: process.send_signal(number))
-    for number in pending:
-        process.send_signal(number)
+    for early in pending:
+        process.send_signal(early)
     tell(event="started", pid=process.pid, host=os.uname().nodename)
     code = process.wait()
     tell(event="ended", exit_code=code if code >= 0 else None, signal=signal.Signals(-code).name if code < 0 else None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 
 from launch.family import FORWARDED
+from launch.lines import write
 
 
 class Requests:
@@ -16,19 +16,17 @@ class Requests:
         self.signals: list[signal.Signals] = []
         """those for the ranks: they save and leave"""
         self.is_end_wanted = False
-        """SIGQUIT, or a second SIGINT: nobody waits for a save"""
+        """a second SIGINT: nobody waits for a save"""
         for number in FORWARDED:
             signal.signal(number, self._take)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
     def _take(self, number: int, frame: object) -> None:
-        if number == signal.SIGQUIT or (number == signal.SIGINT and signal.SIGINT in self.signals):
+        if number == signal.SIGINT and signal.SIGINT in self.signals:
             self.is_end_wanted = True
             return
         # A terminal that is closed is no reason to lose anything.
         wanted = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         again = "; Ctrl-C once more ends them at once" if number == signal.SIGINT else ""
-        os.write(
-            sys.stderr.fileno(), f"launch: {signal.Signals(number).name}: the ranks save and leave{again}\n".encode()
-        )
+        write(sys.stderr.fileno(), f"launch: {signal.Signals(number).name}: the ranks save and leave{again}\n".encode())
         self.signals.append(wanted)

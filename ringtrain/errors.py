@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+Cause = Literal["signal", "file", "time"]
+
 
 class RingtrainError(Exception):
     """Base of all errors with a documented exit code.
@@ -61,7 +63,7 @@ class PreemptedError(RingtrainError):
         message: str,
         *,
         reach: Literal["run", "node", "rank"] = "rank",
-        stopped_by: Literal["signal", "file", "time"] = "signal",
+        stopped_by: Cause = "signal",
     ) -> None:
         super().__init__(message, reach=reach)
         self.stopped_by = stopped_by

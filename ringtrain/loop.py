@@ -6,7 +6,7 @@ import collections
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -16,7 +16,7 @@ from ringtrain.config import Config
 from ringtrain.console import Console
 from ringtrain.data.order import FedOrder
 from ringtrain.data.pipeline import Batch
-from ringtrain.errors import PreemptedError
+from ringtrain.errors import Cause, PreemptedError
 from ringtrain.evaluation import EvalReport
 from ringtrain.job import Job, create_job
 from ringtrain.nonfinite import NonfiniteGuard
@@ -195,7 +195,7 @@ def leave_if_told_to(job: Job, requests: StopRequests) -> None:
         raise PreemptedError(f"stopped by {who} before the first step; {stands}.", reach="run", stopped_by=cause)
 
 
-def find_requests(job: Job, requests: StopRequests) -> tuple[str, Literal["signal", "file", "time"] | None]:
+def find_requests(job: Job, requests: StopRequests) -> tuple[str, Cause | None]:
     """Who was told to stop by what, in words and in kind; None where nobody was. Every rank must call it.
 
     Of several kinds the user's file counts first: whoever starts runs again leaves that one alone.
@@ -207,8 +207,9 @@ def find_requests(job: Job, requests: StopRequests) -> tuple[str, Literal["signa
         for rank, (reason, cause, node) in enumerate(said)
         if reason
     )
-    causes = {cause for _, cause, _ in said}
-    return who, next((cause for cause in ("file", "time", "signal") if cause in causes), None)
+    given = {cause for _, cause, _ in said}
+    causes: tuple[Cause, ...] = ("file", "time", "signal")
+    return who, next((cause for cause in causes if cause in given), None)
 
 
 def run_steps(

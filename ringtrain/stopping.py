@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
+from ringtrain.errors import Cause
 from ringtrain.time_limit import TimeLimit
 
 EXIT_CODE = 75  # EX_TEMPFAIL: try again
@@ -33,7 +33,7 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self.cause: Literal["signal", "file", "time"] | None = None
+        self.cause: Cause | None = None
         self._is_training = False
         self._file: Path | None = None
         self._limits: list[tuple[float, str]] = []  # on the monotonic clock, and why
@@ -124,7 +124,7 @@ class StopRequests:
             self._end_now(f"{number.name} before the first step; there was nothing to save", EXIT_CODE)
         self._note(number.name, "signal")
 
-    def _note(self, reason: str, cause: Literal["signal", "file", "time"]) -> None:
+    def _note(self, reason: str, cause: Cause) -> None:
         if self.reason is None:
             self.cause = cause
             self.reason = reason

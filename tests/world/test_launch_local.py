@@ -21,8 +21,8 @@ from tests.world.running import (
     running,
 )
 
-EPOCHS, STEPS = 30, 240  # 50 samples, 7 in a batch: 8 steps an epoch
-LENGTH = ("--epochs", str(EPOCHS), "--eval_every_epochs", "10", "--deterministic", "true")
+EPOCHS, STEPS = 20, 160  # 50 samples, 7 in a batch: 8 steps an epoch
+LENGTH = ("--epochs", str(EPOCHS), "--eval_every_epochs", "5", "--deterministic", "true")
 SLOW = {"RINGTRAIN_TEST_STEP_SECONDS": "0.03", "RINGTRAIN_TEST_SAVE_SECONDS": "0.1"}
 
 
@@ -132,6 +132,7 @@ def test_wrong_input_is_said_once_and_last_with_its_code(tmp_path: Path) -> None
     assert "restart" not in run.text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["guard", "worker"])
 def test_no_process_outlives_a_launch_that_is_killed(which: str, tmp_path: Path) -> None:
     with running(tmp_path / "run", *LENGTH, start=launch_local("--max_restarts", "3"), env=SLOW) as run:

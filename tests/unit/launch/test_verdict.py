@@ -12,7 +12,6 @@ from launch.verdict import Attempt, decide, explain
 from ringtrain.launched import EndTold
 
 RUN = Path("/runs/digits")
-KILLED = {"exit_code": None, "signal": "SIGKILL"}
 SAVED = EndTold(status="preempted", exit_code=75, message="stopped by SIGTERM: saved", stopped_by="signal")
 
 
@@ -22,7 +21,7 @@ def rank_end(rank: int, exit_code: int | None = 0, signal: str | None = None) ->
 
 def attempt(*ends: RankEnd, **values: Any) -> Attempt:
     """An attempt of two ranks from step 20 to step 40."""
-    group = {
+    group: dict[str, Any] = {
         "num_ranks": 2,
         "num_started": 2,
         "ends": ends,
@@ -46,11 +45,11 @@ def end_told(status: str, exit_code: int, message: str | None = None, stopped_by
     [
         (attempt(rank_end(0), rank_end(1)), 0),
         (attempt(rank_end(1, 3), rank_end(0, 1)), 3),
-        (attempt(rank_end(1, **KILLED), rank_end(0, 1)), 1),
+        (attempt(rank_end(1, None, "SIGKILL"), rank_end(0, 1)), 1),
         (attempt(rank_end(1, 137), rank_end(0, 1)), 1),
         (attempt(rank_end(1, 1), end=end_told("data", 3)), 3),
-        (attempt(rank_end(1, **KILLED), end=end_told("failed", 1)), 1),
-        (attempt(rank_end(0), rank_end(1, **KILLED), end=end_told("completed", 0)), 0),
+        (attempt(rank_end(1, None, "SIGKILL"), end=end_told("failed", 1)), 1),
+        (attempt(rank_end(0), rank_end(1, None, "SIGKILL"), end=end_told("completed", 0)), 0),
         (attempt(end=SAVED, was_told_to_stop=True), 75),
         (attempt(launcher_code=-9), 1),
         (attempt(rank_end(0), launcher_code=-9), 1),
@@ -66,12 +65,12 @@ def test_the_exit_code_is_what_the_run_told_then_what_the_first_failing_rank_did
 @pytest.mark.parametrize(
     "ended",
     [
-        attempt(rank_end(1, **KILLED)),
+        attempt(rank_end(1, None, "SIGKILL")),
         attempt(rank_end(1, 1), rank_end(0, 1)),
         attempt(rank_end(1, 6), end=end_told("hang", 6)),
         attempt(launcher_code=-9),
         attempt(rank_end(0, 75), rank_end(1, 75), end=SAVED),
-        attempt(rank_end(1, **KILLED), first_step=0),
+        attempt(rank_end(1, None, "SIGKILL"), first_step=0),
     ],
 )
 def test_a_crash_is_followed_by_a_restart_from_the_newest_checkpoint(ended: Attempt) -> None:
@@ -88,7 +87,7 @@ def test_a_crash_is_followed_by_a_restart_from_the_newest_checkpoint(ended: Atte
         attempt(rank_end(0), rank_end(1)),
         *(attempt(rank_end(1, code), end=end_told("x", code)) for code in (2, 3, 4, 5)),
         attempt(end=SAVED, was_told_to_stop=True),
-        attempt(rank_end(1, **KILLED), was_told_to_stop=True),
+        attempt(rank_end(1, None, "SIGKILL"), was_told_to_stop=True),
         attempt(end=end_told("preempted", 75, "saved", "file")),
         attempt(end=end_told("preempted", 75, "saved", "time")),
         attempt(num_started=0),
@@ -125,7 +124,7 @@ def test_an_end_that_the_rank_has_said_is_not_said_again() -> None:
 
 
 def test_a_rank_without_words_of_its_own_shows_its_last_lines() -> None:
-    assert explain(attempt(rank_end(0, **KILLED))) == [
+    assert explain(attempt(rank_end(0, None, "SIGKILL"))) == [
         "rank 0 on node7 (pid 100) was killed by SIGKILL, the first to end",
         "  [0] a warning",
     ]

@@ -1,0 +1,99 @@
+"""No process outlives the one that it came of, whichever is killed and wherever it moved to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.family import find_descendants
+from tests.world.processes import MarkedProcess, clean_environment
+
+# A worker, its child in a session of its own, and an orphan whose parent has ended.
+SCRIPT = """
+import os, subprocess, sys, time
+from launch.family import run_guarded
+
+def work():
+    subprocess.Popen(["setsid", "sleep", "600"])
+    subprocess.run(["sh", "-c", "setsid sleep 601 &"])
+    print("ready", os.getpid(), flush=True)
+    {work}
+    return 7
+
+sys.exit(run_guarded(work))
+"""
+
+
+@contextlib.contextmanager
+def guarded(work: str) -> Iterator[tuple[MarkedProcess, int]]:
+    """A process with its guard, and the worker's number."""
+    command = [sys.executable, "-c", SCRIPT.format(work=work)]
+    process = MarkedProcess(command, clean_environment(), stdout=subprocess.PIPE)
+    try:
+        assert process.popen.stdout is not None
+        word, pid = process.popen.stdout.readline().split()
+        assert word == b"ready"
+        yield process, int(pid)
+    finally:
+        process.end()
+        assert process.popen.stdout is not None
+        process.popen.stdout.close()
+
+
+def wait_for_sleepers(process: MarkedProcess, count: int) -> None:
+    end = time.monotonic() + 10
+    while sum(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in process.pids()) < count:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_work_that_returns_leaves_nothing_and_its_code() -> None:
+    with guarded("pass") as (process, _):
+        assert process.popen.wait(10) == 7
+        assert process.pids() == []
+
+
+@pytest.mark.parametrize("who", ["guard", "worker"])
+def test_whoever_is_killed_the_other_one_ends_all(who: str) -> None:
+    with guarded("time.sleep(600)") as (process, worker):
+        wait_for_sleepers(process, 2)
+        os.kill(worker if who == "worker" else process.popen.pid, signal.SIGKILL)
+        assert process.popen.wait(10) == (1 if who == "worker" else -signal.SIGKILL)
+        assert process.wait_until_gone(10)
+
+
+def test_work_that_raises_leaves_nothing() -> None:
+    with guarded("raise KeyError") as (process, _):
+        assert process.popen.wait(10) == 1
+        assert process.pids() == []
+
+
+def test_descendants_are_found_but_for_those_that_have_ended() -> None:
+    shell = subprocess.Popen(["sh", "-c", "sleep 600 & echo; wait"], stdout=subprocess.PIPE)
+    ended = subprocess.Popen(["true"])
+    assert shell.stdout is not None
+    shell.stdout.readline()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    found = find_descendants()
+    try:
+        assert shell.pid in found
+        assert ended.pid not in found
+        names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in found]
+        assert names.count("sleep") == 1
+    finally:
+        for pid in reversed([pid for pid in found if pid == shell.pid or _parent(pid) == shell.pid]):
+            os.kill(pid, signal.SIGKILL)
+        shell.communicate()
+        ended.wait()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

@@ -159,7 +159,7 @@ def test_setup_refuses_an_unsuitable_python(tmp_path: Path) -> None:
 def test_setup_of_the_tests_names_the_missing_packages_in_one_line(tmp_path: Path) -> None:
     done = run_setup(tmp_path, without=set(), script="setup-tests")
     assert done.returncode == 1
-    packages = "slurm-wlm munge shellcheck"
+    packages = "slurm-wlm munge iproute2 shellcheck"
     assert done.stderr == f"set-up: missing, and only root can install it: sudo apt-get install {packages}\n"
 
 

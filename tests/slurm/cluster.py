@@ -15,12 +15,14 @@ What Slurm 22.05 does, as seen here:
   after KillWait. The job starts again cred_expire + 1 s later (6 s here; up to 30 s more with the default intervals of
   the scheduler, which `CONFIGURATION` shortens), under the same id. SLURM_RESTART_COUNT is unset at first, then 1.
 - ``scancel``: the same signals. The state is COMPLETING until all processes have ended, whether the job was cancelled
-  or was at its time limit, and a requeue is *not* refused in this state: whoever requeues has to look whether the job
-  is RUNNING. It is refused for a job that waits or is over.
+  or was at its time limit. A requeue is *not* refused in this state, nor for a job that is over: whoever requeues has
+  to look whether the job is RUNNING. It is refused, with exit code 1, for a job that waits, and for one that was
+  submitted with ``--no-requeue``.
 - ``scancel --signal=USR1`` signals the steps: the ranks *and their children*; ``--batch``: the batch shell alone;
   ``--full``: the steps, the batch shell and its children.
 - Time limits are whole minutes, and slurmctld looks at them every 30 s: a job ends up to 30 s late, and a signal by
   ``--signal=USR1@N`` comes up to 30 s early. SIGCONT comes with it, and interrupts ``wait`` where the shell traps it.
+  ``scontrol update JobId=JOB EndTime=now+SECONDS`` brings the end of a running job near.
 - srun returns the highest code of its ranks, where a rank that a signal ended has 128 + its number. With
   ``--kill-on-bad-exit=1``: 75 where all leave with 75, 143 where srun had to end one that stayed. A rank that is killed
   with SIGKILL makes 143, too, not 137, once the others have been ended; srun's first line names it.

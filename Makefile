@@ -13,22 +13,25 @@ SOURCES = $(wildcard ringtrain launch tests)
 # TensorFlow registers its CUDA plugins twice and says so at error level, in horovodrun's own process, too.
 NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory
 
-.PHONY: help setup train test test-all lint format lock clean
+.PHONY: help setup setup-tests train test test-all lint format lock clean
 
 help: ## Show these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: ## Install what is missing and make .venv (PYTHON=python3.12 chooses the interpreter)
 	@PYTHON='$(PYTHON)' .ci/setup
+
+setup-tests: setup ## Install what the tests need besides: Slurm, which they start themselves, and shellcheck
+	@.ci/setup-tests
 
 train: setup ## Train the built-in workload with 2 processes, into a fresh directory under runs/
 	@out=runs/digits-$$(date -u +%Y%m%dT%H%M%SZ); export PATH="$(CURDIR)/$(BIN):$$PATH" TF_CPP_MIN_LOG_LEVEL=2; \
 	{ horovodrun -np 2 python -m ringtrain --out "$$out" 2>&1 >&3 | (trap '' INT; sed -uE '/$(NOISE)/d' >&2); } 3>&1
 
-test: setup ## Run the tests, without those marked slow
+test: setup-tests ## Run the tests, without those marked slow
 	@$(BIN)/python -m pytest
 
-test-all: setup ## Run all tests
+test-all: setup-tests ## Run all tests
 	@$(BIN)/python -m pytest -m ''
 
 lint: setup ## Check style and types: ruff and mypy

@@ -1,6 +1,7 @@
 # Shared by the scripts of this folder, which run in the repository's root: messages, system packages, uv.
 
 LOG=.tools/setup.log
+DAEMON_POLICY=/usr/sbin/policy-rc.d # Debian's packages ask it before they start a daemon
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 
@@ -30,8 +31,17 @@ system_packages() {
     [ "$(id -u)" = 0 ] || die "missing, and only root can install it: sudo apt-get install $*"
     export DEBIAN_FRONTEND=noninteractive
     step "reading the lists of system packages" apt-get update
-    step "installing $*" apt-get install -y --no-install-recommends "$@"
+    step "installing $*" without_daemons apt-get install -y --no-install-recommends "$@"
 }
+
+# without_daemons COMMAND...: the packages that it installs start no daemons. Where the system has a policy for that, a
+# container for example, it stays as it is; otherwise there is one until the command has ended, or was interrupted.
+without_daemons() (
+    [ ! -e "$DAEMON_POLICY" ] || exec "$@"
+    trap 'rm -f "$DAEMON_POLICY"' EXIT
+    printf '#!/bin/sh\nexit 101 # not allowed\n' | install -m 755 /dev/stdin "$DAEMON_POLICY" || exit
+    "$@"
+)
 
 uv_version() { "$1" --version 2>/dev/null | awk '{ print $2 }' || true; }
 

@@ -111,8 +111,10 @@ def test_console_script_exists() -> None:
     assert (ROOT / "ringtrain" / "cli.py").exists()
 
 
-def run_setup(folder: Path, *, without: set[str], python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    """Run .ci/setup in a copy of its files, as a user other than root, on a system that lacks some commands."""
+def run_setup(
+    folder: Path, *, without: set[str], python: str = sys.executable, script: str = "setup"
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of .ci in a copy of its files, as a user other than root, on a system that lacks some commands."""
     shutil.copytree(ROOT / ".ci", folder / ".ci")
     for name in ("pyproject.toml", "requirements.lock"):
         shutil.copy(ROOT / name, folder)
@@ -124,7 +126,7 @@ def run_setup(folder: Path, *, without: set[str], python: str = sys.executable) 
     for command in stand_ins.keys() - without:
         write_command(commands / command, stand_ins[command])
     environment = {"PATH": str(commands), "PYTHON": python}
-    return subprocess.run([folder / ".ci" / "setup"], capture_output=True, text=True, env=environment)
+    return subprocess.run([folder / ".ci" / script], capture_output=True, text=True, env=environment)
 
 
 def write_command(path: Path, shell: str) -> None:
@@ -152,6 +154,44 @@ def test_setup_refuses_an_unsuitable_python(tmp_path: Path) -> None:
     done = run_setup(tmp_path, without=set(), python=str(unsuitable))
     assert done.returncode == 1
     assert done.stderr == f"set-up: PYTHON={unsuitable} is no Python 3.10, 3.11 or 3.12\n"
+
+
+def test_setup_of_the_tests_names_the_missing_packages_in_one_line(tmp_path: Path) -> None:
+    done = run_setup(tmp_path, without=set(), script="setup-tests")
+    assert done.returncode == 1
+    packages = "slurm-wlm munge iproute2 shellcheck"
+    assert done.stderr == f"set-up: missing, and only root can install it: sudo apt-get install {packages}\n"
+
+
+def test_only_the_targets_that_run_tests_install_what_tests_need() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    needs = dict(re.findall(r"^([a-z][a-z-]*):(?!=) *([a-z-]*) *##", makefile, flags=re.MULTILINE))
+    assert {target for target, need in needs.items() if need == "setup-tests"} == {"test", "test-all"}
+    assert needs["setup-tests"] == "setup"
+
+
+def without_daemons(policy: Path, command: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a command as `.ci/lib.sh` runs apt-get, where a system keeps its policy for daemons elsewhere."""
+    shell = f'source .ci/lib.sh; DAEMON_POLICY="{policy}"; without_daemons {command}'
+    return subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, start_new_session=True, timeout=10)
+
+
+@pytest.mark.parametrize("ending", ["exit 0", "exit 7", "kill -INT 0", "kill -TERM 0"])
+def test_no_daemon_starts_while_packages_are_installed_and_no_policy_stays(tmp_path: Path, ending: str) -> None:
+    policy, answer = tmp_path / "policy-rc.d", tmp_path / "answer"
+    installer = tmp_path / "apt-get"
+    write_command(installer, f"{policy} munge start; echo $? >{answer}; {ending}")
+    done = without_daemons(policy, str(installer))
+    assert answer.read_text() == "101\n"
+    assert (done.returncode == 0) == (ending == "exit 0")
+    assert not policy.exists()
+
+
+def test_a_policy_for_daemons_that_is_there_stays(tmp_path: Path) -> None:
+    policy = tmp_path / "policy-rc.d"
+    policy.write_text("the administrator's")
+    assert without_daemons(policy, "true").returncode == 0
+    assert policy.read_text() == "the administrator's"
 
 
 def run_pytest(pytester: pytest.Pytester, *, test: str, allowed: str = "", select: str = "") -> pytest.RunResult:

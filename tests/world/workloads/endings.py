@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ class DigitsWithDigest(Digits):
 
     def create_model(self) -> keras.Model:
         model = super().create_model()
-        path = Path(os.environ["RINGTRAIN_TEST_DIGESTS"]) / str(os.getpid())
+        path = Path(os.environ["RINGTRAIN_TEST_DIGESTS"]) / f"digest-{socket.gethostname()}-{os.getpid()}"
 
         def leave_digest() -> None:
             weights = b"".join(weight.tobytes() for weight in model.get_weights())

@@ -1,0 +1,105 @@
+"""The tests' own Slurm, and ringtrain started on it by plain srun."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import NODES, Cluster, pids_of_site
+from tests.world.processes import REPOSITORY
+from tests.world.running import WORKLOAD, last_step
+
+DIGITS = f"{REPOSITORY / 'tests/world/workloads/endings.py'}:DigitsWithDigest"
+SRUN = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1"]
+
+
+def write_script(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    return path
+
+
+def test_srun_runs_on_both_nodes_each_a_host_of_its_own(cluster: Cluster) -> None:
+    finished = cluster.run(["srun", "--nodes=2", "bash", "-c", "echo $(hostname) $(readlink /proc/self/ns/pid) $HOME"])
+    assert finished.rc == 0, finished.stderr
+    lines = [line.split() for line in finished.stdout.splitlines()]
+    assert sorted(line[0] for line in lines) == list(NODES)
+    assert len({line[1] for line in lines}) == 2, "the nodes see each other's processes"
+    assert not finished.left_behind
+
+
+def test_a_job_starts_again_after_its_node_has_lost_its_power(cluster: Cluster, tmp_path: Path) -> None:
+    script = write_script(tmp_path / "job.sh", "echo on $SLURM_NODELIST", '[ "$SLURM_RESTART_COUNT" ] || srun sleep 60')
+    job = cluster.submit(script, "--nodes=1", "--open-mode=append", f"--output={tmp_path / 'a b'}-%j.out")
+    cluster.wait_for("rank", lambda: 0 in cluster.rank_pids(job), job, timeout=20)
+    cluster.kill_node("n1")
+    assert cluster.job_pids(job) == []
+    cluster.report_down("n1")
+    assert cluster.wait_for_end(job, timeout=30) == "COMPLETED"
+    assert (cluster.output(job), cluster.restarts(job)) == ("on n1\non n2\n", 1)
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 1), (1, 2)])
+def test_digits_trains_under_srun(cluster: Cluster, tmp_path: Path, num_nodes: int, ranks_per_node: int) -> None:
+    start = [*SRUN, f"--nodes={num_nodes}", f"--ntasks-per-node={ranks_per_node}"]
+    flags = ["--workload", DIGITS, "--steps", "6", "--global_batch_size", "64", "--out", str(tmp_path / "out")]
+    finished = cluster.run(
+        [*start, sys.executable, "-m", "ringtrain", *flags], env={"RINGTRAIN_TEST_DIGESTS": str(tmp_path)}, timeout=120
+    )
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert finished.stderr == ""
+    assert "2 ranks, started by srun; communication: " in finished.stdout
+    hosts = dict(re.findall(r"^ +rank (\d) on (\S+)", finished.stdout, re.MULTILINE))
+    assert hosts == {"0": "n1", "1": "n1" if num_nodes == 1 else "n2"}
+    digests = [path.read_text() for path in tmp_path.glob("digest-*")]
+    assert len(digests) == 2
+    assert len(set(digests)) == 1, "ranks ended with different weights"
+    assert not finished.left_behind
+
+
+def test_a_job_fails_fast_and_whole_where_a_rank_is_killed(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run = [*SRUN, sys.executable, "-m", "ringtrain", "--workload", f"{WORKLOAD}:Lasting", "--out", str(out)]
+    script = write_script(tmp_path / "job.sh", " ".join(run))
+    env = {"RINGTRAIN_TEST_STEP_SECONDS": "0.2"}
+    job = cluster.submit(script, "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/%j.out", env=env)
+    cluster.wait_for("step 1", lambda: last_step(out) >= 1, job, timeout=60)
+    os.kill(cluster.rank_pids(job)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    assert cluster.wait_for_end(job, timeout=20) == "FAILED"
+    assert time.monotonic() - killed < 10
+    assert "srun: error: n2: task 1: Killed" in cluster.output(job)
+    assert cluster.job_pids(job) == []
+
+
+PARENT = """
+import time
+from tests.slurm.cluster import Cluster
+with Cluster() as cluster:
+    print(cluster.site, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_and_no_mount_of_a_cluster_outlives_its_parent(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY) as parent:
+        assert parent.stdout is not None
+        site = Path(parent.stdout.readline().strip())
+        assert len(pids_of_site(site)) >= 10  # three hosts, munged, slurmctld, two slurmd
+        parent.send_signal(number)
+    end = time.monotonic() + 5
+    while pids_of_site(site) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert pids_of_site(site) == []
+    assert str(site) not in Path("/proc/mounts").read_text()
+    assert site.exists() == (number == signal.SIGKILL)
+    shutil.rmtree(site, ignore_errors=True)

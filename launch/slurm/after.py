@@ -1,0 +1,225 @@
+"""After the ranks of a job have ended: start it again, or say why not and how it ended."""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.slurm.controller import ask_job_state, chain, requeue
+from launch.slurm.output import FailedRank, find_failed_rank, read_output
+from ringtrain.errors import PreemptedError, UsageError
+from ringtrain.launched import DIRECTORY_VARIABLE, EndTold, RunTold, clear, read_end, read_run
+
+RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
+"""restarts under former numbers, where this site refuses to requeue and each restart is a job of its own"""
+
+
+class JobState(enum.Enum):
+    """What becomes of the job without our doing."""
+
+    RUNNING = "running"
+    TIMED_OUT = "timed out"
+    ENDING = "cancelled, or requeued by Slurm itself"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A start of a job whose ranks have ended.
+
+    Attributes:
+        status: exit code of srun or horovodrun.
+        end: what the run told of its end; None where it told nothing.
+        run: the run directory that it opened; None where it opened none.
+        newest_step: the newest checkpoint there; None where there is none.
+        state: the job's.
+        failed_rank: the first that srun or mpirun saw fail; None where they named none.
+        restarts: how often the job has been started again before.
+        max_requeues: how often it may be.
+    """
+
+    status: int
+    end: EndTold | None
+    run: RunTold | None
+    newest_step: int | None
+    state: JobState
+    failed_rank: FailedRank | None
+    restarts: int
+    max_requeues: int
+
+    @property
+    def exit_code(self) -> int:
+        """The run's own word where there is one: srun returns the highest of its tasks', killed ones' included."""
+        return self.status if self.end is None or self.has_lost_rank else self.end.exit_code
+
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether a rank failed first, and the others were told to stop by the launcher for that reason."""
+        was_told_to_stop = self.end is not None and self.end.exit_code == PreemptedError.exit_code
+        return was_told_to_stop and self.failed_rank is not None and not self.failed_rank.was_told_to_stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What follows.
+
+    Attributes:
+        restarts: whether the job is to be started again.
+        exit_code: of the batch script.
+        message: what has ended, why, and what happens next.
+    """
+
+    restarts: bool
+    exit_code: int
+    message: str
+
+
+def decide(ended: Ended) -> Decision:
+    """What follows from how a start ended."""
+    why_not = why_not_again(ended)
+    again = f"The job starts again: restart {ended.restarts + 1} of at most {ended.max_requeues}."
+    return Decision(
+        restarts=why_not is None,
+        exit_code=ended.exit_code,
+        message=f"{describe_end(ended)} {again if why_not is None else why_not}".strip(),
+    )
+
+
+def why_not_again(ended: Ended) -> str | None:
+    """Why a job is not started again, in words, empty where there is no question of it; None: it is."""
+    end = ended.end
+    if end is None or end.exit_code != PreemptedError.exit_code or ended.has_lost_rank:
+        return ""
+    if end.stopped_by not in ("signal", "time"):
+        return "Not started again, as somebody wanted it to stop; the same command goes on."
+    if ended.state is JobState.ENDING:
+        return f"Not started again: the job is being ended already ({ended.state.value}). The same command goes on."
+    if ended.restarts >= ended.max_requeues:
+        return (
+            f"Not started again: {ended.restarts} restarts are behind it, and --max_requeues is {ended.max_requeues}. "
+            "The same command goes on."
+        )
+    first_step = ended.run.step if ended.run else 0
+    if ended.restarts and (ended.newest_step or 0) <= first_step:
+        return (
+            f"Not started again: this restart has got no further than step {first_step}, where it began, and the next "
+            "one would not either. Ask for more --time, or look above for what took it."
+        )
+    return None
+
+
+def describe_end(ended: Ended) -> str:
+    """What has ended, and why."""
+    end = ended.end
+    if end is not None and not ended.has_lost_rank:
+        if end.status == "completed":
+            return "the run is complete."
+        return f"the run ended with exit code {end.exit_code} ({end.status}). {end.message or ''}".strip()
+    if ended.status == 0:
+        was_complete = ended.run is not None and ended.run.is_complete
+        return "the run had been completed before." if was_complete else "all ranks ended in good order."
+    first = f" The first to fail was {ended.failed_rank}." if ended.failed_rank else ""
+    if ended.state is JobState.ENDING:
+        first += f" The job is being ended ({ended.state.value})."
+    return (
+        f"the ranks ended with {describe_status(ended.status)}, and the run did not say why.{first} See above for what "
+        "it printed. The same command goes on from the newest checkpoint."
+    )
+
+
+def describe_status(status: int) -> str:
+    """An exit code; in a shell's words it is that of a signal, too."""
+    try:
+        return f"exit code {status} ({signal.Signals(status - 128).name})"
+    except ValueError:
+        return f"exit code {status}"
+
+
+def read_state(words: str | None) -> JobState:
+    """The state of a job from ``squeue``'s words, such as ``RUNNING|None``; None where squeue did not answer.
+
+    Slurm calls every job COMPLETING whose end has begun. Reason TimeLimit says that nobody wished it.
+    """
+    if words is None:
+        return JobState.UNKNOWN
+    state, _, reason = words.strip().partition("|")
+    if reason == "TimeLimit" or state == "TIMEOUT":
+        return JobState.TIMED_OUT
+    return JobState.RUNNING if state == "RUNNING" else JobState.ENDING
+
+
+def count_restarts(environ: Mapping[str, str]) -> int:
+    """How often this job has been started again, under this number and under former ones."""
+    return sum(int(environ.get(name) or 0) for name in ("SLURM_RESTART_COUNT", RESTARTS_VARIABLE))
+
+
+def follow_up(*, status: int, script: Path, max_requeues: int) -> int:
+    """Do what is to be done after the ranks of this job have ended, and return the batch script's exit code."""
+    job = os.environ.get("SLURM_JOB_ID")
+    told = os.environ.get(DIRECTORY_VARIABLE)
+    if not job or not told:
+        raise UsageError(
+            f"SLURM_JOB_ID or {DIRECTORY_VARIABLE} is not set; `launch slurm after` is the last line of a batch "
+            "script. Make one with: python -m launch slurm render"
+        )
+    ended = look(job, Path(told), status=status, max_requeues=max_requeues)
+    decision = decide(ended)
+    say(decision.message)
+    if decision.restarts:
+        start_again(job, script, restarts=ended.restarts)
+    forget(Path(told))
+    return decision.exit_code
+
+
+def look(job: str, told: Path, *, status: int, max_requeues: int) -> Ended:
+    """How this start ended, from all who know."""
+    end, run = read_end(told), read_run(told)
+    return Ended(
+        status=status,
+        end=end,
+        run=run,
+        newest_step=find_newest_step(run),
+        state=read_state(ask_job_state(job)),
+        failed_rank=find_failed_rank(read_output()) if status else None,
+        restarts=count_restarts(os.environ),
+        max_requeues=max_requeues,
+    )
+
+
+def find_newest_step(run: RunTold | None) -> int | None:
+    """The step of the run's newest checkpoint."""
+    from ringtrain.checkpoint import list_steps
+
+    steps = list_steps(run.path / "checkpoints") if run else []
+    return steps[-1] if steps else None
+
+
+def start_again(job: str, script: Path, *, restarts: int) -> None:
+    """Requeue the job; where that is refused, submit its script anew, to wait for this job's end."""
+    refusal = requeue(job)
+    if refusal is None:
+        return  # from now on Slurm is ending this script
+    say(f"scontrol does not requeue job {job}: {refusal}. Submitting its script anew.")
+    number, refusal = chain(job, script, {RESTARTS_VARIABLE: str(restarts + 1)})
+    if number is not None:
+        say(f"job {number} goes on when this one has ended. Follow it in the output file with that number.")
+    else:
+        say(f"sbatch does not take the script either: {refusal}. Nothing goes on by itself: submit the job again.")
+
+
+def forget(told: Path) -> None:
+    """Remove what this start said; nobody needs it any more."""
+    try:
+        clear(told)
+        told.rmdir()
+    except OSError:
+        return  # ranks on a lost node still write there
+
+
+def say(line: str) -> None:
+    print(f"launch: {line}", file=sys.stderr, flush=True)

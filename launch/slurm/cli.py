@@ -1,0 +1,182 @@
+"""``python -m launch slurm``: write a batch script, submit it, and what its last line calls."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import sys
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launch.arguments import Parser
+from launch.slurm.controller import submit as submit_script
+from launch.slurm.job import JobRequest, read_flag
+from launch.slurm.mpi import find_mpi
+from ringtrain.errors import UsageError
+
+HELP = """\
+usage: python -m launch slurm COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
+
+commands:
+  render   print a batch script for sbatch, or write it with --to
+  submit   the same script, given to sbatch
+  after    what the last line of such a script calls
+
+examples:
+  python -m launch slurm render --nodes 2 --gpus_per_node 4 --cpus_per_rank 8 --time 12:00:00 -- --workload inception
+  python -m launch slurm submit --nodes 1 --ranks_per_node 16 --time 2:00:00 --venv .venv -- --workload digits
+  python -m launch slurm COMMAND --help
+"""
+MANY = "may be given several times"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command and return its exit code.
+
+    Raises:
+        UsageError: what was asked for cannot be done.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0 if arguments else UsageError.exit_code
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f"Did you mean {near[0]!r}? " if near else ""
+        raise UsageError(f"there is no command slurm {name!r}. {meant}Commands: {', '.join(COMMANDS)}.")
+    return COMMANDS[name](rest)
+
+
+def render(arguments: Sequence[str]) -> int:
+    """Print a batch script, or write it into a file."""
+    parser = create_request_parser("render", "Print a batch script for sbatch.")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="write it there instead")
+    options, flags = parser.parse(arguments)
+    text = make_script(read_request(options, flags))
+    if options.to is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        options.to.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"to is {str(options.to)!r}, which cannot be written: {error.strerror}.") from error
+    return 0
+
+
+def submit(arguments: Sequence[str]) -> int:
+    """Give a batch script to sbatch, and say what can be done about the job."""
+    options, flags = create_request_parser("submit", "Submit a batch script to Slurm.").parse(arguments)
+    request = read_request(options, flags)
+    answer = submit_script(make_script(request))
+    if not answer.is_good:
+        raise UsageError(f"sbatch does not take the job: {answer.text}")
+    print("\n".join(describe_job(request, answer.text)))
+    return 0
+
+
+def after(arguments: Sequence[str]) -> int:
+    """Start the job again, or say how its run ended."""
+    from launch.slurm.after import follow_up
+
+    parser = Parser(
+        "python -m launch slurm after",
+        usage=SUPPRESS,
+        description="The last line of a batch script: requeue the job whose run has saved and is to go on, or say how "
+        "the run ended and return its exit code.",
+        examples="",
+    )
+    parser.add_argument("--status", type=int, required=True, help="exit code of srun or horovodrun")
+    parser.add_argument("--script", type=Path, required=True, help="the batch script itself")
+    parser.add_argument("--max_requeues", type=int, required=True, help="how often the job may be started again")
+    options, _ = parser.parse(arguments)
+    return follow_up(status=options.status, script=options.script, max_requeues=options.max_requeues)
+
+
+def create_request_parser(command: str, description: str) -> Parser:
+    """The options of ``render`` and ``submit``."""
+    default = JobRequest.__dataclass_fields__
+    parser = Parser(
+        f"python -m launch slurm {command}",
+        usage=f"python -m launch slurm {command} --nodes M --gpus_per_node G [OPTIONS] -- FLAGS OF RINGTRAIN",
+        description=description,
+        examples=f"example:\n  python -m launch slurm {command} --nodes 2 --gpus_per_node 4 --cpus_per_rank 8 "
+        "--time 12:00:00 -- --workload cifar10",
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, required=True, help="nodes of the job")
+    add("--gpus_per_node", type=int, help="GPUs of each node, one for each rank")
+    add("--ranks_per_node", type=int, help="ranks on each node (default: as many as GPUs)")
+    add("--cpus_per_rank", type=int, help="cores of each rank, to compute or to feed its GPU (default: 1)")
+    add("--time", help="time limit, such as 30 (minutes), 12:00:00 or 2-00:00:00 (default: the partition's)")
+    for name in ("partition", "account", "qos", "constraint"):
+        add(f"--{name}", help="as sbatch's")
+    add("--mem", help="memory of each node, such as 64G (default: the partition's)")
+    add("--job_name", help=f"(default: {default['job_name'].default})")
+    # argparse fills in % signs of its own
+    add("--output", help="file of all that the job prints (default: %%x-%%j.out, its name and number)")
+    add("--mpi", default="auto", help="pmix, pmi2, horovodrun, or auto: the best of srun --mpi=list (default: auto)")
+    add("--signal_seconds", type=int, help="seconds before the time limit to save and stop (default: 120)")
+    add("--max_requeues", type=int, help="how often the job may be started again (default: 20)")
+    add("--no_requeue", action="store_true", help="never start it again, not even after a lost node")
+    add("--module", action="append", metavar="NAME", help=f"module to load; {MANY}")
+    add("--conda", metavar="ENV", help="conda environment to activate")
+    add("--venv", metavar="PATH", help="virtual environment to activate")
+    add("--env", action="append", metavar="NAME=VALUE", help=f"variable to set; {MANY}")
+    add("--python", help="the interpreter (default: python, of the environment)")
+    return parser
+
+
+def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
+    """The request that the options make."""
+    values = {name: value for name, value in vars(options).items() if value is not None}
+    for name in ("to", "no_requeue", "module", "env", "mpi"):
+        values.pop(name, None)
+    return JobRequest(
+        **values,
+        mpi=find_mpi(say) if options.mpi == "auto" else options.mpi,
+        can_requeue=not options.no_requeue,
+        modules=tuple(options.module or ()),
+        env=tuple(read_variable(text) for text in options.env or ()),
+        flags=tuple(flags),
+    )
+
+
+def read_variable(text: str) -> tuple[str, str]:
+    """Name and value of ``NAME=VALUE``."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"env is {text!r}; it must be NAME=VALUE.")
+    return name, value
+
+
+def make_script(request: JobRequest) -> str:
+    """The batch script of a request."""
+    from launch.slurm.script import render  # here, so that help needs no Jinja2
+
+    return render(request)
+
+
+def describe_job(request: JobRequest, number: str) -> list[str]:
+    """What to do with a job that has been submitted."""
+    output = shlex.quote(request.output.replace("%x", request.job_name).replace("%j", number))
+    run = read_flag(request.flags, "out")
+    stop = (
+        f"touch {shlex.quote(str(Path(run, 'stop')))}"
+        if run
+        else "touch RUN/stop, where RUN is its run directory (--out)"
+    )
+    return [
+        f"job {number} is submitted; it writes into {output}",
+        f"  follow it:             tail -F {output}",
+        f"  save and stop it:      {stop}",
+        f"  save and start again:  scancel --signal=USR1 {number}",
+        f"  end it, not saving:    scancel {number}",
+    ]
+
+
+def say(line: str) -> None:
+    print(f"launch: {line}", file=sys.stderr, flush=True)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"render": render, "submit": submit, "after": after}

@@ -1,0 +1,99 @@
+"""What is asked of Slurm's controller: by argument lists, in bounded time, and again where it does not answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ANSWER_SECONDS = 60.0  # Slurm's programs themselves give up after a few times MessageTimeout (10 s)
+PAUSES_SECONDS = (2.0, 10.0, 30.0)  # a controller that starts anew or hands over is away for a moment
+AWAY = re.compile("Unable to contact")  # nothing has been done; after a timeout one would not know
+# Variables of Slurm's own that its programs read, besides those named SBATCH_*.
+KEPT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS"}
+
+
+class Answer(NamedTuple):
+    """What one of Slurm's programs said."""
+
+    is_good: bool
+    text: str
+    """what it printed where it did as told, else why not, in one line"""
+
+
+def ask_job_state(job: str) -> str | None:
+    """State and reason of a job, such as ``RUNNING|None``; None where the controller did not say."""
+    answer = ask(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r"])
+    return answer.text or None if answer.is_good else None
+
+
+def requeue(job: str) -> str | None:
+    """Put a running job back into the queue, which ends it; returns why that was refused, else None."""
+    answer = ask(["scontrol", "requeue", job])
+    return None if answer.is_good else answer.text
+
+
+def chain(job: str, script: Path, variables: Mapping[str, str]) -> tuple[str | None, str]:
+    """Submit a script that waits for the end of a job.
+
+    Args:
+        variables: added to its environment, which is otherwise this one without the job's own variables.
+
+    Returns:
+        Its number; or None, and why it was refused.
+    """
+    command = ["sbatch", "--parsable", f"--dependency=afterany:{job}", str(script)]
+    answer = ask(command, {**without_job(os.environ), **variables})
+    return (read_job_number(answer.text), "") if answer.is_good else (None, answer.text)
+
+
+def submit(text: str) -> Answer:
+    """Submit a script; the answer is its number, or why it was refused."""
+    answer = ask(["sbatch", "--parsable"], text=text)
+    return answer._replace(text=read_job_number(answer.text)) if answer.is_good else answer
+
+
+def read_job_number(text: str) -> str:
+    """The number in what ``sbatch --parsable`` prints: ``NUMBER`` or ``NUMBER;CLUSTER``, after any notices."""
+    return text.split("\n")[-1].partition(";")[0]
+
+
+def without_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables of the job that set it, which would mislead the next one."""
+    return {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name in KEPT_VARIABLES}
+
+
+def ask(command: Sequence[str], environ: Mapping[str, str] | None = None, text: str | None = None) -> Answer:
+    """Run one of Slurm's programs; again, after a pause, where the controller was away."""
+    answer = ask_once(command, environ, text)
+    for pause in PAUSES_SECONDS:
+        if answer.is_good or not AWAY.search(answer.text):
+            break
+        time.sleep(pause)
+        answer = ask_once(command, environ, text)
+    return answer
+
+
+def ask_once(command: Sequence[str], environ: Mapping[str, str] | None = None, text: str | None = None) -> Answer:
+    """Run one of Slurm's programs once."""
+    try:
+        finished = subprocess.run(
+            command,
+            env=environ,
+            input=text or "",
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            timeout=ANSWER_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return Answer(False, f"{command[0]} did not answer in {ANSWER_SECONDS:.0f} s")
+    except OSError as error:
+        return Answer(False, f"{command[0]} cannot be started: {error.strerror}")
+    if finished.returncode == 0:
+        return Answer(True, finished.stdout.strip())
+    return Answer(False, " ".join((finished.stderr or finished.stdout).split()) or f"exit code {finished.returncode}")

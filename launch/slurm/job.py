@@ -1,0 +1,204 @@
+"""What a user asks of Slurm, and what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringtrain.errors import UsageError
+
+HOROVODRUN = "horovodrun"
+MPI_NAME = re.compile(r"pmix(_v\d+)?|pmi2|" + HOROVODRUN)
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MEMORY = re.compile(r"[1-9]\d*[KMGT]?", re.ASCII)
+# sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds]
+TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+MAX_NAME_BYTES = 200  # the output's file name, at most 255, holds it
+MAX_SIGNAL_SECONDS = 65535
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """A run of ringtrain as a Slurm job.
+
+    Every check raises a ``UsageError`` that names the option, its value, the rule and the remedy.
+    """
+
+    nodes: int
+    """nodes of the job"""
+
+    gpus_per_node: int | None = None
+    """GPUs of each node, one for each rank; None or 0: the ranks compute on cores"""
+
+    ranks_per_node: int | None = None
+    """ranks on each node; None: as many as GPUs"""
+
+    cpus_per_rank: int = 1
+    """cores of each rank: for its computation, or to feed its GPU"""
+
+    mpi: str = "pmix"
+    """how srun starts MPI programs: pmix, pmix_vN or pmi2; horovodrun where it cannot"""
+
+    time: str | None = None
+    """time limit in Slurm's words, such as 30, 12:00:00 or 2-12; None: the partition's"""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+
+    mem: str | None = None
+    """memory of each node, such as 64G; None: the partition's"""
+
+    job_name: str = "ringtrain"
+
+    output: str = "%x-%j.out"
+    """file of all that the job prints; %x: the job's name, %j: its number"""
+
+    signal_seconds: int = 120
+    """seconds before the time limit at which Slurm tells the ranks to save and stop"""
+
+    max_requeues: int = 20
+    """how often the job may be started again"""
+
+    can_requeue: bool = True
+    """whether it is started again at all, by ringtrain or by Slurm"""
+
+    modules: tuple[str, ...] = ()
+    """environment modules to load"""
+
+    conda: str | None = None
+    """conda environment to activate, a name or a path"""
+
+    venv: str | None = None
+    """virtual environment to activate, its directory"""
+
+    env: tuple[tuple[str, str], ...] = ()
+    """environment variables to set: names and values"""
+
+    python: str = "python"
+    """the interpreter: a command on PATH or a path"""
+
+    flags: tuple[str, ...] = ()
+    """ringtrain's own arguments, passed on untouched"""
+
+    def __post_init__(self) -> None:
+        self._check_shape()
+        self._check_words()
+        self._check_time()
+        self._check_environment()
+        if self.can_requeue and read_flag(self.flags, "resume") == "never":
+            raise UsageError(
+                "resume is 'never', with which each start of a requeued job would train a new run from the beginning. "
+                "Leave --resume out (the run goes on where its directory ends), or give --no_requeue."
+            )
+
+    @property
+    def num_gpus_per_node(self) -> int:
+        return self.gpus_per_node or 0
+
+    @property
+    def num_ranks_per_node(self) -> int:
+        return self.ranks_per_node or self.num_gpus_per_node
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.num_ranks_per_node
+
+    def _check_shape(self) -> None:
+        for name, value, least in (
+            ("nodes", self.nodes, 1),
+            ("gpus_per_node", self.num_gpus_per_node, 0),
+            ("ranks_per_node", self.num_ranks_per_node, 0),
+            ("cpus_per_rank", self.cpus_per_rank, 1),
+            ("signal_seconds", self.signal_seconds, 1),
+            ("max_requeues", self.max_requeues, 0),
+        ):
+            if value < least:
+                raise UsageError(f"{name} is {value}; it must be at least {least}.")
+        if self.signal_seconds > MAX_SIGNAL_SECONDS:
+            raise UsageError(f"signal_seconds is {self.signal_seconds}; Slurm takes at most {MAX_SIGNAL_SECONDS}.")
+        if not self.num_ranks_per_node:
+            raise UsageError(
+                "neither gpus_per_node nor ranks_per_node says how many ranks each node has. Give --gpus_per_node G "
+                "(one rank for each GPU), or --ranks_per_node R to compute on the cores."
+            )
+        if self.num_gpus_per_node and self.num_ranks_per_node != self.num_gpus_per_node:
+            raise UsageError(
+                f"ranks_per_node is {self.num_ranks_per_node} and gpus_per_node is {self.num_gpus_per_node}; each rank "
+                "takes one GPU, so the two must be equal. Give --gpus_per_node alone."
+            )
+
+    def _check_words(self) -> None:
+        """What goes into the lines that sbatch reads: one line each, which Slurm takes as it is meant."""
+        for name in ("partition", "account", "qos", "constraint"):
+            value = getattr(self, name)
+            if value is not None and not (value.isprintable() and re.fullmatch(r"[^-\s]\S*", value)):
+                raise UsageError(f"{name} is {value!r}; it must be one word of printable characters.")
+        for name, value, refused in (("job_name", self.job_name, "/\\"), ("output", self.output, "\\")):
+            if not value.strip() or not value.isprintable() or any(character in value for character in refused):
+                raise UsageError(
+                    f"{name} is {value!r}; it must be printable characters, none of them a line break or one of "
+                    f"{' '.join(refused)} , as Slurm makes a file name of it. Choose another."
+                )
+        num_bytes = len(self.job_name.encode())
+        if num_bytes > MAX_NAME_BYTES:
+            raise UsageError(f"job_name has {num_bytes} bytes; it must have at most {MAX_NAME_BYTES}.")
+        if self.mem is not None and not MEMORY.fullmatch(self.mem):
+            raise UsageError(f"mem is {self.mem!r}; it must be a number with K, M, G or T, such as 64G.")
+        if not MPI_NAME.fullmatch(self.mpi):
+            raise UsageError(f"mpi is {self.mpi!r}; it must be auto, pmix, pmi2 or {HOROVODRUN}.")
+
+    def _check_time(self) -> None:
+        if self.time is None:
+            return
+        seconds = read_time(self.time)
+        if seconds is None:
+            raise UsageError(
+                f"time is {self.time!r}; it must be minutes, hours:minutes:seconds or days-hours:minutes:seconds, such "
+                "as 30, 12:00:00 or 2-00:00:00."
+            )
+        if seconds <= self.signal_seconds:
+            raise UsageError(
+                f"time is {self.time!r}, {seconds} seconds, and signal_seconds is {self.signal_seconds}: the ranks "
+                "would be told to stop as soon as they start. Ask for more time, or give fewer --signal_seconds."
+            )
+
+    def _check_environment(self) -> None:
+        if self.conda is not None and self.venv is not None:
+            raise UsageError(f"conda is {self.conda!r} and venv is {self.venv!r}; give one of the two.")
+        named = [("conda", self.conda), ("venv", self.venv), ("python", self.python)]
+        for name, value in named + [("module", module) for module in self.modules]:
+            if value is not None and (not value or value.startswith("-")):
+                raise UsageError(f"{name} is {value!r}; it must not be empty, nor begin with a minus sign.")
+        for name, _ in self.env:
+            if not VARIABLE_NAME.fullmatch(name):
+                raise UsageError(
+                    f"env sets {name!r}, which is no name of a variable: letters, digits and _, no digit first. Write "
+                    "--env NAME=VALUE."
+                )
+
+
+def read_time(text: str) -> int | None:
+    """Seconds of a time limit in Slurm's words; None where it is none."""
+    match = TIME.fullmatch(text)
+    if match is None:
+        return None
+    days, first, second, third = (int(group) if group is not None else None for group in match.groups())
+    if days is not None:  # days-hours[:minutes[:seconds]]
+        return ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
+    if third is not None:
+        return ((first or 0) * 60 + (second or 0)) * 60 + third
+    return (first or 0) * 60 + (second or 0)
+
+
+def read_flag(flags: Sequence[str], name: str) -> str | None:
+    """The value that ringtrain's flags give a setting, the last one where there are several."""
+    value = None
+    for index, flag in enumerate(flags):
+        if flag == f"--{name}" and index + 1 < len(flags):
+            value = flags[index + 1]
+        elif flag.startswith(f"--{name}="):
+            value = flag.partition("=")[2]
+    return value

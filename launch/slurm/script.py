@@ -1,0 +1,85 @@
+"""The batch script of a request: a pure function, through the templates in ``launch/templates``.
+
+Nothing that a user typed gets into a script but through one of two filters: ``sbatch`` for the ``#SBATCH`` lines, and
+``shell`` for what bash reads. The templates cannot print a text that went through neither.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import jinja2
+
+from launch.slurm.job import HOROVODRUN, JobRequest
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
+PLAIN_OPTION = re.compile(r"[A-Za-z0-9_.,:%@+=/&|*()\[\]-]+")
+
+
+class Quoted(str):
+    """A text that one of the filters has made safe."""
+
+
+def render(request: JobRequest) -> str:
+    """The text of the batch script."""
+    template = "horovodrun" if request.mpi == HOROVODRUN else "srun"
+    return _ENVIRONMENT.get_template(f"{template}.sh.j2").render(job=request)
+
+
+def quote_shell(text: str) -> Quoted:
+    """One word of bash with exactly these bytes, on one line whatever they are.
+
+    Control characters, and bytes that are no UTF-8, are written as ``$'...'`` does (Bash Reference Manual, 3.1.2.4).
+    """
+    if text.isprintable():
+        return Quoted(shlex.quote(text))
+    pieces = []
+    for character in text:
+        if character in "\\'":
+            pieces.append(f"\\{character}")
+        elif character.isprintable():
+            pieces.append(character)
+        else:  # three octal digits: what follows cannot be taken for more of them
+            pieces += [f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape")]
+    return Quoted(f"$'{''.join(pieces)}'")
+
+
+def quote_sbatch(text: str) -> Quoted:
+    """One value of an ``#SBATCH`` line.
+
+    sbatch reads quotes and backslashes in them as a shell does, but a backslash means the next character also within
+    quotes, nothing is expanded, and # begins a comment (get_argument in Slurm's src/sbatch/opt.c).
+    """
+    if not text.isprintable():
+        raise ValueError(f"{text!r} does not fit into a line of sbatch's")
+    if PLAIN_OPTION.fullmatch(text):
+        return Quoted(text)
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return Quoted(f'"{escaped}"')
+
+
+def _refuse_unquoted(value: object) -> object:
+    """What templates may print: what a filter has quoted, and numbers."""
+    if isinstance(value, str) and not isinstance(value, Quoted):
+        raise TypeError(f"the template prints {value!r}, which no filter has quoted")
+    return value
+
+
+def _create_environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        finalize=_refuse_unquoted,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["shell"] = quote_shell
+    environment.filters["sbatch"] = quote_sbatch
+    return environment
+
+
+_ENVIRONMENT = _create_environment()

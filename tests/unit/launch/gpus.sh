@@ -1,0 +1,64 @@
+#!/bin/bash
+# ringtrain: 8 ranks, 4 on each of 2 nodes, started by srun.
+#SBATCH --job-name=inception
+#SBATCH --output=%x-%j.out
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=8
+# Every rank sees all GPUs of its node and takes the one of its local rank. --gpus-per-task would show each rank its own
+# alone, and NCCL could not copy from one GPU to the next.
+#SBATCH --gpus-per-node=4
+#SBATCH --mem=200G
+#SBATCH --time=12:00:00
+#SBATCH --partition=gpu
+#SBATCH --account=vision
+# So many seconds before the time limit srun's tasks, the ranks, are told to save and stop.
+#SBATCH --signal=USR1@120
+# The job may start again under its number: after a lost node by Slurm, after a save by the last line of this script.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+stop() {
+    echo "launch: error: $*" >&2
+    exit 2
+}
+
+# A batch script runs in no login shell, which is where most sites define `module`.
+# shellcheck source=/dev/null
+command -v module >/dev/null || source /etc/profile
+module load cuda/12.5 || stop 'module load cuda/12.5 failed; see: module avail'
+module load openmpi/4.1.6 || stop 'module load openmpi/4.1.6 failed; see: module avail'
+
+# shellcheck source=/dev/null
+source /home/ada/ringtrain/.venv/bin/activate || stop '/home/ada/ringtrain/.venv is no virtual environment on this node'
+
+# Here the ranks say which run directory is open and how the run ended, since exit codes get blurred on their way. Each
+# start has a directory of its own: ranks on a node that was lost may still write into theirs.
+export RINGTRAIN_LAUNCH_DIR=$SLURM_SUBMIT_DIR/.launch/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+mkdir -p "$RINGTRAIN_LAUNCH_DIR" || stop 'submit from a directory that all nodes share and you may write to'
+rm -f "$RINGTRAIN_LAUNCH_DIR"/*.json
+
+echo "launch: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST" >&2
+
+# Since Slurm 22.05 srun does not take the cores of a task from the job.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+
+# --export=ALL: the environment above reaches the ranks even where sbatch was told to pass none on.
+# --kill-on-bad-exit: a rank that fails ends the others, which would wait for it for ever.
+srun --mpi=pmix --export=ALL --kill-on-bad-exit=1 \
+    python -m ringtrain --workload inception --data_dir /data/images --options.image_size 299 &
+ranks=$!
+
+# A signal for this shell is meant for the ranks, which then save at the same step and leave with exit code 75. It is
+# passed on as USR1, since srun and mpirun answer TERM by killing them.
+trap 'kill -USR1 "$ranks" 2>/dev/null' USR1 TERM
+# Each such signal ends a `wait` early. The last one returns the exit code, though the ranks are gone by then.
+while kill -0 "$ranks" 2>/dev/null; do
+    wait "$ranks"
+done
+wait "$ranks"
+status=$?
+trap '' USR1 TERM # nothing is left that they could stop
+
+# Starts the job again where the run has saved and is to go on; else says how it ended and returns its exit code.
+exec python -m launch slurm after --status "$status" --script "$0" --max_requeues 20

@@ -1,0 +1,330 @@
+"""What follows when the ranks of a job have ended, and what Slurm is asked for then."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from launch.slurm import controller
+from launch.slurm.after import Ended, JobState, count_restarts, decide, read_state
+from launch.slurm.cli import main
+from launch.slurm.output import FailedRank, find_failed_rank
+from ringtrain.errors import UsageError
+from ringtrain.launched import EndTold, RunTold
+from tests.unit.launch.batch import Site, create_site
+
+RUN = RunTold(path=Path("/runs/a"), step=100, is_complete=False)
+SIGNAL = EndTold(status="preempted", exit_code=75, message="stopped by SIGUSR1: saved.", stopped_by="signal")
+TIME = dataclasses.replace(SIGNAL, message="stopped by the end of Slurm job 7: saved.", stopped_by="time")
+FILE = dataclasses.replace(SIGNAL, message="stopped by the file stop: saved.", stopped_by="file")
+DATA = EndTold(status="data", exit_code=3, message="data_dir 'x' holds no images.")
+DONE = EndTold(status="completed", exit_code=0)
+KILLED = FailedRank("task 1", "n2", "Killed")
+LEFT = FailedRank("task 0", "n1", "Exited with exit code 75")
+
+
+def ended(**changes: object) -> Ended:
+    """A start that was told to stop by Slurm, and saved."""
+    usual = Ended(
+        status=75,
+        end=SIGNAL,
+        run=RUN,
+        newest_step=150,
+        state=JobState.RUNNING,
+        failed_rank=LEFT,
+        restarts=0,
+        max_requeues=20,
+    )
+    return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
+
+
+DECISIONS = [
+    # told to stop by Slurm, or by the clock
+    (ended(), True, 75, ["stopped by SIGUSR1", "restart 1 of at most 20"]),
+    (ended(end=TIME), True, 75, ["the end of Slurm job 7"]),
+    (ended(status=143), True, 75, []),
+    (ended(status=137), True, 75, []),
+    (ended(failed_rank=None), True, 75, []),
+    (ended(failed_rank=FailedRank("task 1", "n2", "Terminated")), True, 75, []),
+    (ended(state=JobState.UNKNOWN), True, 75, []),
+    (ended(state=JobState.TIMED_OUT), True, 75, []),
+    (ended(restarts=19), True, 75, ["restart 20 of at most 20"]),
+    # the first start may be told to stop before its first step; a restart that gets nowhere ends it
+    (ended(newest_step=100), True, 75, []),
+    (ended(run=None, newest_step=None), True, 75, []),
+    (ended(restarts=1, newest_step=100), False, 75, ["no further than step 100", "--time"]),
+    (ended(restarts=1, run=None, newest_step=None), False, 75, ["no further than step 0"]),
+    (ended(restarts=1, newest_step=101), True, 75, []),
+    # bounds, and those who want an end
+    (ended(restarts=20), False, 75, ["20 restarts", "--max_requeues is 20"]),
+    (ended(max_requeues=0), False, 75, ["--max_requeues is 0"]),
+    (ended(end=FILE), False, 75, ["stopped by the file stop", "somebody wanted it to stop"]),
+    (ended(end=dataclasses.replace(SIGNAL, stopped_by=None)), False, 75, ["Not started again"]),
+    (ended(state=JobState.ENDING), False, 75, ["cancelled"]),
+    # done
+    (ended(status=0, end=DONE, failed_rank=None), False, 0, ["the run is complete."]),
+    (ended(status=137, end=DONE), False, 0, ["the run is complete."]),
+    (ended(status=0, end=None, failed_rank=None), False, 0, ["in good order"]),
+    (
+        ended(status=0, end=None, failed_rank=None, run=dataclasses.replace(RUN, is_complete=True)),
+        False,
+        0,
+        ["completed before"],
+    ),
+    # failed
+    (ended(status=3, end=DATA), False, 3, ["exit code 3 (data)", "holds no images"]),
+    (ended(status=137, end=DATA), False, 3, ["holds no images"]),
+    (ended(status=1, end=DATA, failed_rank=None), False, 3, ["holds no images"]),
+    (ended(status=137, end=None, failed_rank=KILLED), False, 137, ["exit code 137 (SIGKILL)", "task 1 on n2: Killed"]),
+    (ended(status=137, failed_rank=KILLED), False, 137, ["task 1 on n2: Killed"]),
+    (ended(status=75, end=None), False, 75, ["exit code 75", "did not say why"]),
+    (ended(status=143, end=None, failed_rank=None, state=JobState.ENDING), False, 143, ["SIGTERM", "cancelled"]),
+]
+
+
+@pytest.mark.parametrize(("start", "restarts", "exit_code", "words"), DECISIONS)
+def test_what_follows_from_how_a_start_ended(start: Ended, restarts: bool, exit_code: int, words: list[str]) -> None:
+    decision = decide(start)
+    assert (decision.restarts, decision.exit_code) == (restarts, exit_code)
+    for text in words:
+        assert text in decision.message
+    assert "\n" not in decision.message
+
+
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [
+        ("RUNNING|None", JobState.RUNNING),
+        ("RUNNING|None\n", JobState.RUNNING),
+        ("COMPLETING|TimeLimit", JobState.TIMED_OUT),
+        ("TIMEOUT|TimeLimit", JobState.TIMED_OUT),
+        ("COMPLETING|None", JobState.ENDING),
+        ("CANCELLED|None", JobState.ENDING),
+        ("PENDING|BeginTime", JobState.ENDING),
+        (None, JobState.UNKNOWN),
+    ],
+)
+def test_a_job_s_state_is_read_from_squeue(words: str | None, state: JobState) -> None:
+    assert read_state(words) is state
+
+
+# As Slurm 22.05 and Open MPI 4.1 print it.
+OUTPUT = """\
+launch: job 7, restart 0, on n[1-2]
+srun: error: n1: task 0: Exited with exit code 75
+launch: job 7, restart 1, on n[1-2]
+ringtrain: error: rank 1 on n2: something
+srun: error: n2: task 1: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=7.0
+slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-21T15:00:27 ***
+srun: error: n1: task 0: Exited with exit code 75
+"""
+MPIRUN = "mpirun noticed that process rank 1 with PID 0 on node n2 exited on signal 9 (Killed).\n"
+
+
+def test_the_first_rank_that_failed_since_the_last_start_is_found() -> None:
+    assert find_failed_rank(OUTPUT) == KILLED
+    assert find_failed_rank(OUTPUT.partition("launch: job 7, restart 1")[0]) == LEFT
+    assert find_failed_rank(OUTPUT.partition("ringtrain")[0]) is None
+    assert find_failed_rank(MPIRUN) == FailedRank("rank 1", "n2", "signal 9 (Killed)")
+    assert find_failed_rank("srun: error: n2: tasks 0-1,3: Exited with exit code 2\n") == FailedRank(
+        "tasks 0-1,3", "n2", "Exited with exit code 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "was_told"),
+    [
+        ("Exited with exit code 75", True),
+        ("Exited with exit code 175", False),
+        ("Exited with exit code 1", False),
+        ("Terminated", True),
+        ("User defined signal 1", True),
+        ("Killed", False),
+        ("Segmentation fault (core dumped)", False),
+        ("signal 15 (Terminated)", True),
+        ("Out Of Memory", False),
+    ],
+)
+def test_a_rank_that_was_told_to_stop_is_told_from_one_that_failed(how: str, was_told: bool) -> None:
+    assert FailedRank("task 0", "n1", how).was_told_to_stop is was_told
+
+
+def test_restarts_count_under_all_numbers_of_a_job() -> None:
+    assert count_restarts({}) == 0
+    assert count_restarts({"SLURM_RESTART_COUNT": "2", "RINGTRAIN_LAUNCH_RESTARTS": "3"}) == 5
+
+
+# --- Acting, on programs that write down how they were called ---
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    site = create_site(tmp_path)
+    (site.programs / "python").unlink()
+    site.set("squeue", "echo 'RUNNING|None'")
+    site.set("sbatch", 'env >"$CALLS/sbatch.environ"; echo "8;cluster"')
+    return site
+
+
+def follow_up(site: Site, end: EndTold | None, variables: Mapping[str, str] | None = None) -> tuple[int, list[str]]:
+    """What ``launch slurm after`` returns and prints after a run that went on from step 100."""
+    told, run = site.submit / ".launch" / "7-0", site.submit / "runs" / "a"
+    told.mkdir(parents=True)
+    (run / "checkpoints" / "step-000000150").mkdir(parents=True)
+    (told / "run.json").write_text(json.dumps({"path": str(run), "step": 100, "is_complete": False}))
+    if end is not None:
+        (told / "end.json").write_text(json.dumps(dataclasses.asdict(end)))
+    command = [sys.executable, "-m", "launch", "slurm", "after", "--status", "137", "--script", "slurm_script"]
+    root = str(Path(__file__).resolve().parents[3])
+    with (site.submit / "job.out").open("a+") as output:
+        finished = subprocess.run(
+            [*command, "--max_requeues", "20"],
+            cwd=site.submit,
+            env={**site.environ, "RINGTRAIN_LAUNCH_DIR": str(told), "PYTHONPATH": root, **(variables or {})},
+            stdout=output,
+            stderr=output,
+        )
+        output.seek(0)
+        return finished.returncode, output.read().splitlines()
+
+
+def test_a_run_that_has_saved_is_requeued_once(site: Site) -> None:
+    exit_code, lines = follow_up(site, SIGNAL)
+    assert (exit_code, len(lines)) == (75, 1)
+    assert lines[0].endswith("stopped by SIGUSR1: saved. The job starts again: restart 1 of at most 20.")
+    assert site.calls("scontrol") == [[b"requeue", b"7"]]
+    assert site.calls("sbatch") == []
+    assert not (site.submit / ".launch" / "7-0").exists()
+
+
+def test_where_requeueing_is_refused_the_script_is_submitted_anew_and_restarts_are_counted(site: Site) -> None:
+    site.set("scontrol", "echo 'Requested operation is presently disabled for job 7' >&2; exit 1")
+    variables = {"SLURM_RESTART_COUNT": "2", "RINGTRAIN_LAUNCH_RESTARTS": "3", "SLURM_CONF": "/etc/slurm.conf"}
+    exit_code, lines = follow_up(site, SIGNAL, variables)
+    assert exit_code == 75
+    assert "restart 6 of at most 20" in lines[0]
+    assert "does not requeue job 7: Requested operation is presently disabled for job 7." in lines[1]
+    assert lines[2].startswith("launch: job 8 goes on")
+    assert site.calls("sbatch") == [[b"--parsable", b"--dependency=afterany:7", b"slurm_script"]]
+    environ = (site.programs / "sbatch.environ").read_text().splitlines()
+    slurm = sorted(line for line in environ if line.startswith(("SLURM_", "RINGTRAIN_LAUNCH_RESTARTS")))
+    assert slurm == ["RINGTRAIN_LAUNCH_RESTARTS=6", "SLURM_CONF=/etc/slurm.conf"]
+
+
+def test_where_nothing_is_taken_the_user_is_told(site: Site) -> None:
+    site.set("scontrol", "exit 1")
+    site.set("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
+    exit_code, lines = follow_up(site, SIGNAL)
+    assert exit_code == 75
+    assert "exit code 1" in lines[1]
+    assert lines[2].endswith("sbatch: error: no. Nothing goes on by itself: submit the job again.")
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "words"),
+    [
+        (DONE, 0, "the run is complete."),
+        (DATA, 3, "holds no images"),
+        (None, 137, "did not say why"),
+        (FILE, 75, "file"),
+    ],
+)
+def test_other_ends_are_said_last_and_nothing_is_started(
+    end: EndTold | None, exit_code: int, words: str, site: Site
+) -> None:
+    (site.submit / "job.out").write_text("ringtrain's lines\n")
+    returned, lines = follow_up(site, end)
+    assert returned == exit_code
+    assert words in lines[-1]
+    assert site.calls("scontrol") == site.calls("sbatch") == []
+
+
+def test_a_cancelled_job_stays_cancelled(site: Site) -> None:
+    site.set("squeue", "echo 'COMPLETING|None'")
+    exit_code, lines = follow_up(site, SIGNAL)
+    assert (exit_code, site.calls("scontrol")) == (75, [])
+    assert "cancelled" in lines[-1]
+
+
+def test_a_rank_that_was_killed_is_named_although_the_others_saw_an_order_to_stop(site: Site) -> None:
+    (site.submit / "job.out").write_text(OUTPUT)
+    exit_code, lines = follow_up(site, SIGNAL)
+    assert (exit_code, site.calls("scontrol")) == (137, [])
+    assert "The first to fail was task 1 on n2: Killed." in lines[-1]
+
+
+def test_outside_a_batch_script_there_is_nothing_to_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(UsageError, match="last line of a batch script"):
+        main(["after", "--status", "0", "--script", "x", "--max_requeues", "1"])
+
+
+# --- Slurm's programs ---
+
+
+def test_a_controller_that_is_away_is_asked_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(site.programs))
+    site.set("scontrol", 'mkdir "$CALLS/came" || exit 0; echo "error: Unable to contact slurm controller" >&2; exit 1')
+    assert controller.requeue("7") is None
+    assert len(site.calls("scontrol")) == 2
+    site.set("scontrol", 'echo "error: Unable to contact slurm controller" >&2; exit 1')
+    assert controller.requeue("7") == "error: Unable to contact slurm controller"
+    assert len(site.calls("scontrol")) == 5
+
+
+def test_a_refusal_is_taken_at_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(site.programs))
+    site.set("scontrol", 'echo "no" >&2; exit 1')
+    assert controller.requeue("7") == "no"
+    assert len(site.calls("scontrol")) == 1
+    monkeypatch.setattr(controller, "ANSWER_SECONDS", 0.05)
+    site.set("scontrol", "exec sleep 60")
+    assert "did not answer" in (controller.requeue("7") or "")
+    (site.programs / "scontrol").unlink()
+    monkeypatch.setenv("PATH", str(site.programs))
+    assert "cannot be started: No such file" in (controller.requeue("7") or "")
+
+
+@pytest.mark.parametrize("text", ["12", "12;cluster", "a notice of the site\n12"])
+def test_the_number_of_a_job_is_found_in_what_sbatch_prints(text: str) -> None:
+    assert controller.read_job_number(text) == "12"
+
+
+def test_submit_says_what_can_be_done_about_the_job(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(site.programs))
+    site.set("sbatch", 'cat >"$CALLS/stdin"; echo "8;cluster"')
+    options = ["--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix", "--job_name", "a b"]
+    flags = ["--out", "runs/it's"]
+    assert main(["submit", *options, "--", *flags]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "job 8 is submitted; it writes into 'a b-8.out'",
+        "  follow it:             tail -F 'a b-8.out'",
+        "  save and stop it:      touch 'runs/it'\"'\"'s/stop'",
+        "  save and start again:  scancel --signal=USR1 8",
+        "  end it, not saving:    scancel 8",
+    ]
+    assert main(["render", *options, "--", *flags]) == 0
+    assert capsys.readouterr().out == (site.programs / "stdin").read_text()
+    assert site.calls("sbatch") == [[b"--parsable"]]
+
+
+def test_submit_says_why_sbatch_refuses(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(site.programs))
+    site.set("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+    with pytest.raises(UsageError, match="invalid partition specified: x"):
+        main(["submit", "--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix", "--partition", "x"])

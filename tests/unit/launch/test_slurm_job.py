@@ -1,0 +1,112 @@
+"""What a user may ask of Slurm, and what is wrong with the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.slurm.cli import main
+from launch.slurm.job import JobRequest, read_flag, read_time
+from ringtrain.errors import UsageError
+
+SHAPE = ["--nodes", "2", "--ranks_per_node", "4", "--mpi", "pmix"]
+GPUS = ["--nodes", "2", "--gpus_per_node", "4", "--mpi", "pmix"]
+
+WRONG = [
+    (["--nodes", "0", "--ranks_per_node", "1"], ["nodes is 0", "at least 1"]),
+    (["--nodes", "two", "--ranks_per_node", "1"], ["--nodes", "'two'"]),
+    (["--nodes", "2", "--mpi", "pmix"], ["--gpus_per_node G", "--ranks_per_node R"]),
+    ([*GPUS, "--ranks_per_node", "2"], ["ranks_per_node is 2", "gpus_per_node is 4", "equal"]),
+    ([*SHAPE, "--gpus_per_node", "-1"], ["gpus_per_node is -1"]),
+    ([*SHAPE, "--cpus_per_rank", "0"], ["cpus_per_rank is 0"]),
+    ([*SHAPE, "--time", "soon"], ["time is 'soon'", "days-hours"]),
+    ([*SHAPE, "--time", "1:2:3:4"], ["time is '1:2:3:4'"]),
+    ([*SHAPE, "--time", "2"], ["time is '2', 120 seconds", "signal_seconds is 120", "--signal_seconds"]),
+    ([*SHAPE, "--signal_seconds", "0"], ["signal_seconds is 0"]),
+    ([*SHAPE, "--signal_seconds", "65536"], ["signal_seconds is 65536", "65535"]),
+    ([*SHAPE, "--max_requeues", "-1"], ["max_requeues is -1"]),
+    ([*SHAPE, "--mem", "64 GB"], ["mem is '64 GB'", "64G"]),
+    ([*SHAPE, "--partition", "a b"], ["partition is 'a b'", "one word"]),
+    ([*SHAPE, "--account", "a\n#SBATCH --uid=0"], ["account is"]),
+    ([*SHAPE, "--qos", ""], ["qos is ''"]),
+    ([*SHAPE, "--constraint=-x"], ["constraint is '-x'"]),
+    ([*SHAPE, "--job_name", "a/b"], ["job_name is 'a/b'", "file name"]),
+    ([*SHAPE, "--job_name", "a\\b"], ["job_name is"]),
+    ([*SHAPE, "--job_name", "a\nb"], [r"job_name is 'a\nb'", "line break"]),
+    ([*SHAPE, "--job_name", "a\x1b[2Jb"], ["job_name is"]),
+    ([*SHAPE, "--job_name", "a\u2028b"], ["job_name is"]),
+    ([*SHAPE, "--job_name", "\udcff"], ["job_name is"]),
+    ([*SHAPE, "--job_name", " "], ["job_name is ' '"]),
+    ([*SHAPE, "--job_name", "a" * 201], ["201 bytes", "at most 200"]),
+    ([*SHAPE, "--output", "a\n.out"], ["output is"]),
+    ([*SHAPE, "--output", "a\\%j.out"], ["output is"]),
+    ([*SHAPE, "--mpi", "openmpi"], ["mpi is 'openmpi'", "pmi2"]),
+    ([*SHAPE, "--conda", "a", "--venv", "b"], ["conda is 'a' and venv is 'b'", "one of the two"]),
+    ([*SHAPE, "--venv=-x"], ["venv is '-x'"]),
+    ([*SHAPE, "--module", ""], ["module is ''"]),
+    ([*SHAPE, "--env", "HOME"], ["env is 'HOME'", "NAME=VALUE"]),
+    ([*SHAPE, "--env", "a b=c"], ["'a b'", "name of a variable"]),
+    ([*SHAPE, "--env", "$(id)=c"], ["'$(id)'"]),
+    ([*SHAPE, "--", "--resume", "never"], ["resume is 'never'", "--no_requeue"]),
+    ([*SHAPE, "--", "--resume=never"], ["resume is 'never'"]),
+    ([*SHAPE, "--workload", "digits"], ["'--workload'", "after --"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), WRONG, ids=lambda value: " ".join(value)[-40:])
+def test_what_is_wrong_is_named_with_its_value_and_the_remedy(arguments: list[str], expected: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        main(["render", *arguments])
+    for text in expected:
+        assert text in str(caught.value)
+
+
+def test_a_node_has_a_rank_for_each_gpu() -> None:
+    for request in (
+        JobRequest(nodes=2, gpus_per_node=4),
+        JobRequest(nodes=2, gpus_per_node=4, ranks_per_node=4),
+        JobRequest(nodes=2, gpus_per_node=0, ranks_per_node=4),
+        JobRequest(nodes=2, ranks_per_node=4),
+    ):
+        assert (request.num_ranks_per_node, request.num_ranks) == (4, 8)
+
+
+def test_new_runs_are_trained_where_nothing_is_requeued() -> None:
+    JobRequest(nodes=1, ranks_per_node=1, can_requeue=False, flags=("--resume", "never"))
+    JobRequest(nodes=1, ranks_per_node=1, flags=("--resume", "never", "--resume", "auto"))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("30:15", 1815),
+        ("01:00:00", 3600),
+        ("2-1", 176400),
+        ("2-01:30", 178200),
+        ("2-01:30:10", 178210),
+        ("", None),
+        ("1-", None),
+        ("-1", None),
+        ("1h", None),
+        ("٣", None),
+        ("1:2:3:4", None),
+        ("infinite", None),
+    ],
+)
+def test_time_limits_are_read_in_slurm_s_words(text: str, seconds: int | None) -> None:
+    assert read_time(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        ([], None),
+        (["--out"], None),
+        (["--output", "a"], None),
+        (["--out", "a b"], "a b"),
+        (["--out=a=b"], "a=b"),
+        (["--out", "a", "--out=b"], "b"),
+    ],
+)
+def test_a_setting_is_found_among_ringtrain_s_flags(flags: list[str], value: str | None) -> None:
+    assert read_flag(flags, "out") == value

@@ -96,13 +96,12 @@ def why_not_again(ended: Ended) -> str | None:
     if end is None or end.exit_code != PreemptedError.exit_code or ended.has_lost_rank:
         return ""
     if end.stopped_by not in ("signal", "time"):
-        return "Not started again, as somebody wanted it to stop; the same command goes on."
+        return "Not started again, as somebody wanted it to stop."
     if ended.state is JobState.ENDING:
-        return f"Not started again: the job is being ended already ({ended.state.value}). The same command goes on."
+        return f"Not started again: the job is being ended already ({ended.state.value})."
     if ended.restarts >= ended.max_requeues:
         return (
-            f"Not started again: {ended.restarts} restarts are behind it, and --max_requeues is {ended.max_requeues}. "
-            "The same command goes on."
+            f"Not started again: {ended.restarts} restarts are behind it, and --max_requeues is {ended.max_requeues}."
         )
     first_step = ended.run.step if ended.run else 0
     if ended.restarts and (ended.newest_step or 0) <= first_step:

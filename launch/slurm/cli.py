@@ -171,7 +171,7 @@ def describe_job(request: JobRequest, number: str) -> list[str]:
         f"  follow it:             tail -F {output}",
         f"  save and stop it:      {stop}",
         f"  save and start again:  scancel --signal=USR1 {number}",
-        f"  end it, not saving:    scancel {number}",
+        f"  end it in seconds:     scancel {number}",
     ]
 
 

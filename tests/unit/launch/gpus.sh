@@ -38,7 +38,7 @@ export RINGTRAIN_LAUNCH_DIR=$SLURM_SUBMIT_DIR/.launch/$SLURM_JOB_ID-${SLURM_REST
 mkdir -p "$RINGTRAIN_LAUNCH_DIR" || stop 'submit from a directory that all nodes share and you may write to'
 rm -f "$RINGTRAIN_LAUNCH_DIR"/*.json
 
-echo "launch: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST" >&2
+echo "launch: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST, $(date '+%F %T')" >&2
 
 # Since Slurm 22.05 srun does not take the cores of a task from the job.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -50,7 +50,7 @@ srun --mpi=pmix --export=ALL --kill-on-bad-exit=1 \
 ranks=$!
 
 # A signal for this shell is meant for the ranks, which then save at the same step and leave with exit code 75. It is
-# passed on as USR1, since srun and mpirun answer TERM by killing them.
+# passed on as USR1, since srun answers TERM by killing them.
 trap 'kill -USR1 "$ranks" 2>/dev/null' USR1 TERM
 # Each such signal ends a `wait` early. The last one returns the exit code, though the ranks are gone by then.
 while kill -0 "$ranks" 2>/dev/null; do

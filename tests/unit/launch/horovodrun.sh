@@ -30,7 +30,7 @@ export RINGTRAIN_LAUNCH_DIR=$SLURM_SUBMIT_DIR/.launch/$SLURM_JOB_ID-${SLURM_REST
 mkdir -p "$RINGTRAIN_LAUNCH_DIR" || stop 'submit from a directory that all nodes share and you may write to'
 rm -f "$RINGTRAIN_LAUNCH_DIR"/*.json
 
-echo "launch: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST" >&2
+echo "launch: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST, $(date '+%F %T')" >&2
 
 # This site's srun cannot start MPI programs (it has neither PMIx nor PMI2). horovodrun needs ssh to the other nodes that
 # asks for no password.
@@ -42,8 +42,9 @@ horovodrun -np 64 -H "$hosts" \
 ranks=$!
 
 # A signal for this shell is meant for the ranks, which then save at the same step and leave with exit code 75. It is
-# passed on as USR1, since srun and mpirun answer TERM by killing them.
-trap 'kill -USR1 "$ranks" 2>/dev/null' USR1 TERM
+# passed on as USR1, since mpirun answers TERM by killing them, and to the children: horovodrun has become a shell that
+# waits for mpirun, or mpirun itself, whose children are the ranks of this node.
+trap 'pkill -USR1 -P "$ranks"' USR1 TERM
 # Each such signal ends a `wait` early. The last one returns the exit code, though the ranks are gone by then.
 while kill -0 "$ranks" 2>/dev/null; do
     wait "$ranks"

@@ -315,7 +315,7 @@ def test_submit_says_what_can_be_done_about_the_job(
         "  follow it:             tail -F 'a b-8.out'",
         "  save and stop it:      touch 'runs/it'\"'\"'s/stop'",
         "  save and start again:  scancel --signal=USR1 8",
-        "  end it, not saving:    scancel 8",
+        "  end it in seconds:     scancel 8",
     ]
     assert main(["render", *options, "--", *flags]) == 0
     assert capsys.readouterr().out == (site.programs / "stdin").read_text()

@@ -1,0 +1,44 @@
+"""launch/README.md says of Slurm what is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.cli import create_request_parser, describe_job
+from launch.slurm.job import JobRequest
+
+ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "launch" / "README.md").read_text()
+WORDS = " ".join(README.split())
+SOURCES = [path.read_text() for room in ("ringtrain", "launch") for path in (ROOT / room).rglob("*.py")]
+
+
+def test_every_option_is_named() -> None:
+    options = {option for action in create_request_parser("render", "")._actions for option in action.option_strings}
+    missing = {
+        option for option in options - {"-h", "--help"} if f"{option} " not in README and f"{option}`" not in README
+    }
+    assert missing - {"--to"} == set()
+    assert "--to run.sh" in README
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "the launcher belongs to another MPI than Horovod",
+        "ranks, and each rank needs its own. Start",
+        "is being written by",
+    ],
+)
+def test_the_messages_that_are_explained_are_ringtrain_s(message: str) -> None:
+    assert message in WORDS
+    sources = [" ".join(re.sub(r'"\s+f?"', "", source).split()) for source in SOURCES]
+    assert any(message in source for source in sources)
+
+
+def test_what_submit_says_is_shown() -> None:
+    request = JobRequest(nodes=1, gpus_per_node=4, flags=("--out", "runs/resnet"))
+    assert "\n".join(describe_job(request, "4711")) in README

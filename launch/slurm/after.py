@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.slurm.controller import ask_job_state, chain, requeue
+from launch.slurm.controller import chain, describe_job, requeue
 from launch.slurm.output import FailedRank, find_failed_rank, read_output
 from ringtrain.errors import PreemptedError, UsageError
 from ringtrain.launched import DIRECTORY_VARIABLE, EndTold, RunTold, clear, read_end, read_run
@@ -19,13 +20,22 @@ RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
 """restarts under former numbers, where this site refuses to requeue and each restart is a job of its own"""
 
 
+# The job's name, which may say anything, stands on a line of its own.
+STATE_LINE = re.compile(r"^ +JobState=(\w+) Reason=(\S+)", re.MULTILINE)
+RESTARTS_LINE = re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE)
+
+
 class JobState(enum.Enum):
     """What becomes of the job without our doing."""
 
     RUNNING = "running"
-    TIMED_OUT = "timed out"
+    TIMED_OUT = "at its time limit"
     ENDING = "cancelled, or requeued by Slurm itself"
+    STARTED_AGAIN = "started again by Slurm itself after a lost node"
     UNKNOWN = "unknown"
+
+
+LEFT_ALONE = (JobState.ENDING, JobState.STARTED_AGAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +107,8 @@ def why_not_again(ended: Ended) -> str | None:
         return ""
     if end.stopped_by not in ("signal", "time"):
         return "Not started again, as somebody wanted it to stop."
-    if ended.state is JobState.ENDING:
-        return f"Not started again: the job is being ended already ({ended.state.value})."
+    if ended.state in LEFT_ALONE:
+        return f"Not started again by this script: the job is {ended.state.value}."
     if ended.restarts >= ended.max_requeues:
         return (
             f"Not started again: {ended.restarts} restarts are behind it, and --max_requeues is {ended.max_requeues}."
@@ -119,12 +129,12 @@ def describe_end(ended: Ended) -> str:
         if end.status == "completed":
             return "the run is complete."
         return f"the run ended with exit code {end.exit_code} ({end.status}). {end.message or ''}".strip()
-    if ended.status == 0:
+    if ended.status == 0 and ended.state is not JobState.STARTED_AGAIN:
         was_complete = ended.run is not None and ended.run.is_complete
         return "the run had been completed before." if was_complete else "all ranks ended in good order."
     first = f" The first to fail was {ended.failed_rank}." if ended.failed_rank else ""
-    if ended.state is JobState.ENDING:
-        first += f" The job is being ended ({ended.state.value})."
+    if ended.state in LEFT_ALONE:
+        first += f" The job is {ended.state.value}."
     return (
         f"the ranks ended with {describe_status(ended.status)}, and the run did not say why.{first} See above for what "
         "it printed. The same command goes on from the newest checkpoint."
@@ -139,17 +149,24 @@ def describe_status(status: int) -> str:
         return f"exit code {status}"
 
 
-def read_state(words: str | None) -> JobState:
-    """The state of a job from ``squeue``'s words, such as ``RUNNING|None``; None where squeue did not answer.
+def read_state(description: str | None, *, restarts: int) -> JobState:
+    """The state of a job from what ``scontrol show job`` prints; None where it did not answer.
 
-    Slurm calls every job COMPLETING whose end has begun. Reason TimeLimit says that nobody wished it.
+    Slurm calls every job COMPLETING whose end has begun, and would requeue it all the same. Reason TimeLimit says that
+    nobody wished the end. Where srun has lost a node this script may go on beside the job's next start.
+
+    Args:
+        restarts: how often Slurm had started the job again when it started this script.
     """
-    if words is None:
+    state = STATE_LINE.search(description or "")
+    counted = RESTARTS_LINE.search(description or "")
+    if state is None or counted is None:
         return JobState.UNKNOWN
-    state, _, reason = words.strip().partition("|")
-    if reason == "TimeLimit" or state == "TIMEOUT":
+    if int(counted[1]) > restarts:
+        return JobState.STARTED_AGAIN
+    if state[2] == "TimeLimit" or state[1] == "TIMEOUT":
         return JobState.TIMED_OUT
-    return JobState.RUNNING if state == "RUNNING" else JobState.ENDING
+    return JobState.RUNNING if state[1] == "RUNNING" else JobState.ENDING
 
 
 def count_restarts(environ: Mapping[str, str]) -> int:
@@ -183,7 +200,7 @@ def look(job: str, told: Path, *, status: int, max_requeues: int) -> Ended:
         end=end,
         run=run,
         newest_step=find_newest_step(run),
-        state=read_state(ask_job_state(job)),
+        state=read_state(describe_job(job), restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0)),
         failed_rank=find_failed_rank(read_output()) if status else None,
         restarts=count_restarts(os.environ),
         max_requeues=max_requeues,

@@ -25,10 +25,10 @@ class Answer(NamedTuple):
     """what it printed where it did as told, else why not, in one line"""
 
 
-def ask_job_state(job: str) -> str | None:
-    """State and reason of a job, such as ``RUNNING|None``; None where the controller did not say."""
-    answer = ask(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r"])
-    return answer.text or None if answer.is_good else None
+def describe_job(job: str) -> str | None:
+    """What ``scontrol show job`` prints of a job; None where the controller did not say."""
+    answer = ask(["scontrol", "show", "job", job])
+    return answer.text if answer.is_good else None
 
 
 def requeue(job: str) -> str | None:

@@ -18,7 +18,6 @@ SITE = {
     "python": 'exit "${AFTER_STATUS:-0}"',
     "scontrol": "printf 'n1\\nn2\\n'",
     "sbatch": "",
-    "squeue": "",
 }
 JOB = {
     "SLURM_JOB_ID": "7",

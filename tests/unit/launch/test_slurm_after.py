@@ -68,6 +68,8 @@ DECISIONS = [
     (ended(end=FILE), False, 75, ["stopped by the file stop", "somebody wanted it to stop"]),
     (ended(end=dataclasses.replace(SIGNAL, stopped_by=None)), False, 75, ["Not started again"]),
     (ended(state=JobState.ENDING), False, 75, ["cancelled"]),
+    (ended(state=JobState.STARTED_AGAIN), False, 75, ["started again by Slurm itself"]),
+    (ended(status=0, end=None, failed_rank=None, state=JobState.STARTED_AGAIN), False, 0, ["Slurm itself"]),
     # done
     (ended(status=0, end=DONE, failed_rank=None), False, 0, ["the run is complete."]),
     (ended(status=137, end=DONE), False, 0, ["the run is complete."]),
@@ -98,21 +100,41 @@ def test_what_follows_from_how_a_start_ended(start: Ended, restarts: bool, exit_
     assert "\n" not in decision.message
 
 
+# As Slurm 22.05 prints it.
+DESCRIPTION = """\
+JobId=7 JobName={name}
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   Priority=4294901758 Nice=0 Account=(null) QOS=(null)
+   JobState={state} Reason={reason} Dependency=(null)
+   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode=0:0
+"""
+
+
+def describe(state: str, reason: str = "None", restarts: int = 0, name: str = "a") -> str:
+    return DESCRIPTION.format(state=state, reason=reason, restarts=restarts, name=name)
+
+
 @pytest.mark.parametrize(
-    ("words", "state"),
+    ("description", "state"),
     [
-        ("RUNNING|None", JobState.RUNNING),
-        ("RUNNING|None\n", JobState.RUNNING),
-        ("COMPLETING|TimeLimit", JobState.TIMED_OUT),
-        ("TIMEOUT|TimeLimit", JobState.TIMED_OUT),
-        ("COMPLETING|None", JobState.ENDING),
-        ("CANCELLED|None", JobState.ENDING),
-        ("PENDING|BeginTime", JobState.ENDING),
+        (describe("RUNNING"), JobState.RUNNING),
+        (describe("RUNNING", name="   JobState=COMPLETING Reason=x   Requeue=1 Restarts=9"), JobState.RUNNING),
+        (describe("COMPLETING", "TimeLimit"), JobState.TIMED_OUT),
+        (describe("TIMEOUT", "TimeLimit"), JobState.TIMED_OUT),
+        (describe("COMPLETING"), JobState.ENDING),
+        (describe("CANCELLED"), JobState.ENDING),
+        (describe("RUNNING", restarts=1), JobState.STARTED_AGAIN),
+        (describe("PENDING", "BeginTime", restarts=1), JobState.STARTED_AGAIN),
+        ("", JobState.UNKNOWN),
         (None, JobState.UNKNOWN),
     ],
 )
-def test_a_job_s_state_is_read_from_squeue(words: str | None, state: JobState) -> None:
-    assert read_state(words) is state
+def test_a_job_s_state_is_read_from_scontrol(description: str | None, state: JobState) -> None:
+    assert read_state(description, restarts=0) is state
+
+
+def test_a_job_that_has_been_started_again_before_is_running_all_the_same() -> None:
+    assert read_state(describe("RUNNING", restarts=3), restarts=3) is JobState.RUNNING
 
 
 # As Slurm 22.05 and Open MPI 4.1 print it.
@@ -165,11 +187,20 @@ def test_restarts_count_under_all_numbers_of_a_job() -> None:
 # --- Acting, on programs that write down how they were called ---
 
 
+SHOW = [b"show", b"job", b"7"]
+
+
+def set_scontrol(site: Site, requeue: str = "", *, state: str = "RUNNING") -> None:
+    """What scontrol does when it is told to requeue, and the state that it shows."""
+    (site.programs / "description").write_text(describe(state))
+    site.set("scontrol", f'if [ "$1" = show ]; then cat "$CALLS/description"; exit; fi\n{requeue}')
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     site = create_site(tmp_path)
     (site.programs / "python").unlink()
-    site.set("squeue", "echo 'RUNNING|None'")
+    set_scontrol(site)
     site.set("sbatch", 'env >"$CALLS/sbatch.environ"; echo "8;cluster"')
     return site
 
@@ -200,13 +231,13 @@ def test_a_run_that_has_saved_is_requeued_once(site: Site) -> None:
     exit_code, lines = follow_up(site, SIGNAL)
     assert (exit_code, len(lines)) == (75, 1)
     assert lines[0].endswith("stopped by SIGUSR1: saved. The job starts again: restart 1 of at most 20.")
-    assert site.calls("scontrol") == [[b"requeue", b"7"]]
+    assert site.calls("scontrol") == [SHOW, [b"requeue", b"7"]]
     assert site.calls("sbatch") == []
     assert not (site.submit / ".launch" / "7-0").exists()
 
 
 def test_where_requeueing_is_refused_the_script_is_submitted_anew_and_restarts_are_counted(site: Site) -> None:
-    site.set("scontrol", "echo 'Requested operation is presently disabled for job 7' >&2; exit 1")
+    set_scontrol(site, "echo 'Requested operation is presently disabled for job 7' >&2; exit 1")
     variables = {"SLURM_RESTART_COUNT": "2", "RINGTRAIN_LAUNCH_RESTARTS": "3", "SLURM_CONF": "/etc/slurm.conf"}
     exit_code, lines = follow_up(site, SIGNAL, variables)
     assert exit_code == 75
@@ -220,7 +251,7 @@ def test_where_requeueing_is_refused_the_script_is_submitted_anew_and_restarts_a
 
 
 def test_where_nothing_is_taken_the_user_is_told(site: Site) -> None:
-    site.set("scontrol", "exit 1")
+    set_scontrol(site, "exit 1")
     site.set("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
     exit_code, lines = follow_up(site, SIGNAL)
     assert exit_code == 75
@@ -244,20 +275,21 @@ def test_other_ends_are_said_last_and_nothing_is_started(
     returned, lines = follow_up(site, end)
     assert returned == exit_code
     assert words in lines[-1]
-    assert site.calls("scontrol") == site.calls("sbatch") == []
+    assert site.calls("scontrol") == [SHOW]
+    assert site.calls("sbatch") == []
 
 
 def test_a_cancelled_job_stays_cancelled(site: Site) -> None:
-    site.set("squeue", "echo 'COMPLETING|None'")
+    set_scontrol(site, state="COMPLETING")
     exit_code, lines = follow_up(site, SIGNAL)
-    assert (exit_code, site.calls("scontrol")) == (75, [])
+    assert (exit_code, site.calls("scontrol")) == (75, [SHOW])
     assert "cancelled" in lines[-1]
 
 
 def test_a_rank_that_was_killed_is_named_although_the_others_saw_an_order_to_stop(site: Site) -> None:
     (site.submit / "job.out").write_text(OUTPUT)
     exit_code, lines = follow_up(site, SIGNAL)
-    assert (exit_code, site.calls("scontrol")) == (137, [])
+    assert (exit_code, site.calls("scontrol")) == (137, [SHOW])
     assert "The first to fail was task 1 on n2: Killed." in lines[-1]
 
 

@@ -53,13 +53,14 @@ class Site:
         file.chmod(0o755)
 
     def start(self, text: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a batch script as slurmd does: its copy, in the directory of the submission."""
+        """Start a batch script as slurmd does: its copy, in the directory of the submission, in a session of its own."""
         copy = self.programs / "slurm_script"
         copy.write_text(text, encoding="utf-8")
         return subprocess.Popen(
             ["bash", str(copy)],
             cwd=self.submit,
             env={**self.environ, **(variables or {})},
+            start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -343,16 +344,22 @@ def test_signals_of_the_shell_reach_the_ranks_as_usr1_and_their_exit_code_comes_
 ) -> None:
     mpi, program, script = LAUNCHERS[launcher]
     site.set(program, script)
-    with site.start(render(job(mpi=mpi)), {"WANTED": str(len(signals))}) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("launch: job 7")
-        assert process.stdout.readline() == "ready\n"
-        wait_until(lambda: catches(process.pid, signal.SIGTERM))
-        for name in signals:
-            process.send_signal(signal.Signals[f"SIG{name}"])
-            assert process.stdout.readline() == "USR1\n"  # none is lost, and none arrives as another
-        assert process.wait(timeout=20) == 0
-        assert process.stdout.read() == ""
+    process = site.start(render(job(mpi=mpi)), {"WANTED": str(len(signals))})
+    assert process.stdout is not None
+    with process.stdout as printed:
+        try:
+            assert printed.readline().startswith("launch: job 7")
+            assert printed.readline() == "ready\n"
+            wait_until(lambda: catches(process.pid, signal.SIGTERM))
+            for name in signals:
+                process.send_signal(signal.Signals[f"SIG{name}"])
+                assert printed.readline() == "USR1\n"  # none is lost, and none arrives as another
+            assert process.wait(timeout=20) == 0
+            assert printed.read() == ""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     [call] = site.calls("python")
     assert call[call.index(b"--status") + 1] == b"75"
 

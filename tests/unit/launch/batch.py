@@ -53,7 +53,7 @@ class Site:
         file.chmod(0o755)
 
     def start(self, text: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a batch script as slurmd does: its copy, in the directory of the submission, in a session of its own."""
+        """Start a batch script as slurmd does: its copy, in the directory of the submission, in its own session."""
         copy = self.programs / "slurm_script"
         copy.write_text(text, encoding="utf-8")
         return subprocess.Popen(

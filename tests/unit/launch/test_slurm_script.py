@@ -337,6 +337,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("signals", [["USR1"], ["TERM"], ["USR1", "TERM", "USR1"]], ids=" ".join)
 def test_signals_of_the_shell_reach_the_ranks_as_usr1_and_their_exit_code_comes_back(

@@ -192,10 +192,25 @@ class Cluster:
         """That of the batch script."""
         return int(self._field(job, "ExitCode").split(":")[0])
 
+    def node(self, job: int) -> str:
+        """Where the batch script runs."""
+        return self._field(job, "BatchHost")
+
+    def output_file(self, job: int) -> Path:
+        return Path(self._field(job, "StdOut", r".*"))
+
     def output(self, job: int) -> str:
         """What the job has written so far."""
-        path = Path(self._field(job, "StdOut", r".*"))
+        path = self.output_file(job)
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def shorten(self, job: int, seconds: float) -> None:
+        """Bring the time limit of a running job near."""
+        self.ask("scontrol", "update", f"JobId={job}", f"EndTime=now+{seconds:.0f}")
+
+    def lengthen(self, job: int, minutes: int) -> None:
+        """Give a waiting job another time limit."""
+        self.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
 
     def _field(self, job: int, name: str, value: str = r"\S+") -> str:
         found = re.search(rf"\b{name}=({value})", self.describe(job))

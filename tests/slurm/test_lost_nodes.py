@@ -9,7 +9,6 @@ from pathlib import Path
 from ringtrain.launched import read_end
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_ONE_NODE, STEP_SECONDS, RunJob, assert_ended_as_if_undisturbed, submit
-from tests.world.running import last_step
 
 
 def test_a_run_outlives_its_nodes_and_fences_the_writer_on_a_lost_one(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
     ON_ONE_NODE,
@@ -57,6 +59,7 @@ def test_a_run_stops_itself_before_its_time_limit_and_starts_again(
     assert [start["first_step"] for start in job.starts] == [0, stopped_at]
 
 
+@pytest.mark.slow
 def test_slurm_tells_a_run_to_stop_before_its_time_limit_and_starts_it_again(
     cluster: Cluster, tmp_path: Path, undisturbed: RunJob
 ) -> None:

@@ -6,9 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from ringtrain.launched import read_end
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import ON_ONE_NODE, STEP_SECONDS, RunJob, assert_ended_as_if_undisturbed, submit
+from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, assert_ended_as_if_undisturbed, submit
 
 
 def test_a_run_outlives_its_nodes_and_fences_the_writer_on_a_lost_one(
@@ -42,3 +44,19 @@ def test_a_run_outlives_its_nodes_and_fences_the_writer_on_a_lost_one(
     cluster.report_down("n2")
     assert_ended_as_if_undisturbed(job, undisturbed, restarts=2)
     assert job.starts[2]["first_step"] % 5 == 0, "not from a checkpoint"
+
+
+@pytest.mark.slow
+def test_a_run_on_two_nodes_waits_for_another_where_it_loses_one(
+    cluster: Cluster, tmp_path: Path, undisturbed: RunJob
+) -> None:
+    job = submit(cluster, tmp_path / "run", *ON_TWO_NODES, "--env", f"{STEP_SECONDS}=0.1")
+    job.wait_for_step(7)
+    assert cluster.node(job.number) == "n1"
+    cluster.kill_node("n2")  # the batch script and rank 0 live on
+    cluster.report_down("n2")
+    cluster.wait_for_state(job.number, "PENDING", timeout=30)
+    cluster.wait_for("end of rank 0", lambda: not cluster.job_pids(job.number), job.number, timeout=30)
+    cluster.restart_node("n2")
+    assert_ended_as_if_undisturbed(job, undisturbed, restarts=1)
+    assert job.starts[1]["first_step"] >= 5

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from ringtrain.actions import Action, Ending, Evaluate, Log, Records, Save
+from ringtrain.actions import Action, CheckReplicas, Ending, Evaluate, Log, Records, Save
 from ringtrain.collectives import Collective, gather_objects, on_first
 from ringtrain.config import Config
 from ringtrain.console import Console
@@ -64,6 +64,8 @@ def train(
         DataError: the data are missing or damaged.
         DivergedError: the loss or a gradient was not finite.
         PreemptedError: some rank was told to stop; all is saved, and the same command goes on.
+        ReplicasDifferError: the ranks hold different values.
+        UsageError: the ranks would not train the same.
     """
     job = create_job(
         workload,
@@ -81,6 +83,7 @@ def train(
     set_first_values(job, opened, console)
     describe(job, console, opened)
     actions = create_actions(job, progress, opened, requests, console)
+    actions.check.act(job.first_step)
     leave_if_told_to(job, requests)
     requests.start_training(actions.announce)
     console.start_progress(job.total_steps, job.first_step)
@@ -139,6 +142,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
 class Actions:
     """What happens during the training; ``log``, ``records`` and ``writer`` are rank 0's."""
 
+    check: CheckReplicas
     evaluate: Evaluate
     save: Save
     log: Log | None
@@ -147,8 +151,8 @@ class Actions:
 
     @property
     def in_order(self) -> list[Action]:
-        """A save comes last: it holds what the others have found."""
-        return [*([self.log] if self.log else []), self.evaluate, self.save]
+        """The check comes before whatever is saved; a save last, as it holds what the others have found."""
+        return [*([self.log] if self.log else []), self.check, self.evaluate, self.save]
 
     def close(self) -> None:
         """Bring TensorBoard's events to their files: the steps of the last checkpoint are not trained again."""
@@ -168,7 +172,7 @@ class Actions:
 def create_actions(
     job: Job, progress: Progress, opened: OpenedRun | None, requests: StopRequests, console: Console
 ) -> Actions:
-    """The log, on rank 0; evaluation and saving, on every rank."""
+    """The log, on rank 0; the replicas' check, evaluation and saving, on every rank."""
     log, records, writer = None, None, None
     if opened is not None:
         run = opened.directory
@@ -179,7 +183,8 @@ def create_actions(
     run_facts = describe_run(job) if opened is not None else {}
     snapshot = functools.partial(take_snapshot, job, progress=progress, run_facts=run_facts)
     save = Save(job=job, progress=progress, snapshot=snapshot, writer=writer, records=records)
-    return Actions(evaluate=evaluate, save=save, log=log, records=records, writer=writer)
+    check = CheckReplicas(job=job, save=save)
+    return Actions(check=check, evaluate=evaluate, save=save, log=log, records=records, writer=writer)
 
 
 def leave_if_told_to(job: Job, requests: StopRequests) -> None:
@@ -295,9 +300,11 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
 
     Raises:
         PreemptedError: on every rank, where the training was stopped before its end.
+        ReplicasDifferError: on every rank, where they hold different values; nothing is saved then.
         RingtrainError: on every rank, where the save failed.
     """
     progress.finished = None if ending is Ending.PREEMPTED else ending.value
+    actions.check.act(step)
 
     def save_on_first() -> str:
         assert actions.writer is not None

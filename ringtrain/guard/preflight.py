@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives.horovod import HOROVOD_SETTINGS
 from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.data.sources import Feed, Source
 from ringtrain.errors import DataError, RingtrainError, UsageError
@@ -37,19 +38,6 @@ Summary = Mapping[str, str | Mapping[str, Any]]
 PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
 # Nodes may keep the same data in different places; what is there is compared in their stead.
 SETTINGS_OF_A_NODE = {"data_dir"}
-# Those of Horovod's settings by which its processes decide on their own what to send next, and how. Others are rank
-# 0's alone (timeline, log), or differ by rank or node (network interface, affinity).
-HOROVOD_SETTINGS = tuple(
-    f"HOROVOD_{name}"
-    for name in (
-        "ADASUM_MPI_CHUNK_SIZE", "AUTOTUNE", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-        "AUTOTUNE_STEPS_PER_SAMPLE", "AUTOTUNE_WARMUP_SAMPLES", "BATCH_D2D_MEMCOPIES", "CACHE_CAPACITY", "CONTROLLER",
-        "CPU_OPERATIONS", "CYCLE_TIME", "DISABLE_GROUP_FUSION", "DYNAMIC_PROCESS_SETS", "ELASTIC",
-        "ENABLE_ASYNC_COMPLETION", "ENABLE_XLA_OPS", "FUSION_THRESHOLD", "HIERARCHICAL_ALLGATHER",
-        "HIERARCHICAL_ALLREDUCE", "MPI_THREADS_DISABLE", "NUM_NCCL_STREAMS", "STALL_CHECK_DISABLE",
-        "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS", "TORUS_ALLREDUCE",
-    )
-)  # fmt: skip
 NOT_SET = "nothing"
 ENTRIES_PER_BLOCK = 1000
 MAX_LINES = 20

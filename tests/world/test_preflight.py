@@ -203,11 +203,11 @@ WHOLE_RUNS: dict[str, tuple[str, list[str], dict[str, str], str]] = {
     # launcher, flags and variables of rank 1 alone, what is said
     "seed over MPI": ("mpirun", ["--seed", "3"], {}, r"\n  seed: rank 1 on \S+ has 3, rank 0 on \S+ has 0"),
     "seed over Gloo": ("horovodrun --gloo", ["--seed", "3"], {}, r"  seed: rank 1 on \S+ has 3, rank 0 on \S+ has 0"),
-    "fusion": (
+    "cache": (
         "mpirun",
         [],
-        {"HOROVOD_FUSION_THRESHOLD": "1024"},
-        r"\n  HOROVOD_FUSION_THRESHOLD: rank 1 on \S+ has 1024",
+        {"HOROVOD_CACHE_CAPACITY": "0"},  # by itself: both ranks wait in their first collective
+        r"\n  HOROVOD_CACHE_CAPACITY: rank 1 on \S+ has 0, rank 0 on",
     ),
     "wrong value": ("mpirun", ["--epochs", "0"], {}, r"error: rank 1 on \S+: epochs is 0; it must be at least 1"),
 }

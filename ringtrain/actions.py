@@ -16,6 +16,7 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
 from ringtrain.data.stepping import describe_bad
 from ringtrain.evaluation import EvalReport
+from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.job import Job
 from ringtrain.progress import Progress
@@ -192,6 +193,8 @@ class Save:
     def act(self, step: int, batch: Batch | None = None, report: StepReport | None = None) -> None:
         del batch, report
         as_step, as_best = self._is_periodic(step), self._progress.best_step == step
+        if as_step or as_best:
+            require_finite_values(self._job.step.named_variables, self._job.collective, step=step)
         if self._writer is not None and self._records is not None and (as_step or as_best):
             self._records.events.flush()
             self._writer.save(self.snapshot(step), as_step=as_step, as_best=as_best)

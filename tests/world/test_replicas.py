@@ -22,6 +22,7 @@ from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.job import Job, create_job
 from ringtrain.keras import SyncBatchNormalization
 from ringtrain.loop import run_steps
+from ringtrain.nonfinite import NonfiniteGuard
 from ringtrain.progress import Progress
 from ringtrain.variables import share_first_values
 from tests.world.conftest import RunRingtrain
@@ -92,7 +93,8 @@ def flip_bit(variable: keras.Variable, bit: int = 0) -> None:
 def run(job: Job, *others: Any) -> int:
     """Train with checks; the steps done."""
     save = Save(job=job, progress=Progress(), snapshot=None, writer=None, records=None)  # type: ignore[arg-type]
-    step, _ = run_steps(job, [*others, CheckReplicas(job=job, save=save)], Console(None, is_terminal=False))
+    guard = NonfiniteGuard(job, Console(None, is_terminal=False), Progress())
+    step, _ = run_steps(job, [*others, CheckReplicas(job=job, save=save)], guard)
     return step
 
 

@@ -118,6 +118,10 @@ def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
     Raises:
         UsageError: on every rank, where they are not.
     """
+    from mpi4py import MPI
+
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:  # Horovod's own thread uses MPI at the same time
+        return
     ranks = _gather_by_mpi([world.node, [environ.get(name, "nothing") for name in HOROVOD_SETTINGS]])
     differences = [
         f"{name}: rank {rank} on {node} has {theirs}, rank 0 on {ranks[0][0]} has {first}"

@@ -25,6 +25,7 @@ from ringtrain.together import (
     evaluate_together,
     joined,
     pin,
+    report_end,
     report_error,
     train_together,
 )
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return run_command(arguments, world)
     except RingtrainError as error:
-        report_error(error, world)
+        report_end(error, world)
         return error.exit_code
 
 
@@ -70,7 +71,7 @@ def train_command(arguments: Sequence[str], world: World) -> int:
     with StopRequests() as requests:
         requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
         prepared = prepare(explicit, world)
-        with joined(prepared.config, world) as collective:
+        with joined(prepared, world, command="train") as collective:
             train_together(prepared, collective, requests)
     return 0
 
@@ -89,7 +90,7 @@ def eval_command(arguments: Sequence[str], world: World) -> int:
     data_dir = ["--data_dir", str(wanted["data_dir"])] if "data_dir" in wanted else []
     settings = ["--config", str(run / CONFIG_FILE), *data_dir]
     prepared = prepare(parse_arguments(create_train_parser(), settings, world), world)
-    with joined(prepared.config, world) as collective:
+    with joined(prepared, world, command="eval") as collective:
         evaluate_together(prepared, collective, run, wanted.get("checkpoint", "best"))
     return 0
 
@@ -150,7 +151,7 @@ def record_command(arguments: Sequence[str], world: World) -> int:
     explicit = parse_arguments(parser, arguments, world)
     directory = explicit.pop("record_to")
     prepared = prepare(explicit, world)
-    with joined(prepared.config, world) as collective:
+    with joined(prepared, world, command="record") as collective:
         from ringtrain.record import record
 
         record(prepared.workload, prepared.config, collective, directory)

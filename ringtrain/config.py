@@ -199,6 +199,9 @@ class Config:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """what to do about a step whose loss or gradient is not finite; nothing is updated by it in either case"""
 
+    check_replicas_every: int = 1000
+    """steps between two comparisons of all ranks' weights, bit by bit, besides one before each save; 0: none"""
+
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """what to do about a sample that cannot be read; a skipped one is named, and its step trained without it"""
 
@@ -217,7 +220,14 @@ class Config:
                 _at_least(name, getattr(self, name), 1)
         for name in ("log_every", "accumulate", "keep"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("eval_every_epochs", "eval_every", "stop_after", "checkpoint_every", "seed"):
+        for name in (
+            "eval_every_epochs",
+            "eval_every",
+            "stop_after",
+            "checkpoint_every",
+            "check_replicas_every",
+            "seed",
+        ):
             _at_least(name, getattr(self, name), 0)
         for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
@@ -315,6 +325,17 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
+
+
+def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings by names such as ``optimizer.lr``."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{inner}": item for inner, item in flatten_settings(value).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def _one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) -> None:

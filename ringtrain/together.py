@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from ringtrain.loop import Result
     from ringtrain.run_directory import RunDirectory
     from ringtrain.workloads.base import Workload
+
+# Time for rank 0 to say an error that it has as well, and for the launcher to end the other ranks then.
+FIRST_RANK_SECONDS = 3.0
 
 
 class Prepared(NamedTuple):
@@ -48,15 +52,21 @@ def pin(world: World, *, deterministic: bool) -> DevicePlan:
 
 
 @contextlib.contextmanager
-def joined(config: Config, world: World) -> Iterator[Collective]:
-    """Join the other ranks, and leave them in good order; at once where this rank failed alone, as they would wait."""
-    from ringtrain.collectives import connect
+def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[Collective]:
+    """Join the other ranks, which must have been started alike.
 
-    collective = connect(config.backend, world)
+    At the end leave them in good order; at once where this rank failed alone, as they would wait for it.
+    """
+    from ringtrain.collectives import connect
+    from ringtrain.guard.preflight import require_same_start
+
+    collective = connect(prepared.config.backend, world)
     try:
+        require_same_start(collective, prepared.config, prepared.workload, command=command, environ=os.environ)
         yield collective
     except RingtrainError as error:
         if error.reach == "run":
+            error.is_agreed = True
             collective.close()
             raise
         report_error(error, collective.world)
@@ -206,8 +216,20 @@ def evaluate_together(prepared: Prepared, collective: Collective, run: Path, whi
     console.line(f"{run}, step {step} ({which}): eval loss = {report.loss:.4g}{values} ({report.samples} samples)")
 
 
+def report_end(error: RingtrainError, world: World) -> None:
+    """Print, once, why this command ends.
+
+    What every rank should have found wrong before they met, such as a setting, may be this rank's alone, where it was
+    started in another way. Where rank 0 has it as well, the launcher ends this process while it waits here.
+    """
+    if error.reach == "run" and not error.is_agreed and not world.is_first:
+        time.sleep(FIRST_RANK_SECONDS)
+        error.reach = "rank"
+    report_error(error, world)
+
+
 def report_error(error: RingtrainError, world: World) -> None:
-    """Print why a run ends, once, however many processes raise it: one line, written whole."""
+    """Print why a run ends, once, however many processes raise it: in one piece."""
     speaks = {"run": world.is_first, "node": world.local_rank == 0, "rank": True}[error.reach]
     if speaks:
         where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""

@@ -37,7 +37,7 @@ class Start:
     """
 
     path: str
-    fence: int = 0
+    fence: int = field(default=0, compare=False)  # of this opening; the run begins at the same place
     step: int = 0
     global_batch_size: int | None = None
     size: int | None = None

@@ -2,7 +2,7 @@
 
 One training goes on in a process, and what it is doing is a fact about the process, like a line of a log: it is noted
 where it happens, without an object that would have to be handed to every function on the way. A note is an assignment
-and costs less than a microsecond. Whoever reads it tells by the note's identity whether anything has moved meanwhile.
+and costs about a microsecond. Whoever reads it tells by the note's identity whether anything has moved meanwhile.
 """
 
 from __future__ import annotations

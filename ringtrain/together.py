@@ -27,6 +27,7 @@ from ringtrain.world import World
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
+    from ringtrain.console import Console
     from ringtrain.loop import Result
     from ringtrain.resume import Start
     from ringtrain.run_directory import RunDirectory
@@ -131,7 +132,10 @@ def train_together(
     activity.note(Doing.OPEN, takes_long=True)
     start = Start(**on_first(collective, open_on_first, name="run_directory"))
     run = opened[0].directory if opened else None
-    watchdog.at_hang(functools.partial(write_end_at_hang, run, start))
+    watchdog.write_by(
+        write_end=functools.partial(write_end_at_hang, run, start),
+        warn=functools.partial(write_warning, run, console) if run else None,
+    )
     with recording_end(run, start.is_complete, requests, world):
         if start.is_complete:
             console.line(
@@ -204,6 +208,12 @@ def write_end(run: RunDirectory, end: Mapping[str, Any]) -> None:
     with contextlib.suppress(RingtrainError):
         run.write_event(**end)
     run.close()
+
+
+def write_warning(run: RunDirectory, console: Console, message: str) -> None:
+    """Tell the user that something is odd, and keep it with the run."""
+    console.line(f"warning: {message}")
+    run.write_event("warning", step=activity.current()[0].step, message=message)
 
 
 def write_end_at_hang(run: RunDirectory | None, start: Start, error: RingtrainError) -> None:

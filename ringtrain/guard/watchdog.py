@@ -27,6 +27,7 @@ from ringtrain.guard.hub import Message, Star, draw_token, listen
 from ringtrain.guard.outside import Outside
 from ringtrain.guard.ranks import name_ranks
 from ringtrain.guard.states import RankState, find_hang, read_state
+from ringtrain.guard.stragglers import LONGEST_WINDOW_SECONDS, BusyClock, Stragglers, describe_slow, list_threads
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class Watchdog:
         self._states: dict[int, RankState] = {}  # of the other ranks, from their first word until they take leave
         self._unheard: set[int] = set()
         self._unheard_seconds = 0.0
+        self._busy, self._threads_before = BusyClock(), set[str]()
+        self._busy_of: dict[int, float] = {}
+        self._stragglers = Stragglers(min(hang_timeout, LONGEST_WINDOW_SECONDS))
         self._seen: tuple[Any, ...] = ()
         self._still = 0.0
         self._star = Star(world.rank)
@@ -73,6 +77,7 @@ class Watchdog:
             self._outside = Outside(f"rank {self._world.rank} on {self._world.node}", STACKS_SIGNAL)
             activity.note(Doing.JOIN, takes_long=True)
             self._thread.start()
+            self._threads_before = list_threads()
 
     def meet(self, collective: Collective) -> None:
         """Connect the ranks' watchdogs. Every rank must call it."""
@@ -86,6 +91,7 @@ class Watchdog:
         if world.is_first:
             listener, addresses = listen(world)
             mine |= {"addresses": addresses, "port": listener.getsockname()[1], "token": draw_token()}
+        self._busy.leave_out(list_threads() - self._threads_before)
         ranks = gather_objects(collective, mine, name="watchdog")
         first = ranks[0]
 
@@ -102,9 +108,10 @@ class Watchdog:
         self._to_do.append(connect)
         self._star.wake()
 
-    def at_hang(self, write_end: Report) -> None:
-        """How a rank that judges writes the ``end`` record."""
+    def write_by(self, *, write_end: Report, warn: Callable[[str], None] | None) -> None:
+        """How this rank writes the ``end`` record where it judges, and a warning: as before where it is None."""
         self._write_end = write_end
+        self._warn = warn or self._warn
 
     def begin_leaving(self, exit_code: int, last_words: Callable[[], None] = lambda: None) -> None:
         """From now on this rank is on its way out; where that takes long, it ends at once, with this exit code.
@@ -192,12 +199,14 @@ class Watchdog:
         else:
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 self._states[rank] = read_state(message)
+                self._busy_of[rank] = float(message["busy"])
                 self._unheard.discard(rank)
 
     def _tell(self) -> None:
         """Tell the others, and the process outside, that this rank is there, and what it does."""
         mine = self._my_state
-        self._star.send(mine.to_message())
+        self._busy_of[self._world.rank] = self._busy.read()
+        self._star.send({**mine.to_message(), "busy": self._busy_of[self._world.rank]})
         if self._outside is not None:
             self._outside.tell(mine.limit, mine.note.words_of_one)
 
@@ -212,12 +221,26 @@ class Watchdog:
         hang = find_hang(states, self._nodes, sees_all=self._world.is_first or not self._has_met)
         if hang is not None:
             self._end(hang, judges=True)
+        if self._world.is_first and self._states:
+            self._look_for_stragglers(seconds)
         if self._unheard:
             self._unheard_seconds += seconds
             if self._unheard_seconds >= UNHEARD_SECONDS:
                 who = name_ranks(sorted(self._unheard), self._nodes)
-                self._warn(f"the watchdog hears nothing of {who}; a hang is found without them, but not as well named.")
+                self._say(f"the watchdog hears nothing of {who}; a hang is found without them, but not as well named.")
                 self._unheard = set()
+
+    def _look_for_stragglers(self, seconds: float) -> None:
+        """Warn of ranks for whose computing the others wait."""
+        notes = [activity.current()[0], *(state.note for state in self._states.values())]
+        ranks = [self._world.rank, *self._states] if all(note.step for note in notes) else []
+        busy = {rank: self._busy_of.get(rank, 0.0) for rank in ranks}
+        for rank, (share, usual) in self._stragglers.look(busy, seconds).items():
+            self._say(describe_slow(rank, share, usual, self._nodes))
+
+    def _say(self, warning: str) -> None:
+        """Warn, in a thread: what it is written to may hang."""
+        start_bounded(lambda: self._warn(warning))
 
     def _end(self, hang: str, *, judges: bool) -> None:
         """End this process and, as rank 0 or where that is missing, let the others end; never returns."""

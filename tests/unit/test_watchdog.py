@@ -28,7 +28,7 @@ world = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="n
 watchdog = Watchdog(
     world, 1.0, report=lambda error: print(error, flush=True), warn=lambda text: print("WARNED", text, flush=True)
 )
-watchdog.at_hang(lambda error: print("RECORDED", flush=True))
+watchdog.write_by(write_end=lambda error: print("RECORDED", flush=True), warn=None)
 watchdog.start()
 activity.note(Doing.STEP, 7)
 
@@ -103,7 +103,7 @@ def test_last_words_that_hang_as_well_do_not_keep_it(run: Start) -> None:
     body = """
 from ringtrain.guard import watchdog as module
 module.RECORD_SECONDS = 0.5
-watchdog.at_hang(lambda error: time.sleep(600))
+watchdog.write_by(write_end=lambda error: time.sleep(600), warn=None)
 time.sleep(30)
 """
     code, out, _ = run(body).end()

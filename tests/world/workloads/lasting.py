@@ -43,7 +43,18 @@ def my_rank() -> str:
 
 
 def hang(how: str) -> None:
-    """Never return: ``data`` waits as a reader does, ``lock`` in a call that holds Python's lock."""
+    """Never return: ``data`` waits as a reader does, ``lock`` in a call that holds Python's lock.
+
+    ``busy`` and ``idle`` are none: they compute, or wait, for a while in each step.
+    """
+    if how == "idle":
+        time.sleep(0.05)
+        return
+    if how == "busy":
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        return
     if how == "data":
         time.sleep(3600)
     mutex = ctypes.create_string_buffer(64)
@@ -116,7 +127,7 @@ class Lasting(Workload):
 
         def wait(images: np.ndarray) -> np.ndarray:
             time.sleep(seconds)
-            if how and next(steps) == HANG_STEP:
+            if how and (how in ("busy", "idle") or next(steps) == HANG_STEP):
                 hang(how)
             return images
 

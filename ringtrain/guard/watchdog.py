@@ -27,7 +27,7 @@ from ringtrain.guard.hub import Message, Star, draw_token, listen
 from ringtrain.guard.outside import Outside
 from ringtrain.guard.ranks import name_ranks
 from ringtrain.guard.states import RankState, find_hang, read_state
-from ringtrain.guard.stragglers import LONGEST_WINDOW_SECONDS, BusyClock, Stragglers, describe_slow, list_threads
+from ringtrain.guard.stragglers import Looks, Stragglers, describe_slow, list_threads
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class Watchdog:
         self._states: dict[int, RankState] = {}  # of the other ranks, from their first word until they take leave
         self._unheard: set[int] = set()
         self._unheard_seconds = 0.0
-        self._busy, self._threads_before = BusyClock(), set[str]()
-        self._busy_of: dict[int, float] = {}
-        self._stragglers = Stragglers(min(hang_timeout, LONGEST_WINDOW_SECONDS))
+        self._looks, self._threads_before = Looks(), set[str]()
+        self._looks_at: dict[int, tuple[int, int]] = {}
+        self._stragglers = Stragglers()
         self._seen: tuple[Any, ...] = ()
         self._still = 0.0
         self._star = Star(world.rank)
@@ -91,7 +91,7 @@ class Watchdog:
         if world.is_first:
             listener, addresses = listen(world)
             mine |= {"addresses": addresses, "port": listener.getsockname()[1], "token": draw_token()}
-        self._busy.leave_out(list_threads() - self._threads_before)
+        self._looks.leave_out(list_threads() - self._threads_before)
         ranks = gather_objects(collective, mine, name="watchdog")
         first = ranks[0]
 
@@ -199,14 +199,15 @@ class Watchdog:
         else:
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 self._states[rank] = read_state(message)
-                self._busy_of[rank] = float(message["busy"])
+                self._looks_at[rank] = (int(message["looks"][0]), int(message["looks"][1]))
                 self._unheard.discard(rank)
 
     def _tell(self) -> None:
         """Tell the others, and the process outside, that this rank is there, and what it does."""
         mine = self._my_state
-        self._busy_of[self._world.rank] = self._busy.read()
-        self._star.send({**mine.to_message(), "busy": self._busy_of[self._world.rank]})
+        self._looks.look()
+        looks = self._looks_at[self._world.rank] = (self._looks.times, self._looks.times_runnable)
+        self._star.send({**mine.to_message(), "looks": looks})
         if self._outside is not None:
             self._outside.tell(mine.limit, mine.note.words_of_one)
 
@@ -222,7 +223,7 @@ class Watchdog:
         if hang is not None:
             self._end(hang, judges=True)
         if self._world.is_first and self._states:
-            self._look_for_stragglers(seconds)
+            self._look_for_stragglers()
         if self._unheard:
             self._unheard_seconds += seconds
             if self._unheard_seconds >= UNHEARD_SECONDS:
@@ -230,12 +231,12 @@ class Watchdog:
                 self._say(f"the watchdog hears nothing of {who}; a hang is found without them, but not as well named.")
                 self._unheard = set()
 
-    def _look_for_stragglers(self, seconds: float) -> None:
+    def _look_for_stragglers(self) -> None:
         """Warn of ranks for whose computing the others wait."""
         notes = [activity.current()[0], *(state.note for state in self._states.values())]
         ranks = [self._world.rank, *self._states] if all(note.step for note in notes) else []
-        busy = {rank: self._busy_of.get(rank, 0.0) for rank in ranks}
-        for rank, (share, usual) in self._stragglers.look(busy, seconds).items():
+        looks = {rank: self._looks_at[rank] for rank in ranks if rank in self._looks_at}
+        for rank, (share, usual) in self._stragglers.compare(looks).items():
             self._say(describe_slow(rank, share, usual, self._nodes))
 
     def _say(self, warning: str) -> None:

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import tensorflow as tf
 
+from ringtrain import activity
+from ringtrain.activity import Doing
 from ringtrain.checkpoint import Checkpoint
 from ringtrain.console import Console
 from ringtrain.data.order import SampleOrder
@@ -78,6 +80,7 @@ class Log:
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
         del batch
+        activity.note(Doing.LOG, step)
         now = time.perf_counter()
         sec_per_step = (now - self._since) / (step - self._since_step)
         samples_seen = self._samples_seen(step)
@@ -151,6 +154,7 @@ class Evaluate:
         return Ending.EARLY if gives_up else None
 
     def _record(self, step: int, result: EvalReport, records: Records) -> None:
+        activity.note(Doing.LOG, step)
         epoch = epoch_after(self._job.order, step)
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
         if result.left_out:
@@ -196,6 +200,7 @@ class Save:
         if as_step or as_best:
             require_finite_values(self._job.step.named_variables, self._job.collective, step=step)
         if self._writer is not None and self._records is not None and (as_step or as_best):
+            activity.note(Doing.SAVE, step, takes_long=True)
             self._records.events.flush()
             self._writer.save(self.snapshot(step), as_step=as_step, as_best=as_best)
 

@@ -205,6 +205,10 @@ class Config:
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """what to do about a sample that cannot be read; a skipped one is named, and its step trained without it"""
 
+    # Longer than a network file system takes over from a server that failed, and than any step we know of.
+    hang_timeout: float = 300.0
+    """seconds after which a run that does not move is ended; its start and its saves have 600 at least; 0: no watch"""
+
     deterministic: bool = False
     """bit-equal results of two runs of the same size, at some cost in speed"""
 
@@ -248,6 +252,10 @@ class Config:
             _one_of(name, getattr(self, name), values)
         if self.max_hours is not None:
             _above("max_hours", self.max_hours, 0)
+        if self.hang_timeout != 0 and not (math.isfinite(self.hang_timeout) and self.hang_timeout >= 1):
+            raise UsageError(
+                f"hang_timeout is {self.hang_timeout}; it must be at least 1 second, or 0 for no watch.", reach="run"
+            )
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise UsageError(
                 f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node"

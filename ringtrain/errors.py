@@ -51,6 +51,12 @@ class ReplicasDifferError(RingtrainError):
     exit_code = 5
 
 
+class HangError(RingtrainError):
+    """Nothing moved for longer than ``--hang_timeout`` allows, or a rank was silent for so long."""
+
+    exit_code = 6
+
+
 class PreemptedError(RingtrainError):
     """The run was told to stop before its end. All that it needs to go on is saved.
 
@@ -72,5 +78,6 @@ class PreemptedError(RingtrainError):
 
 
 EXIT_CODES: dict[int, type[RingtrainError]] = {
-    error.exit_code: error for error in (UsageError, DataError, DivergedError, ReplicasDifferError, PreemptedError)
+    error.exit_code: error
+    for error in (UsageError, DataError, DivergedError, ReplicasDifferError, HangError, PreemptedError)
 }

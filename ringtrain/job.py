@@ -10,6 +10,8 @@ from typing import Any, cast
 import keras
 import tensorflow as tf
 
+from ringtrain import activity
+from ringtrain.activity import Doing
 from ringtrain.collectives import Collective, agree
 from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
@@ -99,6 +101,7 @@ def create_job(
         DataError: the data are missing, damaged, or not the same on all ranks.
         UsageError: a setting does not fit the workload, or the models are not the same on all ranks.
     """
+    activity.note(Doing.PREPARE, takes_long=True)
     set_up_keras(config)
     sources = open_sources(workload, config, collective, num_threads=num_threads, former_size=former_size)
     order, learning_rate, total_steps = plan_steps(
@@ -115,6 +118,7 @@ def create_job(
         skips_bad=config.on_bad_sample == "skip",
         say=say,
     )
+    activity.note(Doing.COMPILE, takes_long=True)
     model = agree(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
     chosen = optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0))

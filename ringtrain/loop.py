@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from ringtrain import activity
 from ringtrain.actions import Action, CheckReplicas, Ending, Evaluate, Log, Records, Save
+from ringtrain.activity import Doing
 from ringtrain.collectives import Collective, gather_objects, on_first
 from ringtrain.config import Config
 from ringtrain.console import Console
@@ -111,6 +113,7 @@ def set_first_values(job: Job, opened: OpenedRun | None, console: Console) -> No
             return take_weights(job, job.config.init_from)
         return []
 
+    activity.note(Doing.RESTORE, takes_long=True)
     for line in on_first(job.collective, set_on_first, name="first_values"):
         console.line(line)
     share_first_values(job.step.variables, job.collective)
@@ -241,9 +244,12 @@ def run_steps(
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
     in_flight: collections.deque[Trained] = collections.deque()
     step = job.first_step
+    activity.note(Doing.DATA, step + 1, takes_long=True)
     batches.begin()
     ending = catch_up(job, actions, guard.progress)
+    activity.note(Doing.DATA, step + 1, takes_long=True)
     for step, batch in enumerate(batches if ending is None else (), start=job.first_step + 1):
+        activity.note(Doing.STEP, step, takes_long=step == job.first_step + 1)
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
         is_stop_wanted = requests is not None and requests.is_pending
         returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count)
@@ -256,6 +262,7 @@ def run_steps(
             ending = settle(job, actions, guard, in_flight.popleft(), last_ending=ending) or ending
         if ending is not None:
             break
+        activity.note(Doing.DATA, step + 1)
     return step, ending or Ending.COMPLETED
 
 
@@ -319,6 +326,7 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
         assert actions.writer is not None
         return actions.writer.finish(actions.save.snapshot(step))
 
+    activity.note(Doing.SAVE, step, takes_long=True)
     path = on_first(job.collective, save_on_first, name="finish")
     if ending is Ending.PREEMPTED:
         who, cause = find_requests(job, requests)

@@ -17,6 +17,7 @@ from ringtrain.run_directory import CONFIG_FILE, RunDirectory, create_run_direct
 # Settings that do not enter what is trained. The length of a run enters only where the learning rate follows it.
 FREE_SETTINGS = {
     "backend", "cache", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
+    "hang_timeout",
     "init_from", "keep", "log_every", "max_hours", "on_bad_sample", "on_nonfinite", "out", "resume", "stop_after",
 }  # fmt: skip
 LENGTH_SETTINGS = {"epochs", "steps"}
@@ -33,9 +34,11 @@ class Start:
         size: the number of ranks that wrote the checkpoint, None for a fresh run.
         progress: what a checkpoint remembers (see ``ringtrain.progress``).
         is_complete: nothing is left to be done.
+        fence: the number of rank 0's lease (see ``ringtrain.lease``).
     """
 
     path: str
+    fence: int = field(default=0, compare=False)  # of this opening; the run begins at the same place
     step: int = 0
     global_batch_size: int | None = None
     size: int | None = None
@@ -75,9 +78,10 @@ def open_run(config: Config, *, say: Callable[[str], None]) -> OpenedRun:
         directory.close()
         raise
     if checkpoint is None:
-        return OpenedRun(start=Start(path=str(path)), directory=directory, checkpoint=None)
+        return OpenedRun(start=Start(path=str(path), fence=lease.number), directory=directory, checkpoint=None)
     start = Start(
         path=str(path),
+        fence=lease.number,
         step=checkpoint.step,
         global_batch_size=checkpoint.run["global_batch_size"],
         size=checkpoint.run["world_size"],

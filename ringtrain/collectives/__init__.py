@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from ringtrain import activity
 from ringtrain.errors import EXIT_CODES, RingtrainError, UsageError
 from ringtrain.world import World
 
@@ -85,8 +86,9 @@ def gather_objects(collective: Collective, value: Any, *, name: str) -> list[Any
     import tensorflow as tf
 
     data = np.frombuffer(json.dumps([name, value]).encode(), np.uint8)
-    lengths = collective.gather(tf.constant([data.size], tf.int64), name=f"{name}/lengths").numpy()
-    joined = collective.gather(tf.constant(data), name=f"{name}/data").numpy()
+    with activity.meeting():
+        lengths = collective.gather(tf.constant([data.size], tf.int64), name=f"{name}/lengths").numpy()
+        joined = collective.gather(tf.constant(data), name=f"{name}/data").numpy()
     said = [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
     for rank, (place, _) in enumerate(said):
         if place != said[0][0]:

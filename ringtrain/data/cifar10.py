@@ -24,6 +24,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from ringtrain import activity
 from ringtrain.errors import DataError
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -291,4 +292,5 @@ def _copy(download: Download, file: BinaryIO) -> str:
                 raise _DownloadError(f"{download.url} took more than {download.limit_s:g} s")
             digest.update(block)
             file.write(block)
+            activity.move()
     return digest.hexdigest()

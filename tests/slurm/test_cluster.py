@@ -44,7 +44,7 @@ def test_a_job_starts_again_after_its_node_has_lost_its_power(cluster: Cluster, 
     assert (cluster.output(job), cluster.restarts(job)) == ("on n1\non n2\n", 1)
 
 
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_digits_trains_under_srun(cluster: Cluster, tmp_path: Path, num_nodes: int, ranks_per_node: int) -> None:
     start = [*SRUN, f"--nodes={num_nodes}", f"--ntasks-per-node={ranks_per_node}"]
     flags = ["--workload", DIGITS, "--steps", "6", "--global_batch_size", "64", "--out", str(tmp_path / "out")]

@@ -213,7 +213,9 @@ WHOLE_RUNS: dict[str, tuple[str, list[str], dict[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WHOLE_RUNS)
+@pytest.mark.parametrize(
+    "case", ["seed over MPI", *(pytest.param(case, marks=pytest.mark.slow) for case in list(WHOLE_RUNS)[1:])]
+)
 def test_a_run_whose_ranks_are_started_otherwise_ends_with_2_and_writes_nothing(
     run_ringtrain: RunRingtrain, tmp_path: Path, case: str
 ) -> None:

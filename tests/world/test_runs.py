@@ -186,7 +186,14 @@ def nan_arguments(out: Path, sample: int, *more: str) -> list[str]:
     return [*arguments, "--out", str(out), *more]
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (1, 3)], ids=["first", "last", "middle"])
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [
+        pytest.param(0, 2, id="first", marks=pytest.mark.slow),
+        pytest.param(1, 2, id="last", marks=pytest.mark.slow),
+        pytest.param(1, 3, id="middle"),
+    ],
+)
 def test_a_loss_that_is_not_a_number_stops_all_ranks_and_is_told_once(
     run_ringtrain: RunRingtrain, tmp_path: Path, rank: int, size: int
 ) -> None:

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from ringtrain.run_directory import RunDirectory
     from ringtrain.workloads.base import Workload
 
-# Time for rank 0 to say an error that it has as well, and for the launcher to end the other ranks then.
-FIRST_RANK_SECONDS = 3.0
+# Time for rank 0 to say an error that it has as well, and for the launcher to end the other ranks then; on a busy node
+# ranks start seconds apart.
+FIRST_RANK_SECONDS = 15.0
 
 
 class Prepared(NamedTuple):

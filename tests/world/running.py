@@ -61,6 +61,11 @@ class Run:
         """Wait until the run directory has been opened for training so often."""
         self.wait_for(f"start {starts}", lambda: len(events(self.out, "start")) >= starts)
 
+    def wait_for_checkpoint_after(self, step: int) -> None:
+        self.wait_for(
+            f"a checkpoint after step {step}", lambda: any(e["step"] > step for e in events(self.out, "checkpoint"))
+        )
+
     def wait_for_save(self) -> None:
         """Wait until a checkpoint is being written."""
         self.wait_for("a save", lambda: any((self.out / "checkpoints").glob(".writing-*")))

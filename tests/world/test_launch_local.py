@@ -88,10 +88,10 @@ def test_a_run_ends_bit_equal_whatever_is_killed(
         tmp_path / "run", *LENGTH, start=launch_local("--max_restarts", "20", "--controller", controller), env=SLOW
     ) as run:
         for number, injure in enumerate(chosen):
-            done = max((e["step"] for e in events(run.out, "checkpoint")), default=0)
-            span = (STEPS - 40) // injuries
             run.wait_for_starts(number + 1)
-            run.wait_for_step(done + 6 + generator.randrange(span - 6))
+            first = events(run.out, "start")[-1]["first_step"]
+            run.wait_for_step(first + 6 + generator.randrange((STEPS - 40) // injuries - 6))
+            run.wait_for_checkpoint_after(first)  # else it would not be started again
             if number == in_a_save:
                 run.wait_for_save()
             said.append(f"{injure.__name__} at {last_step(run.out)}")

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 from ringtrain import __version__
 from ringtrain.console import open_console
@@ -43,36 +43,33 @@ def doctor(world: World) -> int:
     Returns:
         0 where training would work, else 2.
     """
-    keras_backend = os.environ.pop("KERAS_BACKEND", None)  # a wrong one is shown, and does not end the look
+    keras_backend = os.environ.get("KERAS_BACKEND")
+    os.environ["KERAS_BACKEND"] = "tensorflow"  # a wrong one is shown, and does not end the look
     if world.size == 1:
-        plan = pin(world, deterministic=False)
-        facts = gather_facts(world, os.environ, keras_backend=keras_backend)
-        return show(world, judge(facts))
+        return show(world, judge(gather_facts(world, os.environ, keras_backend=keras_backend)))
     facts_so_far: list[Facts] = []
     with ending_in_time(lambda reason: last_words(reason, world, facts_so_far)) as said:
-        plan = pin(world, deterministic=False)
         facts = gather_facts(world, os.environ, keras_backend=keras_backend)
         facts_so_far.append(facts)
         if not can_join(facts):
-            return leave_alone(world, facts, said)
-        return meet(world, plan, facts, said)
+            leave_alone(world, facts, said)
+        return meet(world, facts, said)
 
 
-def meet(world: World, plan: DevicePlan, facts: Facts, said: threading.Event) -> int:
+def meet(world: World, facts: Facts, said: threading.Event) -> int:
     """Join the other ranks, hold what each found against the others, and time an all-reduce."""
     from ringtrain.collectives import connect
 
     try:
+        plan = pin(world, deterministic=False)
         with quiet_start():
             facts = take_device(plan, world, facts)
             collective = connect("horovod", world)
-    except Exception as error:  # Horovod's and MPI's own errors are of many kinds
-        message = str(error) if isinstance(error, RingtrainError) else shorten(f"{type(error).__name__}: {error}")
-        return leave_alone(world, facts, said, message)
-    try:
         code = share(collective, facts, said)
-    except Exception as error:
-        return leave_alone(world, facts, said, shorten(f"{type(error).__name__}: {error}"))
+    except RingtrainError as error:
+        leave_alone(world, facts, said, cannot_join(str(error), remedy=""))
+    except Exception as error:  # Horovod's and MPI's own errors are of many kinds
+        leave_alone(world, facts, said, cannot_join(shorten(f"{type(error).__name__}: {error}")))
     collective.close()
     return code
 
@@ -126,41 +123,40 @@ def time_all_reduce(collective: Collective) -> AllReduce:
     return AllReduce(description=collective.description, payload_bytes=PAYLOAD_BYTES, seconds=median, is_right=is_right)
 
 
-def leave_alone(world: World, facts: Facts, said: threading.Event, message: str = "") -> int:
+def leave_alone(world: World, facts: Facts, said: threading.Event, failure: Finding | None = None) -> NoReturn:
     """The end of a rank that cannot talk to the others: rank 0 shows its table, another rank says a line, later."""
-    findings = judge(facts)
-    if message:
-        findings.append(cannot_join(message))
+    findings = [*judge(facts), *([failure] if failure else [])]
     if world.is_first:
         said.set()
-        leave(show(world, findings, complete=False))
-    broken = next((item for item in findings if item.verdict == "broken"), cannot_join("cannot join the others"))
-    time.sleep(PATIENCE_SECONDS)  # the launcher ends this process meanwhile, where rank 0 has found it, too
-    said.set()
-    report_error(UsageError(f"{broken.subject}: {broken.text}. {broken.remedy}", reach="rank"), world)
+        show(world, findings, complete=False)
+    else:
+        time.sleep(PATIENCE_SECONDS)  # the launcher ends this process meanwhile, where rank 0 has found the same
+        said.set()
+        broken = [f"{item.subject}: {item.text}. {item.remedy}" for item in findings if item.verdict == "broken"]
+        report_error(UsageError(" ".join(broken).strip(), reach="rank"), world)
     leave(2)
-    raise AssertionError("unreachable")
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End at once: Horovod's and MPI's own ways out wait for ranks that may never come."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def cannot_join(message: str) -> Finding:
+def cannot_join(
+    why: str, remedy: str = "mend what is broken above; where nothing is, try horovodrun --gloo"
+) -> Finding:
     """What kept this rank from talking to the others."""
-    return Finding(
-        subject="together", verdict="broken", text=message, remedy="mend what is broken above; then the launcher's MPI"
-    )
+    return Finding(subject="together", verdict="broken", text=why, remedy=remedy)
 
 
 def last_words(reason: str, world: World, facts_so_far: list[Facts]) -> None:
     """What rank 0 shows where the ranks did not come together."""
     if world.is_first:
         findings = judge(facts_so_far[0]) if facts_so_far else []
-        show(world, [*findings, cannot_join(reason)], complete=False)
+        remedy = "see what the others say, and run python -m ringtrain doctor on each node by itself"
+        show(world, [*findings, cannot_join(reason, remedy)], complete=False)
 
 
 def show(world: World, findings: list[Finding], *, complete: bool = True) -> int:
@@ -174,7 +170,7 @@ def show(world: World, findings: list[Finding], *, complete: bool = True) -> int
 
 
 @contextlib.contextmanager
-def ending_in_time(speak: Callable[[str], Any]) -> Iterator[threading.Event]:
+def ending_in_time(speak: Callable[[str], None]) -> Iterator[threading.Event]:
     """End this process with exit code 2 where the launcher ends it, or the ranks wait for each other for too long.
 
     A rank that waits in MPI runs no signal handler, so a thread waits for the signal.
@@ -190,7 +186,7 @@ def ending_in_time(speak: Callable[[str], Any]) -> Iterator[threading.Event]:
         if not said.is_set():
             said.set()
             reason = "another rank ended first" if info else f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"
-            speak(f"{reason}; see what it says, or ask each node with python -m ringtrain doctor")
+            speak(reason)
         leave(2)
 
     threading.Thread(target=watch, daemon=True).start()

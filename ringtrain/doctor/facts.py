@@ -49,9 +49,9 @@ class Stack:
 class Gpu:
     """A GPU, as the driver's own tool describes it."""
 
+    uuid: str
     name: str
     driver: str
-    memory_mib: str
     mig: bool
 
 

@@ -27,7 +27,7 @@ Found = TypeVar("Found")
 # TensorFlow alone may take a minute from a cold network file system.
 LOAD_SECONDS = 120.0
 COMMAND_SECONDS = 20.0
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,mig.mode.current", "--format=csv,noheader")
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name,driver_version,mig.mode.current", "--format=csv,noheader")
 
 
 def gather_facts(world: World, environ: Mapping[str, str], *, keras_backend: str | None) -> Facts:
@@ -169,11 +169,7 @@ def look_at_gpus() -> tuple[tuple[Gpu, ...] | None, str | None]:
 def parse_gpus(listing: str) -> tuple[Gpu, ...]:
     """The lines of ``nvidia-smi``."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(listing.splitlines())]
-    return tuple(
-        Gpu(name=row[0], driver=row[1], memory_mib=row[2].removesuffix(" MiB"), mig=row[3] == "Enabled")
-        for row in rows
-        if len(row) == 4
-    )
+    return tuple(Gpu(uuid=row[0], name=row[1], driver=row[2], mig=row[3] == "Enabled") for row in rows if len(row) == 4)
 
 
 def read_cgroup_memory(root: Path) -> int | None:

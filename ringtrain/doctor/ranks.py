@@ -18,6 +18,7 @@ def judge_ranks(ranks: Sequence[Facts], all_reduce: AllReduce | None) -> list[Fi
         *judge_others(ranks),
         judge_versions(ranks),
         *plan_rows(ranks),
+        *judge_shared_gpus(ranks),
         *([judge_all_reduce(all_reduce, len(ranks))] if all_reduce else []),
     ]
 
@@ -44,28 +45,38 @@ def judge_others(ranks: Sequence[Facts]) -> list[Finding]:
 def judge_versions(ranks: Sequence[Facts]) -> Finding:
     """Whether all ranks have the same packages; each rank that differs from rank 0 is named."""
     first = versions_of(ranks[0])
-    differences: dict[str, list[Facts]] = {}
+    differences: dict[tuple[str, str], list[Facts]] = {}
     for facts in ranks[1:]:
-        versions = versions_of(facts)
-        for name in first:
-            if versions[name] != first[name]:
-                differences.setdefault(f"{name} {versions[name]} (rank 0: {first[name]})", []).append(facts)
+        for name, version in versions_of(facts).items():
+            if version != first[name]:
+                differences.setdefault((name, version), []).append(facts)
     if not differences:
-        listed = ", ".join(f"{name} {version}" for name, version in first.items() if version != "none")
+        listed = ", ".join(version for version in first.values() if not version.startswith("no "))
         return Finding(subject="versions", verdict="ok", text=f"the same on all {len(ranks)} ranks: {listed}")
-    text = "; ".join(f"{name_ranks(facts)} has {difference}" for difference, facts in differences.items())
-    # Ranks that compute the same by different programs train apart unseen.
-    return Finding(
-        subject="versions", verdict="broken", text=text, remedy="use one environment for all nodes, by a shared path"
+    text = "; ".join(
+        f"{name_ranks(facts)}: {version} (rank 0: {first[name]})" for (name, version), facts in differences.items()
     )
+    # Ranks whose programs compute differently train apart unseen.
+    is_broken = bool({"TensorFlow", "Keras", "Horovod"} & {name for name, _ in differences})
+    return Finding(
+        subject="versions", verdict="broken" if is_broken else "warning", text=text,
+        remedy="use one environment for all nodes, by a shared path",
+    )  # fmt: skip
 
 
 def versions_of(facts: Facts) -> dict[str, str]:
-    """What must be alike on all ranks, by its name."""
+    """What must be alike on all ranks: a name and its version, by the name."""
     stack = facts.stack
-    names = {"tensorflow": "TensorFlow", "keras": "Keras", "horovod": "Horovod", "mpi4py": "mpi4py"}
-    versions = {title: stack.versions.get(name, "none") for name, title in names.items()}
-    return {"Python": stack.python, **versions, "MPI": stack.mpi_library or "none", "NCCL": stack.nccl or "none"}
+    numbers = {
+        "Python": stack.python,
+        "TensorFlow": stack.versions.get("tensorflow"),
+        "Keras": stack.versions.get("keras"),
+        "Horovod": stack.versions.get("horovod"),
+        "mpi4py": stack.versions.get("mpi4py"),
+        "NCCL": stack.nccl,
+    }
+    named = {name: f"{name} {number}" if number else f"no {name}" for name, number in numbers.items()}
+    return {**named, "MPI": stack.mpi_library or "no MPI"}
 
 
 def plan_rows(ranks: Sequence[Facts]) -> list[Finding]:
@@ -78,6 +89,36 @@ def plan_rows(ranks: Sequence[Facts]) -> list[Finding]:
         plan = ", ".join(f"rank {facts.rank}: {facts.device or 'no device'}" for facts in mine)
         rows.append(Finding(subject="plan", verdict="ok", text=f"{node}: {plan}"))
     return rows
+
+
+def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
+    """Ranks that have the same GPU: each may see that one alone, and take it for its own."""
+    owners: dict[tuple[str, str], list[Facts]] = {}
+    for facts in ranks:
+        if gpu := gpu_of(facts):
+            owners.setdefault((facts.node, gpu), []).append(facts)
+    return [
+        Finding(
+            subject="GPUs", verdict="broken", text=f"{name_ranks(facts)} have the same GPU {gpu}",
+            remedy="start fewer ranks on a node, or show each its own (srun --gpus-per-task=1)",
+        )
+        for (_, gpu), facts in owners.items()
+        if len(facts) > 1
+    ]  # fmt: skip
+
+
+def gpu_of(facts: Facts) -> str | None:
+    """Which GPU of its node a rank computes on: its UUID where that is known; None where it computes on cores."""
+    if not facts.device.startswith("GPU "):
+        return None
+    index = facts.device.removeprefix("GPU ")
+    variable = facts.hardware.cuda_visible_devices
+    if variable:  # the rank's numbers are places in this list
+        index = variable.split(",")[int(index)].strip()
+    gpus = facts.hardware.gpus or ()
+    if not index.isdigit():
+        return index
+    return gpus[int(index)].uuid if int(index) < len(gpus) else index
 
 
 def judge_all_reduce(result: AllReduce, size: int) -> Finding:

@@ -64,7 +64,7 @@ def meet(world: World, facts: Facts, said: threading.Event) -> int:
         plan = pin(world, deterministic=False)
         with quiet_start():
             facts = take_device(plan, world, facts)
-            collective = connect("horovod", world)
+        collective = connect("horovod", world)
         code = share(collective, facts, said)
     except RingtrainError as error:
         leave_alone(world, facts, said, cannot_join(str(error), remedy=""))

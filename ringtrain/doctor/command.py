@@ -43,6 +43,7 @@ def doctor(world: World) -> int:
     Returns:
         0 where training would work, else 2.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     keras_backend = os.environ.get("KERAS_BACKEND")
     os.environ["KERAS_BACKEND"] = "tensorflow"  # a wrong one is shown, and does not end the look
     if world.size == 1:
@@ -148,7 +149,7 @@ def cannot_join(
     why: str, remedy: str = "mend what is broken above; where nothing is, try horovodrun --gloo"
 ) -> Finding:
     """What kept this rank from talking to the others."""
-    return Finding(subject="together", verdict="broken", text=why, remedy=remedy)
+    return Finding(subject="joining", verdict="broken", text=why, remedy=remedy)
 
 
 def last_words(reason: str, world: World, facts_so_far: list[Facts]) -> None:
@@ -161,7 +162,7 @@ def last_words(reason: str, world: World, facts_so_far: list[Facts]) -> None:
 
 def show(world: World, findings: list[Finding], *, complete: bool = True) -> int:
     """Print the table, in one piece."""
-    ranks = f"{world.size} ranks, started by {world.launcher}" if world.size > 1 else "one process, no launcher"
+    ranks = f"{world.size} ranks, started by {world.launcher}" if world.size > 1 else f"one process, {world.launcher}"
     scope = "" if complete or world.size == 1 else "; what rank 0 found"
     title = f"ringtrain {__version__} doctor on {world.node}: {ranks}{scope}"
     console = open_console(is_first=world.is_first)

@@ -139,8 +139,7 @@ def judge_horovod(stack: Stack) -> Finding:
     finding = _judge_package(stack, "horovod", "Horovod", remedy=rebuild)
     if finding.verdict == "broken":
         return finding
-    names = {"mpi": "MPI", "gloo": "Gloo", "nccl": f"NCCL {stack.nccl}", "ccl": "CCL", "cuda": "CUDA", "rocm": "ROCm"}
-    text = f"{version}{build}{here}; with {', '.join(names[part] for part in stack.horovod_parts) or 'nothing'}"
+    text = f"{version}{build}{here}; {describe_parts(stack)}"
     if not {"mpi", "gloo"} & set(stack.horovod_parts):
         remedy = f"install mpicc or CMake, then {rebuild}"
         return Finding(subject="Horovod", verdict="broken", text=text, remedy=remedy)
@@ -149,6 +148,19 @@ def judge_horovod(stack: Stack) -> Finding:
     if version != HOROVOD:
         return Finding(subject="Horovod", verdict="warning", text=text, remedy=f"ringtrain is tested with {HOROVOD}")
     return Finding(subject="Horovod", verdict="ok", text=text)
+
+
+def describe_parts(stack: Stack) -> str:
+    """What was compiled into Horovod: who tells the ranks when to reduce what, and who carries the data."""
+    names = {"mpi": "MPI", "gloo": "Gloo", "nccl": f"NCCL {stack.nccl}", "ccl": "CCL"}
+    controllers = [names[part] for part in stack.horovod_parts if part in ("mpi", "gloo")]
+    operations = [names[part] for part in stack.horovod_parts if part in names]
+    gpus = "".join(f", for {part.upper()}" for part in stack.horovod_parts if part in ("cuda", "rocm"))
+    listed = (
+        f"{title}: {', '.join(found) or 'none'}"
+        for title, found in (("controllers", controllers), ("operations", operations))
+    )
+    return "; ".join(listed) + gpus
 
 
 def judge_mpi(facts: Facts) -> Finding:

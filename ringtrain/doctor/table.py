@@ -32,7 +32,7 @@ def conclusion(findings: Sequence[Finding]) -> str:
     broken = [finding.subject for finding in findings if finding.verdict == "broken"]
     warnings = sum(finding.verdict == "warning" for finding in findings)
     if broken:
-        return f"Training would not work: {', '.join(dict.fromkeys(broken))}."
+        return f"Training would not work. Broken: {', '.join(dict.fromkeys(broken))}."
     noted = f", with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
     return f"Training would work{noted}."
 

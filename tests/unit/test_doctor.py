@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     "Horovod crashes": (
         {"failures": {"horovod": "ended the interpreter (SIGSEGV)"}}, "Horovod", "broken", "SIGSEGV", "make setup"
     ),
-    "Horovod carries nothing": ({"horovod_parts": ()}, "Horovod", "broken", "with nothing", "mpicc"),
+    "Horovod carries nothing": ({"horovod_parts": ()}, "Horovod", "broken", "controllers: none", "mpicc"),
     "Horovod without TensorFlow": (
         {"failures": {"tensorflow": "x", "horovod": "x"}}, "Horovod", "broken", "needs TensorFlow", "mend TensorFlow"
     ),
@@ -353,7 +353,7 @@ def test_the_table_is_80_columns_wide_and_every_remedy_stands_below_its_finding(
     assert lines[2].startswith("MPI       broken   word")
     first_remedy = next(number for number, line in enumerate(lines) if "-> do this" in line)
     assert 2 < first_remedy < next(number for number, line in enumerate(lines) if line.startswith("/dev/shm"))
-    assert lines[-1] == "Training would not work: MPI."
+    assert lines[-1] == "Training would not work. Broken: MPI."
     assert "\x1b" not in text
 
 

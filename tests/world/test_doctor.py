@@ -5,23 +5,20 @@ What cannot be broken here, GPUs, is judged from made facts in tests/unit/test_d
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.world.conftest import RunRingtrain
+from tests.world.environments import SITE_PACKAGES, make_environment
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 
-SITE_PACKAGES = Path(sysconfig.get_paths()["purelib"])
 TITLE = "ringtrain .* doctor on"
 
 
@@ -31,20 +28,6 @@ def look(
     """``python -m ringtrain doctor`` to its end."""
     command = [*wrapper, str(python), "-m", "ringtrain", "doctor"]
     return run_command(command, env=clean_environment(**(env or {})), timeout=120)
-
-
-def make_environment(directory: Path, *, without: str) -> tuple[Path, Path]:
-    """A virtual environment with the packages of this one, but for some.
-
-    Returns:
-        its interpreter, and its site-packages.
-    """
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
-    [packages] = (directory / "lib").glob("python3*/site-packages")
-    for entry in SITE_PACKAGES.iterdir():
-        if not fnmatch.fnmatch(entry.name, without):
-            (packages / entry.name).symlink_to(entry)
-    return directory / "bin/python", packages
 
 
 def row(finished: Finished, subject: str) -> str:
@@ -67,7 +50,9 @@ def assert_told(finished: Finished, subject: str, verdict: str, *texts: str) -> 
     for text in (*texts, "->"):
         assert text in finding
     last = finished.stdout.splitlines()[-1]
-    assert last.startswith("Training would not work: " if verdict == "broken" else "Training would work, with 1 warn")
+    assert last.startswith(
+        "Training would not work. Broken: " if verdict == "broken" else "Training would work, with 1 warn"
+    )
 
 
 def test_where_nothing_is_broken_nothing_is_advised() -> None:
@@ -76,7 +61,7 @@ def test_where_nothing_is_broken_nothing_is_advised() -> None:
     assert finished.stderr == ""
     assert "->" not in finished.stdout
     assert finished.stdout.splitlines()[-1] == "Training would work."
-    assert "built for TensorFlow" in row(finished, "Horovod")
+    assert re.search(r"built for TensorFlow .*; controllers: .*Gloo; operations: ", row(finished, "Horovod"))
 
 
 def test_horovod_missing(tmp_path: Path) -> None:
@@ -159,7 +144,7 @@ def test_a_launcher_of_another_mpi_makes_one_table_of_rank_0() -> None:
     finished = look(env={f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()})
     assert finished.rc == 2
     assert len(re.findall(TITLE, finished.stdout)) == 1
-    assert "started 2 processes, but Horovod sees 1" in row(finished, "together")
+    assert "started 2 processes, but Horovod sees 1" in row(finished, "joining")
     assert "Traceback" not in finished.stdout + finished.stderr
 
 
@@ -175,6 +160,6 @@ def test_a_rank_that_cannot_join_ends_the_look_of_all(tmp_path: Path) -> None:
     assert finished.rc == 2
     assert not finished.left_behind
     assert len(re.findall(TITLE, finished.stdout)) == 1, finished.stdout + finished.stderr
-    assert "another rank ended first" in row(finished, "together")
+    assert "another rank ended first" in row(finished, "joining")
     assert re.search(r"rank 1 on \S+: Horovod: not installed\. .*make setup", finished.stderr)
     assert "Traceback" not in finished.stdout + finished.stderr

@@ -93,6 +93,7 @@ class Launchers:
     Attributes:
         horovodrun, mpirun, srun: paths of those that are in ``PATH``.
         mpirun_version: what mpirun says that it is, such as ``Open MPI 4.1.4``.
+        mpirun_failure: why it does not even say that.
         srun_mpi: the best kind of MPI that this srun can start, ``horovodrun`` where it knows none that fits; None
             where it does not answer.
         refuses_root: whether this mpirun would refuse to start anything, as this is root.
@@ -101,6 +102,7 @@ class Launchers:
     horovodrun: str | None = None
     mpirun: str | None = None
     mpirun_version: str | None = None
+    mpirun_failure: str | None = None
     srun: str | None = None
     srun_mpi: str | None = None
     refuses_root: bool = False

@@ -71,8 +71,8 @@ STEPS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def loaded_mpi_libraries() -> list[str]:
-    """The files of MPI libraries that this process has loaded."""
-    mapped = re.findall(r"(/\S*/libmpi\.so\S*)", Path("/proc/self/maps").read_text())
+    """The files of MPI libraries that this process has loaded: Open MPI's and Intel's, MPICH's, Cray's."""
+    mapped = re.findall(r"(/\S*/libmpi(?:ch|_cray|_gnu_\w+)?\.so\S*)", Path("/proc/self/maps").read_text())
     return list(dict.fromkeys(os.path.realpath(path) for path in mapped))
 
 

@@ -176,7 +176,7 @@ def judge_mpi(facts: Facts) -> Finding:
     if mine and theirs and not set(theirs) <= set(mine):
         return Finding(
             subject="MPI", verdict="broken",
-            text=f"Horovod loads {', '.join(mine)}, but mpi4py {', '.join(theirs)} ({library})",
+            text=f"Horovod loads {', '.join(mine)}, but mpi4py {', '.join(theirs)}",
             remedy=f"unset MPI4PY_LIBMPI and MPI4PY_MPIABI; else pip install mpi4py with the MPI of {mine[0]}",
         )  # fmt: skip
     text = f"{library}, {', '.join(theirs or mine)}; mpi4py {stack.versions['mpi4py']}" + (
@@ -194,19 +194,21 @@ def judge_mpi(facts: Facts) -> Finding:
 def judge_launchers(facts: Facts) -> Finding:
     """What could start several ranks. Under a launcher the question is answered."""
     launchers, parts = facts.launchers, facts.stack.horovod_parts
+    fails, version = launchers.mpirun_failure, launchers.mpirun_version
+    mpirun = f"which fails: {fails}" if fails else version or "of an unknown MPI"
     has_srun = launchers.srun_mpi not in (None, "horovodrun")
     cannot = "gives no answer" if launchers.srun_mpi is None else "knows neither PMIx nor PMI2"
     srun = f"srun (--mpi={launchers.srun_mpi})" if has_srun else f"srun (which {cannot})"
     found = [
         *(["horovodrun"] if launchers.horovodrun else []),
-        *([f"mpirun ({launchers.mpirun_version or 'of an unknown MPI'})"] if launchers.mpirun else []),
+        *([f"mpirun ({mpirun})"] if launchers.mpirun else []),
         *([srun] if launchers.srun else []),
     ]
     missing = [name for name in ("horovodrun", "mpirun", "srun") if getattr(launchers, name) is None]
     text = f"{', '.join(found) or 'none'}" + (f"; no {', no '.join(missing)}" if found and missing else "")
     if facts.size > 1:
         return Finding(subject="launchers", verdict="ok", text=f"{text}; this is {facts.launcher}")
-    by_mpi = "mpi" in parts and (launchers.mpirun or has_srun)
+    by_mpi = "mpi" in parts and ((launchers.mpirun and not fails) or has_srun)
     by_gloo = "gloo" in parts and launchers.horovodrun
     if not by_mpi and not by_gloo and parts:
         remedy = "install Open MPI (apt-get install openmpi-bin, or conda install openmpi), and put .venv/bin in PATH"

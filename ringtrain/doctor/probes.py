@@ -197,13 +197,15 @@ def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
     from launch.slurm.mpi import ask_srun, choose_mpi
 
     mpirun, srun = shutil.which("mpirun"), shutil.which("srun")
-    version = describe_mpi(_ask([mpirun, "--version"])[1]) if mpirun else None
+    status, words = _ask([mpirun, "--version"]) if mpirun else (0, "")
+    version = describe_mpi(words)
     listing = ask_srun() if srun else None
     allowed = all(environ.get(f"OMPI_ALLOW_RUN_AS_ROOT{end}") == "1" for end in ("", "_CONFIRM"))
     return Launchers(
         horovodrun=shutil.which("horovodrun"),
         mpirun=mpirun,
         mpirun_version=version,
+        mpirun_failure=shorten(_last_line(words)) if status else None,
         srun=srun,
         srun_mpi=None if listing is None else choose_mpi(listing),
         refuses_root=os.geteuid() == 0 and not allowed and (version or "").startswith("Open MPI"),

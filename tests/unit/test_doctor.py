@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     ),
     "two MPI libraries": (
         {"mpi4py_mpi": ("/opt/libmpi.so.12",), "mpi_library": "MPICH 4.0.2"},
-        "MPI", "broken", f"Horovod loads {LIBMPI}, but mpi4py /opt/libmpi.so.12 (MPICH 4.0.2)", "unset MPI4PY_LIBMPI",
+        "MPI", "broken", f"Horovod loads {LIBMPI}, but mpi4py /opt/libmpi.so.12", "unset MPI4PY_LIBMPI",
     ),
     "mpirun of another MPI": (
         {"mpirun_version": "MPICH 4.0.2"}, "MPI", "broken", "/usr/bin/mpirun is of MPICH 4.0.2", "first in PATH"
@@ -145,6 +145,10 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     "unknown mpirun": ({"mpirun_version": None}, "MPI", "ok", "Open MPI 4.1.4", ""),
     "Gloo alone": ({"horovod_parts": ("gloo",), "versions": without("mpi4py")}, "MPI", "ok", "not used", ""),
     "no mpirun": ({"mpirun": None, "mpirun_version": None}, "launchers", "warning", "no mpirun", "horovodrun --gloo"),
+    "mpirun that does not run": (
+        {"mpirun_version": None, "mpirun_failure": "no libslurm"},
+        "launchers", "warning", "mpirun (which fails: no libslurm)", "horovodrun --gloo",
+    ),
     "no mpirun, no Gloo": (
         {"mpirun": None, "horovod_parts": ("mpi",)}, "launchers", "broken", "nothing starts ranks", "openmpi-bin"
     ),

@@ -148,18 +148,31 @@ def test_a_launcher_of_another_mpi_makes_one_table_of_rank_0() -> None:
     assert "Traceback" not in finished.stdout + finished.stderr
 
 
+def start_doctor(*pythons: Path | str) -> Finished:
+    """``mpirun``, with an interpreter for each rank."""
+    ranks: list[str] = []
+    for python in pythons:
+        ranks += [":", "-np", "1", "-x", f"PYTHONPATH={REPOSITORY}", str(python), "-m", "ringtrain", "doctor"]
+    command = ["mpirun", "--oversubscribe", "--bind-to", "none", *ranks[1:]]
+    finished = run_command(command, env=clean_environment(), timeout=120)
+    assert not finished.left_behind
+    assert "Traceback" not in finished.stdout + finished.stderr
+    assert len(re.findall(TITLE, finished.stdout)) == 1, finished.stdout + finished.stderr
+    return finished
+
+
 def test_a_rank_that_cannot_join_ends_the_look_of_all(tmp_path: Path) -> None:
     """Rank 1's interpreter has no Horovod; rank 0, which waits for it, still shows its table."""
     python, _ = make_environment(tmp_path / "env", without="horovod*")
-    rank = ["-np", "1", "-x", f"PYTHONPATH={REPOSITORY}"]
-    doctor = ["-m", "ringtrain", "doctor"]
-    ranks = [*rank, sys.executable, *doctor, ":", *rank, str(python), *doctor]
-    finished = run_command(
-        ["mpirun", "--oversubscribe", "--bind-to", "none", *ranks], env=clean_environment(), timeout=120
-    )
+    finished = start_doctor(sys.executable, python)
     assert finished.rc == 2
-    assert not finished.left_behind
-    assert len(re.findall(TITLE, finished.stdout)) == 1, finished.stdout + finished.stderr
     assert "another rank ended first" in row(finished, "joining")
     assert re.search(r"rank 1 on \S+: Horovod: not installed\. .*make setup", finished.stderr)
-    assert "Traceback" not in finished.stdout + finished.stderr
+
+
+def test_what_all_ranks_lack_is_told_once(tmp_path: Path) -> None:
+    python, _ = make_environment(tmp_path / "env", without="horovod*")
+    finished = start_doctor(python, python)
+    assert finished.rc == 2
+    assert "not installed" in row(finished, "Horovod")
+    assert "ringtrain" not in finished.stderr

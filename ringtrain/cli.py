@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 SOURCE_KINDS = ("auto", "image_folder", "cifar10")
 TRAIN_DESCRIPTION = "Train a Keras model on many GPUs, one process per GPU: horovodrun -np 2 python -m ringtrain"
+DOCTOR_DESCRIPTION = (
+    "Say whether training would work here, and what helps where it would not; under a launcher, among its ranks: "
+    "horovodrun -np 2 python -m ringtrain doctor"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,6 +146,14 @@ def convert_command(arguments: Sequence[str], world: World) -> int:
     made = convert(wanted["source"], wanted["destination"], kind=kind, num_shards=num_shards)
     print(f"{wanted['destination']}: {made}")
     return 0
+
+
+def doctor_command(arguments: Sequence[str], world: World) -> int:
+    """Say whether training would work here, and what helps where it would not."""
+    parse_arguments(create_parser("doctor", DOCTOR_DESCRIPTION), arguments, world)
+    from ringtrain.doctor.command import doctor
+
+    return doctor(world)
 
 
 def record_command(arguments: Sequence[str], world: World) -> int:
@@ -312,6 +324,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {
     "eval": eval_command,
     "verify": verify_command,
     "convert": convert_command,
+    "doctor": doctor_command,
 }
 # What the commands start themselves; not for the user.
 INTERNAL_COMMANDS = {"_record": record_command}

@@ -98,12 +98,13 @@ def launcher_terminal(pid: int) -> IO[str] | None:
     the launcher's terminal directly also keeps labels such as ``[1,0]<stdout>`` out of the progress bar.
     """
     try:
-        terminal = open(f"/proc/{pid}/fd/1", "w")  # noqa: SIM115 - open until the process ends
+        # Neither truncated, as the launcher may write to a file, nor taken as this process's controlling terminal.
+        descriptor = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_NOCTTY)
     except OSError:
         return None
-    if terminal.isatty():
-        return terminal
-    terminal.close()
+    if os.isatty(descriptor):
+        return open(descriptor, "w")  # open until the process ends
+    os.close(descriptor)
     return None
 
 

@@ -86,18 +86,31 @@ def read_cgroup_quota(root: Path) -> float | None:
         root: the file system's root (a made one in tests).
     """
     quotas = []
+    for directory in cgroup_directories(root, ""):  # version 2
+        quota, _, period = " ".join(_read_lines(directory / "cpu.max")).partition(" ")
+        quotas += [int(quota) / int(period)] if quota.isdigit() else []
+    for directory in cgroup_directories(root, "cpu"):
+        quota = "".join(_read_lines(directory / "cpu.cfs_quota_us"))
+        period = "".join(_read_lines(directory / "cpu.cfs_period_us"))
+        quotas += [int(quota) / int(period)] if quota.isdigit() else []
+    return min(quotas, default=None)
+
+
+def cgroup_directories(root: Path, controller: str) -> list[Path]:
+    """Where the limits of this process are: the directories of its cgroup and of all groups above it.
+
+    Args:
+        root: the file system's root (a made one in tests).
+        controller: of version 1, such as ``"cpu"``; empty for version 2, which has one hierarchy for all.
+    """
+    directories = []
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
-        if controllers == "":  # version 2
-            for directory in _levels(root / "sys/fs/cgroup", group):
-                quota, _, period = " ".join(_read_lines(directory / "cpu.max")).partition(" ")
-                quotas += [int(quota) / int(period)] if quota.isdigit() else []
-        elif "cpu" in controllers.split(","):
-            for directory in _levels(root / "sys/fs/cgroup/cpu", group):
-                quota = "".join(_read_lines(directory / "cpu.cfs_quota_us"))
-                period = "".join(_read_lines(directory / "cpu.cfs_period_us"))
-                quotas += [int(quota) / int(period)] if quota.isdigit() else []
-    return min(quotas, default=None)
+        if controller in controllers.split(","):  # the line of version 2 names none
+            mount = root / "sys/fs/cgroup" / controller
+            directory = mount / group.strip("/")
+            directories += [directory, *[parent for parent in directory.parents if parent.is_relative_to(mount)]]
+    return directories
 
 
 def plan_devices(
@@ -291,12 +304,6 @@ def _is_bound_by_launcher(environ: Mapping[str, str], cores: tuple[int, ...]) ->
     if environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map", "rank")):
         return True
     return "OMPI_COMM_WORLD_RANK" in environ and set(cores) < os.sched_getaffinity(os.getppid())
-
-
-def _levels(mount: Path, group: str) -> list[Path]:
-    """The directories of a cgroup and of all groups above it."""
-    directory = mount / group.strip("/")
-    return [directory, *[parent for parent in directory.parents if parent.is_relative_to(mount)]]
 
 
 def _read_lines(path: Path) -> list[str]:

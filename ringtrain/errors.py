@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 Cause = Literal["signal", "file", "time"]
+Reach = Literal["run", "node", "rank"]
 
 
 class RingtrainError(Exception):
@@ -21,7 +22,7 @@ class RingtrainError(Exception):
 
     exit_code = 1
 
-    def __init__(self, message: str, *, reach: Literal["run", "node", "rank"] = "rank") -> None:
+    def __init__(self, message: str, *, reach: Reach = "rank") -> None:
         super().__init__(message)
         self.reach = reach
         self.is_agreed = False
@@ -70,7 +71,7 @@ class PreemptedError(RingtrainError):
         self,
         message: str,
         *,
-        reach: Literal["run", "node", "rank"] = "rank",
+        reach: Reach = "rank",
         stopped_by: Cause = "signal",
     ) -> None:
         super().__init__(message, reach=reach)

@@ -138,7 +138,9 @@ def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["convert", "--help"], ["--print_config"], ["--epochs", "0"]], ids=" ".join
+    "arguments",
+    [["--help"], ["convert", "--help"], ["doctor", "--help"], ["--print_config"], ["--epochs", "0"]],
+    ids=" ".join,
 )
 def test_answers_that_need_no_tensorflow_come_without_it_and_at_once(arguments: list[str]) -> None:
     script = f"""

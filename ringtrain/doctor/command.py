@@ -1,0 +1,202 @@
+"""Gather, judge and show: alone, or together with the other ranks of a launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, NoReturn
+
+from ringtrain import __version__
+from ringtrain.console import open_console
+from ringtrain.devices import DevicePlan, start_tensorflow
+from ringtrain.doctor.facts import AllReduce, Facts, facts_from_plain
+from ringtrain.doctor.inside import shorten
+from ringtrain.doctor.judging import Finding, can_join, judge
+from ringtrain.doctor.probes import LOAD_SECONDS, gather_facts
+from ringtrain.doctor.ranks import judge_ranks
+from ringtrain.doctor.table import exit_code, format_table
+from ringtrain.errors import Reach, RingtrainError, UsageError
+from ringtrain.startup import quiet_start
+from ringtrain.together import pin, report_error
+from ringtrain.world import World
+
+if TYPE_CHECKING:
+    from ringtrain.collectives import Collective
+
+# All that the ranks do, the looks at themselves included.
+TOGETHER_SECONDS = LOAD_SECONDS + 120.0
+# A rank that cannot join lets rank 0 speak first, which may have the same to say.
+PATIENCE_SECONDS = 8.0
+PAYLOAD_BYTES = 16 * 2**20
+REPETITIONS = 5
+
+
+def doctor(world: World) -> int:
+    """Look, and print one table.
+
+    Returns:
+        0 where training would work, else 2.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    keras_backend = os.environ.get("KERAS_BACKEND")
+    os.environ["KERAS_BACKEND"] = "tensorflow"  # a wrong one is shown, and does not end the look
+    if world.size == 1:
+        return show(world, judge(gather_facts(world, os.environ, keras_backend=keras_backend)))
+    facts_so_far: list[Facts] = []
+    with ending_in_time(lambda reason: last_words(reason, world, facts_so_far)) as said:
+        facts = gather_facts(world, os.environ, keras_backend=keras_backend)
+        facts_so_far.append(facts)
+        if not can_join(facts):
+            leave_alone(world, facts, said)
+        return meet(world, facts, said)
+
+
+def meet(world: World, facts: Facts, said: threading.Event) -> int:
+    """Join the other ranks, hold what each found against the others, and time an all-reduce."""
+    from ringtrain.collectives import connect
+
+    try:
+        plan = pin(world, deterministic=False)
+        with quiet_start():
+            facts = take_device(plan, world, facts)
+        collective = connect("horovod", world)
+        code = share(collective, facts, said)
+    except RingtrainError as error:
+        leave_alone(world, facts, said, cannot_join(str(error), remedy=""), reach=error.reach)
+    except Exception as error:  # Horovod's and MPI's own errors are of many kinds
+        leave_alone(world, facts, said, cannot_join(shorten(f"{type(error).__name__}: {error}")))
+    collective.close()
+    return code
+
+
+def take_device(plan: DevicePlan, world: World, facts: Facts) -> Facts:
+    """Start TensorFlow on this rank's device; where there is none for it, on the cores, so that it can say so."""
+    import tensorflow as tf
+
+    try:
+        return replace(facts, device=start_tensorflow(plan, world))
+    except UsageError as error:
+        tf.config.set_visible_devices([], "GPU")
+        return replace(facts, device_failure=str(error))
+
+
+def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
+    """Every rank's facts to rank 0, the timed all-reduce, and rank 0's verdict to every rank."""
+    import tensorflow as tf
+
+    from ringtrain.collectives import gather_objects, on_first
+
+    with tf.device("CPU:0"):  # of the ranks some may have a GPU and others none
+        ranks = [facts_from_plain(values) for values in gather_objects(collective, asdict(facts), name="doctor/facts")]
+    on_gpus = all(item.device.startswith("GPU") for item in ranks)
+    with tf.device("GPU:0" if on_gpus else "CPU:0"):
+        result = time_all_reduce(collective)
+
+    def show_all() -> int:
+        said.set()
+        return show(collective.world, judge_ranks(ranks, result))
+
+    with tf.device("CPU:0"):
+        code: int = on_first(collective, show_all, name="doctor/verdict")
+    return code
+
+
+def time_all_reduce(collective: Collective) -> AllReduce:
+    """The median of a few all-reduces, after one that is not counted."""
+    import tensorflow as tf
+
+    rank, size = collective.world.rank, collective.world.size
+    tensor = tf.fill([PAYLOAD_BYTES // 4], float(rank + 1))
+    seconds, is_right = [], True
+    for _ in range(1 + REPETITIONS):
+        start = time.perf_counter()
+        [total] = collective.sum([tensor], name="doctor/all_reduce")
+        float(total[0])  # a GPU's work has ended once its result is here
+        seconds.append(time.perf_counter() - start)
+        is_right &= bool(tf.reduce_all(total == size * (size + 1) / 2))
+    median = sorted(seconds[1:])[REPETITIONS // 2]
+    return AllReduce(description=collective.description, payload_bytes=PAYLOAD_BYTES, seconds=median, is_right=is_right)
+
+
+def leave_alone(
+    world: World, facts: Facts, said: threading.Event, failure: Finding | None = None, *, reach: Reach = "rank"
+) -> NoReturn:
+    """The end of a rank that cannot talk to the others: rank 0 shows its table, another rank says a line, later.
+
+    Args:
+        reach: which other ranks fail alike (see ``ringtrain.errors``); what rank 0 says need not be said again.
+    """
+    findings = [*judge(facts), *([failure] if failure else [])]
+    if world.is_first:
+        said.set()
+        show(world, findings, complete=False)
+    else:
+        time.sleep(PATIENCE_SECONDS)  # the launcher ends this process meanwhile, where rank 0 has found the same
+        said.set()
+        broken = [item for item in findings if item.verdict == "broken"]
+        message = " ".join(f"{item.subject}: {item.text.rstrip('.')}. {item.remedy}".strip() for item in broken)
+        report_error(UsageError(message, reach=reach), world)
+    leave(2)
+
+
+def leave(code: int) -> NoReturn:
+    """End at once: Horovod's and MPI's own ways out wait for ranks that may never come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def cannot_join(
+    why: str, remedy: str = "mend what is broken above; where nothing is, try horovodrun --gloo"
+) -> Finding:
+    """What kept this rank from talking to the others."""
+    return Finding(subject="joining", verdict="broken", text=why, remedy=remedy)
+
+
+def last_words(reason: str, world: World, facts_so_far: list[Facts]) -> None:
+    """What rank 0 shows where the ranks did not come together."""
+    if world.is_first:
+        findings = judge(facts_so_far[0]) if facts_so_far else []
+        remedy = "see what the others say, and run python -m ringtrain doctor on each node by itself"
+        show(world, [*findings, cannot_join(reason, remedy)], complete=False)
+
+
+def show(world: World, findings: list[Finding], *, complete: bool = True) -> int:
+    """Print the table, in one piece."""
+    ranks = f"{world.size} ranks, started by {world.launcher}" if world.size > 1 else f"one process, {world.launcher}"
+    scope = "" if complete or world.size == 1 else "; what rank 0 found"
+    title = f"ringtrain {__version__} doctor on {world.node}: {ranks}{scope}"
+    console = open_console(is_first=world.is_first)
+    console.line(format_table(title, findings, colour=console.is_terminal and "NO_COLOR" not in os.environ))
+    return exit_code(findings)
+
+
+@contextlib.contextmanager
+def ending_in_time(speak: Callable[[str], None]) -> Iterator[threading.Event]:
+    """End this process with exit code 2 where the launcher ends it, or the ranks wait for each other for too long.
+
+    A rank that waits in MPI runs no signal handler, so a thread waits for the signal.
+
+    Yields:
+        An event to set once all is said.
+    """
+    said = threading.Event()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def watch() -> None:
+        info = signal.sigtimedwait([signal.SIGTERM], TOGETHER_SECONDS)
+        if not said.is_set():
+            said.set()
+            reason = "another rank ended first" if info else f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"
+            speak(reason)
+        leave(2)
+
+    threading.Thread(target=watch, daemon=True).start()
+    yield said
+    said.set()

@@ -1,0 +1,110 @@
+"""Load the packages one by one and say what they are: the child process of ``ringtrain doctor``.
+
+A broken extension can end the interpreter that loads it, or hang. So this is a process of its own, and says at each
+step what it is about to load: whoever started it knows where it ended.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MAX_MESSAGE = 160
+
+
+def look_at_tensorflow() -> dict[str, Any]:
+    import tensorflow as tf
+
+    cuda = dict(tf.sysconfig.get_build_info()).get("cuda_version")
+    return {"version": tf.__version__, "cuda": cuda, "visible_gpus": len(tf.config.list_physical_devices("GPU"))}
+
+
+def look_at_keras() -> dict[str, Any]:
+    import keras
+
+    return {"version": keras.__version__}
+
+
+def look_at_horovod() -> dict[str, Any]:
+    import horovod.tensorflow as hvd
+
+    parts = [part for part in ("mpi", "gloo", "nccl", "ccl", "cuda", "rocm") if getattr(hvd, f"{part}_built")()]
+    nccl = hvd.nccl_built()
+    return {
+        "version": importlib.metadata.version("horovod"),
+        "parts": parts,
+        # NCCL's own coding of its version, from 2.9 on: major * 10000 + minor * 100 + patch (nccl.h).
+        "nccl": f"{nccl // 10000}.{nccl % 10000 // 100}.{nccl % 100}" if nccl else None,
+        "mpi": loaded_mpi_libraries(),
+    }
+
+
+def look_at_mpi4py() -> dict[str, Any]:
+    import mpi4py
+
+    already_loaded = set(loaded_mpi_libraries())
+    mpi4py.rc.initialize = False  # under a launcher it would join the ranks
+    from mpi4py import MPI
+
+    library = MPI.Get_library_version().strip("\0\n ")
+    loaded = loaded_mpi_libraries()
+    return {
+        "version": mpi4py.__version__,
+        "library": library,
+        "mpi": [path for path in loaded if path not in already_loaded] or loaded,
+    }
+
+
+STEPS: dict[str, Callable[[], dict[str, Any]]] = {
+    "tensorflow": look_at_tensorflow,
+    "keras": look_at_keras,
+    "horovod": look_at_horovod,  # before mpi4py, as in a run
+    "mpi4py": look_at_mpi4py,
+}
+
+
+def loaded_mpi_libraries() -> list[str]:
+    """The files of MPI libraries that this process has loaded: Open MPI's and Intel's, MPICH's, Cray's."""
+    mapped = re.findall(r"(/\S*/libmpi(?:ch|_cray|_gnu_\w+)?\.so\S*)", Path("/proc/self/maps").read_text())
+    return list(dict.fromkeys(os.path.realpath(path) for path in mapped))
+
+
+def shorten(message: str) -> str:
+    """An error's message as one line of moderate length."""
+    text = " ".join(message.split())
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+
+
+def main() -> None:
+    # What libraries print must not get between the lines of the answer.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def tell(**values: Any) -> None:
+        answer.write(json.dumps(values) + "\n")
+        answer.flush()
+
+    for name, look in STEPS.items():
+        tell(begins=name)
+        try:
+            tell(ends=name, found=look())
+        except BaseException as error:  # whatever it is, the next step may work
+            tell(ends=name, failure=shorten(f"{type(error).__name__}: {error}"))
+    os._exit(0)  # libraries that were loaded only to be looked at have nothing to tidy up
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

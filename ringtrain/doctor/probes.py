@@ -1,0 +1,264 @@
+"""Look at this process's environment: packages, node, launchers. Each look has a time limit, and none can raise."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ringtrain.devices import cgroup_directories, read_machine
+from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack
+from ringtrain.doctor.inside import STEPS, shorten
+from ringtrain.world import World
+
+Found = TypeVar("Found")
+
+# TensorFlow alone may take a minute from a cold network file system.
+LOAD_SECONDS = 120.0
+COMMAND_SECONDS = 20.0
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name,driver_version,mig.mode.current", "--format=csv,noheader")
+
+
+def gather_facts(world: World, environ: Mapping[str, str], *, keras_backend: str | None) -> Facts:
+    """All that this process can find out by itself.
+
+    Args:
+        world: its place.
+        environ: its environment, with the settings of its device plan.
+        keras_backend: what the user's environment said before that.
+    """
+    unknown: dict[str, str] = {}
+
+    def attempt(name: str, probe: Callable[[], Found], otherwise: Found) -> Found:
+        try:
+            return probe()
+        except Exception as error:  # a look that fails is itself something to show
+            unknown[name] = shorten(f"{type(error).__name__}: {error}")
+            return otherwise
+
+    python = Stack(python=platform.python_version(), executable=sys.executable)
+    bare = Hardware(cores=tuple(sorted(os.sched_getaffinity(0))), total_cores=os.cpu_count() or 1)
+    return Facts(
+        **{name: getattr(world, name) for name in ("rank", "size", "local_rank", "local_size", "node", "launcher")},
+        stack=attempt("packages", lambda: look_at_stack(environ, keras_backend), python),
+        hardware=attempt("node", lambda: look_at_hardware(environ), bare),
+        launchers=attempt("launchers", lambda: look_at_launchers(environ), Launchers()),
+        unknown=unknown,
+    )
+
+
+def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stack:
+    """The packages: their versions here, and whether they load in a process of its own."""
+    found, failures = load_packages([sys.executable, "-m", "ringtrain.doctor.inside"], LOAD_SECONDS)
+    versions = {name: version for name in STEPS if (version := _installed_version(name))}
+    versions |= {name: values["version"] for name, values in found.items() if values.get("version")}
+    tensorflow, horovod, mpi4py = (found.get(name, {}) for name in ("tensorflow", "horovod", "mpi4py"))
+    return Stack(
+        python=platform.python_version(),
+        executable=sys.executable,
+        versions=versions,
+        failures=failures,
+        keras_backend=keras_backend,
+        legacy_keras=environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"),
+        cuda=tensorflow.get("cuda"),
+        visible_gpus=tensorflow.get("visible_gpus", 0),
+        horovod_built_for=_horovod_built_for(),
+        horovod_parts=tuple(horovod.get("parts", ())),
+        nccl=horovod.get("nccl"),
+        horovod_mpi=tuple(horovod.get("mpi", ())),
+        mpi4py_mpi=tuple(mpi4py.get("mpi", ())),
+        mpi_library=describe_mpi(mpi4py.get("library", "")),
+    )
+
+
+def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """What a child process (``inside.py``) found of each package, and why it could not load the others."""
+    reader, writer = os.pipe()  # its end tells the child that this process is gone
+    child = subprocess.Popen(command, stdin=reader, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    os.close(reader)
+    ending = ""
+    try:
+        answer, errors = child.communicate(timeout=seconds)
+        if child.returncode < 0:
+            ending = f"loading it ended the interpreter ({signal.Signals(-child.returncode).name})"
+        elif child.returncode:
+            ending = f"loading it ended the interpreter with exit code {child.returncode}: {_last_line(errors)}"
+    except subprocess.TimeoutExpired:
+        child.kill()
+        answer, _ = child.communicate()
+        ending = f"loading it took more than {seconds:.0f} s"
+    os.close(writer)
+    return read_answer(answer, ending)
+
+
+def read_answer(answer: str, ending: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The lines of the child process, whose last may be missing, as what was found and what failed.
+
+    Args:
+        answer: what it wrote.
+        ending: why it ended early, or empty.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    failures: dict[str, str] = {}
+    begun: str | None = None
+    for line in answer.splitlines():
+        values = json.loads(line)
+        begun = values.get("begins")
+        if "found" in values:
+            found[values["ends"]] = values["found"]
+        elif "failure" in values:
+            failures[values["ends"]] = values["failure"]
+    if begun is not None:
+        failures[begun] = shorten(ending)
+    for name in STEPS:
+        if name not in found and name not in failures:
+            failures[name] = f"not tried: {begun} ended the look" if begun else shorten(ending or "not tried")
+    return found, failures
+
+
+def look_at_hardware(environ: Mapping[str, str]) -> Hardware:
+    """The node's cores, memory, shared memory and GPUs."""
+    machine = read_machine(environ)
+    memory = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    shm_bytes, shm_free_bytes = look_at_shm()
+    gpus, gpu_failure = look_at_gpus()
+    return Hardware(
+        cores=machine.cores,
+        total_cores=os.cpu_count() or len(machine.cores),
+        quota=machine.quota,
+        bound_by_launcher=machine.bound_by_launcher,
+        memory_bytes=int(memory.get("MemTotal", 0)) * 1024,
+        available_bytes=int(memory.get("MemAvailable", 0)) * 1024,
+        memory_limit=read_cgroup_memory(Path("/")),
+        shm_bytes=shm_bytes,
+        shm_free_bytes=shm_free_bytes,
+        gpus=gpus,
+        gpu_failure=gpu_failure,
+        cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
+    )
+
+
+def look_at_shm() -> tuple[int | None, int | None]:
+    """The size of ``/dev/shm`` and what is free of it, in bytes; None twice where there is none."""
+    try:
+        shm = os.statvfs("/dev/shm")
+    except OSError:
+        return None, None
+    return shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
+
+
+def look_at_gpus() -> tuple[tuple[Gpu, ...] | None, str | None]:
+    """The GPUs that the driver lists, and why it could not be asked; None twice where there is no driver."""
+    if shutil.which(NVIDIA_SMI[0]) is None:
+        return None, None
+    status, output = _ask(NVIDIA_SMI)
+    return (parse_gpus(output), None) if status == 0 else (None, shorten(output))
+
+
+def parse_gpus(listing: str) -> tuple[Gpu, ...]:
+    """The lines of ``nvidia-smi``."""
+    rows = [[cell.strip() for cell in row] for row in csv.reader(listing.splitlines())]
+    return tuple(Gpu(uuid=row[0], name=row[1], driver=row[2], mig=row[3] == "Enabled") for row in rows if len(row) == 4)
+
+
+def read_cgroup_memory(root: Path) -> int | None:
+    """The memory that the cgroups of this process grant, in bytes, or None: the tightest of all levels.
+
+    Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("memory.max") and cgroup-v1/memory.rst.
+    """
+    limits = []
+    for name, directories in (
+        ("memory.max", cgroup_directories(root, "")),
+        ("memory.limit_in_bytes", cgroup_directories(root, "memory")),
+    ):
+        for directory in directories:
+            try:
+                limit = (directory / name).read_text().strip()
+            except OSError:
+                continue
+            # Version 1 writes "no limit" as the largest multiple of a page in 63 bits.
+            limits += [int(limit)] if limit.isdigit() and int(limit) < 2**62 else []
+    return min(limits, default=None)
+
+
+def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
+    """The launchers in ``PATH``."""
+    from launch.slurm.mpi import ask_srun, choose_mpi
+
+    mpirun, srun = shutil.which("mpirun"), shutil.which("srun")
+    status, words = _ask([mpirun, "--version"]) if mpirun else (0, "")
+    version = describe_mpi(words)
+    listing = ask_srun() if srun else None
+    allowed = all(environ.get(f"OMPI_ALLOW_RUN_AS_ROOT{end}") == "1" for end in ("", "_CONFIRM"))
+    return Launchers(
+        horovodrun=shutil.which("horovodrun"),
+        mpirun=mpirun,
+        mpirun_version=version,
+        mpirun_failure=shorten(_last_line(words)) if status else None,
+        srun=srun,
+        srun_mpi=None if listing is None else choose_mpi(listing),
+        refuses_root=os.geteuid() == 0 and not allowed and (version or "").startswith("Open MPI"),
+    )
+
+
+def describe_mpi(text: str) -> str | None:
+    """Name and version of an MPI, from what its library or its mpirun says of itself; None where neither is known."""
+    openmpi = re.search(r"Open MPI\W+v?([\d.]+\d)", text)
+    if openmpi or "Open MPI" in text or "OpenRTE" in text:
+        return f"Open MPI {openmpi[1]}" if openmpi else "Open MPI"
+    for name, pattern in (
+        ("Intel MPI", r"Intel\(R\) MPI Library.*?([\d.]+\d)"),
+        ("MPICH", r"(?:MPICH Version|HYDRA build details).*?([\d.]+\w*)"),
+    ):
+        match = re.search(pattern, text, re.DOTALL)
+        if match:
+            return f"{name} {match[1]}"
+    return None
+
+
+def _ask(command: Sequence[str]) -> tuple[int, str]:
+    """A command's exit code and what it writes; -1 where it does not end in time, or cannot be started."""
+    try:
+        finished = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", timeout=COMMAND_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return -1, f"no answer after {COMMAND_SECONDS:.0f} s"
+    except OSError as error:
+        return -1, str(error)
+    return finished.returncode, finished.stdout
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _horovod_built_for() -> str | None:
+    """The version of TensorFlow that Horovod's build wrote down."""
+    spec = importlib.util.find_spec("horovod")
+    for directory in (spec and spec.submodule_search_locations) or ():
+        try:
+            version = json.loads((Path(directory) / "metadata.json").read_text()).get("tensorflow")
+        except (OSError, ValueError):
+            continue
+        return str(version) if version else None
+    return None
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no message")

@@ -1,0 +1,50 @@
+"""The table of findings as text, 80 columns wide."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from ringtrain.doctor.judging import Finding
+
+WIDTH = 80
+COLOURS = {"ok": "32", "warning": "33", "broken": "1;31"}  # ECMA-48, "select graphic rendition"
+
+
+def format_table(title: str, findings: Sequence[Finding], *, colour: bool) -> str:
+    """The whole answer: a title, a row for each finding with its remedy below it, and what it comes to."""
+    subjects = max(len(finding.subject) for finding in findings)
+    lines = [*textwrap.wrap(title, WIDTH), ""]
+    for finding in findings:
+        verdict = f"{finding.verdict:<7}"
+        head = f"{finding.subject:<{subjects}}  {verdict}  "
+        wrapped = _wrap(finding.text, head)
+        if colour:
+            wrapped[0] = wrapped[0].replace(f"  {verdict}", f"  \x1b[{COLOURS[finding.verdict]}m{verdict}\x1b[0m", 1)
+        lines += wrapped
+        if finding.remedy:
+            lines += _wrap(finding.remedy, " " * len(head) + "-> ")
+    return "\n".join([*lines, "", conclusion(findings)])
+
+
+def conclusion(findings: Sequence[Finding]) -> str:
+    """The last line."""
+    broken = [finding.subject for finding in findings if finding.verdict == "broken"]
+    warnings = sum(finding.verdict == "warning" for finding in findings)
+    if broken:
+        return f"Training would not work. Broken: {', '.join(dict.fromkeys(broken))}."
+    noted = f", with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+    return f"Training would work{noted}."
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """0 only where training would work."""
+    return 2 if any(finding.verdict == "broken" for finding in findings) else 0
+
+
+def _wrap(text: str, head: str) -> list[str]:
+    """Lines that begin below the end of ``head``. A word longer than a line, such as a path, stays whole."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
+        break_on_hyphens=False, drop_whitespace=True,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -341,6 +342,8 @@ class _OpenFiles:
         self._paths = tuple(paths)
         self._open: OrderedDict[int, int] = OrderedDict()  # number of the file to descriptor
         self._lock = threading.Lock()
+        # Not __del__, which at the interpreter's end finds its modules gone.
+        weakref.finalize(self, _close_all, self._open).atexit = False
 
     def read(self, number: int, offset: int, num_bytes: int) -> bytes:
         with self._lock:  # no other thread closes the file meanwhile
@@ -351,6 +354,7 @@ class _OpenFiles:
             self._open.move_to_end(number)
             return os.pread(self._open[number], num_bytes, offset)
 
-    def __del__(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
+
+def _close_all(descriptors: OrderedDict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)

@@ -54,7 +54,7 @@ def rates(**explicit: Any) -> tuple[int, list[float]]:
 def test_the_learning_rate_is_a_triangle_that_ends_with_the_run() -> None:
     steps_per_epoch, by_epoch = rates()
     assert steps_per_epoch == 98
-    assert by_epoch == pytest.approx([0, 0.375, *(0.75 * left / 8 for left in range(8, -1, -1))])
+    assert by_epoch == pytest.approx([0, 0.375, *(0.75 * left / 14 for left in range(14, -1, -1))])
     assert rates(epochs=4)[1] == pytest.approx([0, 0.375, 0.75, 0.375, 0])
 
 

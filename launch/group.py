@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -79,26 +78,19 @@ class Group:
 
     def __init__(self, command: Sequence[str], listener: Path, num_ranks: int, requests: Requests) -> None:
         """``listener`` is the private directory in which ``launch.rank`` finds its named pipes."""
-        self._requests = requests
-        self._selector = selectors.DefaultSelector()
+        self._num_ranks, self._requests = num_ranks, requests
         self._name = os.path.basename(command[0])
         self._pids: dict[int, int] = {}  # of the ranks that live
         self._hosts: dict[int, str] = {}
         self._ends: list[RankEnd] = []
-        self._num_ranks = num_ranks
-        self._signals_sent: list[signal.Signals] = []
+        self._num_signals_sent = 0
         self._deadline: float | None = None
-        self._errors: list[LabelledLines] = []
-        self._streams: list[LabelledLines] = []
-        for rank in range(num_ranks):
-            for name, descriptor in zip(fifo_names(rank), (sys.stdout.fileno(), sys.stderr.fileno()), strict=True):
-                lines = LabelledLines(f"[{rank}] ", descriptor)
-                self._streams.append(lines)
-                self._listen(_make_fifo(listener / name), lines.feed)
-            self._errors.append(lines)
-        self._status = b""
-        self._listen(_make_fifo(listener / STATUS_FIFO), self._hear)
+        self._selector = selectors.DefaultSelector()
+        self._output = [LabelledLines(f"[{rank}] ", sys.stdout.fileno()) for rank in range(num_ranks)]
+        self._errors = [LabelledLines(f"[{rank}] ", sys.stderr.fileno()) for rank in range(num_ranks)]
         self._launcher_lines = LabelledLines("", None)
+        self._status = b""
+        self._open_pipes(listener)
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -110,6 +102,13 @@ class Group:
         assert self._popen.stdout is not None
         os.set_blocking(self._popen.stdout.fileno(), False)
         self._listen(self._popen.stdout.fileno(), self._launcher_lines.feed)
+
+    def _open_pipes(self, listener: Path) -> None:
+        """The named pipes on which ``launch.rank`` speaks."""
+        self._listen(_make_fifo(listener / STATUS_FIFO), self._hear)
+        for rank, streams in enumerate(zip(self._output, self._errors, strict=True)):
+            for name, lines in zip(fifo_names(rank), streams, strict=True):
+                self._listen(_make_fifo(listener / name), lines.feed)
 
     def run(self) -> GroupEnd:
         """Wait until the group has ended, by itself or by what the user wants; nothing of it is left afterwards."""
@@ -124,7 +123,7 @@ class Group:
             self._popen.poll()
         while self._select(0):
             pass
-        for lines in [*self._streams, self._launcher_lines]:
+        for lines in [*self._output, *self._errors, self._launcher_lines]:
             lines.end()
         self._close()
         return GroupEnd(
@@ -152,8 +151,8 @@ class Group:
 
     def _pass_on_signals(self) -> None:
         """To the ranks themselves: a launcher that is told to stop gives them a second or two."""
-        for number in self._requests.signals[len(self._signals_sent) :]:
-            self._signals_sent.append(number)
+        for number in self._requests.signals[self._num_signals_sent :]:
+            self._num_signals_sent += 1
             send(self._pids.values(), number)
 
     def _hear(self, data: bytes) -> None:
@@ -166,7 +165,7 @@ class Group:
         rank = told["rank"]
         if told["event"] == "started":
             self._pids[rank], self._hosts[rank] = told["pid"], told["host"]
-            for number in self._signals_sent:
+            for number in self._requests.signals[: self._num_signals_sent]:
                 send([told["pid"]], number)
             return
         pid = self._pids.pop(rank)
@@ -193,9 +192,11 @@ class Group:
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
-            os.close(key.fd) if key.fd != self._popen.stdout.fileno() else None  # type: ignore[union-attr]
+            if key.data != self._launcher_lines.feed:
+                os.close(key.fd)
         self._selector.close()
-        self._popen.stdout.close()  # type: ignore[union-attr]
+        assert self._popen.stdout is not None
+        self._popen.stdout.close()
 
 
 def _make_fifo(path: Path) -> int:

@@ -17,7 +17,6 @@ from launch.lines import write
 from launch.plan import Controller, plan_group, plan_restart
 from launch.requests import Requests
 from launch.verdict import Attempt, decide, explain
-from ringtrain.checkpoint import list_steps
 from ringtrain.errors import UsageError
 from ringtrain.launched import DIRECTORY_VARIABLE, clear, read_end, read_run
 
@@ -117,6 +116,8 @@ def supervise(num_ranks: int, controller: Controller, max_restarts: int, flags: 
 
 def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requests, *, last_step: int) -> Attempt:
     """Run a group to its end. ``last_step`` is that of the newest checkpoint that is known of."""
+    from ringtrain.checkpoint import list_steps  # NumPy starts threads, which take signals: not before the guard's
+
     clear(listener)
     group = Group(command, listener, num_ranks, requests).run()
     told = read_run(listener)

@@ -37,10 +37,23 @@ class Attempt:
     was_told_to_stop: bool
 
     @property
+    def word(self) -> EndTold | None:
+        """What the run says of its end, but for a rank that the launcher told to stop because another had failed."""
+        first = self.group.first_failure
+        is_consequence = (
+            self.end is not None
+            and self.end.stopped_by == "signal"
+            and not self.was_told_to_stop
+            and first is not None
+            and first.exit_code != PreemptedError.exit_code
+        )
+        return None if is_consequence else self.end
+
+    @property
     def exit_code(self) -> int:
         """Of the documented ones; what the run told of its end counts before what became of its processes."""
-        if self.end is not None:
-            return self.end.exit_code
+        if self.word is not None:
+            return self.word.exit_code
         first = self.group.first_failure
         if first is not None:
             return first.exit_code if first.exit_code in EXIT_CODES else 1
@@ -61,7 +74,7 @@ def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decisio
     """Whether the group is started again after ``num_restarts`` restarts."""
     if attempt.exit_code == 0 or attempt.was_told_to_stop or attempt.exit_code in FINAL_CODES or not max_restarts:
         return Decision(restarts=False)
-    if attempt.end is not None and attempt.end.stopped_by in ("file", "time"):
+    if attempt.word is not None and attempt.word.stopped_by in ("file", "time"):
         return Decision(restarts=False)
     if not attempt.group.num_started:
         return Decision(restarts=False, reason=f"{attempt.group.launcher} started no rank: no restart")
@@ -84,7 +97,7 @@ def explain(attempt: Attempt) -> list[str]:
     """Why a group failed, in lines: the first rank that did, its last words, and what the run told of its end."""
     if attempt.exit_code == 0:
         return []
-    group, end, first = attempt.group, attempt.end, attempt.group.first_failure
+    group, end, first = attempt.group, attempt.word, attempt.group.first_failure
     lines = []
     if first is None and end is None:
         lines += describe_launcher(group)

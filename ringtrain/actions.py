@@ -1,4 +1,4 @@
-"""What happens every n steps: log, evaluate, save. When each is due depends on the step alone, never on a rank."""
+"""What happens every n steps: log, check, evaluate, save. When each is due depends on the step, never on a rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Protocol
 
 import tensorflow as tf
 
+from ringtrain import activity
+from ringtrain.activity import Doing
 from ringtrain.checkpoint import Checkpoint
 from ringtrain.console import Console
 from ringtrain.data.order import SampleOrder
@@ -16,6 +18,8 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
 from ringtrain.data.stepping import describe_bad
 from ringtrain.evaluation import EvalReport
+from ringtrain.guard.finite import require_finite_values
+from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.job import Job
 from ringtrain.progress import Progress
 from ringtrain.run_directory import RunDirectory
@@ -76,6 +80,7 @@ class Log:
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
         del batch
+        activity.note(Doing.LOG, step)
         now = time.perf_counter()
         sec_per_step = (now - self._since) / (step - self._since_step)
         samples_seen = self._samples_seen(step)
@@ -149,6 +154,7 @@ class Evaluate:
         return Ending.EARLY if gives_up else None
 
     def _record(self, step: int, result: EvalReport, records: Records) -> None:
+        activity.note(Doing.LOG, step)
         epoch = epoch_after(self._job.order, step)
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
         if result.left_out:
@@ -191,7 +197,10 @@ class Save:
     def act(self, step: int, batch: Batch | None = None, report: StepReport | None = None) -> None:
         del batch, report
         as_step, as_best = self._is_periodic(step), self._progress.best_step == step
+        if as_step or as_best:
+            require_finite_values(self._job.step.named_variables, self._job.collective, step=step)
         if self._writer is not None and self._records is not None and (as_step or as_best):
+            activity.note(Doing.SAVE, step, takes_long=True)
             self._records.events.flush()
             self._writer.save(self.snapshot(step), as_step=as_step, as_best=as_best)
 
@@ -199,6 +208,26 @@ class Save:
         """The last step is saved when all is done."""
         every = self._job.config.checkpoint_every
         return every > 0 and step % every == 0 and step != self._job.total_steps
+
+
+class CheckReplicas:
+    """See that all ranks hold the same, every n steps and before whatever is saved, so that no drift is ever saved."""
+
+    needs_weights = True
+
+    def __init__(self, *, job: Job, save: Save) -> None:
+        self._job, self._save = job, save
+        self._guard = ReplicaGuard(job.step.named_variables, job.collective)
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        every = self._job.config.check_replicas_every
+        return every > 0 and (step % every == 0 or self._save.is_due(step, is_last=is_last))
+
+    def act(self, step: int, batch: Batch | None = None, report: StepReport | None = None) -> None:
+        """Check unless no checks are wanted; once for a step."""
+        del batch, report
+        if self._job.config.check_replicas_every:
+            self._guard.check(step)
 
 
 def epoch_after(order: SampleOrder, step: int) -> float:

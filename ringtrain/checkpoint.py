@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ringtrain import activity
 from ringtrain.errors import DataError
 
 FORMAT = 1
@@ -175,6 +176,7 @@ def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
             item = {"name": name, "dtype": value.dtype.name, "shape": list(value.shape)}
             variables.append({**item, "offset": offset, "bytes": data.nbytes})
             offset += data.nbytes
+            activity.move()
         _flush(file.fileno())
     content = {
         "format": FORMAT,
@@ -222,6 +224,7 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
                 chunk = memoryview(data)[start : start + HASHED_CHUNK_BYTES]
                 file.readinto(chunk)
                 digest.update(chunk)
+                activity.move()
     except OSError as error:
         raise _unreadable(path, error) from None
     if digest.hexdigest() != expected["sha256"]:

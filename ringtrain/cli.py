@@ -25,6 +25,7 @@ from ringtrain.together import (
     evaluate_together,
     joined,
     pin,
+    report_end,
     report_error,
     train_together,
 )
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return run_command(arguments, world)
     except RingtrainError as error:
-        report_error(error, world)
+        report_end(error, world)
         return error.exit_code
 
 
@@ -74,8 +75,8 @@ def train_command(arguments: Sequence[str], world: World) -> int:
     with StopRequests() as requests:
         requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
         prepared = prepare(explicit, world)
-        with joined(prepared.config, world) as collective:
-            train_together(prepared, collective, requests)
+        with joined(prepared, world, command="train") as (collective, watchdog):
+            train_together(prepared, collective, requests, watchdog)
     return 0
 
 
@@ -93,7 +94,7 @@ def eval_command(arguments: Sequence[str], world: World) -> int:
     data_dir = ["--data_dir", str(wanted["data_dir"])] if "data_dir" in wanted else []
     settings = ["--config", str(run / CONFIG_FILE), *data_dir]
     prepared = prepare(parse_arguments(create_train_parser(), settings, world), world)
-    with joined(prepared.config, world) as collective:
+    with joined(prepared, world, command="eval") as (collective, _):
         evaluate_together(prepared, collective, run, wanted.get("checkpoint", "best"))
     return 0
 
@@ -137,7 +138,7 @@ def convert_command(arguments: Sequence[str], world: World) -> int:
         raise UsageError(f"shards is {num_shards}; it must be at least 1.", reach="run")
     if kind not in SOURCE_KINDS:
         raise UsageError(f"kind is {kind!r}; it must be one of {', '.join(SOURCE_KINDS)}.", reach="run")
-    pin(world, deterministic=False)
+    pin(world)
     with quiet_start():
         import tensorflow as tf  # noqa: F401, here, where its messages are held back
 
@@ -162,7 +163,7 @@ def record_command(arguments: Sequence[str], world: World) -> int:
     explicit = parse_arguments(parser, arguments, world)
     directory = explicit.pop("record_to")
     prepared = prepare(explicit, world)
-    with joined(prepared.config, world) as collective:
+    with joined(prepared, world, command="record") as (collective, _):
         from ringtrain.record import record
 
         record(prepared.workload, prepared.config, collective, directory)
@@ -172,7 +173,7 @@ def record_command(arguments: Sequence[str], world: World) -> int:
 def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
     """Take this rank's devices, then start TensorFlow and import the workload."""
     config = check_settings(explicit)
-    plan = pin(world, deterministic=config.deterministic)
+    plan = pin(world, deterministic=config.deterministic, hang_timeout=config.hang_timeout)
     with quiet_start():
         workload_class = load_workload(config.workload)
         device = start_tensorflow(plan, world)

@@ -199,8 +199,15 @@ class Config:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """what to do about a step whose loss or gradient is not finite; nothing is updated by it in either case"""
 
+    check_replicas_every: int = 1000
+    """steps between two comparisons of all ranks' weights, bit by bit, besides one before each save; 0: none"""
+
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """what to do about a sample that cannot be read; a skipped one is named, and its step trained without it"""
+
+    # Longer than a network file system takes over from a server that failed, and than any step we know of.
+    hang_timeout: float = 300.0
+    """seconds after which a run that does not move is ended; its start and its saves have 600 at least; 0: no watch"""
 
     deterministic: bool = False
     """bit-equal results of two runs of the same size, at some cost in speed"""
@@ -217,7 +224,14 @@ class Config:
                 _at_least(name, getattr(self, name), 1)
         for name in ("log_every", "accumulate", "keep"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("eval_every_epochs", "eval_every", "stop_after", "checkpoint_every", "seed"):
+        for name in (
+            "eval_every_epochs",
+            "eval_every",
+            "stop_after",
+            "checkpoint_every",
+            "check_replicas_every",
+            "seed",
+        ):
             _at_least(name, getattr(self, name), 0)
         for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
@@ -238,6 +252,10 @@ class Config:
             _one_of(name, getattr(self, name), values)
         if self.max_hours is not None:
             _above("max_hours", self.max_hours, 0)
+        if self.hang_timeout != 0 and not (math.isfinite(self.hang_timeout) and self.hang_timeout >= 1):
+            raise UsageError(
+                f"hang_timeout is {self.hang_timeout}; it must be at least 1 second, or 0 for no watch.", reach="run"
+            )
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise UsageError(
                 f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node"
@@ -315,6 +333,17 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
+
+
+def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings by names such as ``optimizer.lr``."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{inner}": item for inner, item in flatten_settings(value).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def _one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ringtrain.activity import limit_seconds
 from ringtrain.errors import UsageError
 from ringtrain.world import World
 
@@ -118,6 +119,7 @@ def plan_devices(
     environ: Mapping[str, str],
     *,
     deterministic: bool = False,
+    hang_timeout: float = 0.0,
     claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
 ) -> DevicePlan:
     """Plan the cores, thread pools and settings of this rank.
@@ -127,6 +129,7 @@ def plan_devices(
         machine: what it may use.
         environ: what the user already set; it wins.
         deterministic: whether two runs of the same size must be bit-equal.
+        hang_timeout: seconds after which the watchdog ends a run that does not move; 0: there is none.
         claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
     """
     own_cores: tuple[int, ...] = ()
@@ -150,11 +153,13 @@ def plan_devices(
         cores_source=cores_source,  # type: ignore[arg-type]
         intra_op_threads=intra_op_threads,
         inter_op_threads=max(MIN_INTER_OP_THREADS, intra_op_threads),
-        settings=plan_settings(world, environ, deterministic=deterministic),
+        settings=plan_settings(world, environ, deterministic=deterministic, hang_timeout=hang_timeout),
     )
 
 
-def plan_settings(world: World, environ: Mapping[str, str], *, deterministic: bool) -> tuple[Setting, ...]:
+def plan_settings(
+    world: World, environ: Mapping[str, str], *, deterministic: bool, hang_timeout: float = 0.0
+) -> tuple[Setting, ...]:
     """The environment variables for TensorFlow and, where there is more than one rank, for the communication."""
     wanted = {
         "KERAS_BACKEND": "tensorflow",
@@ -168,6 +173,14 @@ def plan_settings(world: World, environ: Mapping[str, str], *, deterministic: bo
             # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
             "OMPI_MCA_mpi_yield_when_idle": "1",
         }
+    if world.size > 1 and hang_timeout:
+        # The watchdog speaks first. Horovod prints, after a minute of its own, what is missing in which rank, but not
+        # why, and nothing of a rank that is stopped; Gloo fails after half a minute where one is, and so it does when
+        # all were, by a debugger for example. Horovod's own shutdown of a stalled run is off by default.
+        patience = str(math.ceil(2 * limit_seconds(hang_timeout, takes_long=True)))
+        wanted["HOROVOD_STALL_CHECK_TIME_SECONDS"] = patience
+        if world.launcher == "horovodrun --gloo":
+            wanted["HOROVOD_GLOO_TIMEOUT_SECONDS"] = patience
     if deterministic:
         wanted |= {
             # Which groups fuse depends on timing, and with three ranks or more on it the order of the sums.

@@ -16,7 +16,8 @@ class RingtrainError(Exception):
 
     ``reach`` says who raises this same error, so that it is printed once: ``"run"`` where every rank does (all of them
     read the same arguments, or the same reduced numbers), ``"node"`` where all ranks of a node do (they look at the
-    same files), ``"rank"`` where this one may be alone.
+    same files), ``"rank"`` where this one may be alone. ``is_agreed`` says of ``"run"`` that the ranks had met when it
+    was raised, so that it is not just this one's, by other arguments than theirs.
     """
 
     exit_code = 1
@@ -24,6 +25,7 @@ class RingtrainError(Exception):
     def __init__(self, message: str, *, reach: Reach = "rank") -> None:
         super().__init__(message)
         self.reach = reach
+        self.is_agreed = False
 
 
 class UsageError(RingtrainError):
@@ -50,6 +52,12 @@ class ReplicasDifferError(RingtrainError):
     exit_code = 5
 
 
+class HangError(RingtrainError):
+    """Nothing moved for longer than ``--hang_timeout`` allows, or a rank was silent for so long."""
+
+    exit_code = 6
+
+
 class PreemptedError(RingtrainError):
     """The run was told to stop before its end. All that it needs to go on is saved.
 
@@ -71,5 +79,6 @@ class PreemptedError(RingtrainError):
 
 
 EXIT_CODES: dict[int, type[RingtrainError]] = {
-    error.exit_code: error for error in (UsageError, DataError, DivergedError, ReplicasDifferError, PreemptedError)
+    error.exit_code: error
+    for error in (UsageError, DataError, DivergedError, ReplicasDifferError, HangError, PreemptedError)
 }

@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringtrain import activity
+from ringtrain.activity import Doing
 from ringtrain.averages import WeightAverages
 from ringtrain.collectives import Collective, on_first
 from ringtrain.data.order import SampleOrder
@@ -69,13 +71,16 @@ def evaluate(
     )
     sums = np.zeros(2 + len(eval_step.metric_names))
     read: list[np.ndarray] = []
-    for batch in batches:
+    activity.note(Doing.EVALUATION_DATA, 1, takes_long=True)
+    for number, batch in enumerate(batches, start=1):
+        activity.note(Doing.EVALUATION_STEP, number, takes_long=number == 1)
         stop_votes, *batch_sums = eval_step(batch, is_stop_wanted())
         sums += batch_sums
         if skips_bad:
             read.append(batch.indices.numpy())
         if stop_votes:
             return None
+        activity.note(Doing.EVALUATION_DATA, number + 1)
     samples, data_loss, *metrics = sums
     left_out: tuple[BadSample, ...] = ()
     if samples < source.num_samples:  # the same on every rank

@@ -10,7 +10,9 @@ from typing import Any, cast
 import keras
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, agree, gather_objects
+from ringtrain import activity
+from ringtrain.activity import Doing
+from ringtrain.collectives import Collective, agree
 from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.data.cache import with_cache
@@ -21,6 +23,7 @@ from ringtrain.data.sources import Feed, Source, is_fallible
 from ringtrain.data.stepping import BAD_REMEDY, Batches, CountedBatches, PlannedBatches, describe_bad, explain_bad
 from ringtrain.errors import DataError, UsageError
 from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
+from ringtrain.guard.preflight import Facts, describe_training, require_same_sources, require_same_training
 from ringtrain.schedule import LearningRate
 from ringtrain.step import TrainStep, set_precision
 from ringtrain.workloads.base import Sources, Workload
@@ -83,7 +86,7 @@ def create_job(
     optimizer: Callable[[], keras.optimizers.Optimizer] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Job:
-    """Read the data, create the model, and compile the steps.
+    """Read the data, create the model, compile the steps, and see that all ranks have the same. Every rank calls it.
 
     Args:
         num_threads: processor threads for the input pipeline.
@@ -93,7 +96,12 @@ def create_job(
         adapt_model: changes the model before anything is compiled.
         optimizer: makes another optimizer than the workload's and the settings'.
         say: shows a line to the user.
+
+    Raises:
+        DataError: the data are missing, damaged, or not the same on all ranks.
+        UsageError: a setting does not fit the workload, or the models are not the same on all ranks.
     """
+    activity.note(Doing.PREPARE, takes_long=True)
     set_up_keras(config)
     sources = open_sources(workload, config, collective, num_threads=num_threads, former_size=former_size)
     order, learning_rate, total_steps = plan_steps(
@@ -110,11 +118,12 @@ def create_job(
         skips_bad=config.on_bad_sample == "skip",
         say=say,
     )
+    activity.note(Doing.COMPILE, takes_long=True)
     model = agree(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
     chosen = optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0))
     step = create_step(workload, config, collective, model, chosen, batch_spec=batches.element_spec)
-    return Job(
+    job = Job(
         workload=workload,
         config=config,
         collective=collective,
@@ -127,6 +136,25 @@ def create_job(
         evaluation=sources.evaluation,
         eval_step=create_eval_step(workload, config, step, sources.evaluation, collective),
         num_threads=num_threads,
+    )
+    require_same_training(collective, describe_job(job))
+    return job
+
+
+def describe_job(job: Job) -> Facts:
+    """What must be alike on all ranks before values travel between them."""
+    spec = job.batches.element_spec
+    return describe_training(
+        job.step.named_variables,
+        job.step.optimizer,
+        (spec.x, spec.y),
+        metrics=job.step.metric_names,
+        evaluation_metrics=job.eval_step.metric_names if job.eval_step else (),
+        seed=job.order.seed,
+        steps_per_epoch=job.order.steps_per_epoch,
+        steps=job.total_steps,
+        steps_done=job.first_step,
+        global_batch_size=job.order.global_batch_size,
     )
 
 
@@ -194,24 +222,6 @@ def set_up_keras(config: Config) -> None:
         tf.config.experimental.enable_op_determinism()
 
 
-def require_same_sources(collective: Collective, sources: Sources) -> None:
-    """See that all ranks have the same samples, as far as that shows without reading them.
-
-    Raises:
-        DataError: on every rank, where they have not.
-    """
-    mine = {name: describe_source(source) for name, source in sources._asdict().items()}
-    (first_node, first), *others = gather_objects(collective, [collective.world.node, mine], name="same_sources")
-    for rank, (node, other) in enumerate(others, start=1):
-        for name in first:
-            if other[name] != first[name]:
-                raise DataError(
-                    f"the ranks have different data ({name}): rank 0 on {first_node} has {first[name]}, rank {rank} on "
-                    f"{node} has {other[name]}. All nodes must see the same files.",
-                    reach="run",
-                )
-
-
 def refuse_other_size(train: Source | Feed, size: int, former_size: int | None) -> None:
     """See that each rank can go on with what it was fed before.
 
@@ -224,16 +234,6 @@ def refuse_other_size(train: Source | Feed, size: int, former_size: int | None) 
             f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never.",
             reach="run",
         )
-
-
-def describe_source(source: Source | Feed | None) -> str:
-    """What must be the same on all ranks, in words."""
-    if source is None:
-        return "nothing"
-    if isinstance(source, Feed):
-        return f"a feed of {source.steps_per_epoch or 'unknown'} steps an epoch"
-    fingerprint = getattr(source, "fingerprint", "")
-    return f"{source.num_samples:,} samples{f' (fingerprint {fingerprint[:12]})' if fingerprint else ''}"
 
 
 def plan_steps(

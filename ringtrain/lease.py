@@ -95,6 +95,28 @@ def acquire_lease(run: Path, *, environ: Mapping[str, str], say: Callable[[str],
         ) from error
 
 
+def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
+    """End the lease of a holder of the same group that gives no sign of life, and let go of it for the next run.
+
+    Args:
+        number: the holder's, which writes nothing more from now on.
+
+    Returns:
+        False where the holder has let go, or somebody else has been quicker.
+
+    Raises:
+        OSError: the run directory cannot be reached.
+    """
+    directory = run / LEASE_DIRECTORY
+    if _newest_number(directory) != number or _read(directory / _file_name(number)).get("released"):
+        return False
+    if not _claim(directory, number + 1, environ):
+        return False
+    mine = directory / _file_name(number + 1)
+    _write(mine, {**_read(mine), "released": True})
+    return True
+
+
 def _acquire(run: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> Lease:
     directory = run / LEASE_DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,14 @@ import collections
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from ringtrain.actions import Action, Ending, Evaluate, Log, Records, Save
+from ringtrain import activity
+from ringtrain.actions import Action, CheckReplicas, Ending, Evaluate, Log, Records, Save
+from ringtrain.activity import Doing
 from ringtrain.collectives import Collective, gather_objects, on_first
 from ringtrain.config import Config
 from ringtrain.console import Console
@@ -18,6 +21,7 @@ from ringtrain.data.order import FedOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import Cause, PreemptedError
 from ringtrain.evaluation import EvalReport
+from ringtrain.guard.finite import require_finite_values
 from ringtrain.job import Job, create_job
 from ringtrain.nonfinite import NonfiniteGuard
 from ringtrain.progress import Progress
@@ -64,6 +68,8 @@ def train(
         DataError: the data are missing or damaged.
         DivergedError: the loss or a gradient was not finite.
         PreemptedError: some rank was told to stop; all is saved, and the same command goes on.
+        ReplicasDifferError: the ranks hold different values.
+        UsageError: the ranks would not train the same.
     """
     job = create_job(
         workload,
@@ -81,11 +87,15 @@ def train(
     set_first_values(job, opened, console)
     describe(job, console, opened)
     actions = create_actions(job, progress, opened, requests, console)
+    actions.check.act(job.first_step)
     leave_if_told_to(job, requests)
     requests.start_training(actions.announce)
     console.start_progress(job.total_steps, job.first_step)
     try:
-        step, ending = run_steps(job, actions.in_order, console, progress, requests)
+        guard = NonfiniteGuard(
+            job, console, progress, path=Path(start.path), run=opened.directory if opened is not None else None
+        )
+        step, ending = run_steps(job, actions.in_order, guard, requests)
     finally:
         console.stop_progress()
         actions.close()
@@ -103,6 +113,7 @@ def set_first_values(job: Job, opened: OpenedRun | None, console: Console) -> No
             return take_weights(job, job.config.init_from)
         return []
 
+    activity.note(Doing.RESTORE, takes_long=True)
     for line in on_first(job.collective, set_on_first, name="first_values"):
         console.line(line)
     share_first_values(job.step.variables, job.collective)
@@ -139,6 +150,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
 class Actions:
     """What happens during the training; ``log``, ``records`` and ``writer`` are rank 0's."""
 
+    check: CheckReplicas
     evaluate: Evaluate
     save: Save
     log: Log | None
@@ -147,8 +159,8 @@ class Actions:
 
     @property
     def in_order(self) -> list[Action]:
-        """A save comes last: it holds what the others have found."""
-        return [*([self.log] if self.log else []), self.evaluate, self.save]
+        """The check comes before whatever is saved; a save last, as it holds what the others have found."""
+        return [*([self.log] if self.log else []), self.check, self.evaluate, self.save]
 
     def close(self) -> None:
         """Bring TensorBoard's events to their files: the steps of the last checkpoint are not trained again."""
@@ -168,7 +180,7 @@ class Actions:
 def create_actions(
     job: Job, progress: Progress, opened: OpenedRun | None, requests: StopRequests, console: Console
 ) -> Actions:
-    """The log, on rank 0; evaluation and saving, on every rank."""
+    """The log, on rank 0; the replicas' check, evaluation and saving, on every rank."""
     log, records, writer = None, None, None
     if opened is not None:
         run = opened.directory
@@ -179,7 +191,8 @@ def create_actions(
     run_facts = describe_run(job) if opened is not None else {}
     snapshot = functools.partial(take_snapshot, job, progress=progress, run_facts=run_facts)
     save = Save(job=job, progress=progress, snapshot=snapshot, writer=writer, records=records)
-    return Actions(evaluate=evaluate, save=save, log=log, records=records, writer=writer)
+    check = CheckReplicas(job=job, save=save)
+    return Actions(check=check, evaluate=evaluate, save=save, log=log, records=records, writer=writer)
 
 
 def leave_if_told_to(job: Job, requests: StopRequests) -> None:
@@ -215,8 +228,7 @@ def find_requests(job: Job, requests: StopRequests) -> tuple[str, Cause | None]:
 def run_steps(
     job: Job,
     actions: Sequence[Action],
-    console: Console,
-    progress: Progress | None = None,
+    guard: NonfiniteGuard,
     requests: StopRequests | None = None,
 ) -> tuple[int, Ending]:
     """Train all steps, and act after those after which something is due.
@@ -228,15 +240,16 @@ def run_steps(
     Returns:
         The steps done, and why there are no more: the same on every rank.
     """
-    progress = progress or Progress()
-    guard = NonfiniteGuard(job, console, progress)
     batches = job.batches
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
     in_flight: collections.deque[Trained] = collections.deque()
     step = job.first_step
+    activity.note(Doing.DATA, step + 1, takes_long=True)
     batches.begin()
-    ending = catch_up(job, actions, progress)
+    ending = catch_up(job, actions, guard.progress)
+    activity.note(Doing.DATA, step + 1, takes_long=True)
     for step, batch in enumerate(batches if ending is None else (), start=job.first_step + 1):
+        activity.note(Doing.STEP, step, takes_long=step == job.first_step + 1)
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
         is_stop_wanted = requests is not None and requests.is_pending
         returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count)
@@ -246,9 +259,10 @@ def run_steps(
         in_flight.append(Trained(step, batch, returned, is_last))
         pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
         while len(in_flight) > (0 if pauses or ending else steps_ahead):
-            ending = settle(job, actions, guard, progress, in_flight.popleft(), last_ending=ending) or ending
+            ending = settle(job, actions, guard, in_flight.popleft(), last_ending=ending) or ending
         if ending is not None:
             break
+        activity.note(Doing.DATA, step + 1)
     return step, ending or Ending.COMPLETED
 
 
@@ -275,7 +289,6 @@ def settle(
     job: Job,
     actions: Sequence[Action],
     guard: NonfiniteGuard,
-    progress: Progress,
     trained: Trained,
     *,
     last_ending: Ending | None,
@@ -284,7 +297,7 @@ def settle(
     step, batch, returned, is_last = trained
     guard.check(step, batch, returned)
     if job.batches.is_counted:
-        progress.samples_seen += job.step.read(returned).samples
+        guard.progress.samples_seen += job.step.read(returned).samples
     is_stopped = job.step.is_stop_wanted(returned) and not is_last
     ending = Ending.PREEMPTED if is_stopped else last_ending
     due = [action for action in actions if action.is_due(step, is_last=is_last)]
@@ -300,15 +313,20 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
     """Save the last step, and leave no rank before all know that it is saved.
 
     Raises:
+        DivergedError: on every rank, where a value is not finite; nothing is saved then.
         PreemptedError: on every rank, where the training was stopped before its end.
+        ReplicasDifferError: on every rank, where they hold different values; nothing is saved then.
         RingtrainError: on every rank, where the save failed.
     """
     progress.finished = None if ending is Ending.PREEMPTED else ending.value
+    actions.check.act(step)
+    require_finite_values(job.step.named_variables, job.collective, step=step)
 
     def save_on_first() -> str:
         assert actions.writer is not None
         return actions.writer.finish(actions.save.snapshot(step))
 
+    activity.note(Doing.SAVE, step, takes_long=True)
     path = on_first(job.collective, save_on_first, name="finish")
     if ending is Ending.PREEMPTED:
         who, cause = find_requests(job, requests)

@@ -20,6 +20,8 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.job import Job, create_job
 from ringtrain.loop import run_steps
+from ringtrain.nonfinite import NonfiniteGuard
+from ringtrain.progress import Progress
 from ringtrain.step import StepReport
 from ringtrain.variables import is_seed_state, share_first_values
 from ringtrain.workloads.base import Workload
@@ -79,7 +81,7 @@ def record_run(workload: Workload, config: Config, collective: Collective, direc
             reach="run",
         )
     recorder = Recorder(collective)
-    run_steps(job, [recorder], Console(None, is_terminal=False))
+    run_steps(job, [recorder], NonfiniteGuard(job, Console(None, is_terminal=False), Progress()))
     evaluation = record_evaluation(job)
     replicas = gather_objects(collective, [digest(variable) for variable in job.step.variables], name="replicas")
     if collective.world.is_first:

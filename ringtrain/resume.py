@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.checkpoint import Checkpoint, find_newest, remove_unfinished, set_aside
-from ringtrain.config import Config, to_plain
+from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.errors import UsageError
 from ringtrain.lease import acquire_lease
 from ringtrain.run_directory import CONFIG_FILE, RunDirectory, create_run_directory, read_config
 
 # Settings that do not enter what is trained. The length of a run enters only where the learning rate follows it.
 FREE_SETTINGS = {
-    "backend", "cache", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs", "init_from", "keep",
-    "log_every", "max_hours", "on_bad_sample", "on_nonfinite", "out", "resume", "stop_after",
+    "backend", "cache", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
+    "hang_timeout",
+    "init_from", "keep", "log_every", "max_hours", "on_bad_sample", "on_nonfinite", "out", "resume", "stop_after",
 }  # fmt: skip
 LENGTH_SETTINGS = {"epochs", "steps"}
 
@@ -33,9 +34,11 @@ class Start:
         size: the number of ranks that wrote the checkpoint, None for a fresh run.
         progress: what a checkpoint remembers (see ``ringtrain.progress``).
         is_complete: nothing is left to be done.
+        fence: the number of rank 0's lease (see ``ringtrain.lease``).
     """
 
     path: str
+    fence: int = field(default=0, compare=False)  # of this opening; the run begins at the same place
     step: int = 0
     global_batch_size: int | None = None
     size: int | None = None
@@ -75,9 +78,10 @@ def open_run(config: Config, *, say: Callable[[str], None]) -> OpenedRun:
         directory.close()
         raise
     if checkpoint is None:
-        return OpenedRun(start=Start(path=str(path)), directory=directory, checkpoint=None)
+        return OpenedRun(start=Start(path=str(path), fence=lease.number), directory=directory, checkpoint=None)
     start = Start(
         path=str(path),
+        fence=lease.number,
         step=checkpoint.step,
         global_batch_size=checkpoint.run["global_batch_size"],
         size=checkpoint.run["world_size"],
@@ -135,7 +139,8 @@ def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping
     """
     free = FREE_SETTINGS | (set() if wanted["optimizer"]["schedule"] in ("cosine", "linear") else LENGTH_SETTINGS)
     # A setting that came with a later version than the run's has the value that changes nothing as its default.
-    old, new = _flat(to_plain(asdict(Config()))) | _flat(former), _flat(wanted)
+    old = flatten_settings(to_plain(asdict(Config()))) | flatten_settings(former)
+    new = flatten_settings(wanted)
     changed = [
         f"{name} {old.get(name)} -> {new.get(name)}"
         for name in sorted({*old, *new} - free)
@@ -154,14 +159,3 @@ def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
     return checkpoint.progress["finished"] is not None and all(
         then[name] == getattr(config, name) for name in (*LENGTH_SETTINGS, "stop_after")
     )
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings by names such as ``optimizer.lr``."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}.{inner}": item for inner, item in value.items()}
-        else:
-            flat[name] = value
-    return flat

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -52,10 +53,10 @@ class RunDirectory:
 
     def write_event(self, event: str, **values: Any) -> None:
         """Append one line to metrics.jsonl. JSON has no infinities or NaN: such numbers are written as strings."""
-        line = json.dumps({"event": event, **{key: _json_value(value) for key, value in values.items()}})
+        line = _line_of(event, values)
         with self._lock:
             self.may_write()
-            self._metrics.write(line + "\n")
+            self._metrics.write(line)
             self._metrics.flush()
 
     def forget_after(self, step: int) -> None:
@@ -74,6 +75,19 @@ class RunDirectory:
     def close(self) -> None:
         self._metrics.close()
         self._on_close()
+
+
+def append_event(path: Path, event: str, **values: Any) -> None:
+    """Append one line to metrics.jsonl of a run whose writer is gone, perhaps in the middle of a line.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with (path / METRICS_FILE).open("rb+") as metrics:
+        size = metrics.seek(0, os.SEEK_END)
+        metrics.seek(max(0, size - 1))
+        cut_off = metrics.read() not in (b"", b"\n")
+        metrics.write((("\n" if cut_off else "") + _line_of(event, values)).encode())
 
 
 def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
@@ -141,6 +155,10 @@ def _is_kept(line: str, step: int) -> bool:
     if not isinstance(event, dict):
         return False
     return event.get("event") not in STEP_EVENTS or event.get("step", 0) <= step
+
+
+def _line_of(event: str, values: Mapping[str, Any]) -> str:
+    return json.dumps({"event": event, **{key: _json_value(value) for key, value in values.items()}}) + "\n"
 
 
 def _json_value(value: Any) -> Any:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ from ringtrain.checkpoint import (
 from ringtrain.config import to_plain
 from ringtrain.data.order import FedOrder
 from ringtrain.errors import DataError, RingtrainError, UsageError
+from ringtrain.guard.preflight import package_versions
 from ringtrain.job import Job
 from ringtrain.progress import Progress
 from ringtrain.run_directory import RunDirectory
-
-PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
 
 
 class CheckpointWriter:
@@ -140,7 +138,7 @@ def describe_run(job: Job) -> dict[str, Any]:
         "world_size": job.collective.world.size,
         "global_batch_size": job.order.global_batch_size,
         "samples": job.order.num_samples,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": package_versions(),
         "git_revision": _git_revision(),
         "command": sys.argv,
         "config": to_plain(asdict(job.config)),
@@ -240,13 +238,6 @@ def find_checkpoint(source: Path, which: str = BEST) -> Path:
 
 def _short(name: str) -> str:
     return name.removeprefix("weights/")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git_revision() -> str | None:

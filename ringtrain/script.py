@@ -18,7 +18,7 @@ from ringtrain.devices import start_tensorflow
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
-from ringtrain.together import Prepared, early_end, joined, pin, report_error, train_together
+from ringtrain.together import Prepared, early_end, joined, pin, report_end, report_error, train_together
 from ringtrain.workloads import create_workload
 from ringtrain.world import World, read_world
 
@@ -55,10 +55,10 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
         with StopRequests() as requests:
             requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
             prepared = prepare(workload, config or {}, world)
-            with joined(prepared.config, world) as collective:
-                return train_together(prepared, collective, requests)
+            with joined(prepared, world, command="train") as (collective, watchdog):
+                return train_together(prepared, collective, requests, watchdog)
     except RingtrainError as error:
-        report_error(error, world)
+        report_end(error, world)
         raise SystemExit(error.exit_code) from error
 
 
@@ -84,7 +84,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
             reach="run",
         )
     instance = workload if isinstance(workload, Workload) else create_workload(workload_class, config.options)
-    plan = pin(world, deterministic=config.deterministic)
+    plan = pin(world, deterministic=config.deterministic, hang_timeout=config.hang_timeout)
     try:
         with quiet_start():
             device = start_tensorflow(plan, world)

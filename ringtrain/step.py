@@ -120,6 +120,7 @@ class TrainStep:
         # Tracing finds the sparse gradients, the state and the metrics, which a rank without samples must know as well.
         self._train.get_concrete_function()
         self._join = tf.function(self._train_nothing, input_signature=signature, autograph=False)
+        self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
     def __call__(
         self, batch: Batch, learning_rate: float, *, is_stop_wanted: bool = False, next_count: int = 0
@@ -165,6 +166,18 @@ class TrainStep:
         """Whether the step that returned this changed anything; False where it was not finite on some rank."""
         return bool(returned.numpy()[-len(STEP_FACTS)])
 
+    def find_nonfinite_gradients(self, batch: Batch) -> list[str]:
+        """The weights whose gradient by this rank's samples alone is not finite, in the order of the model.
+
+        It computes the gradients of the batch once more, and changes nothing. Every rank must call it.
+        """
+        if not (batch.indices.shape[0] or self._needs_every_rank):
+            return []
+        are_finite = self._look_again(batch).numpy()
+        return [
+            v.path for v, is_finite in zip(self.model.trainable_variables, are_finite, strict=True) if not is_finite
+        ]
+
     def is_stop_wanted(self, returned: tf.Tensor) -> bool:
         """Whether some rank voted to end the training after the step that returned this."""
         return bool(returned.numpy()[CONTROL_SUMS.index("stop_votes")])
@@ -194,10 +207,7 @@ class TrainStep:
 
     def _train_samples(self, batch: Batch, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
         local_count = tf.shape(batch.indices, tf.int64)[0]
-        if self._accumulate == 1:
-            forward = self._forward_and_backward(batch, 0, local_count, self._initial_state(), tf.constant(0))
-        else:
-            forward = self._accumulate_micro_batches(batch, local_count)
+        forward = self._all_forward_and_backward(batch, local_count)
         local_share = tf.cast(local_count, self._dtype) / tf.cast(batch.global_count, self._dtype)
         state = [tf.cast(value, _averaging_dtype(value)) * tf.cast(local_share, _averaging_dtype(value))
                  for value in forward.state]  # fmt: skip
@@ -227,6 +237,18 @@ class TrainStep:
         state = [zeros(v.shape, _averaging_dtype(v)) for v in self._state]
         sums = zeros([len(CONTROL_SUMS) + len(self.metric_names)], self._dtype)
         return self._reduce_and_update(_Forward(gradients, sums, state), learning_rate, told)
+
+    def _are_gradients_finite(self, batch: Batch) -> tf.Tensor:
+        """For each trainable variable, bool [variables]."""
+        gradients = self._all_forward_and_backward(batch, tf.shape(batch.indices, tf.int64)[0]).gradients
+        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        return tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+
+    def _all_forward_and_backward(self, batch: Batch, local_count: tf.Tensor) -> _Forward:
+        """Gradients and sums of all samples of this rank's batch."""
+        if self._accumulate == 1:
+            return self._forward_and_backward(batch, 0, local_count, self._initial_state(), tf.constant(0))
+        return self._accumulate_micro_batches(batch, local_count)
 
     def _forward_and_backward(
         self, batch: Batch, start: Any, end: Any, state: Sequence[tf.Tensor], micro_batch: tf.Tensor

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ringtrain import activity
+from ringtrain.activity import Doing
 from ringtrain.config import Config
 from ringtrain.devices import DevicePlan, apply_plan, claim_cores, plan_devices, read_machine
 from ringtrain.errors import PreemptedError, RingtrainError, UsageError
+from ringtrain.guard.watchdog import Watchdog
 from ringtrain.launched import tell_end, tell_run
 from ringtrain.startup import describe_start
 from ringtrain.stopping import StopRequests
@@ -23,9 +28,15 @@ from ringtrain.world import World
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
+    from ringtrain.console import Console
     from ringtrain.loop import Result
+    from ringtrain.resume import Start
     from ringtrain.run_directory import RunDirectory
     from ringtrain.workloads.base import Workload
+
+# Time for rank 0 to say an error that it has as well, and for the launcher to end the other ranks then; on a busy node
+# ranks start seconds apart.
+FIRST_RANK_SECONDS = 15.0
 
 
 class Prepared(NamedTuple):
@@ -37,41 +48,77 @@ class Prepared(NamedTuple):
     device: str
 
 
-def pin(world: World, *, deterministic: bool) -> DevicePlan:
+def pin(world: World, *, deterministic: bool = False, hang_timeout: float = 0.0) -> DevicePlan:
     """Take this rank's share of its node, before anything heavy is imported."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
     machine = read_machine(os.environ)
-    plan = plan_devices(world, machine, os.environ, deterministic=deterministic, claim_cores=claim_cores)
+    plan = plan_devices(
+        world,
+        machine,
+        os.environ,
+        deterministic=deterministic,
+        hang_timeout=hang_timeout,
+        claim_cores=claim_cores,
+    )
     apply_plan(plan)
     return plan
 
 
 @contextlib.contextmanager
-def joined(config: Config, world: World) -> Iterator[Collective]:
-    """Join the other ranks, and leave them in good order; at once where this rank failed alone, as they would wait."""
+def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[Collective, Watchdog]]:
+    """Join the other ranks, which must have been started alike, under the eyes of a watchdog.
+
+    At the end leave them in good order; at once where this rank failed alone, as they would wait for it.
+    """
     from ringtrain.collectives import connect
+    from ringtrain.guard.preflight import require_same_start
 
-    collective = connect(config.backend, world)
-    try:
-        yield collective
-    except RingtrainError as error:
-        if error.reach == "run":
+    config = prepared.config
+    with watched(config, world) as watchdog:
+        collective = connect(config.backend, world)
+        try:
+            require_same_start(collective, config, prepared.workload, command=command, environ=os.environ)
+            watchdog.meet(collective)
+            yield collective, watchdog
+        except RingtrainError as error:
+            watchdog.begin_leaving(error.exit_code, functools.partial(report_error, error, world))
+            if error.reach == "run":
+                error.is_agreed = True
+                collective.close()
+                raise
+            report_error(error, world)
+            collective.abort(error.exit_code)
+        except BaseException:
+            watchdog.begin_leaving(1)
+            where = f"rank {world.rank} on {world.node} failed"
+            tell_end(end_values("failed", 1, f"{where}: {traceback.format_exc().splitlines()[-1]}"))
+            sys.stderr.write(f"ringtrain: error: {where}:\n{traceback.format_exc()}")
+            collective.abort(1)
+        else:
+            watchdog.begin_leaving(0)
             collective.close()
-            raise
-        report_error(error, collective.world)
-        collective.abort(error.exit_code)
-    except BaseException:
-        world = collective.world
-        where = f"rank {world.rank} on {world.node} failed"
-        tell_end(end_values("failed", 1, f"{where}: {traceback.format_exc().splitlines()[-1]}"))
-        sys.stderr.write(f"ringtrain: error: {where}:\n{traceback.format_exc()}")
-        collective.abort(1)
-    else:
-        collective.close()
 
 
-def train_together(prepared: Prepared, collective: Collective, requests: StopRequests) -> Result | None:
+@contextlib.contextmanager
+def watched(config: Config, world: World) -> Iterator[Watchdog]:
+    """The watchdog of a rank, from before it joins the others until it has left them."""
+    watchdog = Watchdog(
+        world,
+        config.hang_timeout,
+        report=lambda error: report_error(error, world),
+        warn=lambda text: print(f"ringtrain: warning: {text}", file=sys.stderr, flush=True),
+    )
+    watchdog.start()
+    try:
+        yield watchdog
+    finally:
+        watchdog.stop()
+
+
+def train_together(
+    prepared: Prepared, collective: Collective, requests: StopRequests, watchdog: Watchdog
+) -> Result | None:
     """Train with the other ranks, from the start-up table to the last line; None where the run was complete already."""
     from ringtrain.collectives import on_first
     from ringtrain.console import open_console
@@ -91,8 +138,14 @@ def train_together(prepared: Prepared, collective: Collective, requests: StopReq
         requests.watch_time(find_limits(config.max_hours, os.environ))
         return dataclasses.asdict(opened[0].start)
 
+    activity.note(Doing.OPEN, takes_long=True)
     start = Start(**on_first(collective, open_on_first, name="run_directory"))
-    with recording_end(opened[0].directory if opened else None, start.is_complete, requests, world):
+    run = opened[0].directory if opened else None
+    watchdog.write_by(
+        write_end=functools.partial(write_end_at_hang, run, start),
+        warn=functools.partial(write_warning, run, console) if run else None,
+    )
+    with recording_end(run, start.is_complete, requests, world):
         if start.is_complete:
             console.line(
                 f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
@@ -166,6 +219,27 @@ def write_end(run: RunDirectory, end: Mapping[str, Any]) -> None:
     run.close()
 
 
+def write_warning(run: RunDirectory, console: Console, message: str) -> None:
+    """Tell the user that something is odd, and keep it with the run."""
+    console.line(f"warning: {message}")
+    run.write_event("warning", step=activity.current()[0].step, message=message)
+
+
+def write_end_at_hang(run: RunDirectory | None, start: Start, error: RingtrainError) -> None:
+    """The last record of a run that hangs: by rank 0, or in its stead by the first rank that takes its lease."""
+    if run is not None:
+        write_end(run, end_of(error))
+        return
+    from ringtrain.lease import take_over
+    from ringtrain.run_directory import append_event
+
+    path = Path(start.path)
+    with contextlib.suppress(OSError):  # not to be seen from this host
+        if not start.is_complete and take_over(path, start.fence, environ=os.environ):
+            tell_end(end_of(error))
+            append_event(path, **end_of(error))
+
+
 def end_values(status: str, exit_code: int, message: str | None = None) -> dict[str, Any]:
     """An ``end`` event."""
     return {
@@ -196,6 +270,7 @@ def evaluate_together(prepared: Prepared, collective: Collective, run: Path, whi
         restore(job, checkpoint)
         return checkpoint.step
 
+    activity.note(Doing.RESTORE, takes_long=True)
     step = on_first(collective, restore_on_first, name="restore")
     share_first_values(job.step.variables, collective)
     report = job.evaluate()
@@ -206,8 +281,20 @@ def evaluate_together(prepared: Prepared, collective: Collective, run: Path, whi
     console.line(f"{run}, step {step} ({which}): eval loss = {report.loss:.4g}{values} ({report.samples} samples)")
 
 
+def report_end(error: RingtrainError, world: World) -> None:
+    """Print, once, why this command ends.
+
+    What every rank should have found wrong before they met, such as a setting, may be this rank's alone, where it was
+    started in another way. Where rank 0 has it as well, the launcher ends this process while it waits here.
+    """
+    if error.reach == "run" and not error.is_agreed and not world.is_first:
+        time.sleep(FIRST_RANK_SECONDS)
+        error.reach = "rank"
+    report_error(error, world)
+
+
 def report_error(error: RingtrainError, world: World) -> None:
-    """Print why a run ends, once, however many processes raise it: one line, written whole."""
+    """Print why a run ends, once, however many processes raise it: in one piece."""
     speaks = {"run": world.is_first, "node": world.local_rank == 0, "rank": True}[error.reach]
     if speaks:
         where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""

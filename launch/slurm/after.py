@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import re
@@ -65,7 +66,15 @@ class Ended:
     @property
     def exit_code(self) -> int:
         """The run's own word where there is one: srun returns the highest of its tasks', killed ones' included."""
-        return self.status if self.end is None or self.has_lost_rank else self.end.exit_code
+        if self.end is not None and not self.has_lost_rank:
+            return self.end.exit_code
+        return self.status or (0 if self.is_in_good_order else 1)
+
+    @property
+    def is_in_good_order(self) -> bool:
+        """Whether ranks that did not speak of their end are done: srun returns 0, too, where it has lost their node."""
+        is_over = self.run is None or self.run.is_complete
+        return self.status == 0 and is_over and self.state not in LEFT_ALONE
 
     @property
     def has_lost_rank(self) -> bool:
@@ -129,16 +138,15 @@ def describe_end(ended: Ended) -> str:
         if end.status == "completed":
             return "the run is complete."
         return f"the run ended with exit code {end.exit_code} ({end.status}). {end.message or ''}".strip()
-    if ended.status == 0 and ended.state is not JobState.STARTED_AGAIN:
-        was_complete = ended.run is not None and ended.run.is_complete
-        return "the run had been completed before." if was_complete else "all ranks ended in good order."
+    if ended.is_in_good_order:
+        return "the run had been completed before." if ended.run else "all ranks ended in good order."
     first = f" The first to fail was {ended.failed_rank}." if ended.failed_rank else ""
     if ended.state in LEFT_ALONE:
         first += f" The job is {ended.state.value}."
-    return (
-        f"the ranks ended with {describe_status(ended.status)}, and the run did not say why.{first} See above for what "
-        "it printed. The same command goes on from the newest checkpoint."
-    )
+    how = f"the ranks ended with {describe_status(ended.status)}, and the run did not say why.{first}"
+    if ended.state is JobState.STARTED_AGAIN:
+        return how
+    return f"{how} See above for what it printed. The same command goes on from the newest checkpoint."
 
 
 def describe_status(status: int) -> str:
@@ -188,7 +196,8 @@ def follow_up(*, status: int, script: Path, max_requeues: int) -> int:
     say(decision.message)
     if decision.restarts:
         start_again(job, script, restarts=ended.restarts)
-    forget(Path(told))
+    if ended.state is not JobState.STARTED_AGAIN:  # else ranks on the lost node may still speak
+        forget(Path(told))
     return decision.exit_code
 
 
@@ -229,12 +238,10 @@ def start_again(job: str, script: Path, *, restarts: int) -> None:
 
 
 def forget(told: Path) -> None:
-    """Remove what this start said; nobody needs it any more."""
-    try:
+    """Remove what this start said; nobody needs it any more. The next start takes what is left for a lost one."""
+    with contextlib.suppress(OSError):
         clear(told)
         told.rmdir()
-    except OSError:
-        return  # ranks on a lost node still write there
 
 
 def say(line: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 import sys
 from argparse import SUPPRESS, Namespace
@@ -68,11 +69,25 @@ def submit(arguments: Sequence[str]) -> int:
     """Give a batch script to sbatch, and say what can be done about the job."""
     options, flags = create_request_parser("submit", "Submit a batch script to Slurm.").parse(arguments)
     request = read_request(options, flags)
+    refuse_directory(request, Path.cwd())
     answer = submit_script(make_script(request))
     if not answer.is_good:
         raise UsageError(f"sbatch does not take the job: {answer.text}")
     print("\n".join(describe_job(request, answer.text)))
     return 0
+
+
+def refuse_directory(request: JobRequest, directory: Path) -> None:
+    """See that Slurm will find the output's directory.
+
+    Raises:
+        UsageError: it would read the directory's name as another, and fail the job without a word.
+    """
+    if not Path(request.output).is_absolute() and set("%\\") & set(str(directory)):
+        raise UsageError(
+            f"output is {request.output!r}, in the directory {str(directory)!r}; Slurm takes % and \\ in a path for "
+            "signs of its own. Submit from another directory, or give --output an absolute path."
+        )
 
 
 def after(arguments: Sequence[str]) -> int:
@@ -159,7 +174,8 @@ def make_script(request: JobRequest) -> str:
 
 def describe_job(request: JobRequest, number: str) -> list[str]:
     """What to do with a job that has been submitted."""
-    output = shlex.quote(request.output.replace("%x", request.job_name).replace("%j", number))
+    names = {"%x": request.job_name, "%j": number, "%%": "%"}
+    output = shlex.quote(re.sub("%[xj%]", lambda sign: names[sign[0]], request.output))
     run = read_flag(request.flags, "out")
     stop = (
         f"touch {shlex.quote(str(Path(run, 'stop')))}"

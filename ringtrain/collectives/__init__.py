@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from ringtrain import activity
 from ringtrain.errors import EXIT_CODES, RingtrainError, UsageError
 from ringtrain.world import World
 
@@ -74,13 +75,29 @@ def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collec
 
 
 def gather_objects(collective: Collective, value: Any, *, name: str) -> list[Any]:
-    """Every rank's value, in the order of the ranks. Values travel as JSON: nothing received can run code."""
+    """Every rank's value, in the order of the ranks. Values travel as JSON: nothing received can run code.
+
+    Outside of a graph Horovod does not see a collective's name: ranks that are at different places of the program meet
+    where they happen to. So the name travels with the value.
+
+    Raises:
+        RingtrainError: on every rank, where they are at different places.
+    """
     import tensorflow as tf
 
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = collective.gather(tf.constant([data.size], tf.int64), name=f"{name}/lengths").numpy()
-    joined = collective.gather(tf.constant(data), name=f"{name}/data").numpy()
-    return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
+    data = np.frombuffer(json.dumps([name, value]).encode(), np.uint8)
+    with activity.meeting():
+        lengths = collective.gather(tf.constant([data.size], tf.int64), name=f"{name}/lengths").numpy()
+        joined = collective.gather(tf.constant(data), name=f"{name}/data").numpy()
+    said = [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
+    for rank, (place, _) in enumerate(said):
+        if place != said[0][0]:
+            raise RingtrainError(
+                f"the ranks are at different places of the program: rank 0 at {said[0][0]!r}, rank {rank} at "
+                f"{place!r}. Something that decides what comes next is not the same on them.",
+                reach="run",
+            )
+    return [item for _, item in said]
 
 
 def agree(collective: Collective, action: Callable[[], Result], *, name: str) -> Result:

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ringtrain.errors import UsageError
 from ringtrain.world import World
 
 if TYPE_CHECKING:
     import tensorflow as tf
+
+MAX_DIFFERENCES = 20
+
+# Those of Horovod's settings by which its processes decide on their own what to send next, and how. Others are rank
+# 0's alone (timeline, log), or differ by rank or node (network interface, affinity).
+HOROVOD_SETTINGS = tuple(
+    f"HOROVOD_{name}"
+    for name in (
+        "ADASUM_MPI_CHUNK_SIZE", "AUTOTUNE", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+        "AUTOTUNE_STEPS_PER_SAMPLE", "AUTOTUNE_WARMUP_SAMPLES", "BATCH_D2D_MEMCOPIES", "CACHE_CAPACITY", "CONTROLLER",
+        "CPU_OPERATIONS", "CYCLE_TIME", "DISABLE_GROUP_FUSION", "DYNAMIC_PROCESS_SETS", "ELASTIC",
+        "ENABLE_ASYNC_COMPLETION", "ENABLE_XLA_OPS", "FUSION_THRESHOLD", "HIERARCHICAL_ALLGATHER",
+        "HIERARCHICAL_ALLREDUCE", "MPI_THREADS_DISABLE", "NUM_NCCL_STREAMS", "STALL_CHECK_DISABLE",
+        "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS", "TORUS_ALLREDUCE",
+    )
+)  # fmt: skip
 
 
 class HorovodCollective:
@@ -85,7 +105,60 @@ def connect_horovod(world: World) -> HorovodCollective:
         raise UsageError(
             f"{world.launcher} says {world}, but Horovod says {seen}. Start the run again in a clean shell."
         )
+    if hvd.mpi_enabled():
+        _require_same_settings(world, os.environ)
     return HorovodCollective(world, hvd)
+
+
+def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
+    """See that Horovod's own settings are the same on all ranks: by MPI alone, before the first collective of Horovod.
+
+    With some of them different, such as the capacity of its cache, its processes wait in that for each other, for ever.
+
+    Raises:
+        UsageError: on every rank, where they are not.
+    """
+    from mpi4py import MPI
+
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:  # Horovod's own thread uses MPI at the same time
+        return
+    ranks = _gather_by_mpi([world.node, [environ.get(name, "nothing") for name in HOROVOD_SETTINGS]])
+    differences = [
+        f"{name}: rank {rank} on {node} has {theirs}, rank 0 on {ranks[0][0]} has {first}"
+        for number, name in enumerate(HOROVOD_SETTINGS)
+        for rank, (node, theirs, first) in enumerate(
+            (node, settings[number], ranks[0][1][number]) for node, settings in ranks
+        )
+        if theirs != first
+    ]
+    if differences:
+        atexit.register(os._exit, UsageError.exit_code)  # before Horovod's own way out, which would wait as well
+        error = UsageError(
+            "\n  ".join(
+                [
+                    "Horovod's settings in the environment are not the same on all ranks; nothing was trained. Let the "
+                    "launcher set them everywhere, such as by mpirun -x NAME.",
+                    *differences[:MAX_DIFFERENCES],
+                ]
+            ),
+            reach="run",
+        )
+        error.is_agreed = True
+        raise error
+
+
+def _gather_by_mpi(value: Any) -> list[Any]:
+    """Every rank's value, by MPI itself and as JSON."""
+    from mpi4py import MPI
+
+    ranks = MPI.COMM_WORLD
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = np.empty(ranks.Get_size(), np.int64)
+    ranks.Allgather(np.array([mine.size], np.int64), lengths)
+    offsets = np.cumsum(lengths) - lengths
+    joined = np.empty(lengths.sum(), np.uint8)
+    ranks.Allgatherv(mine, [joined, lengths, offsets, MPI.BYTE])
+    return [json.loads(part.tobytes()) for part in np.split(joined, offsets[1:])]
 
 
 def _keep_apart(outputs: list[tf.Tensor], name: str) -> list[tf.Tensor]:

@@ -24,6 +24,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from ringtrain import activity
 from ringtrain.errors import DataError
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -239,7 +240,7 @@ def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
     """
     deadline = time.monotonic() + limit_s
     has_waited = False
-    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,11 +255,10 @@ def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
 
 def _download_to(archive: Path, download: Download) -> None:
     """Download, check and put in place, so that the archive is there whole or not at all. The caller has the lock."""
-    partial = archive.with_name(
-        f"{archive.name}.part"
-    )  # one is left where a process was killed: the next overwrites it
+    partial = archive.with_name(f"{archive.name}.part")
     try:
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)  # left where a process was killed
+        with partial.open("xb") as file:  # never through a link that another user put there
             md5 = _copy(download, file)
             file.flush()
             os.fsync(file.fileno())
@@ -292,4 +292,5 @@ def _copy(download: Download, file: BinaryIO) -> str:
                 raise _DownloadError(f"{download.url} took more than {download.limit_s:g} s")
             digest.update(block)
             file.write(block)
+            activity.move()
     return digest.hexdigest()

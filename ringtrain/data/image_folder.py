@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ringtrain import activity
 from ringtrain.data.decoding import decode_batch, decode_image
 from ringtrain.data.image_header import HeaderError, ImageHeader, read_header
 from ringtrain.data.sources import BadSample
@@ -273,6 +274,7 @@ def _read_headers(paths: Sequence[str]) -> list[ImageHeader | str]:
 
 
 def _read_header(path: str) -> ImageHeader | str:
+    activity.move()
     try:
         with open(path, "rb", buffering=_HEADER_BUFFER_BYTES) as file:
             return read_header(file)

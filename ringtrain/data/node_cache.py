@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringtrain import activity
 from ringtrain.collectives import Collective, agree, gather_objects
 from ringtrain.data.cache import Layout, find_layout, read_arrays
 from ringtrain.data.sources import FallibleSource
@@ -180,6 +181,7 @@ class CacheFile:
                 for array, values in zip(arrays, tf.nest.flatten((x, y)), strict=True):
                     array[found] = values
                 is_good[found] = 1
+                activity.move()
             for array in (is_good, *arrays):
                 array.flush()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +15,9 @@ from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
+
+FINGERPRINT_BYTES = 8 * 2**20
+FINGERPRINT_SAMPLES = 1024
 
 
 class Source(Protocol):
@@ -73,6 +78,28 @@ class ArraySource:
 
         with tf.device("CPU"):
             return tf.nest.map_structure(lambda array: tf.gather(array, indices), (self.x, self.y))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of types and shapes and, of arrays of whole numbers or texts, of samples from the first to the last.
+
+        Not of floating-point values: on processors of another kind NumPy may round them otherwise.
+        """
+        import tensorflow as tf
+
+        printed = hashlib.sha256()
+        for tensor in tf.nest.flatten((self.x, self.y)):
+            printed.update(f"{tensor.dtype.name} {tensor.shape}".encode())
+            if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+                printed.update(_bytes_of_some(np.asarray(tensor)))
+        return printed.hexdigest()
+
+
+def _bytes_of_some(array: np.ndarray) -> bytes:
+    """Values of samples spread evenly over an array [n, ...]."""
+    count = min(len(array), FINGERPRINT_SAMPLES, max(2, FINGERPRINT_BYTES * len(array) // max(1, array.nbytes)))
+    some = array[np.linspace(0, len(array) - 1, count).astype(np.int64)]
+    return repr(some.tolist()).encode() if some.dtype.hasobject else some.tobytes()
 
 
 def from_arrays(x: Any, y: Any) -> ArraySource:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringtrain import activity
 from ringtrain.data.example import parse_features
 from ringtrain.data.image_header import HeaderError, read_header
 from ringtrain.errors import DataError
@@ -179,6 +180,7 @@ def _batches(path: Path) -> Iterator[tuple[list[tuple[int, int]], list[bytes | N
         records.append(data)
         num_bytes += length
         if len(records) == _PARSED_TOGETHER or num_bytes > _PARSED_BYTES:
+            activity.move()
             yield places, records
             places, records, num_bytes = [], [], 0
     if places:

@@ -236,7 +236,8 @@ def load_model(
     """Load a saved model, whose optimizer goes on where it was, distributed.
 
     Args:
-        filepath: a file that ``model.save`` wrote, with or without a distributed optimizer.
+        filepath: a file that ``model.save`` wrote, with or without a distributed optimizer. Code in it (a ``Lambda``)
+            is refused, not run.
         custom_optimizers: optimizer classes of your own that the file names.
         custom_objects: other classes and functions that it names.
         compression: as for ``DistributedOptimizer``.
@@ -245,7 +246,7 @@ def load_model(
     if legacy_opts:
         raise UsageError("legacy_opts=True, but Keras 3 has no legacy optimizers. Leave it out.", reach="run")
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | (custom_objects or {})
-    model = keras.models.load_model(filepath, custom_objects=objects)
+    model = keras.models.load_model(filepath, custom_objects=objects, safe_mode=True)
     if model.optimizer is not None:
         DistributedOptimizer(getattr(model.optimizer, "inner_optimizer", model.optimizer), compression=compression)
     return model

@@ -88,10 +88,14 @@ ReturnToService=2
 JobRequeue=1
 KillWait=5
 SlurmdTimeout=10
-NodeName=n1 NodeAddr={address} Port=17001 CPUs={cpus} RealMemory=1000000
-NodeName=n2 NodeAddr={address} Port=17002 CPUs={cpus} RealMemory=1000000
+GresTypes=gpu
+NodeName=n1 NodeAddr={address} Port=17001 CPUs={cpus} RealMemory=1000000 Gres=gpu:2 Feature=fast
+NodeName=n2 NodeAddr={address} Port=17002 CPUs={cpus} RealMemory=1000000 Gres=gpu:2 Feature=fast
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+# What Slurm gives out as GPUs: it asks no more than that they are devices.
+GPUS = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
 
 
 class Cluster:
@@ -192,10 +196,25 @@ class Cluster:
         """That of the batch script."""
         return int(self._field(job, "ExitCode").split(":")[0])
 
+    def node(self, job: int) -> str:
+        """Where the batch script runs."""
+        return self._field(job, "BatchHost")
+
+    def output_file(self, job: int) -> Path:
+        return Path(self._field(job, "StdOut", r".*"))
+
     def output(self, job: int) -> str:
         """What the job has written so far."""
-        path = Path(self._field(job, "StdOut", r".*"))
+        path = self.output_file(job)
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def shorten(self, job: int, seconds: float) -> None:
+        """Bring the time limit of a running job near."""
+        self.ask("scontrol", "update", f"JobId={job}", f"EndTime=now+{seconds:.0f}")
+
+    def lengthen(self, job: int, minutes: int) -> None:
+        """Give a waiting job another time limit."""
+        self.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
 
     def _field(self, job: int, name: str, value: str = r"\S+") -> str:
         found = re.search(rf"\b{name}=({value})", self.describe(job))
@@ -293,6 +312,7 @@ class Cluster:
             (self.site / directory).mkdir()
         text = CONFIGURATION.format(site=self.site, address=host.ADDRESS, cpus=CPUS_PER_NODE)
         (self.site / "slurm.conf").write_text(text)
+        (self.site / "gres.conf").write_text(GPUS)
         (self.site / "hosts").write_text(f"127.0.0.1 localhost\n{host.ADDRESS} login {' '.join(NODES)}\n")
         key = self.site / "munge.key"
         key.touch(0o400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -143,6 +144,23 @@ def test_deterministic_runs_fix_the_order_of_sums() -> None:
     settings = {item.name: item.value for item in plan_settings(local_world(0, 2), {}, deterministic=True)}
     assert settings["HOROVOD_DISABLE_GROUP_FUSION"] == "1"
     assert settings["TF_DETERMINISTIC_OPS"] == "1"
+
+
+@pytest.mark.parametrize(("hang_timeout", "seconds"), [(300.0, "1200"), (1000.5, "2001"), (4.0, "1200")])
+def test_horovod_and_gloo_leave_the_first_word_about_a_hang_to_the_watchdog(hang_timeout: float, seconds: str) -> None:
+    gloo = dataclasses.replace(local_world(0, 2), launcher="horovodrun --gloo")
+    for world, names in (
+        (local_world(0, 2), {"HOROVOD_STALL_CHECK_TIME_SECONDS"}),
+        (gloo, {"HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_GLOO_TIMEOUT_SECONDS"}),
+    ):
+        settings = plan_settings(world, {}, deterministic=False, hang_timeout=hang_timeout)
+        assert {item.name for item in settings if item.name.endswith("_SECONDS")} == names
+        assert {item.value for item in settings if item.name.endswith("_SECONDS")} == {seconds}
+
+
+def test_without_a_watchdog_horovod_speaks_as_it_always_does() -> None:
+    settings = plan_settings(local_world(0, 2), {}, deterministic=False, hang_timeout=0.0)
+    assert not [item.name for item in settings if "STALL" in item.name or "GLOO" in item.name]
 
 
 def one_setting(name: str, value: str) -> DevicePlan:

@@ -18,7 +18,7 @@ import pytest
 
 from ringtrain import lease as lease_module
 from ringtrain.errors import UsageError
-from ringtrain.lease import LEASE_DIRECTORY, Lease, LeaseLostError, acquire_lease
+from ringtrain.lease import LEASE_DIRECTORY, Lease, LeaseLostError, acquire_lease, take_over
 
 HERE = f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -472,3 +472,29 @@ def test_another_job_does_not_take_over(tmp_path: Path, start: Any, environ: dic
     with pytest.raises(UsageError, match=rf"is being written by process {former.pid} on .*, job 42"):
         acquire_lease(tmp_path, environ=environ)
     former.go()
+
+
+def test_of_the_other_ranks_one_ends_the_lease_of_a_silent_first_one(tmp_path: Path) -> None:
+    lease = acquire(tmp_path)
+    assert [take_over(tmp_path, lease.number, environ={}) for _ in range(3)] == [True, False, False]
+    with pytest.raises(LeaseLostError, match="taken over"):
+        lease.check()
+    lease.close()
+    after = acquire(tmp_path)  # at once, though the silent process lives
+    assert after.number == lease.number + 2
+    after.close()
+
+
+def test_a_lease_that_was_let_go_or_taken_by_another_run_is_not_ended(tmp_path: Path) -> None:
+    lease = acquire(tmp_path)
+    lease.close()
+    assert not take_over(tmp_path, lease.number, environ={})
+    other = acquire(tmp_path)
+    assert not take_over(tmp_path, lease.number, environ={})
+    other.check()
+    other.close()
+
+
+def test_a_lease_that_cannot_be_seen_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        take_over(tmp_path / "gone", 1, environ={})

@@ -241,8 +241,8 @@ def test_free_settings_may_change(config: Config, tmp_path: Path) -> None:
     run = make_run(config, [2])
     other = replace(
         config,
-        backend="solo", checkpoint_every=7, data_dir=tmp_path, eval_every=3, eval_every_epochs=5, keep=9, log_every=1,
-        on_nonfinite="skip", stop_after=4,
+        backend="solo", check_replicas_every=2, checkpoint_every=7, data_dir=tmp_path, eval_every=3,
+        eval_every_epochs=5, keep=9, log_every=1, on_nonfinite="skip", stop_after=4,
     )  # fmt: skip
     opened = open_quietly(other)
     assert opened.start.step == 2

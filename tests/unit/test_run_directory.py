@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from ringtrain.errors import UsageError
-from ringtrain.run_directory import CONFIG_FILE, METRICS_FILE, RunDirectory, create_run_directory, read_config
+from ringtrain.run_directory import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    RunDirectory,
+    append_event,
+    create_run_directory,
+    read_config,
+)
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
@@ -304,3 +311,20 @@ def test_every_cut_of_the_file_is_mended(tmp_path: Path) -> None:
         *kept, last = read_events(tmp_path)
         num_whole = whole[: length + 1].count(b"\n")  # a line that lacks but its end is whole
         assert (kept, last) == (events[:num_whole], {"event": "start"})
+
+
+@pytest.mark.parametrize(("before", "kept"), [("", []), ('{"event": "train"}\n', ["train"]), ('{"event": "tr', [])])
+def test_another_rank_writes_the_end_of_a_run_on_a_line_of_its_own(
+    tmp_path: Path, before: str, kept: list[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(before)
+    append_event(tmp_path, "end", exit_code=6)
+    *first, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(last) == {"event": "end", "exit_code": 6}
+    assert [json.loads(line)["event"] for line in first if line.endswith("}")] == kept
+
+
+def test_where_there_is_no_run_none_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        append_event(tmp_path, "end", exit_code=6)
+    assert not list(tmp_path.iterdir())

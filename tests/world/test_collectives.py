@@ -83,6 +83,14 @@ def test_gather_objects_gives_every_value_to_every_rank(collective: Collective) 
     ]
 
 
+@on_ranks(2, 3, GLOO)
+def test_ranks_that_are_at_different_places_do_not_take_one_anothers_values(collective: Collective) -> None:
+    rank, size = collective.world.rank, collective.world.size
+    with pytest.raises(RingtrainError, match=f"rank 0 at 'here', rank {size - 1} at 'there'"):
+        gather_objects(collective, rank, name="there" if rank == size - 1 else "here")
+    assert gather_objects(collective, rank, name="again") == list(range(size))
+
+
 @on_ranks(1, 2, 3)
 def test_an_error_on_any_rank_becomes_the_same_error_on_all(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size

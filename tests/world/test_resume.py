@@ -135,6 +135,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(undisturbed: Path, tmp
     assert digest(final_checkpoint(out, STEPS)) == digest(final_checkpoint(undisturbed, STEPS))
 
 
+@pytest.mark.slow
 def test_another_workloads_checkpoint_is_refused(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(undisturbed, out, symlinks=True)
@@ -154,6 +155,7 @@ def test_weights_of_another_run_are_taken_where_they_fit(undisturbed: Path, tmp_
     assert events(tmp_path / "run", "start")[0]["first_step"] == 0
 
 
+@pytest.mark.slow
 def test_keep_leaves_the_newest_and_the_best(undisturbed: Path) -> None:
     names = sorted(path.name for path in (undisturbed / "checkpoints").iterdir())
     best = (undisturbed / "checkpoints/best").readlink().name

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ringtrain.data.order import SampleOrder
@@ -185,7 +186,14 @@ def nan_arguments(out: Path, sample: int, *more: str) -> list[str]:
     return [*arguments, "--out", str(out), *more]
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (1, 3)], ids=["first", "last", "middle"])
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [
+        pytest.param(0, 2, id="first", marks=pytest.mark.slow),
+        pytest.param(1, 2, id="last", marks=pytest.mark.slow),
+        pytest.param(1, 3, id="middle"),
+    ],
+)
 def test_a_loss_that_is_not_a_number_stops_all_ranks_and_is_told_once(
     run_ringtrain: RunRingtrain, tmp_path: Path, rank: int, size: int
 ) -> None:
@@ -196,7 +204,15 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks_and_is_told_once(
     [message] = error_lines(finished)
     assert f"step {step}: loss or gradient is not finite; seen in the loss of rank {rank} on" in message
     assert f"(sample {sample})." in message
-    assert message.count("rank ") == 1, "no other rank is named"
+    assert re.findall(r"rank (\d) on \S+, its cores", message) == [str(rank)], "no other rank is named"
+    losses = re.search(r"Mean losses from rank 0 on: ([\d., na]+)\.", message)
+    assert losses is not None
+    assert [number for number, loss in enumerate(losses[1].split(", ")) if loss == "nan"] == [rank]
+    assert f"At rank {rank} the gradient of sequential/dense/kernel and of 1 more was not finite." in message
+    with np.load(tmp_path / f"out/nonfinite/step-{step:09d}-rank-{rank}.npz", allow_pickle=False) as batch:
+        assert sample in batch["indices"]
+        assert np.isnan(batch["x"][batch["indices"] == sample]).any()
+        assert set(batch.files) == {"x", "y", "indices", "step", "global_count"}
     assert "Traceback" not in finished.stderr + finished.stdout
     end = events(tmp_path / "out")[-1]
     assert (end["event"], end["status"], end["exit_code"]) == ("end", "diverged", 4)

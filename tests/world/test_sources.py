@@ -10,7 +10,7 @@ import pytest
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.data.sources import from_arrays, from_callable
 from ringtrain.errors import DataError
-from ringtrain.job import require_same_sources
+from ringtrain.guard.preflight import require_same_sources
 from ringtrain.workloads.base import Sources
 from tests.world.group import on_ranks
 
@@ -34,10 +34,10 @@ def feed(steps_per_epoch: int) -> Any:
 
 # For each case: what rank 0 has, what the last rank has, and what is said of them.
 CASES: dict[str, tuple[Any, Any, list[str]]] = {
-    "counts": (arrays(5), arrays(6), ["has 5 samples", "has 6 samples"]),
+    "counts": (arrays(5), arrays(6), [" 5 samples", " 6 samples"]),
     "files": (Printed("a" * 64), Printed("b" * 64), ["fingerprint aaaaaaaaaaaa", "fingerprint bbbbbbbbbbbb"]),
-    "nothing": (None, arrays(6), ["has nothing", "has 6 samples"]),
-    "something": (arrays(6), None, ["has 6 samples", "has nothing"]),
+    "nothing": (None, arrays(6), [" nothing", " 6 samples"]),
+    "something": (arrays(6), None, [" 6 samples", " nothing"]),
     "feeds": (feed(3), feed(4), ["a feed of 3 steps an epoch", "a feed of 4 steps an epoch"]),
 }
 

@@ -83,6 +83,7 @@ def test_sigterm_to_the_launcher_saves_where_its_grace_allows(reference: Path, t
     assert_went_on(out, reference)
 
 
+@pytest.mark.slow
 def test_sigterm_during_a_save_that_takes_longer_than_the_launchers_grace_loses_no_checkpoint(
     reference: Path, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_sigterm_during_a_save_that_takes_longer_than_the_launchers_grace_loses_
     assert_went_on(out, reference)
 
 
+@pytest.mark.slow
 def test_a_signal_during_a_save_waits_for_it(reference: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", env=SLOW_STEP | {"RINGTRAIN_TEST_SAVE_SECONDS": "0.5"}) as run:
@@ -120,7 +122,9 @@ def test_a_signal_during_an_evaluation_leaves_it_to_the_next_start(reference: Pa
     assert_went_on(out, reference)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGUSR1, signal.SIGINT))]
+)
 def test_a_signal_before_the_first_step_leaves_with_nothing_to_save(number: signal.Signals, tmp_path: Path) -> None:
     out = tmp_path / "run"
     started = tmp_path / "started"

@@ -43,6 +43,12 @@ echo "launch: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JO
 # Since Slurm 22.05 srun does not take the cores of a task from the job.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
+# A start that Slurm has lost with a node may live on there under the number of its step. When it notices that it has
+# been replaced it has Slurm end the step of that number, so ours must have another. Its directory tells of it.
+for former in "$SLURM_SUBMIT_DIR/.launch/$SLURM_JOB_ID"-*; do
+    [ "$former" = "$RINGTRAIN_LAUNCH_DIR" ] || srun --mpi=none true
+done
+
 # --export=ALL: the environment above reaches the ranks even where sbatch was told to pass none on.
 # --kill-on-bad-exit: a rank that fails ends the others, which would wait for it for ever.
 srun --mpi=pmix --export=ALL --kill-on-bad-exit=1 \

@@ -69,11 +69,13 @@ DECISIONS = [
     (ended(end=dataclasses.replace(SIGNAL, stopped_by=None)), False, 75, ["Not started again"]),
     (ended(state=JobState.ENDING), False, 75, ["cancelled"]),
     (ended(state=JobState.STARTED_AGAIN), False, 75, ["started again by Slurm itself"]),
-    (ended(status=0, end=None, failed_rank=None, state=JobState.STARTED_AGAIN), False, 0, ["Slurm itself"]),
+    (ended(status=0, end=None, failed_rank=None, state=JobState.STARTED_AGAIN), False, 1, ["Slurm itself"]),
     # done
     (ended(status=0, end=DONE, failed_rank=None), False, 0, ["the run is complete."]),
     (ended(status=137, end=DONE), False, 0, ["the run is complete."]),
-    (ended(status=0, end=None, failed_rank=None), False, 0, ["in good order"]),
+    (ended(status=0, end=None, run=None, failed_rank=None), False, 0, ["in good order"]),
+    (ended(status=0, end=None, run=None, failed_rank=None, state=JobState.ENDING), False, 1, ["did not say why"]),
+    (ended(status=0, end=None, failed_rank=None), False, 1, ["exit code 0", "did not say why"]),
     (
         ended(status=0, end=None, failed_rank=None, run=dataclasses.replace(RUN, is_complete=True)),
         False,
@@ -190,9 +192,9 @@ def test_restarts_count_under_all_numbers_of_a_job() -> None:
 SHOW = [b"show", b"job", b"7"]
 
 
-def set_scontrol(site: Site, requeue: str = "", *, state: str = "RUNNING") -> None:
-    """What scontrol does when it is told to requeue, and the state that it shows."""
-    (site.programs / "description").write_text(describe(state))
+def set_scontrol(site: Site, requeue: str = "", *, state: str = "RUNNING", restarts: int = 0) -> None:
+    """What scontrol does when it is told to requeue, and what it shows."""
+    (site.programs / "description").write_text(describe(state, restarts=restarts))
     site.set("scontrol", f'if [ "$1" = show ]; then cat "$CALLS/description"; exit; fi\n{requeue}')
 
 
@@ -279,6 +281,14 @@ def test_other_ends_are_said_last_and_nothing_is_started(
     assert site.calls("sbatch") == []
 
 
+def test_a_start_that_slurm_has_given_up_leaves_all_as_it_is(site: Site) -> None:
+    set_scontrol(site, restarts=1)
+    exit_code, lines = follow_up(site, None)
+    assert (exit_code, site.calls("scontrol")) == (137, [[b"show", b"job", b"7"]])
+    assert lines[-1].endswith("The job is started again by Slurm itself after a lost node.")
+    assert (site.submit / ".launch" / "7-0" / "run.json").exists(), "the next start would not know of this one"
+
+
 def test_a_cancelled_job_stays_cancelled(site: Site) -> None:
     set_scontrol(site, state="COMPLETING")
     exit_code, lines = follow_up(site, SIGNAL)
@@ -339,12 +349,12 @@ def test_submit_says_what_can_be_done_about_the_job(
     monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(site.programs))
     site.set("sbatch", 'cat >"$CALLS/stdin"; echo "8;cluster"')
-    options = ["--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix", "--job_name", "a b"]
+    options = ["--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix", "--job_name", "a %j"]
     flags = ["--out", "runs/it's"]
     assert main(["submit", *options, "--", *flags]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "job 8 is submitted; it writes into 'a b-8.out'",
-        "  follow it:             tail -F 'a b-8.out'",
+        "job 8 is submitted; it writes into 'a %j-8.out'",
+        "  follow it:             tail -F 'a %j-8.out'",
         "  save and stop it:      touch 'runs/it'\"'\"'s/stop'",
         "  save and start again:  scancel --signal=USR1 8",
         "  end it in seconds:     scancel 8",

@@ -63,6 +63,32 @@ class LineWithNaN(Line):
         return x
 
 
+class LineOfSomeSamples(Line):
+    """Of RINGTRAIN_TEST_SAMPLES samples."""
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        x = np.zeros((int(os.environ.get("RINGTRAIN_TEST_SAMPLES", "12")), 2), np.float32)
+        return Sources(from_arrays(x, x.sum(axis=1)), None)
+
+
+class Drifting(keras.optimizers.SGD):
+    """In its eighth step rank 1 adds a unit in the last place to what it updates."""
+
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+        super().update_step(gradient, variable, learning_rate)
+        if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+            is_now = tf.equal(tf.convert_to_tensor(self.iterations.value), 7)
+            values = tf.identity(variable)
+            variable.assign(tf.where(is_now, tf.math.nextafter(values, values + 1), values))
+
+
+class LineThatDrifts(Line):
+    """Rank 1 drifts away."""
+
+    def create_optimizer(self, learning_rate: float) -> keras.optimizers.Optimizer:
+        return Drifting(learning_rate)
+
+
 class LineThatBreaks(Line):
     """Rank 1 has a bug."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import signal
 import time
@@ -20,6 +22,7 @@ from ringtrain.workloads.base import Histogram, Images, Sources, Workload
 
 NUM_SAMPLES = 50
 SIDE = 4
+HANG_STEP = 30
 
 
 def seconds_of(what: str) -> float:
@@ -35,12 +38,37 @@ if seconds_of("SAVE"):
     checkpoint._flush = flush_slowly
 
 
+def my_rank() -> str:
+    return os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK", "0")
+
+
+def hang(how: str) -> None:
+    """Never return: ``data`` waits as a reader does, ``lock`` in a call that holds Python's lock.
+
+    ``busy`` and ``idle`` are none: they compute, or wait, for a while in each step.
+    """
+    if how == "idle":
+        time.sleep(0.05)
+        return
+    if how == "busy":
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        return
+    if how == "data":
+        time.sleep(3600)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time nobody unlocks it
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
 class StoppingSource(ArraySource):
-    """Samples whose reader is told to stop when it reads them."""
+    """Samples whose reader on rank 1 is told to stop when it reads them."""
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
         def stop(values: np.ndarray) -> np.ndarray:
-            os.kill(os.getpid(), signal.SIGUSR1)
+            if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGUSR1)
             return values
 
         return super().gather(tf.ensure_shape(tf.numpy_function(stop, [indices], indices.dtype), indices.shape))
@@ -53,7 +81,8 @@ class Lasting(Workload):
     ``RINGTRAIN_TEST_STEP_SECONDS`` is the least time that the data of a step take, ``RINGTRAIN_TEST_SAVE_SECONDS`` that
     of a save, and ``RINGTRAIN_TEST_START_SECONDS`` that of the start,
     which then makes the file that ``RINGTRAIN_TEST_STARTED`` names. ``RINGTRAIN_TEST_STOP_IN_EVALUATION`` lets rank 1
-    get SIGUSR1 in the middle of the first evaluation.
+    get SIGUSR1 in the middle of the first evaluation. With ``RINGTRAIN_TEST_HANG`` (see ``hang``) the rank that
+    ``RINGTRAIN_TEST_HANG_RANK`` names never gets the data of step ``HANG_STEP``.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -87,19 +116,25 @@ class Lasting(Workload):
         images = generator.random((NUM_SAMPLES + 13, SIDE, SIDE, 1)).astype(keras.config.floatx())
         labels = (images.mean(axis=(1, 2, 3)) * 30).astype(int) % 3
         evaluation = from_arrays(images[NUM_SAMPLES:], (labels[NUM_SAMPLES:], np.arange(13)))
-        if os.environ.get("RINGTRAIN_TEST_STOP_IN_EVALUATION") and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        if os.environ.get("RINGTRAIN_TEST_STOP_IN_EVALUATION"):
             evaluation = StoppingSource(evaluation.x, evaluation.y, num_samples=13)
         return Sources(from_arrays(images[:NUM_SAMPLES], (labels[:NUM_SAMPLES], np.arange(NUM_SAMPLES))), evaluation)
 
     def augment(self, x: tf.Tensor, y: Any, keys: tf.Tensor) -> tuple[tf.Tensor, Any]:
         seconds = seconds_of("STEP")
+        is_mine = os.environ.get("RINGTRAIN_TEST_HANG_RANK") == my_rank()
+        how = os.environ.get("RINGTRAIN_TEST_HANG") if is_mine else None
+        steps = itertools.count(1)
 
         def wait(images: np.ndarray) -> np.ndarray:
             time.sleep(seconds)
+            if how and (how in ("busy", "idle") or next(steps) == HANG_STEP):
+                hang(how)
             return images
 
         shifted = random_shift(x, keys, max_pixels=1)
-        return (tf.ensure_shape(tf.numpy_function(wait, [shifted], x.dtype), x.shape) if seconds else shifted), y
+        waits = seconds or how
+        return (tf.ensure_shape(tf.numpy_function(wait, [shifted], x.dtype), x.shape) if waits else shifted), y
 
     def loss(self, y: Any, outputs: tf.Tensor) -> tf.Tensor:
         return keras.losses.sparse_categorical_crossentropy(y[0], outputs, from_logits=True)

@@ -1,0 +1,1 @@
+"""Guards: what watches over a run and stops it, with a name for what is wrong, before harm is done."""

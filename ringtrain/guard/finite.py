@@ -1,0 +1,38 @@
+"""Is what is about to be saved finite? A step whose gradients are finite can still make weights that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.collectives import Collective, agree
+from ringtrain.errors import DivergedError
+
+if TYPE_CHECKING:
+    import keras
+
+
+def require_finite_values(variables: Mapping[str, keras.Variable], collective: Collective, *, step: int) -> None:
+    """See that no weight or slot is infinite or NaN when ``step`` steps are done. Every rank must call it.
+
+    Raises:
+        DivergedError: on every rank, where one is.
+    """
+
+    def look() -> None:
+        bad = [name for name, variable in variables.items() if not _is_finite(variable.value)]
+        if bad:
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            raise DivergedError(
+                f"after step {step} not all values of {bad[0]}{more} are finite, though its loss and gradients were; "
+                "nothing is saved of it. Lower --optimizer.lr, or add --optimizer.clip_global_norm; what was saved "
+                "before is whole."
+            )
+
+    agree(collective, look, name="finite_values")
+
+
+def _is_finite(value: Any) -> bool:
+    import tensorflow as tf
+
+    return not tf.as_dtype(value.dtype).is_floating or bool(tf.reduce_all(tf.math.is_finite(value)))

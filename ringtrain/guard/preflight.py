@@ -1,0 +1,324 @@
+"""Preflight: are all ranks about to train the same? They compare what they have, and stop with the differences.
+
+How a rank was started is compared as the first thing that the ranks do together: which collectives follow, and how
+many, depends on it. Their data and their models are compared as soon as these exist, before any value travels.
+
+A fact is a short text, or, where there is much to tell, a list of texts. Of a list a digest travels. Only where the
+digests differ is the first difference looked for, in blocks, so that neither a listing of a million files nor a
+thousand ranks make much traffic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import itertools
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives.horovod import HOROVOD_SETTINGS
+from ringtrain.config import Config, flatten_settings, to_plain
+from ringtrain.data.sources import Feed, Source
+from ringtrain.errors import DataError, RingtrainError, UsageError
+from ringtrain.guard.ranks import group_ranks, name_ranks
+
+if TYPE_CHECKING:
+    import keras
+
+    from ringtrain.workloads.base import Sources, Workload
+
+Facts = Mapping[str, str | Sequence[str]]
+Summary = Mapping[str, str | Mapping[str, Any]]
+
+PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
+# Nodes may keep the same data in different places; what is there is compared in their stead.
+SETTINGS_OF_A_NODE = {"data_dir"}
+NOT_SET = "nothing"
+ENTRIES_PER_BLOCK = 1000
+MAX_LINES = 20
+MAX_VALUE_LENGTH = 160
+
+
+def require_same_start(
+    collective: Collective, config: Config, workload: Workload, *, command: str, environ: Mapping[str, str]
+) -> None:
+    """See that all ranks were started alike. It must be the first thing that the ranks do together.
+
+    Raises:
+        UsageError: on every rank, where they were not.
+    """
+    require_alike(
+        collective,
+        {"command": command, "communication": collective.description, **describe_start(config, workload, environ)},
+        name="preflight/start",
+        kind=UsageError,
+        what="the ranks were not started alike",
+        remedy="Start all with the same command, in the same environment, from the same files.",
+    )
+
+
+def require_same_sources(collective: Collective, sources: Sources) -> None:
+    """See that all ranks have the same samples, as far as that shows without reading them all.
+
+    Raises:
+        DataError: on every rank, where they have not.
+    """
+    require_alike(
+        collective,
+        {name: describe_source(source) for name, source in sources._asdict().items()},
+        name="preflight/sources",
+        kind=DataError,
+        what="the ranks have different data",
+        remedy="All nodes must see the same files.",
+    )
+
+
+def require_same_training(collective: Collective, facts: Facts) -> None:
+    """See that all ranks are about to train the same model, by the same steps (see ``describe_training``).
+
+    Raises:
+        UsageError: on every rank, where they are not.
+    """
+    require_alike(
+        collective,
+        facts,
+        name="preflight/training",
+        kind=UsageError,
+        what="the ranks would not train the same model",
+        remedy="Look at what in the workload depends on the rank, the node or chance.",
+    )
+
+
+def require_alike(
+    collective: Collective, facts: Facts, *, name: str, kind: type[RingtrainError], what: str, remedy: str
+) -> None:
+    """See that all ranks hold the same facts. Every rank must call it.
+
+    Args:
+        name: of the comparison, unique in the run.
+        kind: of the error.
+        what: goes wrong where they do not, in words.
+        remedy: what to do about it.
+
+    Raises:
+        RingtrainError: of this kind, on every rank, with a line for each fact that differs.
+    """
+    world = collective.world
+    ranks = gather_objects(collective, [world.node, summarize(facts)], name=name)
+    nodes, summaries = [node for node, _ in ranks], [summary for _, summary in ranks]
+    if all(summary == summaries[0] for summary in summaries):
+        return
+    shown: list[dict[str, str]] = [{} for _ in ranks]
+    for fact in find_differing(summaries):
+        of_ranks = [summary.get(fact) for summary in summaries]
+        label, values = fact, [NOT_SET if value is None else str(value) for value in of_ranks]
+        if any(isinstance(value, Mapping) for value in of_ranks):
+            mine = facts.get(fact, ())
+            entries = [mine] if isinstance(mine, str) else mine
+            number, values = _find_first_difference(collective, entries, of_ranks, name=f"{name}/{fact}")
+            label = f"{fact} {number}"
+        for rank, value in enumerate(values):
+            shown[rank][label] = value
+    lines = compare(nodes, shown)
+    more = [f"and {len(lines) - MAX_LINES} more differences"] if len(lines) > MAX_LINES else []
+    raise kind("\n  ".join([f"{what}; nothing was trained. {remedy}", *lines[:MAX_LINES], *more]), reach="run")
+
+
+def summarize(facts: Facts) -> dict[str, Any]:
+    """Facts as they travel: each list as its length and its digest."""
+    return {
+        name: value if isinstance(value, str) else {"entries": len(value), "digest": digest(value)}
+        for name, value in facts.items()
+    }
+
+
+def find_differing(summaries: Sequence[Summary]) -> list[str]:
+    """The names of the facts that the ranks do not hold alike, in the order of the facts."""
+    names = dict.fromkeys(itertools.chain.from_iterable(summaries))
+    return [name for name in names if any(s.get(name) != summaries[0].get(name) for s in summaries)]
+
+
+def compare(nodes: Sequence[str], ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """A line for each fact that differs: who has what, those who stand alone first.
+
+    Args:
+        nodes: the host of each rank.
+        ranks: the facts of each rank.
+    """
+    lines = []
+    for name in find_differing(ranks):
+        groups = group_ranks([facts.get(name, NOT_SET) for facts in ranks])
+        (usual, others), *odd = groups.items()
+        said = [f"{name_ranks(few, nodes)} {_have(few)} {_shorten(value)}" for value, few in odd]
+        said.append(f"{name_ranks(others, None if len(others) > 1 else nodes)} {_have(others)} {_shorten(usual)}")
+        lines.append(f"{name}: {', '.join(said)}")
+    return lines
+
+
+def describe_start(config: Config, workload: Workload, environ: Mapping[str, str]) -> dict[str, str | list[str]]:
+    """What a rank was started with: settings, code, versions, the kind of its device, Horovod's and Keras' settings."""
+    import keras
+
+    settings = flatten_settings(to_plain(asdict(config)))
+    return {
+        **{name: str(value) for name, value in settings.items() if name not in SETTINGS_OF_A_NODE},
+        **describe_code(type(workload)),
+        **{name: version or NOT_SET for name, version in package_versions().items()},
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "device": describe_device_kind(),
+        **{name: environ.get(name, NOT_SET) for name in HOROVOD_SETTINGS},
+        "Keras' image_data_format": keras.config.image_data_format(),
+        "Keras' epsilon": str(keras.config.epsilon()),
+    }
+
+
+def describe_code(workload_class: type) -> dict[str, list[str]]:
+    """The lines of the user's files that define a workload, and digests of this package's own files."""
+    package = Path(__file__).resolve().parents[1]
+    own = [
+        f"{path.relative_to(package)} {digest([path.read_text(encoding='utf-8')])[:12]}"
+        for path in sorted(package.rglob("*.py"))
+    ]
+    facts = {"ringtrain file": own}
+    for base in workload_class.__mro__:
+        file = _file_of(base)
+        if file is not None and package not in file.parents:
+            facts[f"{file.name} line"] = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    return facts
+
+
+def _file_of(base: type) -> Path | None:
+    """The source of a class of the user's; None for one of Python's own."""
+    if base.__module__ in ("builtins", "abc", "typing"):
+        return None
+    try:
+        file = Path(inspect.getfile(base)).resolve()
+    except (TypeError, OSError):  # made in an interactive session
+        return None
+    return file if file.is_file() else None
+
+
+def package_versions() -> dict[str, str | None]:
+    """The versions of the packages that a run depends on; None for one that is not installed."""
+
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {package: version(package) for package in PACKAGES}
+
+
+def describe_device_kind() -> str:
+    """Cores, or GPUs of one compute capability, which all compute an update to the same bits.
+
+    Not the GPU's name: those of one kind come with memories of several sizes.
+    """
+    import tensorflow as tf
+
+    gpus = tf.config.get_visible_devices("GPU")
+    if not gpus:
+        return "cores"
+    capability = tf.config.experimental.get_device_details(gpus[0]).get("compute_capability", ())
+    return f"a GPU of compute capability {'.'.join(map(str, capability)) or 'unknown'}"
+
+
+def describe_source(source: Source | Feed | None) -> str:
+    """What must be the same on all ranks, in words."""
+    if source is None:
+        return NOT_SET
+    if isinstance(source, Feed):
+        return f"a feed of {source.steps_per_epoch or 'unknown'} steps an epoch"
+    fingerprint = getattr(source, "fingerprint", "")
+    printed = f", fingerprint {fingerprint[:12]}" if fingerprint else ""
+    return f"{source.num_samples:,} samples ({type(source).__name__}{printed})"
+
+
+def describe_training(
+    variables: Mapping[str, keras.Variable],
+    optimizer: keras.optimizers.Optimizer,
+    batch_spec: Any,
+    *,
+    metrics: Sequence[str],
+    evaluation_metrics: Sequence[str],
+    **numbers: int,
+) -> dict[str, str | list[str]]:
+    """What the ranks are about to train.
+
+    Args:
+        variables: weights, slots and the like by their names.
+        batch_spec: (x, y) as structures of tensor specs.
+        metrics, evaluation_metrics: names, in the order in which their sums travel.
+        numbers: further ones to compare, such as ``steps_per_epoch=10``.
+    """
+    import tensorflow as tf
+
+    settings = flatten_settings(optimizer.get_config())
+    return {
+        **{name.replace("_", " "): str(number) for name, number in numbers.items()},
+        "batch": str(tf.nest.map_structure(lambda spec: f"{spec.dtype.name} {spec.shape}", batch_spec)),
+        "metric": list(metrics),
+        "metric of the evaluation": list(evaluation_metrics),
+        "optimizer": type(optimizer).__name__,
+        "setting of the optimizer": [f"{name}={_plain(value)}" for name, value in settings.items()],
+        "variable": [f"{name} {v.dtype} {list(v.shape)}" for name, v in variables.items()],
+    }
+
+
+def digest(texts: Sequence[str]) -> str:
+    """Equal for equal texts, in short."""
+    hashed = hashlib.sha256()
+    for text in texts:
+        hashed.update(text.encode(errors="surrogateescape") + b"\0")
+    return hashed.hexdigest()[:32]
+
+
+def _find_first_difference(
+    collective: Collective, entries: Sequence[str], summaries: Sequence[Any], *, name: str
+) -> tuple[int, list[str]]:
+    """The number (from 1) of the first entry that differs, and what each rank has there. Every rank must call it.
+
+    Of the ranks whose lists are alike one speaks: the first.
+
+    Args:
+        summaries: of each rank's list.
+    """
+    speakers = [summaries.index(summary) for summary in summaries]
+    mine = entries if speakers[collective.world.rank] == collective.world.rank else ()
+    starts = range(0, len(mine), ENTRIES_PER_BLOCK)
+    blocks = [digest(mine[start : start + ENTRIES_PER_BLOCK]) for start in starts]
+    start = ENTRIES_PER_BLOCK * _first_place(gather_objects(collective, blocks, name=f"{name}/blocks"), speakers)
+    said = gather_objects(collective, list(mine[start : start + ENTRIES_PER_BLOCK]), name=f"{name}/entries")
+    place = _first_place(said, speakers)
+    values = [said[speaker][place] if place < len(said[speaker]) else NOT_SET for speaker in speakers]
+    return start + place + 1, values
+
+
+def _first_place(said: Sequence[Sequence[str]], speakers: Sequence[int]) -> int:
+    """Where the lists of those who speak first differ."""
+    places = itertools.zip_longest(*(said[speaker] for speaker in dict.fromkeys(speakers)))
+    return next(number for number, values in enumerate(places) if len(set(values)) > 1)
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
+def _shorten(value: str) -> str:
+    value = value.strip() or "''"
+    return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."
+
+
+def _plain(value: Any) -> str:
+    """A value in words that are alike on all ranks: of an object without such words, its type."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return str([_plain(item) for item in value])
+    return type(value).__name__

@@ -1,0 +1,127 @@
+"""Have the replicas drifted apart? All ranks compare a hash of the bits of every weight and slot.
+
+The hash of an array is the sum over its 32-bit words w_i of m_i * w_i modulo 2^64, where m_i is odd and depends on the
+place i. An odd number has an inverse modulo 2^64, so whatever changes in a single word, be it one bit, always changes
+the hash. Changes of several words cancel with a chance of 2^-33 for random m_i of 64 bits (with words of 64 bits, two
+flipped signs would always cancel). The hash of all variables is made likewise of their hashes.
+(Multilinear hashing: Carter and Wegman 1979; Lemire and Kaser 2014.)
+
+It is computed on the host, which needs no memory on the device: on cores from where the values lie, without a copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.errors import ReplicasDifferError
+from ringtrain.guard.ranks import group_ranks, name_ranks
+
+if TYPE_CHECKING:
+    import keras
+
+WORD_BYTES = 4
+WORDS_PER_BLOCK = 1 << 14  # 128 KiB of factors, which stay in a core's cache
+_MODULUS = 1 << 64
+_FACTORS = np.random.default_rng(20).integers(1 << 63, size=WORDS_PER_BLOCK, dtype=np.uint64) * np.uint64(
+    2
+) + np.uint64(1)
+_BLOCK_FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
+MAX_NAMED = 3
+
+
+class ReplicaGuard:
+    """Sees that all ranks hold the same values, bit for bit."""
+
+    def __init__(self, variables: Mapping[str, keras.Variable], collective: Collective) -> None:
+        """``variables`` are those that must be alike, by names: without the states of seed generators."""
+        self._variables, self._collective = variables, collective
+        self._equal_at: int | None = None
+
+    def check(self, step: int) -> None:
+        """Compare the values as they are when ``step`` steps are done. Every rank must call it.
+
+        Raises:
+            ReplicasDifferError: on every rank, where one bit on one of them is another.
+        """
+        if self._collective.world.size == 1 or self._equal_at == step:
+            return
+        hashes = np.array([hash_bits(_values_of(v)) for v in self._variables.values()], np.uint64)
+        [of_all] = self._gather([hash_bits(hashes)], name="replicas").T
+        if (of_all == of_all[0]).all():
+            self._equal_at = step
+            return
+        by_rank = self._gather(hashes, name="replicas/variables")
+        nodes = gather_objects(self._collective, self._collective.world.node, name="replicas/nodes")
+        drift = describe_drift(list(self._variables), by_rank.tolist(), nodes)
+        before = "" if self._equal_at is None else f" (at step {self._equal_at} they were equal)"
+        raise ReplicasDifferError(
+            f"the ranks hold different values at step {step}{before}: {drift}. Nothing is saved of this step. Either a "
+            "device or memory is faulty, or something changes variables on one rank alone. The same command goes on "
+            "from the last checkpoint, when all ranks still held the same.",
+            reach="run",
+        )
+
+    def _gather(self, hashes: Sequence[int] | np.ndarray, *, name: str) -> np.ndarray:
+        """Hashes [n] of all ranks: [size, n]."""
+        import tensorflow as tf
+
+        mine = np.array(hashes, np.uint64).view(np.int64)
+        return self._collective.gather(tf.constant(mine[np.newaxis]), name=name).numpy()
+
+
+def hash_bits(array: np.ndarray) -> int:
+    """A hash of an array's bits, below 2^64: another one wherever two arrays of one type and shape differ in one word.
+
+    Args:
+        array: of any type of fixed size, and of any shape.
+    """
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    num_whole = data.size // WORD_BYTES * WORD_BYTES
+    rest = int.from_bytes(data[num_whole:].tobytes(), "little")
+    words = data[:num_whole].view(np.uint32)
+    total = rest
+    for start in range(0, words.size, WORDS_PER_BLOCK):
+        block = words[start : start + WORDS_PER_BLOCK].astype(np.uint64)
+        total = (total * _BLOCK_FACTOR + int(np.dot(block, _FACTORS[: block.size]))) % _MODULUS
+    return total
+
+
+def describe_drift(names: Sequence[str], hashes: Sequence[Sequence[int]], nodes: Sequence[str]) -> str:
+    """Which ranks differ from most, and in which variables.
+
+    Args:
+        names: of the variables.
+        hashes: [ranks, variables].
+        nodes: the host of each rank.
+    """
+    differing = [
+        (name, group_ranks(values)) for name, values in zip(names, zip(*hashes, strict=True), strict=True)
+        if len(set(values)) > 1
+    ]  # fmt: skip
+    parts = []
+    for split, group in itertools.groupby(differing, key=lambda item: list(item[1].values())):
+        variables = [name for name, _ in group]
+        more = f" and {len(variables) - MAX_NAMED} more variables" if len(variables) > MAX_NAMED else ""
+        parts.append(f"{_describe_split(split, nodes)} in {', '.join(variables[:MAX_NAMED])}{more}")
+    return "; ".join([*parts[:MAX_NAMED], *([f"and {len(parts) - MAX_NAMED} more"] if len(parts) > MAX_NAMED else [])])
+
+
+def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str]) -> str:
+    """Who differs from whom: those who are few from those who are most, where any are."""
+    most, *few = groups
+    if 2 * len(most) > sum(map(len, groups)):
+        odd = sorted(itertools.chain.from_iterable(few))
+        return f"{name_ranks(odd, nodes)} differ{'s' if len(odd) == 1 else ''} from {name_ranks(most)}"
+    return f"{' and '.join(name_ranks(group, nodes) for group in groups)} differ from each other"
+
+
+def _values_of(variable: keras.Variable) -> Any:
+    """A variable's values on the host, flat: of a bfloat16 scalar TensorFlow makes no array."""
+    import tensorflow as tf
+
+    return np.asarray(tf.reshape(variable.value, [-1]))

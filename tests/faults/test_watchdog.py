@@ -1,0 +1,168 @@
+"""No rank waits for ever: one that is stopped, waits for data or holds Python's lock is named, and all leave with 6."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.world.running import Run, events, last_step, running
+
+TIMEOUT = 4
+WATCHED = ("--hang_timeout", str(TIMEOUT), "--epochs", "1000", "--checkpoint_every", "20", "--eval_every_epochs", "0")
+HANG_STEP = 30  # see tests/world/workloads/lasting.py
+MOVING = 20  # the first step's longer limit is past, on every rank and for all others to know
+SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}
+# From the last movement to the end: the watchdog's own ticks, last words, and the launcher that ends the others.
+ANSWER_SECONDS = TIMEOUT + 15
+NODE = socket.gethostname()
+LAUNCH_LOCAL = [sys.executable, "-m", "launch", "local", "-np", "3", "--"]
+LAUNCH_GLOO = [sys.executable, "-m", "launch", "local", "-np", "3", "--controller", "gloo", "--"]
+
+
+def assert_named(run: Run, code: int, named: str) -> None:
+    """The exit code, the last record and the message say that it was a hang, and whose."""
+    assert code == 6, run.text()
+    [end] = events(run.out, "end")
+    assert (end["status"], end["exit_code"]) == ("hang", 6)
+    assert re.search(named, end["message"]), end["message"]
+    assert re.search(f"ringtrain: error: .*{named}", run.text()), run.text()
+    assert "Missing ranks" not in run.text()  # Horovod's own word for a stall
+    assert events(run.out)[-1] == end
+
+
+@pytest.mark.parametrize(
+    ("rank", "start"),
+    [
+        (0, LAUNCH_LOCAL),
+        pytest.param(2, None, marks=pytest.mark.slow),
+        pytest.param(1, LAUNCH_LOCAL, marks=pytest.mark.slow),
+        pytest.param(1, None, marks=pytest.mark.slow),
+        pytest.param(0, None, marks=pytest.mark.slow),
+        pytest.param(0, LAUNCH_GLOO, marks=pytest.mark.slow),
+        pytest.param(1, LAUNCH_GLOO, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_stopped_is_named(rank: int, start: list[str] | None, tmp_path: Path) -> None:
+    with running(tmp_path / "run", *WATCHED, np=3, start=start, env=SLOW_STEP) as run:
+        run.wait_for_step(MOVING)
+        run.signal_rank(rank, signal.SIGSTOP)
+        code = run.wait(ANSWER_SECONDS)
+    assert_named(run, code, f"rank {rank} on {NODE} is silent since \\d+ s")
+    others = [other for other in range(3) if other != rank]
+    for other in others:
+        assert f"ringtrain: rank {other} on {NODE} is here:" in run.text()
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rank_that_waits_for_data_is_named_with_those_that_wait_for_it(rank: int, tmp_path: Path) -> None:
+    env = SLOW_STEP | {"RINGTRAIN_TEST_HANG": "data", "RINGTRAIN_TEST_HANG_RANK": str(rank)}
+    with running(tmp_path / "run", *WATCHED, np=3, env=env) as run:
+        run.wait_for_step(HANG_STEP - 3)
+        code = run.wait(ANSWER_SECONDS)
+    others = ", ".join(str(other) for other in range(3) if other != rank)
+    assert_named(
+        run,
+        code,
+        f"nothing has moved for \\d s: rank {rank} on {NODE} waits for data of step {HANG_STEP} since \\d s; "
+        f"ranks {others} wait for it in step {HANG_STEP}",
+    )
+    assert "in run_steps" in run.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_holds_pythons_lock_is_named_and_its_stacks_are_seen(rank: int, tmp_path: Path) -> None:
+    env = SLOW_STEP | {"RINGTRAIN_TEST_HANG": "lock", "RINGTRAIN_TEST_HANG_RANK": str(rank)}
+    with running(tmp_path / "run", *WATCHED, np=3, env=env) as run:
+        run.wait_for_step(HANG_STEP - 3)
+        code = run.wait(ANSWER_SECONDS)
+    assert_named(run, code, f"rank {rank} on {NODE} is silent since \\d+ s")
+    assert f"ringtrain: rank {rank} on {NODE} " in run.text()
+    assert "lasting.py" in run.text()
+
+
+def test_ranks_that_are_all_stopped_for_a_while_go_on(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *WATCHED, np=2, env=SLOW_STEP) as run:
+        run.wait_for_step(MOVING)
+        pids = [run.rank_pid(rank) for rank in range(2)]
+        run.send(pids, signal.SIGSTOP)
+        time.sleep(2 * TIMEOUT)
+        run.send(pids, signal.SIGCONT)
+        run.wait_for_step(last_step(run.out) + 60)
+        run.signal_rank(1, signal.SIGUSR1)
+        assert run.wait() == 75, run.text()
+    assert "hang" not in run.text()
+    assert "has moved" not in run.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_wakes_up_after_the_others_have_left_writes_nothing_and_goes(rank: int, tmp_path: Path) -> None:
+    """Its launcher is killed, so that nobody else ends it."""
+    with running(tmp_path / "run", *WATCHED, np=2, env=SLOW_STEP) as run:
+        run.wait_for_step(MOVING)
+        pid, other = run.rank_pid(rank), run.rank_pid(1 - rank)
+        run.send([pid], signal.SIGSTOP)
+        run.send(run.pids_of("mpirun"), signal.SIGSTOP)
+        end = time.monotonic() + ANSWER_SECONDS
+        while is_running(other):
+            assert time.monotonic() < end, run.text()
+            time.sleep(0.05)
+        before = files_below(run.out)
+        run.send([pid], signal.SIGCONT)
+        end = time.monotonic() + 10
+        while is_running(pid):
+            assert time.monotonic() < end, run.text()
+            time.sleep(0.05)
+        assert files_below(run.out) == before
+        run.send(run.pids_of("mpirun"), signal.SIGCONT)
+        run.wait()
+    assert [end["exit_code"] for end in events(run.out, "end")] == [6]
+    json.loads((run.out / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def files_below(directory: Path) -> dict[str, int]:
+    """Each file's size, but for the lease's signs of life and for TensorBoard's events, which were written before."""
+    return {
+        str(path): path.stat().st_size
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and not {".lease", "tensorboard"} & set(path.parts)
+    }
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_at_computing_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    env = {"RINGTRAIN_TEST_HANG": "busy", "RINGTRAIN_TEST_HANG_RANK": "1"}
+    with running(tmp_path / "run", *WATCHED, np=2, env=env) as run:
+        run.wait_for("a warning", lambda: bool(events(run.out, "warning")), timeout=200)
+        run.wait_for_step(last_step(run.out) + 10)
+        run.signal_rank(0, signal.SIGUSR1)
+        assert run.wait() == 75, run.text()
+    [warning] = events(run.out, "warning")
+    assert warning["message"].startswith(f"rank 1 on {NODE} is slow, and the others wait for it")
+    assert f"warning: {warning['message']}" in run.text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_at_waiting_is_no_straggler(tmp_path: Path) -> None:
+    env = {"RINGTRAIN_TEST_HANG": "idle", "RINGTRAIN_TEST_HANG_RANK": "1"}
+    with running(tmp_path / "run", *WATCHED, np=2, env=env) as run:
+        run.wait_for_step(MOVING)
+        time.sleep(10 * TIMEOUT)
+        run.signal_rank(0, signal.SIGUSR1)
+        assert run.wait() == 75, run.text()
+    assert not events(run.out, "warning")

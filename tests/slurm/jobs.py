@@ -1,0 +1,117 @@
+"""A run that a user submits with ``launch slurm submit``, and what becomes of it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.cluster import ENDED, Cluster
+from tests.world.processes import REPOSITORY, Finished
+from tests.world.running import WORKLOAD, assert_history_is_whole, digest, events, final_checkpoint, last_step
+
+EPOCHS, STEPS = 6, 48  # of `Lasting`
+START_SECONDS = 90.0  # a run's start takes 8 s on a quiet machine
+ON_TWO_NODES = ("--nodes", "2", "--ranks_per_node", "1")
+ON_ONE_NODE = ("--nodes", "1", "--ranks_per_node", "2")
+STEP_SECONDS = "RINGTRAIN_TEST_STEP_SECONDS"
+
+
+class RunJob:
+    """A job of ``python -m ringtrain`` on the workload `Lasting`."""
+
+    def __init__(self, cluster: Cluster, number: int, out: Path) -> None:
+        self.cluster, self.number, self.out = cluster, number, out
+        self.start_seconds = 0.0
+        """how long it took from the submission to the first step, where somebody has waited for that"""
+        self.announced = ""
+        """what the submission has printed"""
+
+    # --- What it has done ---
+
+    @property
+    def output(self) -> str:
+        return self.cluster.output(self.number)
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        return events(self.out, "start")
+
+    @property
+    def said(self) -> list[str]:
+        """What `launch` has said in the job's output."""
+        return re.findall(r"^launch: (.+)$", self.output, re.MULTILINE)
+
+    def final_weights(self) -> str:
+        return digest(final_checkpoint(self.out, STEPS))
+
+    # --- Waiting ---
+
+    def wait_for_step(self, step: int) -> None:
+        self._wait_for(f"step {step}", lambda: last_step(self.out) >= step)
+
+    def wait_for_starts(self, starts: int) -> None:
+        """Wait until so many starts have opened the run directory."""
+        self._wait_for(f"start {starts}", lambda: len(self.starts) >= starts)
+
+    def wait_for_restarts(self, restarts: int) -> None:
+        """Wait until Slurm has put the job back into its queue so often."""
+        self._wait_for(f"restart {restarts}", lambda: self.cluster.restarts(self.number) >= restarts)
+
+    def _wait_for(self, what: str, is_there: Callable[[], bool]) -> None:
+        def is_there_or_never() -> bool:
+            there = is_there()
+            assert there or self.cluster.state(self.number) not in ENDED, f"ended before {what}:\n{self.output}"
+            return there
+
+        self.cluster.wait_for(what, is_there_or_never, self.number, timeout=START_SECONDS)
+
+    def wait_for_end(self) -> str:
+        return self.cluster.wait_for_end(self.number, timeout=START_SECONDS)
+
+
+def launch_slurm(
+    cluster: Cluster,
+    command: str,
+    *options: str,
+    flags: Sequence[str] = (),
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+) -> Finished:
+    """Run ``python -m launch slurm COMMAND OPTIONS -- FLAGS`` on the login host."""
+    words = [sys.executable, "-m", "launch", "slurm", command, *options, "--", *flags]
+    return cluster.run(words, env={"PYTHONPATH": str(REPOSITORY), **(env or {})}, cwd=cwd)
+
+
+def lasting(out: Path, *flags: str) -> list[str]:
+    """The flags of ringtrain for the run in ``out``."""
+    return ["--workload", f"{WORKLOAD}:Lasting", "--deterministic", "true", "--out", str(out), *flags]
+
+
+def submit(cluster: Cluster, out: Path, *options: str, flags: Sequence[str] = ()) -> RunJob:
+    """Submit a run from the directory that is to hold its run directory and its output."""
+    finished = launch_slurm(cluster, "submit", *options, flags=lasting(out, *flags), cwd=out.parent)
+    assert finished.rc == 0, finished.stderr
+    found = re.match(r"job (\d+) is submitted; it writes into ", finished.stdout)
+    assert found, finished.stdout
+    job = RunJob(cluster, int(found[1]), out)
+    job.announced = finished.stdout
+    return job
+
+
+def send(job: RunJob, *options: str, number: signal.Signals = signal.SIGUSR1) -> None:
+    job.cluster.cancel(job.number, f"--signal={number.name.removeprefix('SIG')}", *options)
+
+
+def assert_ended_as_if_undisturbed(job: RunJob, undisturbed: RunJob, *, restarts: int) -> None:
+    """The job is complete after so many restarts; it has every step once, and the weights of a run of one piece."""
+    assert (job.wait_for_end(), job.cluster.exit_code(job.number)) == ("COMPLETED", 0), job.output
+    assert job.cluster.restarts(job.number) == restarts
+    assert len(job.starts) == restarts + 1
+    assert_history_is_whole(job.out, epochs=EPOCHS, steps=STEPS)
+    assert job.final_weights() == undisturbed.final_weights()
+    assert job.said[-1] == "the run is complete."
+    assert job.cluster.job_pids(job.number) == []

@@ -1,0 +1,71 @@
+"""Jobs that end without their run being complete, and what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, lasting, launch_slurm, send, submit
+from tests.world.running import last_step
+
+SLOW = ("--env", f"{STEP_SECONDS}=0.2")
+
+
+def test_a_held_run_refuses_a_second_job_and_a_killed_rank_ends_its_job(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path / "run", *ON_TWO_NODES, "--env", f"{STEP_SECONDS}=1")
+    job.wait_for_step(1)
+    second = submit(cluster, tmp_path / "run", "--nodes", "1", "--ranks_per_node", "1")
+    assert (second.wait_for_end(), cluster.exit_code(second.number)) == ("FAILED", 2)
+    held = rf"is being written by process \d+ on n1, job {job.number}\. Wait until that run has ended"
+    assert re.search(held, second.said[-1]), second.output
+    assert cluster.state(job.number) == "RUNNING"
+
+    os.kill(cluster.rank_pids(job.number)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    assert job.wait_for_end() == "FAILED"
+    assert time.monotonic() - killed < 15
+    assert "The first to fail was task 1 on n2: Killed" in job.said[-1]
+    assert cluster.restarts(job.number) == 0
+    assert cluster.job_pids(job.number) == []
+    assert len(job.starts) == 1
+
+
+def test_a_cancelled_job_saves_and_does_not_start_again(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path / "run", *ON_ONE_NODE, *SLOW)
+    job.wait_for_step(2)
+    cluster.cancel(job.number)
+    assert job.wait_for_end() == "CANCELLED"
+    assert cluster.restarts(job.number) == 0
+    assert (job.out / "checkpoints" / f"step-{last_step(job.out):09d}").is_dir(), "it has not saved"
+    assert cluster.job_pids(job.number) == []
+
+
+def test_where_a_requeue_is_refused_another_job_goes_on_and_restarts_are_bounded(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    out, script = tmp_path / "run", tmp_path / "job.sh"
+    options = (*ON_ONE_NODE, *SLOW, "--max_requeues", "1", "--to", str(script))
+    rendered = launch_slurm(cluster, "render", *options, flags=lasting(out), cwd=tmp_path)
+    assert rendered.rc == 0, rendered.stderr
+    first = RunJob(cluster, cluster.submit(script, "--no-requeue", cwd=tmp_path), out)
+    first.wait_for_step(3)
+    send(first)
+    assert (first.wait_for_end(), cluster.exit_code(first.number)) == ("FAILED", 75)
+    saved = last_step(out)
+    found = re.search(r"^job (\d+) goes on when this one has ended", first.said[-1])
+    assert found, first.output
+
+    second = RunJob(cluster, int(found[1]), out)
+    second.wait_for_starts(2)
+    assert second.starts[1]["first_step"] == saved
+    second.wait_for_step(saved + 2)
+    send(second)
+    assert (second.wait_for_end(), cluster.exit_code(second.number)) == ("FAILED", 75)
+    assert second.said[-1].endswith("Not started again: 1 restarts are behind it, and --max_requeues is 1."), (
+        second.output
+    )
+    assert cluster.ask("squeue", "--noheader") == ""

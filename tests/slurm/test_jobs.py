@@ -1,0 +1,72 @@
+"""Runs as jobs of a real Slurm: told to stop, at their time limit, started again; always the same weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import (
+    ON_ONE_NODE,
+    ON_TWO_NODES,
+    STEP_SECONDS,
+    RunJob,
+    assert_ended_as_if_undisturbed,
+    send,
+    submit,
+)
+from tests.world.running import last_step
+
+
+def test_a_run_on_two_nodes_trains_to_its_end(undisturbed: RunJob) -> None:
+    assert_ended_as_if_undisturbed(undisturbed, undisturbed, restarts=0)
+    hosts = dict(re.findall(r"^ +rank (\d) on (\S+)", undisturbed.output, re.MULTILINE))
+    assert hosts == {"0": "n1", "1": "n2"}
+
+
+def test_each_signal_saves_and_starts_the_job_again_once(cluster: Cluster, tmp_path: Path, undisturbed: RunJob) -> None:
+    job = submit(cluster, tmp_path / "run", *ON_TWO_NODES, "--env", f"{STEP_SECONDS}=0.1")
+    stopped_at = []
+    for restarts, options in enumerate([(), ("--batch",)]):
+        job.wait_for_starts(restarts + 1)
+        job.wait_for_step(last_step(job.out) + 6)
+        send(job, *options)
+        job.wait_for_restarts(restarts + 1)
+        assert cluster.restarts(job.number) == restarts + 1
+        stopped_at.append(last_step(job.out))
+        assert job.said[-1].endswith(f"The job starts again: restart {restarts + 1} of at most 20.")
+    assert_ended_as_if_undisturbed(job, undisturbed, restarts=2)
+    assert [start["first_step"] for start in job.starts] == [0, *stopped_at], "steps were lost"
+
+
+def test_a_run_stops_itself_before_its_time_limit_and_starts_again(
+    cluster: Cluster, tmp_path: Path, undisturbed: RunJob
+) -> None:
+    # Slurm's own signal would come too late, and a run leaves itself 10 s at least.
+    job = submit(
+        cluster, tmp_path / "run", *ON_ONE_NODE, "--time", "9", "--signal_seconds", "1", "--env", f"{STEP_SECONDS}=0.25"
+    )
+    cluster.wait_for_state(job.number, "RUNNING", timeout=20)
+    cluster.shorten(job.number, undisturbed.start_seconds + 14)
+    job.wait_for_restarts(1)
+    assert f"stopped by the end of Slurm job {job.number} at " in job.output
+    assert "SIGUSR1" not in job.output
+    stopped_at = last_step(job.out)
+    cluster.lengthen(job.number, 9)
+    assert_ended_as_if_undisturbed(job, undisturbed, restarts=1)
+    assert [start["first_step"] for start in job.starts] == [0, stopped_at]
+
+
+@pytest.mark.slow
+def test_slurm_tells_a_run_to_stop_before_its_time_limit_and_starts_it_again(
+    cluster: Cluster, tmp_path: Path, undisturbed: RunJob
+) -> None:
+    job = submit(cluster, tmp_path / "run", *ON_ONE_NODE, "--time", "9", "--env", f"{STEP_SECONDS}=1")
+    job.wait_for_step(1)
+    cluster.shorten(job.number, 110)  # less than the 120 s at which the signal comes; Slurm looks every 30 s
+    job.wait_for_restarts(1)
+    assert "stopped by SIGUSR1 at rank 0 on n1, SIGUSR1 at rank 1 on n1" in job.output
+    cluster.lengthen(job.number, 9)
+    assert_ended_as_if_undisturbed(job, undisturbed, restarts=1)

@@ -1,0 +1,62 @@
+"""Nodes that go away under a run, whole or only for Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ringtrain.launched import read_end
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, assert_ended_as_if_undisturbed, submit
+
+
+def test_a_run_outlives_its_nodes_and_fences_the_writer_on_a_lost_one(
+    cluster: Cluster, tmp_path: Path, undisturbed: RunJob
+) -> None:
+    job = submit(cluster, tmp_path / "run", *ON_ONE_NODE, "--env", f"{STEP_SECONDS}=0.25")
+    job.wait_for_step(7)
+    assert cluster.node(job.number) == "n1"
+    ranks = cluster.rank_pids(job.number)
+    os.kill(ranks[1], signal.SIGSTOP)  # rank 0, the writer, waits for it, and gives signs of life
+
+    cluster.kill_slurmd("n1")  # the ranks live on
+    cluster.report_down("n1")
+    job.wait_for_starts(2)
+    assert cluster.node(job.number) == "n2"
+    assert job.starts[1]["first_step"] == 5, "not from the last whole checkpoint"
+    job.wait_for_step(10)
+    assert ranks[0] in cluster.job_pids(job.number), "there is nothing to be fenced"
+    os.kill(ranks[1], signal.SIGCONT)
+    cluster.wait_for(
+        "end of the old writer", lambda: ranks[0] not in cluster.job_pids(job.number), job.number, timeout=20
+    )
+    told = read_end(tmp_path / ".launch" / f"{job.number}-0")
+    assert told is not None
+    assert "has been taken over by process" in str(told.message)
+    assert f"on n2, job {job.number}; this process writes nothing more" in str(told.message)
+
+    assert len(cluster.rank_pids(job.number)) > 1, "the end of the old writer has ended the new one"
+    cluster.restart_node("n1")
+    cluster.kill_node("n2")
+    cluster.report_down("n2")
+    assert_ended_as_if_undisturbed(job, undisturbed, restarts=2)
+    assert job.starts[2]["first_step"] % 5 == 0, "not from a checkpoint"
+
+
+@pytest.mark.slow
+def test_a_run_on_two_nodes_waits_for_another_where_it_loses_one(
+    cluster: Cluster, tmp_path: Path, undisturbed: RunJob
+) -> None:
+    job = submit(cluster, tmp_path / "run", *ON_TWO_NODES, "--env", f"{STEP_SECONDS}=0.1")
+    job.wait_for_step(7)
+    assert cluster.node(job.number) == "n1"
+    cluster.kill_node("n2")  # the batch script and rank 0 live on
+    cluster.report_down("n2")
+    cluster.wait_for_state(job.number, "PENDING", timeout=30)
+    cluster.wait_for("end of rank 0", lambda: not cluster.job_pids(job.number), job.number, timeout=30)
+    cluster.restart_node("n2")
+    assert_ended_as_if_undisturbed(job, undisturbed, restarts=1)
+    assert job.starts[1]["first_step"] >= 5

@@ -1,0 +1,151 @@
+"""The star of connections: who proves to be a rank of the run is heard, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ringtrain.guard.hub import LOOPBACK, MAX_LINE_BYTES, Star, draw_token, listen
+from ringtrain.world import World
+
+TOKEN = draw_token()
+
+
+def world(size: int, local_size: int) -> World:
+    return World(rank=0, size=size, local_rank=0, local_size=local_size, node=socket.gethostname(), launcher="test")
+
+
+@pytest.fixture
+def center() -> Iterator[tuple[Star, int]]:
+    listener, addresses = listen(world(3, 3))
+    assert addresses == [LOOPBACK]
+    star = Star(0)
+    star.accept_from(listener, token=TOKEN, size=3)
+    with contextlib.closing(star):
+        yield star, listener.getsockname()[1]
+
+
+def wait_for(stars: list[Star], is_there: Callable[[], bool], seconds: float = 5.0) -> list[tuple[int, object]]:
+    came: list[tuple[int, object]] = []
+    end = time.monotonic() + seconds
+    while not is_there():
+        assert time.monotonic() < end
+        for star in stars:
+            came += star.receive(0.01)
+    return came
+
+
+def test_ranks_hear_each_other_and_when_one_is_gone(center: tuple[Star, int]) -> None:
+    middle, port = center
+    one, two = Star(1), Star(2)
+    one.connect_to([LOOPBACK], port, token=TOKEN)
+    two.connect_to(["nowhere.invalid", LOOPBACK], port, token=TOKEN)
+    wait_for([middle, one, two], lambda: middle.peers == [1, 2] and one.peers == [0] and two.peers == [0])
+    one.send({"step": 1})
+    two.send({"step": 2})
+    middle.send({"hello": True})
+    assert one.receive(0.1) == [(0, {"hello": True})]
+    assert sorted(middle.receive(0.1), key=str) == [(1, {"step": 1}), (2, {"step": 2})]
+    two.close()
+    assert middle.receive(0.1) == [(2, None)]
+    assert middle.peers == [1]
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\n",
+        b"hello\n",
+        b"[1]\n",
+        b"[" * 4000 + b"\n",
+        b'{"rank": 1, "proof": "x"}\n',
+        b'{"rank": 0, "proof": "x"}\n',
+        b"x" * (MAX_LINE_BYTES + 1),
+    ],
+)
+def test_who_proves_nothing_is_not_heard(center: tuple[Star, int], sent: bytes) -> None:
+    middle, port = center
+    with socket.create_connection((LOOPBACK, port), timeout=5) as stranger:
+        stranger.sendall(sent)
+        assert middle.receive(0.1) == []
+        assert middle.peers == []
+        assert stranger.recv(1) == b""
+
+
+def test_another_runs_token_is_refused_by_both_ends(center: tuple[Star, int]) -> None:
+    middle, port = center
+    other = Star(1)
+    other.connect_to([LOOPBACK], port, token=draw_token())
+    assert middle.receive(0.1) == []
+    assert other.receive(0.1) == []
+    assert (middle.peers, other.peers) == ([], [])
+    other.close()
+
+
+def test_a_rank_is_taken_once(center: tuple[Star, int]) -> None:
+    middle, port = center
+    first, second = Star(1), Star(1)
+    first.connect_to([LOOPBACK], port, token=TOKEN)
+    wait_for([middle, first], lambda: first.peers == [0])
+    second.connect_to([LOOPBACK], port, token=TOKEN)
+    middle.receive(0.1)
+    assert second.receive(0.1) == []
+    assert second.peers == []
+    first.close()
+    second.close()
+
+
+def test_a_peer_that_does_not_read_costs_no_memory_and_no_time(center: tuple[Star, int]) -> None:
+    middle, port = center
+    sleeper = Star(1)
+    sleeper.connect_to([LOOPBACK], port, token=TOKEN)
+    wait_for([middle, sleeper], lambda: middle.peers == [1])
+    start = time.monotonic()
+    for _ in range(20_000):
+        middle.send({"text": "x" * 1000})
+    assert time.monotonic() - start < 5
+    assert len(middle._peers[1]._unsent) < 2000
+    sleeper.close()
+
+
+def test_whoever_wakes_a_star_need_not_wait(center: tuple[Star, int]) -> None:
+    middle, _ = center
+    middle.wake()
+    start = time.monotonic()
+    assert middle.receive(30) == []
+    assert time.monotonic() - start < 5
+
+
+def test_on_several_hosts_the_others_are_told_every_way_to_the_first() -> None:
+    listener, addresses = listen(world(4, 2))
+    with listener:
+        port = listener.getsockname()[1]
+        assert addresses[0] == socket.gethostname()
+        assert not any(address.startswith("127.") for address in addresses[1:])
+        with socket.create_connection((LOOPBACK, port), timeout=5):
+            pass
+
+
+def test_nowhere_to_connect_to_is_an_error() -> None:
+    star = Star(1)
+    with pytest.raises(OSError, match="refused"):
+        star.connect_to([LOOPBACK], 1, token=TOKEN)
+    star.close()
+
+
+def test_a_proof_does_not_hold_the_token() -> None:
+    star = Star(1)
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        star.connect_to([LOOPBACK], listener.getsockname()[1], token=TOKEN)
+        connection, _ = listener.accept()
+        with connection:
+            said = json.loads(connection.recv(4096))
+    assert TOKEN not in json.dumps(said)
+    assert said["rank"] == 1
+    star.close()

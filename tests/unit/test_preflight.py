@@ -1,0 +1,166 @@
+"""What the ranks compare before they train, and how differences are told; without other ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringtrain.config import Config, OptimizerConfig
+from ringtrain.data.sources import from_arrays
+from ringtrain.guard.preflight import (
+    MAX_VALUE_LENGTH,
+    compare,
+    describe_code,
+    describe_source,
+    describe_start,
+    digest,
+    find_differing,
+    summarize,
+)
+from ringtrain.guard.ranks import group_ranks, name_ranks
+from ringtrain.workloads.digits import Digits
+
+NODES = ["node3", "node3", "node7", "node7"]
+
+
+def test_the_odd_rank_is_named_with_its_host_and_the_others_with_what_they_have() -> None:
+    ranks = [{"seed": "0", "epochs": "2"} for _ in NODES]
+    ranks[2] = {"seed": "3", "epochs": "2"}
+    assert compare(NODES, ranks) == ["seed: rank 2 on node7 has 3, ranks 0, 1, 3 have 0"]
+
+
+def test_of_two_ranks_both_are_named_with_their_hosts() -> None:
+    lines = compare(["node3", "node7"], [{"seed": "0"}, {"seed": "3"}])
+    assert lines == ["seed: rank 1 on node7 has 3, rank 0 on node3 has 0"]
+
+
+def test_each_value_is_told_with_its_ranks() -> None:
+    values = ["1.0", "2.0", "3.0", "1.0"]
+    lines = compare(NODES, [{"numpy": value} for value in values])
+    assert lines == ["numpy: rank 1 on node3 has 2.0, rank 2 on node7 has 3.0, ranks 0, 3 have 1.0"]
+
+
+def test_a_fact_that_a_rank_does_not_have_is_a_difference() -> None:
+    ranks: list[dict[str, str]] = [{"seed": "0"}, {"seed": "0", "own.py line": "x"}]
+    assert find_differing(ranks) == ["own.py line"]
+    assert compare(NODES[:2], ranks) == ["own.py line: rank 1 on node3 has x, rank 0 on node3 has nothing"]
+
+
+def test_long_values_are_cut() -> None:
+    [line] = compare(NODES[:2], [{"a": "x" * 1000}, {"a": "y"}])
+    assert "x" * MAX_VALUE_LENGTH + "..." in line
+    assert len(line) < 300
+
+
+@pytest.mark.parametrize(
+    ("ranks", "with_nodes", "words"),
+    [
+        ([1], True, "rank 1 on node3"),
+        ([1, 2], True, "rank 1 on node3 and rank 2 on node7"),
+        ([2, 3], True, "ranks 2, 3 on node7"),
+        ([0, 1, 2, 3], False, "ranks 0-3"),
+        ([0, 2, 3], False, "ranks 0, 2, 3"),
+        ([3], False, "rank 3"),
+    ],
+)
+def test_ranks_in_words(ranks: list[int], with_nodes: bool, words: str) -> None:
+    assert name_ranks(ranks, NODES if with_nodes else None) == words
+
+
+def test_of_many_hosts_a_few_are_named() -> None:
+    nodes = [f"node{rank}" for rank in range(10)]
+    words = name_ranks(range(10), nodes)
+    assert words.endswith("rank 3 on node3 and ranks on 6 more hosts")
+    assert "node4" not in words
+
+
+def test_what_most_hold_comes_first_and_of_equally_many_the_first_rank_s() -> None:
+    assert list(group_ranks([1, 2, 2]).items()) == [(2, [1, 2]), (1, [0])]
+    assert list(group_ranks([1, 2, 2, 1]).items()) == [(1, [0, 3]), (2, [1, 2])]
+
+
+def test_a_list_travels_as_its_length_and_digest() -> None:
+    assert summarize({"a": "text", "b": ["x", "y"]}) == {"a": "text", "b": {"entries": 2, "digest": digest(["x", "y"])}}
+    assert digest(["x", "y"]) != digest(["xy"]) != digest(["y", "x"])
+
+
+def facts_of(config: Config, environ: dict[str, str] | None = None) -> dict[str, Any]:
+    return describe_start(config, Digits(), environ or {})
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return find_differing([summarize(before), summarize(after)])
+
+
+def test_every_setting_is_compared_but_where_a_node_has_its_data(tmp_path: Path) -> None:
+    config = Config()
+    settings: dict[str, Any] = {"seed": 3, "steps": 5, "accumulate": 2, "out": tmp_path, "check_replicas_every": 7}
+    for name, value in settings.items():
+        assert changed(facts_of(config), facts_of(replace(config, **{name: value}))) == [name]
+    other = replace(config, optimizer=OptimizerConfig(lr=0.5), options={"width": 3})
+    assert set(changed(facts_of(config), facts_of(other))) == {"options.width", "optimizer.lr"}
+    assert changed(facts_of(config), facts_of(replace(config, data_dir=tmp_path))) == []
+
+
+def test_of_the_environment_horovod_s_common_settings_are_compared_and_nothing_else() -> None:
+    config = Config()
+    own = {
+        "HOROVOD_RANK": "1",
+        "HOROVOD_SECRET_KEY": "secret",
+        "HOROVOD_TIMELINE": "t",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+    }
+    assert changed(facts_of(config), facts_of(config, own)) == []
+    assert "secret" not in str(facts_of(config, own))
+    common = {"HOROVOD_CACHE_CAPACITY": "0", "HOROVOD_FUSION_THRESHOLD": "1024"}
+    assert changed(facts_of(config), facts_of(config, common)) == sorted(common)
+
+
+def test_versions_and_the_kind_of_the_device_are_told() -> None:
+    facts = facts_of(Config())
+    assert facts["Python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert facts["device"] == "cores" or "compute capability" in facts["device"]
+    assert facts["numpy"] == np.__version__
+    assert {"ringtrain", "tensorflow", "keras", "horovod", "mpi4py"} <= set(facts)
+
+
+def load_class(path: Path, source: str) -> type:
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module.Own
+
+
+def test_a_user_s_code_is_compared_line_by_line_and_this_package_s_by_file(tmp_path: Path) -> None:
+    base = "from ringtrain.workloads.digits import Digits\n\nclass Own(Digits):\n    width = {}\n"
+    facts = [describe_code(load_class(tmp_path / "own_workload.py", base.format(width))) for width in (3, 4)]
+    assert changed(*facts) == ["own_workload.py line"]
+    assert facts[0]["own_workload.py line"][3] == "    width = 3"
+    files = [entry.split()[0] for entry in facts[0]["ringtrain file"]]
+    assert {"loop.py", "workloads/digits.py"} <= set(files)
+    assert set(describe_code(Digits)) == {"ringtrain file"}
+
+
+def test_arrays_are_told_apart_by_shape_and_whole_numbers_but_not_by_rounding() -> None:
+    x, y = np.linspace(0, 1, 50, dtype=np.float32).reshape(10, 5), np.arange(10)
+    same = describe_source(from_arrays(x, y))
+    assert describe_source(from_arrays(np.nextafter(x, np.float32(2)), y)) == same
+    others = [
+        from_arrays(x[:9], y[:9]),
+        from_arrays(x, y[::-1].copy()),
+        from_arrays(x.astype(np.float64), y),
+        from_arrays(x[:, :4], y),
+        from_arrays(x, np.array(list("abcdefghij"))),
+        from_arrays(x, np.array(list("abcdefghik"))),
+    ]
+    assert len({same, *map(describe_source, others)}) == 1 + len(others)

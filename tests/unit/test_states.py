@@ -1,0 +1,131 @@
+"""What is concluded from the states of the ranks: a table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ringtrain.activity import Doing, Note
+from ringtrain.guard.states import RankState, find_hang, read_state
+
+NODES = ["node6", "node7", "node7", "node8"]
+
+
+def state(
+    doing: Doing,
+    step: int = 412,
+    *,
+    still: float = 10.0,
+    silent: float = 0.0,
+    limit: float = 10.0,
+    is_gone: bool = False,
+) -> RankState:
+    return RankState(note=Note(doing, step), still=still, limit=limit, silent=silent, is_gone=is_gone)
+
+
+def stands(step: int = 412, **more: float) -> RankState:
+    return state(Doing.STEP, step, **more)  # type: ignore[arg-type]
+
+
+REPORTS = {
+    "one rank waits for data": (
+        {0: stands(), 1: state(Doing.DATA, still=11.0), 2: stands(), 3: stands()},
+        "nothing has moved for 10 s: rank 1 on node7 waits for data of step 412 since 11 s; ranks 0, 2, 3 wait for it "
+        "in step 412.",
+    ),
+    "all wait for data": (
+        dict.fromkeys(range(4), state(Doing.DATA)),
+        "nothing has moved for 10 s: rank 0 on node6, ranks 1, 2 on node7 and rank 3 on node8 wait for data of step "
+        "412 since 10 s.",
+    ),
+    "nobody stands out": (
+        {0: stands(), 1: stands()},
+        "nothing has moved for 10 s: rank 0 on node6 and rank 1 on node7 stand in step 412 since 10 s.",
+    ),
+    "one is a step behind": (
+        {0: stands(), 1: stands(411), 2: stands()},
+        "nothing has moved for 10 s: rank 1 on node7 stands in step 411 since 10 s; ranks 0, 2 wait for it in step "
+        "412.",
+    ),
+    "one is silent": (
+        {0: stands(), 1: stands(still=0.0, silent=10.5), 2: state(Doing.DATA, 413)},
+        "nothing has moved for 10 s: rank 1 on node7 is silent since 10 s (last words: stands in step 412); rank 0 "
+        "waits for it in step 412; rank 2 waits for it.",
+    ),
+    "one is gone": (
+        {0: stands(still=20.0, limit=300.0), 1: stands(still=0.0, silent=20.4, limit=300.0, is_gone=True)},
+        "nothing has moved for 20 s: rank 1 on node7 is gone since 20 s (last words: stands in step 412); rank 0 waits "
+        "for it in step 412.",
+    ),
+    "two do different things": (
+        {0: state(Doing.SAVE), 1: state(Doing.DATA, 413, still=12.0), 2: state(Doing.MEET)},
+        "nothing has moved for 10 s: rank 1 on node7 waits for data of step 413 since 12 s; rank 0 on node6 saves step "
+        "412 since 10 s; rank 2 waits for them.",
+    ),
+    "one process alone": (
+        {0: state(Doing.PREPARE, 0, still=600.0, limit=600.0)},
+        "nothing has moved for 600 s: rank 0 on node6 prepares the data since 600 s.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("states", "report"), REPORTS.values(), ids=REPORTS.keys())
+def test_a_hang_is_told_by_who_is_where_and_who_waits(states: dict[int, RankState], report: str) -> None:
+    assert find_hang(states, NODES, sees_all=True) == report
+
+
+HEALTHY = {
+    "one still moves": {0: stands(still=900.0), 1: state(Doing.DATA, still=9.0)},
+    "one compiles, the others wait": {0: stands(still=500.0), 1: state(Doing.COMPILE, still=500.0, limit=600.0)},
+    "a silent rank, while the others move": {0: stands(still=1.0), 1: stands(still=0.0, silent=900.0)},
+    "a rank that is gone, while the others move": {0: stands(still=1.0), 1: stands(silent=900.0, is_gone=True)},
+    "all are still, not for long": {0: stands(still=9.9), 1: stands(still=9.9)},
+    "no rank is left": {},
+}
+
+
+@pytest.mark.parametrize("states", HEALTHY.values(), ids=HEALTHY.keys())
+def test_what_moves_or_has_time_left_does_not_hang(states: dict[int, RankState]) -> None:
+    assert find_hang(states, NODES, sees_all=True) is None
+
+
+def test_another_rank_than_the_first_judges_only_where_the_first_is_missing() -> None:
+    mine = stands(still=50.0)
+    assert find_hang({0: stands(still=50.0), 2: mine}, NODES, sees_all=False) is None
+    assert find_hang({2: mine}, NODES, sees_all=False) is None
+    report = find_hang({0: stands(still=0.0, silent=10.0), 2: mine}, NODES, sees_all=False)
+    assert report is not None
+    assert "rank 0 on node6 is silent since 10 s" in report
+
+
+def test_many_groups_are_not_all_named() -> None:
+    states = {rank: state(Doing.DATA, rank) for rank in range(20)}
+    report = find_hang(states, ["n"] * 20, sees_all=True)
+    assert report is not None
+    assert report.endswith("and 14 groups of ranks more.")
+
+
+def test_a_state_travels_as_json() -> None:
+    sent = stands(still=3.25, limit=60.0)
+    assert read_state(json.loads(json.dumps(sent.to_message()))) == sent
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"doing": "__class__", "step": 1, "still": 0, "limit": 1},
+        {"doing": "STEP", "step": "x", "still": 0, "limit": 1},
+    ],
+)
+def test_what_is_no_state_is_refused(message: dict[str, object]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        read_state(message)
+
+
+@pytest.mark.parametrize("doing", list(Doing))
+def test_every_activity_can_be_said_of_one_and_of_many(doing: Doing) -> None:
+    note = Note(doing, 7)
+    assert "{" not in note.words + note.words_of_one + (note.place or "")
+    assert note.words_of_one.split()[0] == note.words.split()[0] + "s"

@@ -1,0 +1,110 @@
+"""Who is slow at computing: found after a while, told once, and never one that waits."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ringtrain.guard.stragglers import LOOKS_PER_WINDOW, Looks, Stragglers, describe_slow, find_slow, list_threads
+
+
+@pytest.mark.parametrize(
+    ("shares", "slow"),
+    [
+        ({0: 0.3, 1: 0.95, 2: 0.3}, [1]),
+        ({0: 1.0, 1: 0.0}, [0]),
+        ({0: 0.6, 1: 1.0, 2: 0.6}, []),
+        ({0: 0.6, 1: 0.2, 2: 0.2}, []),  # busier than the others, but they do not wait for it
+        ({0: 0.0, 1: 0.0}, []),
+        ({0: 1.0}, []),
+        ({0: 1.0, 1: 0.95, 2: 0.2, 3: 0.2, 4: 0.2}, [0, 1]),
+    ],
+)
+def test_who_is_always_at_work_while_the_others_wait_is_slow(shares: dict[int, float], slow: list[int]) -> None:
+    assert list(find_slow(shares)) == slow
+
+
+def look(stragglers: Stragglers, counts: dict[int, tuple[int, int]], shares: dict[int, float], times: int) -> list[int]:
+    """Who is told while all are looked at so many times; each could run at this share of the looks."""
+    told: list[int] = []
+    for number in range(times):
+        for rank, share in shares.items():
+            before, runnable = counts.get(rank, (0, 0))
+            counts[rank] = (before + 1, runnable + (number % 10 < 10 * share))
+        told += stragglers.compare(counts)
+    return told
+
+
+SLOW, EVEN = {0: 0.3, 1: 1.0}, {0: 0.3, 1: 0.3}
+
+
+def test_a_straggler_is_told_once_after_two_windows() -> None:
+    stragglers, counts = Stragglers(), dict[int, tuple[int, int]]()
+    assert look(stragglers, counts, SLOW, 2 * LOOKS_PER_WINDOW) == []
+    assert look(stragglers, counts, SLOW, 5 * LOOKS_PER_WINDOW) == [1]
+
+
+def test_a_burst_is_no_straggler() -> None:
+    stragglers, counts = Stragglers(), dict[int, tuple[int, int]]()
+    for _ in range(3):
+        assert look(stragglers, counts, SLOW, LOOKS_PER_WINDOW) == []
+        assert look(stragglers, counts, EVEN, 2 * LOOKS_PER_WINDOW) == []
+
+
+def test_what_is_no_training_begins_a_new_window() -> None:
+    stragglers, counts = Stragglers(), dict[int, tuple[int, int]]()
+    for _ in range(5):
+        assert look(stragglers, counts, SLOW, LOOKS_PER_WINDOW - 1) == []
+        assert stragglers.compare({}) == {}
+
+
+@contextlib.contextmanager
+def thread_that(works: Callable[[threading.Event], object]) -> Iterator[None]:
+    ended = threading.Event()
+    thread = threading.Thread(target=works, args=(ended,))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def share_of(looks: Looks) -> float:
+    before, runnable = looks.times, looks.times_runnable
+    for _ in range(20):
+        time.sleep(0.01)
+        looks.look()
+    return (looks.times_runnable - runnable) / (looks.times - before)
+
+
+def sum_up(ended: threading.Event) -> None:
+    while not ended.is_set():
+        sum(range(100_000))
+
+
+def test_a_process_that_works_is_seen_at_work_and_one_that_waits_is_not() -> None:
+    looks, former = Looks(), list_threads()
+    looks.leave_out(former)  # pytest's, and TensorFlow's of other tests
+    with thread_that(lambda ended: ended.wait()):
+        assert share_of(looks) <= 0.2
+    with thread_that(sum_up):
+        assert share_of(looks) >= 0.7
+
+
+def test_threads_that_are_busy_with_waiting_are_left_out() -> None:
+    looks, former = Looks(), list_threads()
+    with thread_that(sum_up):
+        looks.leave_out(list_threads() | former)
+        assert share_of(looks) == 0
+
+
+def test_the_warning_names_rank_and_host() -> None:
+    said = describe_slow(1, 0.95, 0.3, ["n1", "n7"])
+    assert said.startswith(
+        "rank 1 on n7 is slow, and the others wait for it: it is at work 95% of the time, they are 30%"
+    )

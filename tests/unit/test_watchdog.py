@@ -1,0 +1,217 @@
+"""The watchdog of a process alone: what hangs is ended with a name, what was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ringtrain.activity import LONG_SECONDS, Doing, current, limit_seconds, meeting, move, note
+from tests.world.processes import REPOSITORY
+
+PROGRAM = """
+import ctypes, os, sys, threading, time
+from ringtrain import activity
+from ringtrain.activity import Doing
+from ringtrain.guard.watchdog import Watchdog
+from ringtrain.world import World
+
+world = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
+watchdog = Watchdog(
+    world, 1.0, report=lambda error: print(error, flush=True), warn=lambda text: print("WARNED", text, flush=True)
+)
+watchdog.write_by(write_end=lambda error: print("RECORDED", flush=True), warn=None)
+watchdog.start()
+activity.note(Doing.STEP, 7)
+
+
+def move_for(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        activity.note(Doing.STEP, 7)
+        time.sleep(0.01)
+
+
+def wait_with_the_lock():
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
+print("READY", flush=True)
+"""
+
+
+class Program:
+    """A process with a watchdog of one second, that goes on as a test says."""
+
+    def __init__(self, body: str, tmp_path: Path) -> None:
+        self.told = tmp_path / "told"
+        self.told.mkdir()
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM + body],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "RINGTRAIN_LAUNCH_DIR": str(self.told)},
+        )
+        assert self.popen.stdout is not None
+        assert self.popen.stdout.readline() == "READY\n"
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.popen.communicate(timeout=30)
+        return self.popen.returncode, out, err
+
+
+Start = Callable[[str], Program]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Start]:
+    started: list[Program] = []
+
+    def start(body: str) -> Program:
+        started.append(Program(body, tmp_path))
+        return started[-1]
+
+    yield start
+    for program in started:
+        program.popen.kill()
+        program.popen.wait()
+
+
+def test_what_hangs_ends_with_its_stacks_and_its_name(run: Start) -> None:
+    code, out, err = run("time.sleep(30)").end()
+    assert code == 6
+    assert re.search(r"nothing has moved for 1 s: rank 0 on n1 stands in step 7 since 1 s\.", out)
+    assert "raise --hang_timeout (1 s)" in out
+    assert out.startswith("RECORDED")
+    assert "ringtrain: rank 0 on n1 is here:" in err
+    assert 'File "<string>"' in err
+
+
+def test_last_words_that_hang_as_well_do_not_keep_it(run: Start) -> None:
+    body = """
+from ringtrain.guard import watchdog as module
+module.RECORD_SECONDS = 0.5
+watchdog.write_by(write_end=lambda error: time.sleep(600), warn=None)
+time.sleep(30)
+"""
+    code, out, _ = run(body).end()
+    assert code == 6
+    assert "stands in step 7" in out
+
+
+def test_a_call_that_holds_pythons_lock_is_ended_from_outside(run: Start) -> None:
+    program = run("move_for(0.5)\nwait_with_the_lock()")
+    code, _, err = program.end()
+    assert code == -signal.SIGKILL
+    assert "rank 0 on n1 stands in step 7; no other thread of it has run for 1 s. Its threads:" in err
+    assert "in wait_with_the_lock" in err
+    assert "a call holds Python's lock" in err
+    assert json.loads((program.told / "end.json").read_text())["exit_code"] == 6
+
+
+@pytest.mark.parametrize("body", ["move_for(3)", "for _ in range(12): time.sleep(0.25); activity.move()"])
+def test_what_moves_is_left_alone(run: Start, body: str) -> None:
+    code, out, err = run(f"{body}\nwatchdog.begin_leaving(0)\nwatchdog.stop()\nprint('ENDED')").end()
+    assert (code, out, err) == (0, "ENDED\n", "")
+
+
+def test_a_process_that_is_stopped_for_long_goes_on_unharmed(run: Start) -> None:
+    """A debugger, or Slurm that suspends a job: the clocks have gone on, the process has not."""
+    program = run("move_for(3)\nwatchdog.stop()\nprint('ENDED')")
+    for _ in range(2):
+        program.popen.send_signal(signal.SIGSTOP)
+        time.sleep(2)  # twice the limit; and more than that after which it is ended from outside
+        program.popen.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+    assert program.end() == (0, "ENDED\n", "")
+
+
+def test_who_debugs_may_take_any_time(run: Start) -> None:
+    body = """
+import pdb
+threading.Timer(2.5, lambda: print("STILL HERE", flush=True)).start()
+class Prompt(pdb.Pdb):
+    def cmdloop(self, intro=None):
+        time.sleep(2)
+        self.do_continue("")
+Prompt(stdout=open(os.devnull, "w")).set_trace()
+x = 1
+move_for(1)
+watchdog.stop()
+"""
+    code, out, _ = run(body).end()
+    assert (code, out) == (0, "STILL HERE\n")
+
+
+def test_a_way_out_that_hangs_ends_with_the_code_of_the_run(run: Start) -> None:
+    body = """
+from ringtrain.guard import watchdog as module
+module.LEAVE_SECONDS = 0.5
+watchdog.begin_leaving(3, lambda: print("WORDS", flush=True))
+time.sleep(30)
+"""
+    code, out, _ = run(body).end()
+    assert (code, out) == (3, "WORDS\n")
+
+
+def test_a_defect_of_the_watchdog_ends_no_run(run: Start) -> None:
+    body = """
+watchdog._judge = lambda seconds: 1 / 0
+time.sleep(3)
+watchdog.begin_leaving(0)
+watchdog.stop()
+print("ENDED")
+"""
+    code, out, err = run(body).end()
+    assert code == 0
+    assert "WARNED the watchdog of rank 0 has failed" in out
+    assert out.endswith("ENDED\n")
+    assert not err
+
+
+def test_any_process_may_ask_for_the_stacks(run: Start) -> None:
+    program = run("move_for(2)\nwatchdog.stop()")
+    time.sleep(0.5)
+    program.popen.send_signal(signal.SIGRTMIN + 6)
+    code, _, err = program.end()
+    assert code == 0
+    assert "in move_for" in err
+
+
+def test_each_note_and_each_move_is_seen() -> None:
+    note(Doing.STEP, 3)
+    before = current()
+    assert current()[0] is before[0]
+    note(Doing.STEP, 3)
+    assert current()[0] is not before[0]
+    before = current()
+    move()
+    assert current()[1] != before[1]
+
+
+def test_a_rank_that_meets_the_others_goes_on_with_what_it_did() -> None:
+    note(Doing.PREPARE, takes_long=True)
+    before = current()
+    with meeting():
+        inside = current()[0]
+    assert (inside.doing, inside.takes_long) == (Doing.MEET, True)
+    assert current()[0] is before[0]
+    assert current()[1] != before[1]
+
+
+def test_what_takes_long_has_ten_minutes_at_least() -> None:
+    assert limit_seconds(4, takes_long=False) == 4
+    assert limit_seconds(4, takes_long=True) == LONG_SECONDS == 600
+    assert limit_seconds(1000, takes_long=True) == 1000

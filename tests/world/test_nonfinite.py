@@ -1,0 +1,100 @@
+"""What is found out about a step that was not finite, and that no state is saved that is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.config import Config
+from ringtrain.console import Console
+from ringtrain.data.sources import from_arrays
+from ringtrain.errors import DivergedError
+from ringtrain.guard.finite import require_finite_values
+from ringtrain.job import create_job
+from ringtrain.loop import run_steps
+from ringtrain.nonfinite import NonfiniteGuard
+from ringtrain.progress import Progress
+from ringtrain.variables import share_first_values
+from ringtrain.workloads.base import Sources
+from tests.world.conftest import RunRingtrain
+from tests.world.group import on_ranks
+from tests.world.test_runs import WORKLOADS, error_lines, events
+from tests.world.workloads.endings import Line
+
+NUM_SAMPLES = 12
+
+
+class Cusp(Line):
+    """A loss that is finite everywhere, with a gradient that is not where the output is 0: in the last sample."""
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        x = np.ones((NUM_SAMPLES, 2), np.float32)
+        x[-1] = 0
+        return Sources(from_arrays(x, x.sum(axis=1)), None)
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        return tf.sqrt(tf.square(outputs[:, 0]))
+
+
+class NotANumber(Line):
+    """A loss that is no number, whatever its scale."""
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        return super().loss(y, outputs) * np.nan
+
+
+def run(collective: Collective, workload: Line, **settings: Any) -> str:
+    """How training ends, in the words of all ranks."""
+    config = Config(global_batch_size=NUM_SAMPLES, steps=20, **settings)
+    job = create_job(workload, config, collective, num_threads=1)
+    share_first_values(job.step.variables, collective)
+    with pytest.raises(DivergedError) as caught:
+        run_steps(job, [], NonfiniteGuard(job, Console(None, is_terminal=False), Progress()))
+    assert len(set(gather_objects(collective, str(caught.value), name="message"))) == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@on_ranks(2, 3)
+def test_a_gradient_that_is_not_finite_is_named_with_its_rank_where_the_loss_is(
+    collective: Collective, accumulate: int
+) -> None:
+    message = run(collective, Cusp(), accumulate=accumulate)
+    assert message.startswith("step 1: loss or gradient is not finite; seen in the loss of no rank's loss")
+    job = create_job(Cusp(), Config(global_batch_size=NUM_SAMPLES, steps=1), collective, num_threads=1)
+    mine = bool(NUM_SAMPLES - 1 in next(iter(job.batches)).indices.numpy())
+    [culprit] = [rank for rank, is_it in enumerate(gather_objects(collective, mine, name="culprit")) if is_it]
+    assert f"At rank {culprit} the gradient of sequential" in message
+    assert "/kernel and of 1 more was not finite." in message
+
+
+@on_ranks(2)
+def test_a_loss_that_is_no_number_is_not_taken_for_an_overflow_of_the_loss_scale(collective: Collective) -> None:
+    assert run(collective, NotANumber(), precision="mixed_float16").startswith("step 1: ")
+
+
+@on_ranks(2)
+def test_values_that_are_not_finite_are_refused_by_name(collective: Collective) -> None:
+    job = create_job(Line(), Config(steps=1), collective, num_threads=1)
+    variables = job.step.named_variables
+    require_finite_values(variables, collective, step=3)
+    name = next(name for name in variables if name.endswith("/bias"))
+    variables[name].assign([np.inf])
+    with pytest.raises(DivergedError, match=f"after step 3 not all values of {name} are finite") as caught:
+        require_finite_values(variables, collective, step=3)
+    assert caught.value.reach == "run"
+
+
+def test_a_state_that_is_not_finite_is_never_saved(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    arguments = ["--workload", f"{WORKLOADS}:Line", "--optimizer.lr", "3e38", "--checkpoint_every", "1"]
+    finished = run_ringtrain([*arguments, "--steps", "1", "--out", str(tmp_path / "out")])
+    assert finished.rc == 4
+    [message] = error_lines(finished)
+    assert "after step 1 not all values of weights/sequential/dense/kernel are finite" in message
+    assert list((tmp_path / "out").glob("checkpoints/step-*")) == []
+    assert events(tmp_path / "out")[-1]["status"] == "diverged"

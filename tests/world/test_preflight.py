@@ -1,0 +1,242 @@
+"""Ranks that were not started alike, or have not the same data or model, stop at once and say who has what."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import keras
+import pytest
+
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.config import Config, OptimizerConfig
+from ringtrain.errors import UsageError
+from ringtrain.guard import preflight
+from ringtrain.guard.preflight import ENTRIES_PER_BLOCK, require_alike, require_same_start
+from ringtrain.job import create_job
+from ringtrain.workloads.digits import Digits
+from tests.world.conftest import RunRingtrain
+from tests.world.group import GLOO, on_ranks
+from tests.world.test_runs import WORKLOADS, error_lines, events
+
+SECONDS_TO_STOP = 1.0
+
+
+@contextlib.contextmanager
+def nodes_by_rank(collective: Any) -> Iterator[None]:
+    """As if each rank were on a host of its own."""
+    world = collective.world
+    collective.world = replace(world, node=f"node{world.rank}")
+    try:
+        yield
+    finally:
+        collective.world = world
+
+
+def refusal(collective: Any, act: Any) -> str:
+    """What all ranks are told, alike and in time, when they do this."""
+    start = time.monotonic()
+    with nodes_by_rank(collective), pytest.raises(UsageError) as caught:
+        act()
+    assert time.monotonic() - start < SECONDS_TO_STOP
+    assert caught.value.reach == "run"
+    assert len(set(gather_objects(collective, str(caught.value), name="refusal"))) == 1
+    return str(caught.value)
+
+
+def expected_line(fact: str, odd: int, size: int, odd_value: str, value: str) -> str:
+    """A difference of one rank; of two, the first is the one that the other differs from."""
+    others = [rank for rank in range(size) if rank != odd]
+    if size == 2:
+        values = [value, value]
+        values[odd] = odd_value
+        return f"{fact}: rank 1 on node1 has {values[1]}, rank 0 on node0 has {values[0]}"
+    return f"{fact}: rank {odd} on node{odd} has {odd_value}, ranks {others[0]}, {others[1]} have {value}"
+
+
+CONFIGS: dict[str, tuple[Config, str, str]] = {
+    "seed": (Config(seed=3), "3", "0"),
+    "accumulate": (Config(accumulate=2), "2", "1"),
+    "optimizer.lr": (Config(optimizer=OptimizerConfig(lr=0.5)), "0.5", "0.01"),
+    "options.width": (Config(options={"width": 7}), "7", "nothing"),
+}
+
+
+@on_ranks(2, 3, GLOO)
+def test_a_setting_of_one_rank_is_named_with_the_rank_and_its_host(collective: Collective) -> None:
+    rank, size = collective.world.rank, collective.world.size
+    for odd in range(size):
+        for fact, (other, odd_value, value) in CONFIGS.items():
+            config = other if rank == odd else Config()
+            message = refusal(
+                collective,
+                lambda config=config: require_same_start(collective, config, Digits(), command="train", environ={}),
+            )
+            assert message.splitlines()[1:] == [f"  {expected_line(fact, odd, size, odd_value, value)}"]
+
+
+@pytest.mark.parametrize("fact", ["tensorflow", "device", "HOROVOD_CACHE_CAPACITY", "command", "communication"])
+@on_ranks(3)
+def test_versions_devices_and_the_environment_are_named(collective: Collective, fact: str) -> None:
+    is_odd = collective.world.rank == 1
+    environ = {"HOROVOD_CACHE_CAPACITY": "0"} if is_odd and fact == "HOROVOD_CACHE_CAPACITY" else {}
+    command = "eval" if is_odd and fact == "command" else "train"
+    description = collective.description
+    versions = preflight.package_versions() | ({"tensorflow": "2.17.1"} if is_odd and fact == "tensorflow" else {})
+    kind = "a GPU of compute capability 9.0" if is_odd and fact == "device" else "cores"
+    if is_odd and fact == "communication":
+        collective.description = "Horovod over MPI and NCCL"  # type: ignore[misc]
+    try:
+        with (
+            patch.object(preflight, "package_versions", return_value=versions),
+            patch.object(preflight, "describe_device_kind", return_value=kind),
+        ):
+            message = refusal(
+                collective, lambda: require_same_start(collective, Config(), Digits(), command=command, environ=environ)
+            )
+    finally:
+        collective.description = description  # type: ignore[misc]
+    [line] = message.splitlines()[1:]
+    assert re.fullmatch(rf"  {fact}: rank 1 on node1 has .*, ranks 0, 2 have .*", line)
+
+
+@on_ranks(2)
+def test_the_first_line_in_which_the_users_code_differs_is_shown(collective: Collective) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "own.py"
+        path.write_text(
+            "from ringtrain.workloads.digits import Digits\n\nclass Own(Digits):\n"
+            f"    width = {3 + collective.world.rank}\n    depth = {collective.world.rank}\n"
+        )
+        spec = importlib.util.spec_from_file_location("preflight_own", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["preflight_own"] = module
+        spec.loader.exec_module(module)
+        message = refusal(
+            collective, lambda: require_same_start(collective, Config(), module.Own(), command="train", environ={})
+        )
+    assert message.splitlines()[1:] == ["  own.py line 4: rank 1 on node1 has width = 4, rank 0 on node0 has width = 3"]
+
+
+@on_ranks(1, 2, 3, GLOO)
+def test_ranks_that_were_started_alike_go_on(collective: Collective) -> None:
+    require_same_start(collective, Config(), Digits(), command="train", environ={})
+
+
+@on_ranks(2, 3)
+def test_the_first_difference_of_long_lists_is_found(collective: Collective) -> None:
+    rank, size = collective.world.rank, collective.world.size
+    length = 2 * ENTRIES_PER_BLOCK + 7
+    for place in (0, ENTRIES_PER_BLOCK - 1, ENTRIES_PER_BLOCK, length - 1):
+        entries = [f"file {number}" for number in range(length)]
+        if rank == size - 1:
+            entries[place:] = ["other", *entries[place + 2 :]]  # one less
+        message = refusal(
+            collective,
+            lambda entries=entries: require_alike(
+                collective, {"file": entries}, name="long", kind=UsageError, what="what", remedy="Remedy."
+            ),
+        )
+        line = expected_line(f"file {place + 1}", size - 1, size, "other", f"file {place}")
+        assert message == f"what; nothing was trained. Remedy.\n  {line}"
+
+
+class ByRank(Digits):
+    """Digits, of which one rank makes another model."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        self.is_odd, self.what = rank == 1, what
+
+    def create_model(self) -> keras.Model:
+        layers = keras.layers
+        units = 5 if self.is_odd and self.what == "shape" else 4
+        name = "other" if self.is_odd and self.what == "name" else "hidden"
+        more = [layers.Dense(4, name="more")] if self.is_odd and self.what == "number" else []
+        hidden = layers.Dense(units, name=name, dtype="float16" if self.is_odd and self.what == "dtype" else "float32")
+        return keras.Sequential(
+            [keras.Input((8, 8, 1)), layers.Flatten(), hidden, *more, layers.Dense(10, name="last")], name="model"
+        )
+
+    def create_optimizer(self, learning_rate: float) -> keras.optimizers.Optimizer:
+        momentum = 0.5 if self.is_odd and self.what == "optimizer" else 0.9
+        return keras.optimizers.SGD(learning_rate, momentum=momentum)
+
+    def metrics(self, y: Any, outputs: Any) -> dict[str, Any]:
+        odd = {"odd": outputs[:, 0]} if self.is_odd and self.what == "metric" else {}
+        return {**super().metrics(y, outputs), **odd}
+
+
+MODELS = {
+    "shape": "variable 1: rank 1 on node1 has weights/model/hidden/kernel float32 [64, 5], rank 0 on ",
+    "dtype": "variable 1: rank 1 on node1 has weights/model/hidden/kernel float16 [64, 4], ",
+    "name": "variable 1: rank 1 on node1 has weights/model/other/kernel float32 [64, 4], ",
+    "number": "variable 3: rank 1 on node1 has weights/model/more/kernel float32 [4, 4], ",
+    "optimizer": "momentum=0.5, ",
+    "metric": "metric 2: rank 1 on node1 has odd, rank 0 on node0 has nothing",
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+@on_ranks(2)
+def test_another_model_optimizer_or_metric_of_a_rank_is_named(collective: Collective, what: str) -> None:
+    workload = ByRank(collective.world.rank, what)
+    with nodes_by_rank(collective), pytest.raises(UsageError, match="would not train the same model") as caught:
+        create_job(workload, Config(workload="digits", epochs=1), collective, num_threads=1)
+    assert MODELS[what] in str(caught.value)
+    assert len(set(gather_objects(collective, str(caught.value), name="refusal"))) == 1
+
+
+BY_RANK = ("-m", "tests.world.started_by_rank")
+WHOLE_RUNS: dict[str, tuple[str, list[str], dict[str, str], str]] = {
+    # launcher, flags and variables of rank 1 alone, what is said
+    "seed over MPI": ("mpirun", ["--seed", "3"], {}, r"\n  seed: rank 1 on \S+ has 3, rank 0 on \S+ has 0"),
+    "seed over Gloo": ("horovodrun --gloo", ["--seed", "3"], {}, r"  seed: rank 1 on \S+ has 3, rank 0 on \S+ has 0"),
+    "cache": (
+        "mpirun",
+        [],
+        {"HOROVOD_CACHE_CAPACITY": "0"},  # by itself: both ranks wait in their first collective
+        r"\n  HOROVOD_CACHE_CAPACITY: rank 1 on \S+ has 0, rank 0 on",
+    ),
+    "wrong value": ("mpirun", ["--epochs", "0"], {}, r"error: rank 1 on \S+: epochs is 0; it must be at least 1"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["seed over MPI", *(pytest.param(case, marks=pytest.mark.slow) for case in list(WHOLE_RUNS)[1:])]
+)
+def test_a_run_whose_ranks_are_started_otherwise_ends_with_2_and_writes_nothing(
+    run_ringtrain: RunRingtrain, tmp_path: Path, case: str
+) -> None:
+    launcher, flags, variables, said = WHOLE_RUNS[case]
+    odd = json.dumps({"rank": 1, "flags": flags, "variables": variables})
+    arguments = [odd, "--workload", f"{WORKLOADS}:Line", "--out", str(tmp_path / "out")]
+    env = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+    finished = run_ringtrain(arguments, launcher=launcher, env=env, python=BY_RANK, timeout=60)
+    assert finished.rc == (2 if launcher == "mpirun" else 1)  # Gloo's launcher knows no other
+    assert re.search(said, finished.stderr), finished.stderr
+    assert len(error_lines(finished)) == 1, finished.stderr
+    # horovodrun's own process shows one after any exit code but 0
+    assert launcher != "mpirun" or "Traceback" not in finished.stderr + finished.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_with_other_data_end_with_3(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    odd = json.dumps({"rank": 1, "flags": [], "variables": {"RINGTRAIN_TEST_SAMPLES": "11"}})
+    arguments = [odd, "--workload", f"{WORKLOADS}:LineOfSomeSamples", "--out", str(tmp_path / "out")]
+    finished = run_ringtrain(arguments, launcher="mpirun", python=BY_RANK, timeout=60)
+    assert finished.rc == 3
+    assert re.search(r"\n  train: rank 1 on \S+ has 11 samples .*, rank 0 on \S+ has 12 samples", finished.stderr)
+    end = events(tmp_path / "out")[-1]
+    assert (end["status"], end["exit_code"]) == ("data", 3)

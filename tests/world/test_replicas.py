@@ -1,0 +1,186 @@
+"""Replicas that drift apart are found, whichever rank, variable and bit it is, and never saved; no others are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.actions import CheckReplicas, Save
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.config import Config, OptimizerConfig
+from ringtrain.console import Console
+from ringtrain.errors import ReplicasDifferError
+from ringtrain.guard.replicas import ReplicaGuard
+from ringtrain.job import Job, create_job
+from ringtrain.keras import SyncBatchNormalization
+from ringtrain.loop import run_steps
+from ringtrain.nonfinite import NonfiniteGuard
+from ringtrain.progress import Progress
+from ringtrain.variables import share_first_values
+from tests.world.conftest import RunRingtrain
+from tests.world.group import on_ranks
+from tests.world.test_runs import WORKLOADS, error_lines, events
+from tests.world.workloads.small import NUM_CLASSES, NUM_FEATURES, Small
+
+STEPS, EVERY = 12, 4
+
+
+class Busy(Small):
+    """What could make replicas differ by design, or seem to: dropout, batch statistics, seeds."""
+
+    def create_model(self) -> keras.Model:
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((NUM_FEATURES,)),
+                layers.GaussianNoise(0.1),
+                layers.Dense(8, activation="tanh"),
+                SyncBatchNormalization(),
+                layers.Dropout(0.5),
+                layers.Dense(8, activation="relu"),
+                layers.BatchNormalization(),
+                layers.Dense(NUM_CLASSES, dtype="float32"),
+            ]
+        )
+
+
+def create(collective: Collective, **settings: Any) -> Job:
+    optimizer = OptimizerConfig(name="adam", lr=0.01, ema=settings.pop("ema", 0.0))
+    values = {
+        "global_batch_size": 16,
+        "steps": STEPS,
+        "check_replicas_every": EVERY,
+        "checkpoint_every": 0,
+        "eval_every_epochs": 0,
+        **settings,
+    }
+    job = create_job(Busy(), Config(optimizer=optimizer, **values), collective, num_threads=1)
+    share_first_values(job.step.variables, collective)
+    return job
+
+
+class Flip:
+    """Flips a bit of a variable on one rank after a step, as a faulty memory does."""
+
+    needs_weights = True
+
+    def __init__(self, variable: keras.Variable, *, after: int, is_here: bool) -> None:
+        self._variable, self._after, self._is_here = variable, after, is_here
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        return step == self._after
+
+    def act(self, step: int, batch: Any, report: Any) -> None:
+        if self._is_here:
+            flip_bit(self._variable, bit=4)  # more than the next updates round off
+
+
+def flip_bit(variable: keras.Variable, bit: int = 0) -> None:
+    """Of the last value's lowest byte, the lowest bit."""
+    values = np.array(tf.convert_to_tensor(variable.value))
+    values.reshape(-1)[-1:].view(np.uint8)[0] ^= 1 << bit
+    variable.assign(tf.constant(values))
+
+
+def run(job: Job, *others: Any) -> int:
+    """Train with checks; the steps done."""
+    save = Save(job=job, progress=Progress(), snapshot=None, writer=None, records=None)  # type: ignore[arg-type]
+    guard = NonfiniteGuard(job, Console(None, is_terminal=False), Progress())
+    step, _ = run_steps(job, [*others, CheckReplicas(job=job, save=save)], guard)
+    return step
+
+
+def drift_of(collective: Collective, act: Callable[..., Any], *arguments: Any) -> str:
+    """What all ranks say, alike."""
+    with pytest.raises(ReplicasDifferError) as caught:
+        act(*arguments)
+    assert caught.value.reach == "run"
+    assert len(set(gather_objects(collective, str(caught.value), name="drift"))) == 1
+    return str(caught.value)
+
+
+@on_ranks(2, 3)
+def test_a_flipped_bit_is_found_within_n_steps_and_the_variable_and_the_rank_are_named(collective: Any) -> None:
+    world = collective.world
+    for odd in range(world.size):
+        job = create(collective)
+        kind = "slots" if odd == 1 else "weights"
+        name = [name for name in job.step.named_variables if name.startswith(kind)][-1]
+        flip = Flip(job.step.named_variables[name], after=5, is_here=world.rank == odd)
+        collective.world = replace(world, node=f"node{world.rank}")
+        try:
+            message = drift_of(collective, run, job, flip)
+        finally:
+            collective.world = world
+        assert "at step 8 (at step 4 they were equal): " in message
+        assert f"rank {odd} on node{odd} " in message
+        assert name in message
+        if world.size == 3:
+            others = [rank for rank in range(3) if rank != odd]
+            assert f"rank {odd} on node{odd} differs from ranks {others[0]}, {others[1]} in " in message
+
+
+@on_ranks(2)
+def test_one_bit_of_any_variable_is_enough(collective: Collective) -> None:
+    job = create(collective, precision="mixed_float16", ema=0.9)
+    variables = job.step.named_variables
+    assert {name.split("/")[0] for name in variables} == {"weights", "slots", "averages", "loss_scale"}
+    for number, (name, variable) in enumerate(variables.items()):
+        if collective.world.rank == number % 2:
+            flip_bit(variable, bit=number % 8)
+        message = drift_of(collective, ReplicaGuard(variables, collective).check, 0)
+        assert re.search(rf"differ from each other in {re.escape(name)}\.", message)
+        if collective.world.rank == number % 2:
+            flip_bit(variable, bit=number % 8)
+    ReplicaGuard(variables, collective).check(0)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"ema": 0.9},
+    {"precision": "mixed_float16", "accumulate": 2},
+    {"precision": "float64", "global_batch_size": 4},  # not the same number on each of three ranks
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@on_ranks(2, 3)
+def test_an_undisturbed_run_is_left_alone(collective: Collective, settings: dict[str, Any]) -> None:
+    job = create(collective, check_replicas_every=1, **settings)
+    assert run(job) == STEPS
+    seeds = [v for v in job.step.model.non_trainable_variables if v.name == "seed_generator_state"]
+    assert len(seeds) == 2
+    assert not {id(v) for v in seeds} & {id(v) for v in job.step.variables}
+
+
+@on_ranks(2)
+def test_a_save_is_checked_before_it_is_due_and_nothing_is_where_no_checks_are_wanted(collective: Collective) -> None:
+    def flip_of(job: Job) -> Flip:
+        return Flip(job.step.variables[0], after=5, is_here=collective.world.rank == 1)
+
+    job = create(collective, check_replicas_every=1000, checkpoint_every=7)
+    assert "at step 7: " in drift_of(collective, run, job, flip_of(job))
+    job = create(collective, check_replicas_every=0, checkpoint_every=7)
+    assert run(job, flip_of(job)) == STEPS
+
+
+def test_a_drifted_run_ends_with_5_and_keeps_only_what_was_equal(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["--workload", f"{WORKLOADS}:LineThatDrifts", "--global_batch_size", "6", "--epochs", "6"]
+    arguments += ["--checkpoint_every", "3", "--check_replicas_every", "5", "--out", str(out)]
+    finished = run_ringtrain(arguments, launcher="mpirun", timeout=60)
+    assert finished.rc == 5
+    [message] = error_lines(finished)
+    assert "at step 9 (at step 6 they were equal): rank 0 on " in message
+    assert "weights/" in message
+    assert "Traceback" not in finished.stderr + finished.stdout
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000000003", "step-000000006"]
+    end = events(out)[-1]
+    assert (end["event"], end["exit_code"]) == ("end", 5)

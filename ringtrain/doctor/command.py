@@ -21,9 +21,9 @@ from ringtrain.doctor.judging import Finding, can_join, judge
 from ringtrain.doctor.probes import LOAD_SECONDS, gather_facts
 from ringtrain.doctor.ranks import judge_ranks
 from ringtrain.doctor.table import exit_code, format_table
-from ringtrain.errors import Reach, RingtrainError, UsageError
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.startup import quiet_start
-from ringtrain.together import pin, report_error
+from ringtrain.together import pin, report_end
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 # All that the ranks do, the looks at themselves included.
 TOGETHER_SECONDS = LOAD_SECONDS + 120.0
-# A rank that cannot join lets rank 0 speak first, which may have the same to say.
-PATIENCE_SECONDS = 8.0
 PAYLOAD_BYTES = 16 * 2**20
 REPETITIONS = 5
 
@@ -68,7 +66,7 @@ def meet(world: World, facts: Facts, said: threading.Event) -> int:
         collective = connect("horovod", world)
         code = share(collective, facts, said)
     except RingtrainError as error:
-        leave_alone(world, facts, said, cannot_join(str(error), remedy=""), reach=error.reach)
+        leave_alone(world, facts, said, cannot_join(str(error), remedy=""))
     except Exception as error:  # Horovod's and MPI's own errors are of many kinds
         leave_alone(world, facts, said, cannot_join(shorten(f"{type(error).__name__}: {error}")))
     collective.close()
@@ -124,24 +122,16 @@ def time_all_reduce(collective: Collective) -> AllReduce:
     return AllReduce(description=collective.description, payload_bytes=PAYLOAD_BYTES, seconds=median, is_right=is_right)
 
 
-def leave_alone(
-    world: World, facts: Facts, said: threading.Event, failure: Finding | None = None, *, reach: Reach = "rank"
-) -> NoReturn:
-    """The end of a rank that cannot talk to the others: rank 0 shows its table, another rank says a line, later.
-
-    Args:
-        reach: which other ranks fail alike (see ``ringtrain.errors``); what rank 0 says need not be said again.
-    """
+def leave_alone(world: World, facts: Facts, said: threading.Event, failure: Finding | None = None) -> NoReturn:
+    """The end of a rank that cannot talk to the others: rank 0 shows its table, another rank says a line, later."""
     findings = [*judge(facts), *([failure] if failure else [])]
     if world.is_first:
         said.set()
         show(world, findings, complete=False)
     else:
-        time.sleep(PATIENCE_SECONDS)  # the launcher ends this process meanwhile, where rank 0 has found the same
-        said.set()
         broken = [item for item in findings if item.verdict == "broken"]
         message = " ".join(f"{item.subject}: {item.text.rstrip('.')}. {item.remedy}".strip() for item in broken)
-        report_error(UsageError(message, reach=reach), world)
+        report_end(UsageError(message, reach="run"), world)
     leave(2)
 
 

@@ -15,14 +15,17 @@ Verdict = Literal["ok", "warning", "broken"]
 PYTHONS = ((3, 10), (3, 13))
 TENSORFLOWS = ((2, 18), (2, 19))
 KERASES = ((3, 10), (3, 13))
+KERAS_3 = ((3, 0), (4, 0))
 HOROVOD = "0.28.1"
 
 GIB, MIB = 2**30, 2**20
-# TensorFlow, Keras and a small model in one process, measured: 0.9 GiB.
+# A process that trains the built-in digits on a core has a peak of 0.6 GiB, measured.
 MEMORY_PER_RANK = 1 * GIB
 # The file of each rank through which Open MPI 4.1 talks within a node (btl_vader_segment_size).
 SHM_PER_RANK = 4 * MIB
-# With GPUs NCCL adds about 10 MB for each pair of neighbours.
+# One of NCCL's buffers between GPUs that cannot read each other's memory: 9637888 bytes, by its own error
+# messages. There are several for a GPU; NCCL's user guide (Troubleshooting, Shared Memory) asks for 1 GiB in all.
+SHM_PER_NCCL_BUFFER = 10 * MIB
 SHM_PER_GPU = 32 * MIB
 
 SETUP = "make the environment anew: make setup (or environment.yml)"
@@ -90,7 +93,7 @@ def judge_keras(stack: Stack) -> Finding:
     """Keras: 3, on TensorFlow."""
     finding = _judge_package(stack, "keras", "Keras")
     version = stack.versions.get("keras", "")
-    if version and not is_within(version, ((3, 0), (4, 0))):
+    if version and not is_within(version, KERAS_3):
         return Finding(
             subject="Keras", verdict="broken", text=f"{version}, but ringtrain trains models of Keras 3",
             remedy="pip install 'keras>=3.10,<3.13'",
@@ -127,15 +130,14 @@ def judge_horovod(stack: Stack) -> Finding:
         "build it for this TensorFlow: make setup, or pip install --no-cache-dir --no-build-isolation "
         f"--force-reinstall --no-deps horovod=={HOROVOD}"
     )
+    for package, title in (("tensorflow", "TensorFlow"), ("keras", "Keras")):
+        if version and "horovod" in stack.failures and _is_unfit(stack, package):
+            text = f"{version}{build}; does not load, as it needs {title}"
+            return Finding(subject="Horovod", verdict="broken", text=text, remedy=f"mend {title} first")
     if "horovod" in stack.failures and is_for_another:
         return Finding(
             subject="Horovod", verdict="broken", text=f"{version}{build}{here}, and does not load", remedy=rebuild
         )
-    if tensorflow and "tensorflow" in stack.failures and version:
-        return Finding(
-            subject="Horovod", verdict="broken", text=f"{version}{build}; not tried, as it needs TensorFlow",
-            remedy="mend TensorFlow first",
-        )  # fmt: skip
     finding = _judge_package(stack, "horovod", "Horovod", remedy=rebuild)
     if finding.verdict == "broken":
         return finding
@@ -299,7 +301,7 @@ def judge_shm(facts: Facts) -> Finding:
     """Shared memory, through which the ranks of a node talk."""
     hardware = facts.hardware
     has_gpus = facts.stack.visible_gpus > 1 or (facts.stack.visible_gpus > 0 and facts.local_size > 1)
-    ranks = facts.local_size if facts.size > 1 else max(facts.stack.visible_gpus, len(hardware.cores), 2)
+    ranks = facts.local_size if facts.size > 1 else facts.stack.visible_gpus or max(len(hardware.cores), 2)
     needed = ranks * (SHM_PER_GPU if has_gpus else SHM_PER_RANK)
     remedy = f"at least {max(needed, 64 * MIB) // MIB} MiB: docker run --shm-size=1g, or mount -o remount,size=1g"
     if hardware.shm_bytes is None or hardware.shm_free_bytes is None:
@@ -307,11 +309,11 @@ def judge_shm(facts: Facts) -> Finding:
     text = f"{_in_size(hardware.shm_bytes)}, {_in_size(hardware.shm_free_bytes)} of it free"
     if hardware.shm_free_bytes >= needed:
         return Finding(subject="/dev/shm", verdict="ok", text=text)
-    # Measured: Open MPI 4.1 goes on over TCP. NCCL does not start where its own part is missing.
     if has_gpus and "nccl" in facts.stack.horovod_parts:
-        return Finding(
-            subject="/dev/shm", verdict="broken", text=f"{text}: too little for NCCL with {ranks} ranks", remedy=remedy
-        )
+        is_broken = hardware.shm_free_bytes < ranks * SHM_PER_NCCL_BUFFER
+        text = f"{text}: {'too little' if is_broken else 'little'} for NCCL with {ranks} GPUs"
+        return Finding(subject="/dev/shm", verdict="broken" if is_broken else "warning", text=text, remedy=remedy)
+    # Measured: Open MPI 4.1 goes on over TCP, after a page of warnings.
     return Finding(
         subject="/dev/shm", verdict="warning", text=f"{text}: {ranks} ranks would talk by TCP, slowly", remedy=remedy
     )
@@ -348,6 +350,13 @@ def _is_same_mpi(mpirun: str, library: str) -> bool:
     names = [re.sub(r" [\d.]+\w*$", "", text) for text in (mpirun, library)]
     numbers = [re.findall(r" (\d+\.\d+)", text) for text in (mpirun, library)]
     return names[0] == names[1] and (not all(numbers) or numbers[0] == numbers[1])
+
+
+def _is_unfit(stack: Stack, package: str) -> bool:
+    """Whether a package is missing, does not load, or is the Keras of before."""
+    version = stack.versions.get(package)
+    is_legacy = package == "keras" and bool(version) and not is_within(version or "", KERAS_3)
+    return version is None or package in stack.failures or is_legacy
 
 
 def _judge_package(stack: Stack, package: str, title: str, remedy: str = SETUP) -> Finding:

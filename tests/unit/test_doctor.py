@@ -126,6 +126,10 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     "Horovod without TensorFlow": (
         {"failures": {"tensorflow": "x", "horovod": "x"}}, "Horovod", "broken", "needs TensorFlow", "mend TensorFlow"
     ),
+    "Horovod with legacy Keras": (
+        {"versions": at(keras="2.15.0"), "failures": {"horovod": "x"}},
+        "Horovod", "broken", "needs Keras", "mend Keras first",
+    ),
     "other Horovod": ({"versions": at(horovod="0.27.0")}, "Horovod", "warning", "0.27.0", "0.28.1"),
     "no mpi4py": ({"versions": without("mpi4py")}, "MPI", "broken", "mpi4py not installed", "pip install 'mpi4py"),
     "mpi4py for another MPI": (
@@ -192,6 +196,10 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     "tiny /dev/shm with NCCL": (
         {**GPUS, **NCCL, "shm_bytes": 16 * MIB, "shm_free_bytes": 16 * MIB},
         "/dev/shm", "broken", "too little for NCCL", "remount,size=1g",
+    ),
+    "small /dev/shm with NCCL": (
+        {**GPUS, **NCCL, "shm_bytes": 40 * MIB, "shm_free_bytes": 40 * MIB},
+        "/dev/shm", "warning", ": little for NCCL with 2 GPUs", "remount,size=1g",
     ),
     "no /dev/shm": ({"shm_bytes": None, "shm_free_bytes": None}, "/dev/shm", "warning", "not there", "--shm-size"),
     "a look that failed": ({"unknown": {"node": "OSError: x"}}, "node", "warning", "OSError: x", "report"),

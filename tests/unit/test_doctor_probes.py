@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -99,3 +101,27 @@ def test_the_tightest_memory_limit_counts(tmp_path: Path, files: dict[str, str],
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     assert read_cgroup_memory(tmp_path) == limit
+
+
+WAIT = """
+import ctypes
+from ringtrain.doctor import command
+command.TOGETHER_SECONDS = {seconds}
+with command.ending_in_time(lambda reason: print(reason, flush=True)):
+    print("waits", flush=True)
+    ctypes.CDLL(None).sleep(60)  # as a rank waits in MPI: no signal handler of Python's runs meanwhile
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "number", "reason"),
+    [(0.2, None, "the ranks did not meet in 0 s"), (60, signal.SIGTERM, "another rank ended first")],
+)
+def test_a_rank_that_waits_in_vain_says_so_and_ends(seconds: float, number: signal.Signals | None, reason: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WAIT.format(seconds=seconds)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    if number:
+        process.send_signal(number)
+    assert process.communicate(timeout=30)[0] == f"{reason}\n"
+    assert process.returncode == 2

@@ -20,6 +20,7 @@ from tests.world.environments import SITE_PACKAGES, make_environment
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 
 TITLE = "ringtrain .* doctor on"
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # so that a machine with some judges alike
 
 
 def look(
@@ -27,7 +28,7 @@ def look(
 ) -> Finished:
     """``python -m ringtrain doctor`` to its end."""
     command = [*wrapper, str(python), "-m", "ringtrain", "doctor"]
-    return run_command(command, env=clean_environment(**(env or {})), timeout=120)
+    return run_command(command, env=clean_environment(**WITHOUT_GPUS, **(env or {})), timeout=120)
 
 
 def row(finished: Finished, subject: str) -> str:
@@ -123,7 +124,7 @@ def test_tiny_dev_shm() -> None:
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_two_ranks_make_one_table(run_ringtrain: RunRingtrain, launcher: str) -> None:
-    finished = run_ringtrain(["doctor"], launcher=launcher, env={"TF_CPP_MIN_LOG_LEVEL": "2"})
+    finished = run_ringtrain(["doctor"], launcher=launcher, env=WITHOUT_GPUS | {"TF_CPP_MIN_LOG_LEVEL": "2"})
     assert finished.rc == 0, finished.stdout + finished.stderr
     assert len(re.findall(TITLE, finished.stdout)) == 1
     shown = re.sub(r"^\[0\]<stdout>:", "", finished.stdout, flags=re.MULTILINE)
@@ -131,7 +132,7 @@ def test_two_ranks_make_one_table(run_ringtrain: RunRingtrain, launcher: str) ->
     assert f"2 ranks, started by {'mpirun (Open MPI)' if launcher == 'mpirun' else launcher}" in shown
     finished = Finished(finished.rc, shown, finished.stderr, finished.left_behind, finished.seconds)
     assert "the same on all 2 ranks" in row(finished, "versions")
-    assert re.search(r": rank 0: (GPU|core).*, rank 1: (GPU|core)", row(finished, "plan"))
+    assert re.search(r": rank 0: core.*, rank 1: core", row(finished, "plan"))
     carrier = "Gloo" if "gloo" in launcher else "MPI"
     reduced = rf"16 MiB among 2 ranks by Horovod over {carrier}.* in [\d.]+ ms: [\d.]+ GB/s .*; the sum is right"
     assert re.search(reduced, row(finished, "all-reduce"))
@@ -154,7 +155,7 @@ def start_doctor(*pythons: Path | str) -> Finished:
     for python in pythons:
         ranks += [":", "-np", "1", "-x", f"PYTHONPATH={REPOSITORY}", str(python), "-m", "ringtrain", "doctor"]
     command = ["mpirun", "--oversubscribe", "--bind-to", "none", *ranks[1:]]
-    finished = run_command(command, env=clean_environment(), timeout=120)
+    finished = run_command(command, env=clean_environment(**WITHOUT_GPUS), timeout=120)
     assert not finished.left_behind
     assert "Traceback" not in finished.stdout + finished.stderr
     assert len(re.findall(TITLE, finished.stdout)) == 1, finished.stdout + finished.stderr

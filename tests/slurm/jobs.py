@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,27 +79,35 @@ def launch_slurm(
     *options: str,
     flags: Sequence[str] = (),
     cwd: Path,
-    env: Mapping[str, str] | None = None,
 ) -> Finished:
     """Run ``python -m launch slurm COMMAND OPTIONS -- FLAGS`` on the login host."""
     words = [sys.executable, "-m", "launch", "slurm", command, *options, "--", *flags]
-    return cluster.run(words, env={"PYTHONPATH": str(REPOSITORY), **(env or {})}, cwd=cwd)
+    return cluster.run(words, env={"PYTHONPATH": str(REPOSITORY)}, cwd=cwd)
 
 
-def lasting(out: Path, *flags: str) -> list[str]:
+def lasting(out: Path) -> list[str]:
     """The flags of ringtrain for the run in ``out``."""
-    return ["--workload", f"{WORKLOAD}:Lasting", "--deterministic", "true", "--out", str(out), *flags]
+    return ["--workload", f"{WORKLOAD}:Lasting", "--deterministic", "true", "--out", str(out)]
 
 
-def submit(cluster: Cluster, out: Path, *options: str, flags: Sequence[str] = ()) -> RunJob:
+def submit(cluster: Cluster, out: Path, *options: str) -> RunJob:
     """Submit a run from the directory that is to hold its run directory and its output."""
-    finished = launch_slurm(cluster, "submit", *options, flags=lasting(out, *flags), cwd=out.parent)
+    finished = launch_slurm(cluster, "submit", *options, flags=lasting(out), cwd=out.parent)
     assert finished.rc == 0, finished.stderr
     found = re.match(r"job (\d+) is submitted; it writes into ", finished.stdout)
     assert found, finished.stdout
     job = RunJob(cluster, int(found[1]), out)
     job.announced = finished.stdout
     return job
+
+
+def submit_by_hand(cluster: Cluster, out: Path, *options: str, sbatch: str) -> RunJob:
+    """Submit the script of a run with an option for sbatch that the script has otherwise."""
+    script = out.with_suffix(".sh")
+    rendered = launch_slurm(cluster, "render", *options, "--to", str(script), flags=lasting(out), cwd=out.parent)
+    assert rendered.rc == 0, rendered.stderr
+    number = cluster.submit(script, sbatch, env={"PYTHONPATH": str(REPOSITORY)}, cwd=out.parent)
+    return RunJob(cluster, number, out)
 
 
 def send(job: RunJob, *options: str, number: signal.Signals = signal.SIGUSR1) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, lasting, launch_slurm, send, submit
+from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, send, submit, submit_by_hand
 from tests.world.running import last_step
 
 SLOW = ("--env", f"{STEP_SECONDS}=0.2")
@@ -47,11 +47,8 @@ def test_a_cancelled_job_saves_and_does_not_start_again(cluster: Cluster, tmp_pa
 def test_where_a_requeue_is_refused_another_job_goes_on_and_restarts_are_bounded(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    out, script = tmp_path / "run", tmp_path / "job.sh"
-    options = (*ON_ONE_NODE, *SLOW, "--max_requeues", "1", "--to", str(script))
-    rendered = launch_slurm(cluster, "render", *options, flags=lasting(out), cwd=tmp_path)
-    assert rendered.rc == 0, rendered.stderr
-    first = RunJob(cluster, cluster.submit(script, "--no-requeue", cwd=tmp_path), out)
+    out = tmp_path / "run"
+    first = submit_by_hand(cluster, out, *ON_ONE_NODE, *SLOW, "--max_requeues", "1", sbatch="--no-requeue")
     first.wait_for_step(3)
     send(first)
     assert (first.wait_for_end(), cluster.exit_code(first.number)) == ("FAILED", 75)

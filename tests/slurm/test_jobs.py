@@ -16,6 +16,7 @@ from tests.slurm.jobs import (
     assert_ended_as_if_undisturbed,
     send,
     submit,
+    submit_by_hand,
 )
 from tests.world.running import last_step
 
@@ -44,10 +45,9 @@ def test_each_signal_saves_and_starts_the_job_again_once(cluster: Cluster, tmp_p
 def test_a_run_stops_itself_before_its_time_limit_and_starts_again(
     cluster: Cluster, tmp_path: Path, undisturbed: RunJob
 ) -> None:
-    # Slurm's own signal would come too late, and a run leaves itself 10 s at least.
-    job = submit(
-        cluster, tmp_path / "run", *ON_ONE_NODE, "--time", "9", "--signal_seconds", "1", "--env", f"{STEP_SECONDS}=0.25"
-    )
+    # Slurm tells it nothing. It leaves itself 10 s to save.
+    options = (*ON_ONE_NODE, "--time", "9", "--env", f"{STEP_SECONDS}=0.25")
+    job = submit_by_hand(cluster, tmp_path / "run", *options, sbatch="--signal=CONT@1")
     cluster.wait_for_state(job.number, "RUNNING", timeout=20)
     cluster.shorten(job.number, undisturbed.start_seconds + 14)
     job.wait_for_restarts(1)

@@ -343,7 +343,7 @@ class _OpenFiles:
         self._open: OrderedDict[int, int] = OrderedDict()  # number of the file to descriptor
         self._lock = threading.Lock()
         # Not __del__, which at the interpreter's end finds its modules gone.
-        weakref.finalize(self, _close_all, self._open).atexit = False
+        weakref.finalize(self, _close_all, self._open)
 
     def read(self, number: int, offset: int, num_bytes: int) -> bytes:
         with self._lock:  # no other thread closes the file meanwhile

@@ -166,3 +166,21 @@ def test_a_rank_that_is_slow_at_waiting_is_no_straggler(tmp_path: Path) -> None:
         run.signal_rank(0, signal.SIGUSR1)
         assert run.wait() == 75, run.text()
     assert not events(run.out, "warning")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_no_launcher_ends_the_others_they_leave_once_a_rank_has_died(rank: int, tmp_path: Path) -> None:
+    with running(tmp_path / "run", *WATCHED, np=2, env=SLOW_STEP) as run:
+        run.wait_for_step(MOVING)
+        other = run.rank_pid(1 - rank)
+        run.send(run.pids_of("mpirun"), signal.SIGSTOP)
+        run.signal_rank(rank, signal.SIGKILL)
+        end = time.monotonic() + ANSWER_SECONDS
+        while is_running(other):
+            assert time.monotonic() < end, run.text()
+            time.sleep(0.05)
+        run.send(run.pids_of("mpirun"), signal.SIGCONT)
+        run.wait()
+    [last] = events(run.out, "end")
+    assert f"rank {rank} on {NODE} is gone since" in last["message"]

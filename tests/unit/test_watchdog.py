@@ -26,7 +26,7 @@ from ringtrain.world import World
 
 world = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
 watchdog = Watchdog(
-    world, 1.0, report=lambda error: print(error, flush=True), warn=lambda text: print("WARNED", text, flush=True)
+    world, LIMIT, report=lambda error: print(error, flush=True), warn=lambda text: print("WARNED", text, flush=True)
 )
 watchdog.write_by(write_end=lambda error: print("RECORDED", flush=True), warn=None)
 watchdog.start()
@@ -51,13 +51,14 @@ print("READY", flush=True)
 
 
 class Program:
-    """A process with a watchdog of one second, that goes on as a test says."""
+    """A process with a watchdog, of one second as a rule, that goes on as a test says."""
 
-    def __init__(self, body: str, tmp_path: Path) -> None:
+    def __init__(self, body: str, tmp_path: Path, limit: float = 1.0) -> None:
         self.told = tmp_path / "told"
         self.told.mkdir()
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM + body],
+            [sys.executable, "-c", f"LIMIT = {limit}\n{PROGRAM}{body}"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -72,15 +73,15 @@ class Program:
         return self.popen.returncode, out, err
 
 
-Start = Callable[[str], Program]
+Start = Callable[..., Program]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Start]:
     started: list[Program] = []
 
-    def start(body: str) -> Program:
-        started.append(Program(body, tmp_path))
+    def start(body: str, **options: float) -> Program:
+        started.append(Program(body, tmp_path, **options))
         return started[-1]
 
     yield start
@@ -136,6 +137,21 @@ def test_a_process_that_is_stopped_for_long_goes_on_unharmed(run: Start) -> None
         program.popen.send_signal(signal.SIGCONT)
         time.sleep(0.3)
     assert program.end() == (0, "ENDED\n", "")
+
+
+def test_the_time_for_which_a_process_is_stopped_does_not_count(run: Start) -> None:
+    """Not even where it did not move before, and does not at once afterwards."""
+    program = run("move_for(0.3)\nprint('STILL', flush=True)\nsys.stdin.readline()\nwatchdog.stop()", limit=2.5)
+    assert program.popen.stdout is not None
+    assert program.popen.stdin is not None
+    assert program.popen.stdout.readline() == "STILL\n"
+    time.sleep(0.4)
+    program.popen.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    program.popen.send_signal(signal.SIGCONT)
+    time.sleep(0.4)
+    program.popen.stdin.write("\n")
+    assert program.end() == (0, "", "")
 
 
 def test_who_debugs_may_take_any_time(run: Start) -> None:

@@ -98,7 +98,8 @@ def launcher_terminal(pid: int) -> IO[str] | None:
     the launcher's terminal directly also keeps labels such as ``[1,0]<stdout>`` out of the progress bar.
     """
     try:
-        terminal = open(f"/proc/{pid}/fd/1", "w")  # noqa: SIM115 - open until the process ends
+        # Not as open(..., "w") does, which would empty the file that the launcher writes to.
+        terminal = os.fdopen(os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC), "w")
     except OSError:
         return None
     if terminal.isatty():

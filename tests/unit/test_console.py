@@ -97,14 +97,16 @@ def test_the_launcher_s_terminal_is_where_it_writes() -> None:
         os.close(inside)
 
 
-def test_a_launcher_that_writes_to_a_file_has_no_terminal(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w") as log:
+def test_a_launcher_that_writes_to_a_file_has_no_terminal_and_the_file_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("of a former start\n")
+    with (tmp_path / "log").open("a") as log:
         process = subprocess.Popen(["sleep", "60"], stdout=log)
         try:
             assert launcher_terminal(process.pid) is None
         finally:
             process.kill()
             process.wait()
+    assert (tmp_path / "log").read_text() == "of a former start\n"
 
 
 def test_a_launcher_that_is_gone_has_no_terminal() -> None:

@@ -70,3 +70,16 @@ def test_slurm_tells_a_run_to_stop_before_its_time_limit_and_starts_it_again(
     assert "stopped by SIGUSR1 at rank 0 on n1, SIGUSR1 at rank 1 on n1" in job.output
     cluster.lengthen(job.number, 9)
     assert_ended_as_if_undisturbed(job, undisturbed, restarts=1)
+
+
+@pytest.mark.slow
+def test_horovodrun_s_script_does_the_same_on_a_node_without_ssh(
+    cluster: Cluster, tmp_path: Path, undisturbed: RunJob
+) -> None:
+    job = submit(cluster, tmp_path / "run", *ON_ONE_NODE, "--mpi", "horovodrun", "--env", f"{STEP_SECONDS}=0.1")
+    job.wait_for_step(6)
+    send(job, "--batch")
+    job.wait_for_restarts(1)
+    assert_ended_as_if_undisturbed(job, undisturbed, restarts=1)
+    assert "2 ranks, started by mpirun" in job.output
+    assert job.output.startswith(f"launch: job {job.number}, restart 0"), "what the first start said is gone"

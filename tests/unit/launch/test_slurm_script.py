@@ -46,6 +46,17 @@ CASES = {
         *["--nodes", "4", "--ranks_per_node", "16", "--mpi", "horovodrun", "--conda", "ringtrain", "--qos", "long"],
         *["--constraint", "rack1|rack2", "--signal_seconds", "300", "--env", "HOROVOD_LOG_LEVEL=info"],
     ],
+    "horovodrun_one_node": [
+        "--nodes",
+        "1",
+        "--ranks_per_node",
+        "2",
+        "--mpi",
+        "horovodrun",
+        "--",
+        "--workload",
+        "digits",
+    ],
     "hostile": [
         *["--nodes", "2", "--ranks_per_node", "1", "--mpi", "pmix", "--python", "/opt/my python/bin/python3"],
         *["--job_name", "a 'b' \"c\" $(touch name) `touch name` #; é", "--output", "$(touch output) '%x'.out"],

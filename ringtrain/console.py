@@ -99,7 +99,7 @@ def launcher_terminal(pid: int) -> IO[str] | None:
     """
     try:
         # Neither truncated, as the launcher may write to a file, nor taken as this process's controlling terminal.
-        descriptor = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_NOCTTY)
+        descriptor = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return None
     if os.isatty(descriptor):

@@ -60,11 +60,25 @@ def run_guarded(work: Callable[[], int]) -> int:
             end_descendants()
             os._exit(code)
     for number in (*FORWARDED, signal.SIGQUIT):
-        signal.signal(number, lambda number, frame: send([worker], signal.Signals(number)))
+        if not is_ignored(number):
+            signal.signal(number, lambda number, frame: send([worker], signal.Signals(number)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _, status = os.waitpid(worker, 0)
     end_descendants()
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether the user's shell wants a signal ignored: ``nohup`` does so with SIGHUP."""
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
+def name_signal(number: int) -> str:
+    """A signal in words; those of the real-time range have no names."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _end_now() -> NoReturn:
@@ -103,21 +117,17 @@ def end_descendants(*, timeout: float = 10.0) -> list[int]:
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to those that still live."""
+    """Send a signal to those that still live, and may be signalled: a setuid program may not."""
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def reap(*, but: int | None = None) -> None:
     """Collect adopted children that have ended, ``but`` one that somebody else waits for."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == but:
-            continue
-        status = _read_status(int(entry.name))
-        if status and status[1] == os.getpid() and status[0] == "Z":
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(int(entry.name), os.WNOHANG)
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != but:
+            os.waitpid(ended.si_pid, 0)
 
 
 def _read_status(pid: int) -> tuple[str, int] | None:

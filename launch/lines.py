@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import select
 
 LONGEST_LINE_BYTES = 2**20  # what has no end by then is shown in pieces
-KEPT_LINES = 40
+KEPT_LINES = 200  # a traceback through TensorFlow is long
 
 
 class LabelledLines:
@@ -43,4 +44,7 @@ def write(descriptor: int, data: bytes) -> None:
     """Write all of it; where nobody reads any more (a terminal that was closed), nothing: the run goes on."""
     with contextlib.suppress(OSError):
         while data:
-            data = data[os.write(descriptor, data) :]
+            try:
+                data = data[os.write(descriptor, data) :]
+            except BlockingIOError:
+                select.select([], [descriptor], [])

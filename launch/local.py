@@ -36,7 +36,11 @@ def main(arguments: Sequence[str]) -> int:
     """Train, and return the run's exit code (see ``ringtrain.errors``)."""
     options, flags = parse(arguments)
     find_launcher(options.controller)
-    return run_guarded(lambda: supervise(options.np, options.controller, options.max_restarts, flags))
+    with tempfile.TemporaryDirectory(prefix="ringtrain-launch-") as directory:
+        os.environ[DIRECTORY_VARIABLE] = directory
+        return run_guarded(
+            lambda: supervise(options.np, options.controller, options.max_restarts, flags, listener=Path(directory))
+        )
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -88,30 +92,29 @@ def find_launcher(controller: Controller) -> None:
         raise UsageError(f"{program} is not on PATH, and controller {controller!r} needs it. {remedy}.")
 
 
-def supervise(num_ranks: int, controller: Controller, max_restarts: int, flags: Sequence[str]) -> int:
+def supervise(
+    num_ranks: int, controller: Controller, max_restarts: int, flags: Sequence[str], *, listener: Path
+) -> int:
     """Start the group, and again as often as is allowed and of use; returns the run's exit code."""
     requests = Requests()
     run: Path | None = None
     num_restarts = last_step = 0
-    with tempfile.TemporaryDirectory(prefix="ringtrain-launch-") as directory:
-        listener = Path(directory)
-        os.environ[DIRECTORY_VARIABLE] = directory
-        while True:
-            command = plan_group(
-                num_ranks,
-                controller,
-                plan_restart(flags, run),
-                listener=listener,
-                python=sys.executable,
-                is_root=os.geteuid() == 0,
-            )
-            attempt = start(command, listener, num_ranks, requests, last_step=last_step)
-            run, last_step = attempt.run or run, attempt.last_step
-            decision = decide(attempt, num_restarts=num_restarts, max_restarts=max_restarts)
-            say([*explain(attempt), *([decision.reason] if decision.reason else [])])
-            if not decision.restarts:
-                return attempt.exit_code
-            num_restarts += 1
+    while True:
+        command = plan_group(
+            num_ranks,
+            controller,
+            plan_restart(flags, run),
+            listener=listener,
+            python=sys.executable,
+            is_root=os.geteuid() == 0,
+        )
+        attempt = start(command, listener, num_ranks, requests, last_step=last_step)
+        run, last_step = attempt.run or run, attempt.last_step
+        decision = decide(attempt, num_restarts=num_restarts, max_restarts=max_restarts)
+        say([*explain(attempt), *([decision.reason] if decision.reason else [])])
+        if not decision.restarts:
+            return attempt.exit_code
+        num_restarts += 1
 
 
 def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requests, *, last_step: int) -> Attempt:
@@ -129,7 +132,8 @@ def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requ
         run=told.path if told else None,
         first_step=first_step,
         last_step=max(steps, default=first_step),
-        was_told_to_stop=bool(requests.signals) or requests.is_end_wanted,
+        signals=tuple(requests.signals),
+        is_cut_short=requests.is_end_wanted,
     )
 
 

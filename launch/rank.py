@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.family import die_with_parent
+from launch.family import die_with_parent, name_signal
 from ringtrain.world import read_world
 
 STATUS_FIFO = "status"
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def fifo_names(rank: int) -> tuple[str, str]:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     # Those who listen signal the rank itself; what a launcher sends, to this process alone or to its whole group, is
     # passed on. A second SIGINT would end a rank without saving, so that one is not.
     pending: list[int] = []
-    for number in FORWARDED:
+    for number in PASSED_ON:
         signal.signal(number, lambda number, frame: pending.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process = subprocess.Popen(
@@ -54,13 +54,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     os.close(output)
     os.close(error)
-    for number in FORWARDED:
+    for number in PASSED_ON:
         signal.signal(number, lambda number, frame: process.send_signal(number))
     for early in pending:
         process.send_signal(early)
     tell(event="started", pid=process.pid, host=os.uname().nodename)
     code = process.wait()
-    tell(event="ended", exit_code=code if code >= 0 else None, signal=signal.Signals(-code).name if code < 0 else None)
+    tell(event="ended", exit_code=code if code >= 0 else None, signal=name_signal(-code) if code < 0 else None)
     return code if code >= 0 else 128 - code
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from launch.family import FORWARDED
+from launch.family import FORWARDED, is_ignored
 from launch.lines import write
 
 
@@ -18,7 +18,8 @@ class Requests:
         self.is_end_wanted = False
         """a second SIGINT: nobody waits for a save"""
         for number in FORWARDED:
-            signal.signal(number, self._take)
+            if not is_ignored(number):
+                signal.signal(number, self._take)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
     def _take(self, number: int, frame: object) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.family import name_signal
 from launch.group import GroupEnd, RankEnd
 from ringtrain.errors import EXIT_CODES, PreemptedError
 from ringtrain.launched import EndTold
@@ -26,7 +27,8 @@ class Attempt:
         end: what the run told of its end.
         run: the run directory; None where none was opened.
         first_step, last_step: the newest checkpoint's before and after; 0 where there was none.
-        was_told_to_stop: the user told this program to stop the run.
+        signals: what the user told this program, to stop the run; passed on to the ranks.
+        is_cut_short: the user did not want to wait for a save.
     """
 
     group: GroupEnd
@@ -34,7 +36,20 @@ class Attempt:
     run: Path | None
     first_step: int
     last_step: int
-    was_told_to_stop: bool
+    signals: Sequence[signal.Signals] = ()
+    is_cut_short: bool = False
+
+    @property
+    def was_told_to_stop(self) -> bool:
+        return bool(self.signals) or self.is_cut_short
+
+    @property
+    def was_stopped_early(self) -> bool:
+        """Whether the ranks were told to stop before they listened, so that the signal itself ended them."""
+        first = self.group.first_failure
+        is_signal = first is not None and first.signal in [number.name for number in self.signals]
+        nothing_started = not self.group.num_started and bool(self.signals)
+        return self.end is None and not self.is_cut_short and (is_signal or nothing_started)
 
     @property
     def word(self) -> EndTold | None:
@@ -54,12 +69,12 @@ class Attempt:
         """Of the documented ones; what the run told of its end counts before what became of its processes."""
         if self.word is not None:
             return self.word.exit_code
+        if self.was_stopped_early:
+            return PreemptedError.exit_code
         first = self.group.first_failure
         if first is not None:
             return first.exit_code if first.exit_code in EXIT_CODES else 1
-        if self.group.is_complete:
-            return 0
-        return PreemptedError.exit_code if self.was_told_to_stop else 1
+        return 0 if self.group.is_complete else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +96,8 @@ def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decisio
     if num_restarts and attempt.last_step <= attempt.first_step:
         return Decision(
             restarts=False,
-            reason=f"restart {num_restarts} ended where it had begun, at step {attempt.first_step}: another one would "
-            "end there as well",
+            reason=f"restart {num_restarts} saved no checkpoint after that of step {attempt.first_step}: another one "
+            "would end so as well. A smaller --checkpoint_every saves more often",
         )
     if num_restarts >= max_restarts:
         return Decision(restarts=False, reason=f"all {max_restarts} restarts are used up")
@@ -99,13 +114,16 @@ def explain(attempt: Attempt) -> list[str]:
         return []
     group, end, first = attempt.group, attempt.word, attempt.group.first_failure
     lines = []
+    if attempt.was_stopped_early:
+        return ["stopped before the first step; there was nothing to save"]
     if first is None and end is None:
         lines += describe_launcher(group)
     if first is not None and (first.signal or first.exit_code != PreemptedError.exit_code):
         lines.append(describe(first))
         lines += [f"  [{first.rank}] {line}" for line in last_words(group.last_errors[first.rank])]
-    if end is not None and end.message and not any(end.message in line for line in lines):
-        lines.append(end.message)
+    message = next(iter((end.message or "").splitlines()), "") if end is not None else ""
+    if message and not any(message in line for line in lines):
+        lines.append(message)
     if group.not_ended:
         pids = ", ".join(map(str, group.not_ended))
         lines.append(f"processes {pids} could not be ended: they wait for a device or a file system")
@@ -117,10 +135,10 @@ def describe_launcher(group: GroupEnd) -> list[str]:
     code = group.launcher_code
     if code is None:
         return [f"{group.launcher} and its ranks were ended without saving"]
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    if group.num_started:
-        return [f"{group.launcher} {how} before its ranks had ended"]
-    return [f"{group.launcher} {how} and had started no rank; its last lines:", *group.launcher_lines]
+    how = f"was killed by {name_signal(-code)}" if code < 0 else f"ended with exit code {code}"
+    what = "before its ranks had ended" if group.num_started else "and had started no rank"
+    words = ["its last lines:", *group.launcher_lines] if group.launcher_lines else []
+    return [f"{group.launcher} {how} {what}", *words]
 
 
 def describe(end: RankEnd) -> str:

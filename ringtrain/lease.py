@@ -60,7 +60,8 @@ class Lease:
         holder = _read(self._directory / _file_name(newest))
         raise LeaseLostError(
             f"the run directory {str(self._directory.parent)!r} has been taken over by {_describe(holder)}; this "
-            "process writes nothing more. It had given no sign of life for a while."
+            "process writes nothing more. Slurm has started the job again, or this process had given no sign of life "
+            "for a while."
         )
 
     def close(self) -> None:

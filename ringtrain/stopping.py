@@ -34,7 +34,7 @@ class StopRequests:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.cause: Cause | None = None
-        self._is_training = False
+        self._is_training = self._was_interrupted = False
         self._file: Path | None = None
         self._limits: list[tuple[float, str]] = []  # on the monotonic clock, and why
         self._leave: Callable[[str, int], None] = lambda reason, exit_code: None
@@ -118,8 +118,9 @@ class StopRequests:
                 self._note(self._limits[0][1], "time")
 
     def _take(self, number: signal.Signals) -> None:
-        if number == signal.SIGINT and self.reason == number.name:
+        if number == signal.SIGINT and self._was_interrupted:
             self._end_now(f"a second {number.name}, without saving", 1)
+        self._was_interrupted = self._was_interrupted or number == signal.SIGINT
         if not self._is_training and number != signal.SIGUSR1:
             self._end_now(f"{number.name} before the first step; there was nothing to save", EXIT_CODE)
         self._note(number.name, "signal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -75,6 +76,7 @@ def ask_squeue(job: str) -> str:
     """The end of a job in local time, such as ``2026-11-21T17:03:05``; empty where ``squeue`` cannot be asked."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS).stdout
+        environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # else as the user likes to read it
+        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, env=environ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -89,10 +89,10 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
                 raise
             report_error(error, world)
             collective.abort(error.exit_code)
-        except BaseException:
+        except BaseException as error:
             watchdog.begin_leaving(1)
             where = f"rank {world.rank} on {world.node} failed"
-            tell_end(end_values("failed", 1, f"{where}: {traceback.format_exc().splitlines()[-1]}"))
+            tell_end(end_values("failed", 1, f"{where}: {describe_defect(error)}"))
             sys.stderr.write(f"ringtrain: error: {where}:\n{traceback.format_exc()}")
             collective.abort(1)
         else:
@@ -199,10 +199,15 @@ def recording_end(run: RunDirectory | None, is_complete: bool, requests: StopReq
         write_end(run, end_of(error))
         raise
     except BaseException as error:
-        write_end(run, end_values("failed", 1, f"{type(error).__name__}: {error}"))
+        write_end(run, end_values("failed", 1, describe_defect(error)))
         raise
     else:
         write_end(run, end_values("completed", 0))
+
+
+def describe_defect(error: BaseException) -> str:
+    """An error of the program in one line; TensorFlow's have many."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def early_end(reason: str, exit_code: int) -> RingtrainError:

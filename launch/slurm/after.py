@@ -16,6 +16,7 @@ from launch.slurm.controller import chain, describe_job, requeue
 from launch.slurm.output import FailedRank, find_failed_rank, read_output
 from ringtrain.errors import PreemptedError, UsageError
 from ringtrain.launched import DIRECTORY_VARIABLE, EndTold, RunTold, clear, read_end, read_run
+from ringtrain.run_directory import read_config
 
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
 """restarts under former numbers, where this site refuses to requeue and each restart is a job of its own"""
@@ -52,6 +53,7 @@ class Ended:
         failed_rank: the first that srun or mpirun saw fail; None where they named none.
         restarts: how often the job has been started again before.
         max_requeues: how often it may be.
+        begins_anew: another start would train a new run from its beginning.
     """
 
     status: int
@@ -62,6 +64,7 @@ class Ended:
     failed_rank: FailedRank | None
     restarts: int
     max_requeues: int
+    begins_anew: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -118,6 +121,8 @@ def why_not_again(ended: Ended) -> str | None:
         return "Not started again, as somebody wanted it to stop."
     if ended.state in LEFT_ALONE:
         return f"Not started again by this script: the job is {ended.state.value}."
+    if ended.begins_anew:
+        return "Not started again: the settings say resume: never, so that it would begin anew."
     if ended.restarts >= ended.max_requeues:
         return (
             f"Not started again: {ended.restarts} restarts are behind it, and --max_requeues is {ended.max_requeues}."
@@ -137,7 +142,8 @@ def describe_end(ended: Ended) -> str:
     if end is not None and not ended.has_lost_rank:
         if end.status == "completed":
             return "the run is complete."
-        return f"the run ended with exit code {end.exit_code} ({end.status}). {end.message or ''}".strip()
+        why = (end.message or "").partition("\n")[0]  # the ranks have printed all of it
+        return f"the run ended with exit code {end.exit_code} ({end.status}). {why}".strip()
     if ended.is_in_good_order:
         return "the run had been completed before." if ended.run else "all ranks ended in good order."
     first = f" The first to fail was {ended.failed_rank}." if ended.failed_rank else ""
@@ -209,11 +215,25 @@ def look(job: str, told: Path, *, status: int, max_requeues: int) -> Ended:
         end=end,
         run=run,
         newest_step=find_newest_step(run),
-        state=read_state(describe_job(job), restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0)),
+        state=ask_state(job),
         failed_rank=find_failed_rank(read_output()) if status else None,
         restarts=count_restarts(os.environ),
         max_requeues=max_requeues,
+        begins_anew=begins_anew(run),
     )
+
+
+def ask_state(job: str) -> JobState:
+    """What becomes of this job."""
+    return read_state(describe_job(job), restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0))
+
+
+def begins_anew(run: RunTold | None) -> bool:
+    """Whether each start of this run's command begins a run of its own: its settings say so, in a file perhaps."""
+    try:
+        return run is not None and (read_config(run.path) or {}).get("resume") == "never"
+    except UsageError:
+        return False
 
 
 def find_newest_step(run: RunTold | None) -> int | None:
@@ -229,6 +249,8 @@ def start_again(job: str, script: Path, *, restarts: int) -> None:
     refusal = requeue(job)
     if refusal is None:
         return  # from now on Slurm is ending this script
+    if ask_state(job) in LEFT_ALONE:
+        return  # it was done, and the answer was lost: a second job would train the same again
     say(f"scontrol does not requeue job {job}: {refusal}. Submitting its script anew.")
     number, refusal = chain(job, script, {RESTARTS_VARIABLE: str(restarts + 1)})
     if number is not None:

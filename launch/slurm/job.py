@@ -11,7 +11,7 @@ from ringtrain.errors import UsageError
 HOROVODRUN = "horovodrun"
 MPI_NAME = re.compile(r"pmix(_v\d+)?|pmi2|" + HOROVODRUN)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-MEMORY = re.compile(r"[1-9]\d*[KMGT]?", re.ASCII)
+MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)  # 0: all that a node has
 # sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds]
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 MAX_NAME_BYTES = 200  # the output's file name, at most 255, holds it

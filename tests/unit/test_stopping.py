@@ -172,6 +172,17 @@ def test_a_second_sigint_ends_the_process_at_once(process: Process, is_computing
     assert process.end() == (1, "left a second SIGINT, without saving", "")
 
 
+def test_after_another_request_it_takes_two_sigints(process: Process) -> None:
+    process.tell("train")
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.read() == "announced SIGTERM"
+    process.popen.send_signal(signal.SIGINT)
+    assert process.tell("state") == "state SIGTERM"
+    process.popen.send_signal(signal.SIGINT)
+    assert process.popen.wait(5) == 1
+    assert process.end() == (1, "left a second SIGINT, without saving", "")
+
+
 # --- The file ---
 
 

@@ -80,8 +80,8 @@ def test_a_run_ends_bit_equal_whatever_is_killed(
     """At random moments, one of them inside a save."""
     seed = random.SystemRandom().randrange(10**6)
     generator = random.Random(seed)
-    chosen = [INJURIES[number % len(INJURIES)] for number in range(injuries)]
-    generator.shuffle(chosen)
+    shuffled = generator.sample(INJURIES, len(INJURIES))
+    chosen = (shuffled * 2)[:injuries]
     in_a_save = generator.randrange(injuries)
     said = []
     with running(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.family import find_descendants
-from tests.world.processes import MarkedProcess, clean_environment
+from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
 
 # A worker, its child in a session of its own, and an orphan whose parent has ended.
 SCRIPT = """
@@ -74,6 +74,27 @@ def test_work_that_raises_leaves_nothing() -> None:
     with guarded("raise KeyError") as (process, _):
         assert process.popen.wait(10) == 1
         assert process.pids() == []
+
+
+def test_nohup_is_heeded() -> None:
+    script = """
+import os, signal, sys
+from launch.family import run_guarded
+from launch.requests import Requests
+
+def work():
+    requests = Requests()
+    os.kill(os.getppid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGHUP)
+    return len(requests.signals)
+
+sys.exit(run_guarded(work))
+"""
+    command = ["nohup", sys.executable, "-c", script]
+    finished = subprocess.run(command, env=clean_environment(), cwd=REPOSITORY, capture_output=True, timeout=20)
+    assert finished.returncode == 0, finished.stderr
+    finished = subprocess.run(command[1:], env=clean_environment(), cwd=REPOSITORY, capture_output=True, timeout=20)
+    assert finished.returncode >= 1
 
 
 def test_descendants_are_found_but_for_those_that_have_ended() -> None:

@@ -38,8 +38,8 @@ def test_a_line_without_an_end_is_shown_in_pieces_before_it_fills_the_memory() -
 
 def test_the_last_lines_are_kept() -> None:
     lines = LabelledLines("", None)
-    lines.feed(b"".join(b"%d\n" % number for number in range(100)) + b"\xff\n")
-    assert list(lines.last) == [*map(str, range(101 - KEPT_LINES, 100)), "\ufffd"]
+    lines.feed(b"".join(b"%d\n" % number for number in range(1000)) + b"\xff\n")
+    assert list(lines.last) == [*map(str, range(1001 - KEPT_LINES, 1000)), "\ufffd"]
 
 
 def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:

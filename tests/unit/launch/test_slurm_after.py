@@ -85,6 +85,8 @@ DECISIONS = [
     # failed
     (ended(status=3, end=DATA), False, 3, ["exit code 3 (data)", "holds no images"]),
     (ended(status=137, end=DATA), False, 3, ["holds no images"]),
+    (ended(end=dataclasses.replace(DATA, message="the ranks differ:\n  seed ...")), False, 3, ["the ranks differ:"]),
+    (ended(begins_anew=True), False, 75, ["resume: never"]),
     (ended(status=1, end=DATA, failed_rank=None), False, 3, ["holds no images"]),
     (ended(status=137, end=None, failed_rank=KILLED), False, 137, ["exit code 137 (SIGKILL)", "task 1 on n2: Killed"]),
     (ended(status=137, failed_rank=KILLED), False, 137, ["task 1 on n2: Killed"]),
@@ -250,6 +252,23 @@ def test_where_requeueing_is_refused_the_script_is_submitted_anew_and_restarts_a
     environ = (site.programs / "sbatch.environ").read_text().splitlines()
     slurm = sorted(line for line in environ if line.startswith(("SLURM_", "RINGTRAIN_LAUNCH_RESTARTS")))
     assert slurm == ["RINGTRAIN_LAUNCH_RESTARTS=6", "SLURM_CONF=/etc/slurm.conf"]
+
+
+def test_a_requeue_that_was_done_though_its_answer_was_lost_is_not_done_again(site: Site) -> None:
+    done = 'sed -i s/JobState=RUNNING/JobState=COMPLETING/ "$CALLS/description"'
+    set_scontrol(site, f"{done}; echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    exit_code, lines = follow_up(site, SIGNAL)
+    assert (exit_code, len(lines)) == (75, 1)
+    assert site.calls("sbatch") == []
+
+
+def test_a_run_whose_settings_file_says_to_begin_anew_is_not_started_again(site: Site) -> None:
+    run = site.submit / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("resume: never\noptimizer: {}\n")
+    exit_code, lines = follow_up(site, SIGNAL)
+    assert (exit_code, site.calls("scontrol")) == (75, [SHOW])
+    assert "resume: never" in lines[-1]
 
 
 def test_where_nothing_is_taken_the_user_is_told(site: Site) -> None:

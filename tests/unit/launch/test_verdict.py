@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ RUN = Path("/runs/digits")
 SAVED = EndTold(status="preempted", exit_code=75, message="stopped by SIGTERM: saved", stopped_by="signal")
 
 
-def rank_end(rank: int, exit_code: int | None = 0, signal: str | None = None) -> RankEnd:
-    return RankEnd(rank=rank, host="node7", pid=100 + rank, exit_code=exit_code, signal=signal)
+def rank_end(rank: int, exit_code: int | None = 0, killed_by: str | None = None) -> RankEnd:
+    return RankEnd(rank=rank, host="node7", pid=100 + rank, exit_code=exit_code, signal=killed_by)
 
 
 def attempt(*ends: RankEnd, **values: Any) -> Attempt:
@@ -32,7 +33,7 @@ def attempt(*ends: RankEnd, **values: Any) -> Attempt:
         "not_ended": [],
     }
     group |= {name: values.pop(name) for name in list(values) if name in group}
-    rest: dict[str, Any] = {"end": None, "run": RUN, "first_step": 20, "last_step": 40, "was_told_to_stop": False}
+    rest: dict[str, Any] = {"end": None, "run": RUN, "first_step": 20, "last_step": 40}
     return Attempt(group=GroupEnd(**group), **(rest | values))
 
 
@@ -50,13 +51,16 @@ def end_told(status: str, exit_code: int, message: str | None = None, stopped_by
         (attempt(rank_end(1, 1), end=end_told("data", 3)), 3),
         (attempt(rank_end(1, None, "SIGKILL"), end=end_told("failed", 1)), 1),
         (attempt(rank_end(0), rank_end(1, None, "SIGKILL"), end=end_told("completed", 0)), 0),
-        (attempt(end=SAVED, was_told_to_stop=True), 75),
+        (attempt(end=SAVED, signals=[signal.SIGTERM]), 75),
         (attempt(rank_end(0, 75), rank_end(1, 75), end=SAVED), 75),
         (attempt(rank_end(1, None, "SIGKILL"), rank_end(0, 75), end=SAVED), 1),
         (attempt(rank_end(1, 3), rank_end(0, 75), end=SAVED), 3),
         (attempt(launcher_code=-9), 1),
         (attempt(rank_end(0), launcher_code=-9), 1),
-        (attempt(num_started=0, was_told_to_stop=True, launcher_code=None), 75),
+        (attempt(num_started=0, signals=[signal.SIGTERM], launcher_code=None), 75),
+        (attempt(rank_end(0, None, "SIGTERM"), signals=[signal.SIGTERM]), 75),
+        (attempt(rank_end(0, None, "SIGTERM")), 1),
+        (attempt(signals=[signal.SIGINT], is_cut_short=True, launcher_code=None), 1),
     ],
 )
 def test_the_exit_code_is_what_the_run_told_then_what_the_first_failing_rank_did(
@@ -89,8 +93,8 @@ def test_a_crash_is_followed_by_a_restart_from_the_newest_checkpoint(ended: Atte
     [
         attempt(rank_end(0), rank_end(1)),
         *(attempt(rank_end(1, code), end=end_told("x", code)) for code in (2, 3, 4, 5)),
-        attempt(end=SAVED, was_told_to_stop=True),
-        attempt(rank_end(1, None, "SIGKILL"), was_told_to_stop=True),
+        attempt(end=SAVED, signals=[signal.SIGTERM]),
+        attempt(rank_end(1, None, "SIGKILL"), signals=[signal.SIGTERM]),
         attempt(end=end_told("preempted", 75, "saved", "file")),
         attempt(end=end_told("preempted", 75, "saved", "time")),
         attempt(num_started=0),
@@ -108,7 +112,10 @@ def test_the_first_restart_may_come_before_the_first_checkpoint() -> None:
 def test_a_restart_without_progress_ends_the_loop() -> None:
     decision = decide(attempt(rank_end(1, 1), last_step=20), num_restarts=1, max_restarts=5)
     assert not decision.restarts
-    assert decision.reason == "restart 1 ended where it had begun, at step 20: another one would end there as well"
+    assert decision.reason == (
+        "restart 1 saved no checkpoint after that of step 20: another one would end so as well. A smaller "
+        "--checkpoint_every saves more often"
+    )
 
 
 def test_the_first_failing_rank_and_its_error_are_shown_and_then_the_end() -> None:
@@ -139,13 +146,36 @@ def test_a_run_that_saved_says_so_and_nothing_of_its_ranks() -> None:
 
 def test_a_launcher_that_starts_nothing_speaks_for_itself() -> None:
     assert explain(attempt(num_started=0)) == [
-        "mpirun ended with exit code 1 and had started no rank; its last lines:",
+        "mpirun ended with exit code 1 and had started no rank",
+        "its last lines:",
         "not enough slots",
     ]
 
 
 def test_a_launcher_that_was_killed_is_named() -> None:
-    assert explain(attempt(launcher_code=-9)) == ["mpirun was killed by SIGKILL before its ranks had ended"]
+    assert explain(attempt(launcher_code=-9, launcher_lines=[])) == [
+        "mpirun was killed by SIGKILL before its ranks had ended"
+    ]
+
+
+def test_a_launcher_that_cannot_start_all_ranks_says_why() -> None:
+    said = explain(attempt(launcher_code=213, num_started=1))
+    assert said == ["mpirun ended with exit code 213 before its ranks had ended", "its last lines:", "not enough slots"]
+
+
+def test_of_an_end_of_many_lines_the_first_is_shown() -> None:
+    ended = attempt(rank_end(1, 1), end=end_told("failed", 1, "OutOfMemoryError: no room\nDetected at node\n..."))
+    assert explain(ended)[-1] == "OutOfMemoryError: no room"
+
+
+def test_a_run_that_is_told_to_stop_before_it_listens_has_nothing_to_save() -> None:
+    ended = attempt(rank_end(0, None, "SIGINT"), signals=[signal.SIGINT])
+    assert explain(ended) == ["stopped before the first step; there was nothing to save"]
+
+
+def test_a_run_that_is_cut_short_was_not_saved() -> None:
+    ended = attempt(signals=[signal.SIGINT], is_cut_short=True, launcher_code=None)
+    assert explain(ended) == ["mpirun and its ranks were ended without saving"]
 
 
 def test_processes_that_cannot_be_ended_are_named() -> None:

@@ -33,6 +33,7 @@ class Doing(enum.Enum):
     STEP = ("stand in step {step}", "in step {step}")
     EVALUATION_DATA = ("wait for data of batch {step} of the evaluation", None)
     EVALUATION_STEP = ("stand in batch {step} of the evaluation", "in batch {step} of the evaluation")
+    CHECK = ("compare the weights of step {step}", None)
     LOG = ("write the log of step {step}", None)
     SAVE = ("save step {step}", None)
     LEAVE = ("take leave", "at the end")

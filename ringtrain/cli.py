@@ -92,7 +92,8 @@ def eval_command(arguments: Sequence[str], world: World) -> int:
             f"{str(run)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run.", reach="run"
         )
     data_dir = ["--data_dir", str(wanted["data_dir"])] if "data_dir" in wanted else []
-    settings = ["--config", str(run / CONFIG_FILE), *data_dir]
+    watch = ["--hang_timeout", str(wanted["hang_timeout"])] if "hang_timeout" in wanted else []
+    settings = ["--config", str(run / CONFIG_FILE), *data_dir, *watch]
     prepared = prepare(parse_arguments(create_train_parser(), settings, world), world)
     with joined(prepared, world, command="eval") as (collective, _):
         evaluate_together(prepared, collective, run, wanted.get("checkpoint", "best"))
@@ -249,6 +250,9 @@ def create_eval_parser() -> ArgumentParser:
     parser.add_argument("run", type=Path, help="directory of the run")
     parser.add_argument("--checkpoint", type=str, help="best, newest, or a name such as step-000001000 (default: best)")
     parser.add_argument("--data_dir", type=Path, help="directory of the workload's data, where it has moved")
+    parser.add_argument(
+        "--hang_timeout", type=float, help="seconds after which what hangs is ended (default: the run's)"
+    )
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ringtrain.config import Config
 from ringtrain.console import Console
 from ringtrain.data.order import FedOrder
 from ringtrain.data.pipeline import Batch
-from ringtrain.errors import Cause, PreemptedError
+from ringtrain.errors import Cause, PreemptedError, RingtrainError
 from ringtrain.evaluation import EvalReport
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.job import Job, create_job
@@ -89,12 +90,10 @@ def train(
     actions = create_actions(job, progress, opened, requests, console)
     actions.check.act(job.first_step)
     leave_if_told_to(job, requests)
+    guard = NonfiniteGuard(job, console, progress, path=Path(start.path), run=opened.directory if opened else None)
     requests.start_training(actions.announce)
     console.start_progress(job.total_steps, job.first_step)
     try:
-        guard = NonfiniteGuard(
-            job, console, progress, path=Path(start.path), run=opened.directory if opened is not None else None
-        )
         step, ending = run_steps(job, actions.in_order, guard, requests)
     finally:
         console.stop_progress()
@@ -163,7 +162,14 @@ class Actions:
         return [*([self.log] if self.log else []), self.check, self.evaluate, self.save]
 
     def close(self) -> None:
-        """Bring TensorBoard's events to their files: the steps of the last checkpoint are not trained again."""
+        """Let a save that is under way end, whatever has ended the training; bring TensorBoard's events to their files.
+
+        The steps of the last checkpoint are not trained again.
+        """
+        if self.writer is not None:
+            activity.note(Doing.SAVE, self.writer.last_step, takes_long=True)
+            with contextlib.suppress(RingtrainError):  # what ended the training is what the user has to know
+                self.writer.wait()
         if self.records is not None:
             self.records.close()
 

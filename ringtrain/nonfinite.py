@@ -142,7 +142,8 @@ def describe_findings(step: int, ranks: Sequence[Finding]) -> str:
         for rank, finding in enumerate(ranks)
         if finding.samples or isinstance(finding.loss, str)
     ]
-    who = " and ".join(_first(culprits)) or "no rank's loss, so only in a gradient (an overflow in the backward pass)"
+    who = " and ".join(_first(culprits))
+    seen = f"seen in the loss of {who}" if who else "every rank's loss is finite, so it came up in the backward pass"
     losses = ", ".join(_first([_in_words(finding.loss) for finding in ranks]))
     with_gradients = [(rank, finding) for rank, finding in enumerate(ranks) if finding.gradients]
     gradient = "No rank's own gradient was not finite, only the sum of all."
@@ -150,10 +151,7 @@ def describe_findings(step: int, ranks: Sequence[Finding]) -> str:
         rank, finding = with_gradients[0]
         others = f" and of {len(finding.gradients) - 1} more" if len(finding.gradients) > 1 else ""
         gradient = f"At rank {rank} the gradient of {finding.gradients[0]}{others} was not finite."
-    return (
-        f"step {step}: loss or gradient is not finite; seen in the loss of {who}. Mean losses from rank 0 on: "
-        f"{losses}. {gradient}"
-    )
+    return f"step {step}: loss or gradient is not finite; {seen}. Mean losses from rank 0 on: {losses}. {gradient}"
 
 
 def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:

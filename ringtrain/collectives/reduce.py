@@ -100,7 +100,9 @@ class GradientReduction:
         rows = merge_rows(gradient)
         values = self.collective.gather(self._compress(rows.values), name=f"{name}/values")
         indices = self.collective.gather(rows.indices, name=f"{name}/indices")
-        return merge_rows(tf.IndexedSlices(_cast(values, gradient.dtype), indices, gradient.dense_shape))
+        # A GPU adds the rows of one index in any order, so that the ranks' sums would differ in their last bits.
+        with tf.device("CPU:0"):
+            return merge_rows(tf.IndexedSlices(_cast(values, gradient.dtype), indices, gradient.dense_shape))
 
     def _compress(self, tensor: tf.Tensor) -> tf.Tensor:
         return _cast(tensor, "float16") if self.compression == "fp16" and tensor.dtype.is_floating else tensor

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
+from ringtrain import activity
 from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -159,7 +160,10 @@ def from_generator(
 
     def open_pass(rank: int, size: int, number: int, skip: int) -> Iterator[tuple[Any, Any]]:
         del number
-        return itertools.islice(generate(rank, size), skip, None)
+        batches = iter(generate(rank, size))
+        for _ in itertools.islice(batches, skip):
+            activity.move()  # a replay may take long
+        return batches
 
     return Feed(open_pass, steps_per_epoch)
 

@@ -172,7 +172,9 @@ def judge_mpi(facts: Facts) -> Finding:
         return Finding(subject="MPI", verdict="ok", text="not used: Horovod has Gloo alone")
     finding = _judge_package(stack, "mpi4py", "mpi4py", remedy="pip install 'mpi4py>=4,<5', with Horovod's MPI in PATH")
     if finding.verdict == "broken":
-        return Finding(subject="MPI", verdict="broken", text=f"mpi4py {finding.text}", remedy=finding.remedy)
+        goes_on = facts.launcher == "horovodrun --gloo" and "gloo" in stack.horovod_parts  # which needs no MPI
+        verdict: Verdict = "warning" if goes_on else "broken"
+        return Finding(subject="MPI", verdict=verdict, text=f"mpi4py {finding.text}", remedy=finding.remedy)
     mine, theirs = stack.horovod_mpi, stack.mpi4py_mpi
     library, mpirun = stack.mpi_library or "an unknown MPI", facts.launchers.mpirun_version
     if mine and theirs and not set(theirs) <= set(mine):
@@ -326,7 +328,8 @@ def broken_probe(name: str, why: str) -> Finding:
 
 def can_join(facts: Facts) -> bool:
     """Whether this process can talk to other ranks at all."""
-    needed = ["tensorflow", "horovod", *(["mpi4py"] if "mpi" in facts.stack.horovod_parts else [])]
+    uses_mpi = "mpi" in facts.stack.horovod_parts and facts.launcher != "horovodrun --gloo"
+    needed = ["tensorflow", "horovod", *(["mpi4py"] if uses_mpi else [])]
     return not set(needed) & set(facts.stack.failures)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringtrain import activity
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.guard.ranks import group_ranks, name_ranks
@@ -71,7 +72,8 @@ class ReplicaGuard:
         import tensorflow as tf
 
         mine = np.array(hashes, np.uint64).view(np.int64)
-        return self._collective.gather(tf.constant(mine[np.newaxis]), name=name).numpy()
+        with activity.meeting():
+            return self._collective.gather(tf.constant(mine[np.newaxis]), name=name).numpy()
 
 
 def hash_bits(array: np.ndarray) -> int:

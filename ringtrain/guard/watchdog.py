@@ -91,7 +91,6 @@ class Watchdog:
         if world.is_first:
             listener, addresses = listen(world)
             mine |= {"addresses": addresses, "port": listener.getsockname()[1], "token": draw_token()}
-        self._looks.leave_out(list_threads() - self._threads_before)
         ranks = gather_objects(collective, mine, name="watchdog")
         first = ranks[0]
 
@@ -107,6 +106,13 @@ class Watchdog:
 
         self._to_do.append(connect)
         self._star.wake()
+
+    def leave_out_new_threads(self) -> None:
+        """Do not count as computing what the threads do that have begun since ``start``: Horovod's and MPI's.
+
+        TensorFlow's begin with its first operation: call it before that.
+        """
+        self._looks.leave_out(list_threads() - self._threads_before)
 
     def write_by(self, *, write_end: Report, warn: Callable[[str], None] | None) -> None:
         """How this rank writes the ``end`` record where it judges, and a warning: as before where it is None."""
@@ -205,7 +211,8 @@ class Watchdog:
     def _tell(self) -> None:
         """Tell the others, and the process outside, that this rank is there, and what it does."""
         mine = self._my_state
-        self._looks.look()
+        if self._world.size > 1:
+            self._looks.look()
         looks = self._looks_at[self._world.rank] = (self._looks.times, self._looks.times_runnable)
         self._star.send({**mine.to_message(), "looks": looks})
         if self._outside is not None:

@@ -103,9 +103,21 @@ def test_ranks_that_are_all_stopped_for_a_while_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_long_start_and_long_saves_are_no_hang(tmp_path: Path) -> None:
+    seconds = str(2 * TIMEOUT)
+    env = {"RINGTRAIN_TEST_START_SECONDS": seconds, "RINGTRAIN_TEST_STARTED": str(tmp_path / "started")}
+    flags = (*WATCHED, "--steps", "30")
+    flags = tuple(flag for flag in flags if flag not in ("--epochs", "1000"))
+    with running(tmp_path / "run", *flags, np=2, env=env | {"RINGTRAIN_TEST_SAVE_SECONDS": seconds}) as run:
+        assert run.wait(180) == 0, run.text()
+    assert "has moved" not in run.text()
+    assert [event["exit_code"] for event in events(run.out, "end")] == [0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_wakes_up_after_the_others_have_left_writes_nothing_and_goes(rank: int, tmp_path: Path) -> None:
-    """Its launcher is killed, so that nobody else ends it."""
+    """Its launcher is stopped, so that nobody else ends it."""
     with running(tmp_path / "run", *WATCHED, np=2, env=SLOW_STEP) as run:
         run.wait_for_step(MOVING)
         pid, other = run.rank_pid(rank), run.rank_pid(1 - rank)

@@ -135,6 +135,9 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     "mpi4py for another MPI": (
         {"failures": {"mpi4py": "libmpi.so.12: cannot open"}}, "MPI", "broken", "libmpi.so.12", "pip install 'mpi4py"
     ),
+    "no mpi4py under Gloo": (
+        {**RANKS, "launcher": "horovodrun --gloo", "versions": without("mpi4py")}, "MPI", "warning", "mpi4py", "pip"
+    ),
     "two MPI libraries": (
         {"mpi4py_mpi": ("/opt/libmpi.so.12",), "mpi_library": "MPICH 4.0.2"},
         "MPI", "broken", f"Horovod loads {LIBMPI}, but mpi4py /opt/libmpi.so.12", "unset MPI4PY_LIBMPI",

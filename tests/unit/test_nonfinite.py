@@ -27,7 +27,7 @@ def test_rank_host_device_samples_losses_and_the_first_gradient_are_told() -> No
 
 def test_an_overflow_in_the_sum_alone_is_told_as_such() -> None:
     text = describe_findings(7, [finding(), finding()])
-    assert "no rank's loss" in text
+    assert "every rank's loss is finite" in text
     assert text.endswith("No rank's own gradient was not finite, only the sum of all.")
 
 

@@ -42,6 +42,13 @@ def launch_of(item: pytest.Item) -> Launch | None:
     return launch if isinstance(launch, Launch) else None
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the last world's ranks when its tests are done: waiting, they take half a core from those that follow."""
+    if nextitem is not None and launch_of(item) is not None and launch_of(nextitem) is None:
+        for group in _living:
+            group.close()
+
+
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> Iterator[Group]:
     """The ranks of a world (see `tests.world.group.on_ranks`)."""

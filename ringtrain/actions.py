@@ -227,7 +227,7 @@ class CheckReplicas:
         """Check unless no checks are wanted; once for a step."""
         del batch, report
         if self._job.config.check_replicas_every:
-            activity.note(Doing.CHECK, step, takes_long=True)
+            activity.note(Doing.CHECK, step)
             self._guard.check(step)
 
 

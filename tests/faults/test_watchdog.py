@@ -17,7 +17,8 @@ from tests.world.running import Run, events, last_step, running
 TIMEOUT = 4
 WATCHED = ("--hang_timeout", str(TIMEOUT), "--epochs", "1000", "--checkpoint_every", "20", "--eval_every_epochs", "0")
 HANG_STEP = 30  # see tests/world/workloads/lasting.py
-MOVING = 20  # the first step's longer limit is past, on every rank and for all others to know
+# Past the first step, whose longer limit all ranks have forgotten by then, and no step of a save, which may take long.
+MOVING = 23
 SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}
 # From the last movement to the end: the watchdog's own ticks, last words, and the launcher that ends the others.
 ANSWER_SECONDS = TIMEOUT + 15

@@ -89,6 +89,7 @@ def test_a_rank_that_holds_pythons_lock_is_named_and_its_stacks_are_seen(rank: i
     assert "lasting.py" in run.text()
 
 
+@pytest.mark.slow
 def test_ranks_that_are_all_stopped_for_a_while_go_on(tmp_path: Path) -> None:
     with running(tmp_path / "run", *WATCHED, np=2, env=SLOW_STEP) as run:
         run.wait_for_step(MOVING)

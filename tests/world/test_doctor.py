@@ -122,7 +122,7 @@ def test_tiny_dev_shm() -> None:
     assert_told(finished, "/dev/shm", "warning", "1 MiB, 1 MiB of it free", "--shm-size=1g")
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow)])
 def test_two_ranks_make_one_table(run_ringtrain: RunRingtrain, launcher: str) -> None:
     finished = run_ringtrain(["doctor"], launcher=launcher, env=WITHOUT_GPUS | {"TF_CPP_MIN_LOG_LEVEL": "2"})
     assert finished.rc == 0, finished.stdout + finished.stderr
@@ -162,6 +162,7 @@ def start_doctor(*pythons: Path | str) -> Finished:
     return finished
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_join_ends_the_look_of_all(tmp_path: Path) -> None:
     """Rank 1's interpreter has no Horovod; rank 0, which waits for it, still shows its table."""
     python, _ = make_environment(tmp_path / "env", without="horovod*")

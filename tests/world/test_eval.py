@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.world.conftest import RunRingtrain
 from tests.world.processes import Finished
 from tests.world.running import WORKLOAD, events, running
@@ -36,6 +38,7 @@ def shown(finished: Finished) -> tuple[int, float, int]:
     return int(found[1]), float(found[2]), int(found[3])
 
 
+@pytest.mark.slow
 def test_training_stops_once_evaluations_get_no_better(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = [*LASTING, "--out", out, "--eval_every", "2", "--stop_after", "3"]

@@ -20,7 +20,7 @@ def test_two_ranks_train_it_as_one_does(run_ringtrain: RunRingtrain) -> None:
     assert "the world sizes train the same" in finished.stdout
 
 
-@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)])
 def test_its_losses_metrics_and_summaries_are_shown_and_its_frozen_part_stays(
     run_ringtrain: RunRingtrain, tmp_path: Path, precision: str
 ) -> None:

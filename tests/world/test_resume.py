@@ -118,6 +118,7 @@ def test_other_settings_are_refused_with_both_values(undisturbed: Path) -> None:
     assert "--resume never" in message
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", env=SLOW_STEP) as run:

@@ -23,6 +23,7 @@ def test_a_script_trains_on_all_ranks_and_gets_the_result(run_ringtrain: RunRing
     assert again.stdout.count("<None>") == 2, again.stdout + again.stderr
 
 
+@pytest.mark.slow
 def test_the_run_of_a_script_can_be_evaluated_by_the_command(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """Its configuration names the class: here it has nothing to evaluate on, and that is the answer."""
     assert run_ringtrain(["none", tmp_path / "run"], python=SCRIPT).rc == 0

@@ -72,6 +72,7 @@ def test_a_stop_file_stops_the_run_once(reference: Path, tmp_path: Path) -> None
     assert_went_on(out, reference)
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_where_its_grace_allows(reference: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", env=SLOW_STEP) as run:
@@ -111,6 +112,7 @@ def test_a_signal_during_a_save_waits_for_it(reference: Path, tmp_path: Path) ->
     assert_went_on(out, reference)
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_leaves_it_to_the_next_start(reference: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     env = SLOW_STEP | {"RINGTRAIN_TEST_STOP_IN_EVALUATION": "1"}

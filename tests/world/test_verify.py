@@ -51,6 +51,7 @@ def test_one_two_and_three_ranks_train_digits_alike(run_ringtrain: RunRingtrain,
     assert len(re.findall(r": \w+ +ok\b", finished.stdout)) == 2 * 2 * 6  # sizes, precisions, comparisons
 
 
+@pytest.mark.slow
 def test_verify_fails_with_exit_code_5_where_a_users_workload_is_wrong(run_ringtrain: RunRingtrain) -> None:
     workload = f"{WORKLOADS / 'wrong_by_rank.py'}:WrongByRank"
     finished = run_ringtrain(["verify", "--workload", workload, "--world_sizes", "1,2", "--steps", "3"], timeout=120)

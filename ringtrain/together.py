@@ -77,7 +77,6 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
     config = prepared.config
     with watched(config, world) as watchdog:
         collective = connect(config.backend, world)
-        watchdog.leave_out_new_threads()
         try:
             require_same_start(collective, config, prepared.workload, command=command, environ=os.environ)
             watchdog.meet(collective)

@@ -91,6 +91,7 @@ class Watchdog:
         if world.is_first:
             listener, addresses = listen(world)
             mine |= {"addresses": addresses, "port": listener.getsockname()[1], "token": draw_token()}
+        self._looks.leave_out(list_threads() - self._threads_before)
         ranks = gather_objects(collective, mine, name="watchdog")
         first = ranks[0]
 
@@ -106,13 +107,6 @@ class Watchdog:
 
         self._to_do.append(connect)
         self._star.wake()
-
-    def leave_out_new_threads(self) -> None:
-        """Do not count as computing what the threads do that have begun since ``start``: Horovod's and MPI's.
-
-        TensorFlow's begin with its first operation: call it before that.
-        """
-        self._looks.leave_out(list_threads() - self._threads_before)
 
     def write_by(self, *, write_end: Report, warn: Callable[[str], None] | None) -> None:
         """How this rank writes the ``end`` record where it judges, and a warning: as before where it is None."""

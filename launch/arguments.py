@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import NoReturn
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, TypeVar
 
 from ringtrain.errors import UsageError
+
+Command = TypeVar("Command")
+
+
+def find_command(name: str, commands: Mapping[str, Command], *, of: str = "") -> Command:
+    """A command by its name; ``of`` is the command that it belongs to.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, n=1)
+        meant = f"Did you mean {near[0]!r}? " if near else ""
+        raise UsageError(f"there is no command {of}{name!r}. {meant}Commands: {', '.join(commands)}.")
+    return commands[name]
 
 
 class Parser(argparse.ArgumentParser):

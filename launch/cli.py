@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 
+from launch.arguments import find_command
 from ringtrain.errors import RingtrainError, UsageError
 
 HELP = """\
@@ -29,23 +29,10 @@ def main(argv: Sequence[str]) -> int:
         if not argv or argv[0] in ("-h", "--help"):
             print(HELP, end="")
             return 0 if argv else UsageError.exit_code
-        return find_command(argv[0])(argv[1:])
+        return find_command(argv[0], COMMANDS)(argv[1:])
     except RingtrainError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return error.exit_code
-
-
-def find_command(name: str) -> Callable[[Sequence[str]], int]:
-    """A command by its name.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        meant = f"Did you mean {near[0]!r}? " if near else ""
-        raise UsageError(f"there is no command {name!r}. {meant}Commands: {', '.join(COMMANDS)}.")
-    return COMMANDS[name]
 
 
 def local(arguments: Sequence[str]) -> int:

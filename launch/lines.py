@@ -6,6 +6,7 @@ import collections
 import contextlib
 import os
 import select
+import sys
 
 LONGEST_LINE_BYTES = 2**20  # what has no end by then is shown in pieces
 KEPT_LINES = 200  # a traceback through TensorFlow is long
@@ -38,6 +39,11 @@ class LabelledLines:
             self.last.extend(line.decode(errors="replace") for line in lines)
             if self._descriptor is not None:
                 write(self._descriptor, b"".join(self._label + line + b"\n" for line in lines))
+
+
+def say(*lines: str) -> None:
+    """Tell the user, behind all that the ranks have said."""
+    write(sys.stderr.fileno(), "".join(f"launch: {line}\n" for line in lines).encode(errors="surrogateescape"))
 
 
 def write(descriptor: int, data: bytes) -> None:

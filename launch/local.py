@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.arguments import Parser
 from launch.family import run_guarded
 from launch.group import Group
-from launch.lines import write
+from launch.lines import say
 from launch.plan import Controller, plan_group, plan_restart
 from launch.requests import Requests
 from launch.verdict import Attempt, decide, explain
@@ -111,7 +111,7 @@ def supervise(
         attempt = start(command, listener, num_ranks, requests, last_step=last_step)
         run, last_step = attempt.run or run, attempt.last_step
         decision = decide(attempt, num_restarts=num_restarts, max_restarts=max_restarts)
-        say([*explain(attempt), *([decision.reason] if decision.reason else [])])
+        say(*explain(attempt), *([decision.reason] if decision.reason else []))
         if not decision.restarts:
             return attempt.exit_code
         num_restarts += 1
@@ -135,8 +135,3 @@ def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requ
         signals=tuple(requests.signals),
         is_cut_short=requests.is_end_wanted,
     )
-
-
-def say(lines: Sequence[str]) -> None:
-    """Tell the user, after all that the ranks have said."""
-    write(sys.stderr.fileno(), "".join(f"launch: {line}\n" for line in lines).encode())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-import sys
 
 from launch.family import FORWARDED, is_ignored
-from launch.lines import write
+from launch.lines import say
 
 
 class Requests:
@@ -29,5 +28,5 @@ class Requests:
         # A terminal that is closed is no reason to lose anything.
         wanted = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         again = "; Ctrl-C once more ends them at once" if number == signal.SIGINT else ""
-        write(sys.stderr.fileno(), f"launch: {signal.Signals(number).name}: the ranks save and leave{again}\n".encode())
+        say(f"{signal.Signals(number).name}: the ranks save and leave{again}")
         self.signals.append(wanted)

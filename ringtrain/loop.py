@@ -94,7 +94,7 @@ def train(
     requests.start_training(actions.announce)
     console.start_progress(job.total_steps, job.first_step)
     try:
-        step, ending = run_steps(job, actions.in_order, guard, requests)
+        step, ending = run_steps(job, actions.in_order, guard, progress, requests)
     finally:
         console.stop_progress()
         actions.close()
@@ -235,6 +235,7 @@ def run_steps(
     job: Job,
     actions: Sequence[Action],
     guard: NonfiniteGuard,
+    progress: Progress,
     requests: StopRequests | None = None,
 ) -> tuple[int, Ending]:
     """Train all steps, and act after those after which something is due.
@@ -252,8 +253,7 @@ def run_steps(
     step = job.first_step
     activity.note(Doing.DATA, step + 1, takes_long=True)
     batches.begin()
-    ending = catch_up(job, actions, guard.progress)
-    activity.note(Doing.DATA, step + 1, takes_long=True)
+    ending = catch_up(job, actions, progress)
     for step, batch in enumerate(batches if ending is None else (), start=job.first_step + 1):
         activity.note(Doing.STEP, step, takes_long=step == job.first_step + 1)
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
@@ -265,7 +265,7 @@ def run_steps(
         in_flight.append(Trained(step, batch, returned, is_last))
         pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
         while len(in_flight) > (0 if pauses or ending else steps_ahead):
-            ending = settle(job, actions, guard, in_flight.popleft(), last_ending=ending) or ending
+            ending = settle(job, actions, guard, progress, in_flight.popleft(), last_ending=ending) or ending
         if ending is not None:
             break
         activity.note(Doing.DATA, step + 1)
@@ -288,6 +288,7 @@ def catch_up(job: Job, actions: Sequence[Action], progress: Progress) -> Ending 
     if not step or progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
         return None
     endings = [action.act(step) for action in actions if isinstance(action, Evaluate | Save)]
+    activity.note(Doing.DATA, step + 1, takes_long=True)
     return next((ending for ending in endings if ending), None)
 
 
@@ -295,6 +296,7 @@ def settle(
     job: Job,
     actions: Sequence[Action],
     guard: NonfiniteGuard,
+    progress: Progress,
     trained: Trained,
     *,
     last_ending: Ending | None,
@@ -303,7 +305,7 @@ def settle(
     step, batch, returned, is_last = trained
     guard.check(step, batch, returned)
     if job.batches.is_counted:
-        guard.progress.samples_seen += job.step.read(returned).samples
+        progress.samples_seen += job.step.read(returned).samples
     is_stopped = job.step.is_stop_wanted(returned) and not is_last
     ending = Ending.PREEMPTED if is_stopped else last_ending
     due = [action for action in actions if action.is_due(step, is_last=is_last)]

@@ -64,7 +64,7 @@ class NonfiniteGuard:
         run: RunDirectory | None = None,
     ) -> None:
         """``path`` is the run directory's, the same on every rank, or None; ``run`` the directory itself on rank 0."""
-        self.progress = progress
+        self._progress = progress
         self._job, self._console = job, console
         self._path, self._run, self._num_kept = path, run, 0
 
@@ -75,12 +75,12 @@ class NonfiniteGuard:
             DivergedError: on every rank, where the step changed nothing and the run is not to go on.
         """
         if self._job.step.is_updated(returned):
-            self.progress.skipped_in_a_row = 0
+            self._progress.skipped_in_a_row = 0
             return
         report = self._job.step.read(returned)
         if self._is_overflow(report):
             return  # the loss scale was too high; it has been halved, and that is how it finds its value
-        self.progress.skipped_in_a_row += 1
+        self._progress.skipped_in_a_row += 1
         message = self._explain(step, batch, report)
         if self._job.config.on_nonfinite == "stop":
             raise DivergedError(
@@ -88,7 +88,7 @@ class NonfiniteGuard:
                 "or --optimizer.warmup_epochs, look at the data, or go on with --on_nonfinite skip.",
                 reach="run",
             )
-        if self.progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+        if self._progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise DivergedError(f"{message} That is {MAX_SKIPPED_IN_A_ROW} skipped steps in a row.", reach="run")
         self._console.line(f"warning: {message} Skipped: nothing was updated by this step.")
 

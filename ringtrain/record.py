@@ -81,7 +81,8 @@ def record_run(workload: Workload, config: Config, collective: Collective, direc
             reach="run",
         )
     recorder = Recorder(collective)
-    run_steps(job, [recorder], NonfiniteGuard(job, Console(None, is_terminal=False), Progress()))
+    progress = Progress()
+    run_steps(job, [recorder], NonfiniteGuard(job, Console(None, is_terminal=False), progress), progress)
     evaluation = record_evaluation(job)
     replicas = gather_objects(collective, [digest(variable) for variable in job.step.variables], name="replicas")
     if collective.world.is_first:

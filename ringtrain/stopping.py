@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
-from ringtrain.errors import Cause
+from ringtrain.errors import Cause, PreemptedError
 from ringtrain.time_limit import TimeLimit
 
-EXIT_CODE = 75  # EX_TEMPFAIL: try again
+EXIT_CODE = PreemptedError.exit_code
 STOP_FILE = "stop"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_SECONDS = 1.0

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ringtrain.collectives import Collective
     from ringtrain.console import Console
     from ringtrain.loop import Result
-    from ringtrain.resume import Start
+    from ringtrain.resume import OpenedRun, Start
     from ringtrain.run_directory import RunDirectory
     from ringtrain.workloads.base import Workload
 
@@ -120,32 +120,19 @@ def train_together(
     prepared: Prepared, collective: Collective, requests: StopRequests, watchdog: Watchdog
 ) -> Result | None:
     """Train with the other ranks, from the start-up table to the last line; None where the run was complete already."""
-    from ringtrain.collectives import on_first
     from ringtrain.console import open_console
     from ringtrain.loop import train
-    from ringtrain.resume import OpenedRun, Start, open_run
 
-    world, config = collective.world, prepared.config
-    console = open_console(is_first=world.is_first)
+    console = open_console(is_first=collective.world.is_first)
     for line in describe_start(collective, prepared.plan, prepared.device):
         console.line(line)
-    opened: list[OpenedRun] = []  # on rank 0
-
-    def open_on_first() -> dict[str, Any]:
-        opened.append(open_run(config, say=console.line))
-        start = opened[0].start
-        tell_run(Path(start.path), step=start.step, is_complete=start.is_complete)
-        requests.watch_time(find_limits(config.max_hours, os.environ))
-        return dataclasses.asdict(opened[0].start)
-
-    activity.note(Doing.OPEN, takes_long=True)
-    start = Start(**on_first(collective, open_on_first, name="run_directory"))
-    run = opened[0].directory if opened else None
+    start, opened = open_together(prepared.config, collective, requests, console)
+    run = opened.directory if opened else None
     watchdog.write_by(
         write_end=functools.partial(write_end_at_hang, run, start),
         warn=functools.partial(write_warning, run, console) if run else None,
     )
-    with recording_end(run, start.is_complete, requests, world):
+    with recording_end(run, start.is_complete, requests, collective.world):
         if start.is_complete:
             console.line(
                 f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
@@ -153,16 +140,37 @@ def train_together(
             return None
         result = train(
             prepared.workload,
-            config,
+            prepared.config,
             collective,
             start=start,
-            opened=opened[0] if opened else None,
+            opened=opened,
             requests=requests,
             console=console,
             num_threads=prepared.plan.intra_op_threads,
         )
     console.line(describe_result(result, start.path))
     return result
+
+
+def open_together(
+    config: Config, collective: Collective, requests: StopRequests, console: Console
+) -> tuple[Start, OpenedRun | None]:
+    """Open the run directory on rank 0, and tell every rank where the run begins. Every rank must call it."""
+    from ringtrain.collectives import on_first
+    from ringtrain.resume import Start, open_run
+
+    opened: list[OpenedRun] = []  # on rank 0
+
+    def open_on_first() -> dict[str, Any]:
+        opened.append(open_run(config, say=console.line))
+        start = opened[0].start
+        tell_run(Path(start.path), step=start.step, is_complete=start.is_complete)
+        requests.watch_time(find_limits(config.max_hours, os.environ))
+        return dataclasses.asdict(start)
+
+    activity.note(Doing.OPEN, takes_long=True)
+    start = Start(**on_first(collective, open_on_first, name="run_directory"))
+    return start, opened[0] if opened else None
 
 
 def describe_result(result: Result, path: str) -> str:

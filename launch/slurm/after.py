@@ -7,11 +7,11 @@ import enum
 import os
 import re
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.lines import say
 from launch.slurm.controller import chain, describe_job, requeue
 from launch.slurm.output import FailedRank, find_failed_rank, read_output
 from ringtrain.errors import PreemptedError, UsageError
@@ -264,7 +264,3 @@ def forget(told: Path) -> None:
     with contextlib.suppress(OSError):
         clear(told)
         told.rmdir()
-
-
-def say(line: str) -> None:
-    print(f"launch: {line}", file=sys.stderr, flush=True)

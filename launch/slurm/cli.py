@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 import sys
@@ -10,7 +9,8 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launch.arguments import Parser
+from launch.arguments import Parser, find_command
+from launch.lines import say
 from launch.slurm.controller import submit as submit_script
 from launch.slurm.job import JobRequest, read_flag
 from launch.slurm.mpi import find_mpi
@@ -42,11 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP, end="")
         return 0 if arguments else UsageError.exit_code
     name, *rest = arguments
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        meant = f"Did you mean {near[0]!r}? " if near else ""
-        raise UsageError(f"there is no command slurm {name!r}. {meant}Commands: {', '.join(COMMANDS)}.")
-    return COMMANDS[name](rest)
+    return find_command(name, COMMANDS, of="slurm ")(rest)
 
 
 def render(arguments: Sequence[str]) -> int:
@@ -73,7 +69,7 @@ def submit(arguments: Sequence[str]) -> int:
     answer = submit_script(make_script(request))
     if not answer.is_good:
         raise UsageError(f"sbatch does not take the job: {answer.text}")
-    print("\n".join(describe_job(request, answer.text)))
+    print("\n".join(advise(request, answer.text)))
     return 0
 
 
@@ -172,7 +168,7 @@ def make_script(request: JobRequest) -> str:
     return render(request)
 
 
-def describe_job(request: JobRequest, number: str) -> list[str]:
+def advise(request: JobRequest, number: str) -> list[str]:
     """What to do with a job that has been submitted."""
     names = {"%x": request.job_name, "%j": number, "%%": "%"}
     output = shlex.quote(re.sub("%[xj%]", lambda sign: names[sign[0]], request.output))
@@ -189,10 +185,6 @@ def describe_job(request: JobRequest, number: str) -> list[str]:
         f"  save and start again:  scancel --signal=USR1 {number}",
         f"  end it in seconds:     scancel {number}",
     ]
-
-
-def say(line: str) -> None:
-    print(f"launch: {line}", file=sys.stderr, flush=True)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"render": render, "submit": submit, "after": after}

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from ringtrain.doctor.facts import AllReduce, Facts
 from ringtrain.doctor.judging import MIB, Finding, judge
-
-MAX_RANKS_NAMED = 8
+from ringtrain.guard.ranks import name_ranks
 
 
 def judge_ranks(ranks: Sequence[Facts], all_reduce: AllReduce | None) -> list[Finding]:
@@ -35,7 +34,7 @@ def judge_others(ranks: Sequence[Facts]) -> list[Finding]:
         Finding(
             subject=finding.subject,
             verdict=finding.verdict,
-            text=f"{name_ranks(facts)}: {finding.text}",
+            text=f"{name_ranks_of(facts, ranks)}: {finding.text}",
             remedy=finding.remedy,
         )
         for finding, facts in where.items()
@@ -54,7 +53,8 @@ def judge_versions(ranks: Sequence[Facts]) -> Finding:
         listed = ", ".join(version for version in first.values() if not version.startswith("no "))
         return Finding(subject="versions", verdict="ok", text=f"the same on all {len(ranks)} ranks: {listed}")
     text = "; ".join(
-        f"{name_ranks(facts)}: {version} (rank 0: {first[name]})" for (name, version), facts in differences.items()
+        f"{name_ranks_of(facts, ranks)}: {version} (rank 0: {first[name]})"
+        for (name, version), facts in differences.items()
     )
     # Ranks whose programs compute differently train apart unseen.
     is_broken = bool({"TensorFlow", "Keras", "Horovod"} & {name for name, _ in differences})
@@ -99,7 +99,7 @@ def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
             owners.setdefault((facts.node, gpu), []).append(facts)
     return [
         Finding(
-            subject="GPUs", verdict="broken", text=f"{name_ranks(facts)} have the same GPU {gpu}",
+            subject="GPUs", verdict="broken", text=f"{name_ranks_of(facts, ranks)} have the same GPU {gpu}",
             remedy="start fewer ranks on a node, or show each its own (srun --gpus-per-task=1)",
         )
         for (_, gpu), facts in owners.items()
@@ -145,10 +145,6 @@ def bus_bandwidth(payload_bytes: int, seconds: float, size: int) -> float:
     return payload_bytes / seconds * 2 * (size - 1) / size
 
 
-def name_ranks(ranks: Sequence[Facts]) -> str:
-    """Ranks and their hosts, such as ``rank 1 on b`` or ``ranks 2, 3 on c``; only the first where there are many."""
-    hosts = list(dict.fromkeys(facts.node for facts in ranks))
-    numbers = ", ".join(str(facts.rank) for facts in ranks[:MAX_RANKS_NAMED])
-    more = f" and {len(ranks) - MAX_RANKS_NAMED} more" if len(ranks) > MAX_RANKS_NAMED else ""
-    on = ", ".join(hosts[:MAX_RANKS_NAMED]) + (", ..." if len(hosts) > MAX_RANKS_NAMED else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}{more} on {on}"
+def name_ranks_of(facts: Sequence[Facts], ranks: Sequence[Facts]) -> str:
+    """Some ranks of the run in words, with their hosts."""
+    return name_ranks([one.rank for one in facts], [one.node for one in ranks])

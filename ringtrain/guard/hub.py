@@ -105,7 +105,7 @@ class Star:
             except OSError as error:
                 failure = error
                 continue
-            peer.send({"rank": self._rank, "proof": self._proof(self._rank)})
+            peer.send(_encode({"rank": self._rank, "proof": self._proof(self._rank)}))
             self._add_stranger(peer)
             return
         raise failure
@@ -129,11 +129,11 @@ class Star:
         self._drop_slow_strangers()
         return came
 
-    def send(self, message: Mapping[str, Any], *, to: int | None = None) -> None:
-        """Tell one peer, or all."""
-        for rank, peer in self._peers.items():
-            if to in (None, rank):
-                peer.send(message)
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Tell all peers."""
+        data = _encode(message)
+        for peer in self._peers.values():
+            peer.send(data)
 
     def close(self) -> None:
         """End all connections."""
@@ -189,7 +189,7 @@ class Star:
         peer.rank = rank
         self._peers[rank] = peer
         if self._rank == 0:
-            peer.send({"rank": 0, "proof": self._proof(0)})
+            peer.send(_encode({"rank": 0, "proof": self._proof(0)}))
         return True
 
     def _drop(self, peer: _Peer) -> None:
@@ -203,6 +203,10 @@ class Star:
     def _drop_slow_strangers(self) -> None:
         for peer in [peer for peer in self._strangers if time.monotonic() - peer.since > PROVE_SECONDS]:
             self._drop(peer)
+
+
+def _encode(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 class _Peer:
@@ -233,11 +237,11 @@ class _Peer:
             return None
         return messages if all(isinstance(message, dict) for message in messages) else None
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send without waiting. Of what a peer does not take, no more than one message is kept: news replace news."""
+    def send(self, data: bytes) -> None:
+        """Send a message without waiting. Of what a peer does not take, no more than one is kept: news replace news."""
         if not self._flush():
             return
-        self._unsent = json.dumps(message).encode() + b"\n"
+        self._unsent = data
         self._flush()
 
     def _flush(self) -> bool:

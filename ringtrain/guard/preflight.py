@@ -185,10 +185,11 @@ def describe_code(workload_class: type) -> dict[str, list[str]]:
         for path in sorted(package.rglob("*.py"))
     ]
     facts = {"ringtrain file": own}
-    for base in workload_class.__mro__:
-        file = _file_of(base)
-        if file is not None and package not in file.parents:
-            facts[f"{file.name} line"] = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    files = dict.fromkeys(file for base in workload_class.__mro__ if (file := _file_of(base)) is not None)
+    for file in files:
+        if package not in file.parents:
+            name = file.name if f"{file.name} line" not in facts else f"{file.parent.name}/{file.name}"
+            facts[f"{name} line"] = file.read_text(encoding="utf-8", errors="replace").splitlines()
     return facts
 
 

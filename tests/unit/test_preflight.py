@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ringtrain.config import Config, OptimizerConfig
 from ringtrain.data.sources import from_arrays
@@ -122,21 +123,44 @@ def test_of_the_environment_horovod_s_common_settings_are_compared_and_nothing_e
     assert changed(facts_of(config), facts_of(config, common)) == sorted(common)
 
 
-def test_versions_and_the_kind_of_the_device_are_told() -> None:
+def test_versions_are_told() -> None:
     facts = facts_of(Config())
     assert facts["Python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert facts["device"] == "cores" or "compute capability" in facts["device"]
     assert facts["numpy"] == np.__version__
     assert {"ringtrain", "tensorflow", "keras", "horovod", "mpi4py"} <= set(facts)
 
 
-def load_class(path: Path, source: str) -> type:
+def test_the_kind_of_the_device_is_cores_or_a_gpu_s_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made GPU: there need not be one here."""
+    details: dict[str, Any] = {"device_name": "NVIDIA H200", "compute_capability": (9, 0)}
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [])
+    assert facts_of(Config())["device"] == "cores"
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: ["GPU 0"])
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: details)
+    assert facts_of(Config())["device"] == "a GPU of compute capability 9.0"
+    details.clear()
+    assert facts_of(Config())["device"] == "a GPU of compute capability unknown"
+
+
+def test_two_files_of_the_user_s_of_one_name_are_both_compared(tmp_path: Path) -> None:
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+    source = "from ringtrain.workloads.base import Workload\n\nclass Own(Workload):\n    pass\n"
+    load_class(tmp_path / "a" / "models.py", source, name="first_models")
+    source = "from first_models import Own as First\n\nclass Own(First):\n    pass\n"
+    facts = describe_code(load_class(tmp_path / "b" / "models.py", source, name="second_models"))
+    lines = {name: value for name, value in facts.items() if name.endswith(" line")}
+    assert list(lines) == ["models.py line", "a/models.py line"]
+    assert lines["models.py line"] != lines["a/models.py line"]
+
+
+def load_class(path: Path, source: str, name: str | None = None) -> type:
     path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(name or path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module.Own
 

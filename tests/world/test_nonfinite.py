@@ -53,8 +53,10 @@ def run(collective: Collective, workload: Line, **settings: Any) -> str:
     config = Config(global_batch_size=NUM_SAMPLES, steps=20, **settings)
     job = create_job(workload, config, collective, num_threads=1)
     share_first_values(job.step.variables, collective)
+    progress = Progress()
+    guard = NonfiniteGuard(job, Console(None, is_terminal=False), progress)
     with pytest.raises(DivergedError) as caught:
-        run_steps(job, [], NonfiniteGuard(job, Console(None, is_terminal=False), Progress()))
+        run_steps(job, [], guard, progress)
     assert len(set(gather_objects(collective, str(caught.value), name="message"))) == 1
     return str(caught.value)
 

@@ -92,9 +92,10 @@ def flip_bit(variable: keras.Variable, bit: int = 0) -> None:
 
 def run(job: Job, *others: Any) -> int:
     """Train with checks; the steps done."""
-    save = Save(job=job, progress=Progress(), snapshot=None, writer=None, records=None)  # type: ignore[arg-type]
-    guard = NonfiniteGuard(job, Console(None, is_terminal=False), Progress())
-    step, _ = run_steps(job, [*others, CheckReplicas(job=job, save=save)], guard)
+    progress = Progress()
+    save = Save(job=job, progress=progress, snapshot=None, writer=None, records=None)  # type: ignore[arg-type]
+    guard = NonfiniteGuard(job, Console(None, is_terminal=False), progress)
+    step, _ = run_steps(job, [*others, CheckReplicas(job=job, save=save)], guard, progress)
     return step
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.cli import create_request_parser, describe_job
+from launch.slurm.cli import advise, create_request_parser
 from launch.slurm.job import JobRequest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,4 +41,4 @@ def test_the_messages_that_are_explained_are_ringtrain_s(message: str) -> None:
 
 def test_what_submit_says_is_shown() -> None:
     request = JobRequest(nodes=1, gpus_per_node=4, flags=("--out", "runs/resnet"))
-    assert "\n".join(describe_job(request, "4711")) in README
+    assert "\n".join(advise(request, "4711")) in README

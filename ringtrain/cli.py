@@ -210,10 +210,24 @@ def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: Wor
         raise SystemExit(0)
     try:
         explicit = parser.parse_args(list(arguments), defaults=False).clone(with_meta=False).as_dict()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{find_config_file(arguments)} holds no text in UTF-8: {error}.", reach="run") from None
     except (ArgumentError, yaml.YAMLError) as error:
         raise UsageError(explain_parse_error(str(error), parser, arguments), reach="run") from None
     explicit.pop("config", None)
-    return {key: value for key, value in explicit.items() if value is not None}
+    for name in ("optimizer", "options"):
+        if explicit.get(name) is not None and not isinstance(explicit[name], Mapping):
+            raise UsageError(f"{name} is {explicit[name]!r}; it must be a mapping of settings.", reach="run")
+    return without_nothing(explicit)
+
+
+def without_nothing(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those whose value is None: what a file leaves empty has its default."""
+    return {
+        key: without_nothing(value) if key == "optimizer" and isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if value is not None
+    }
 
 
 def create_parser(command: str, description: str) -> ArgumentParser:

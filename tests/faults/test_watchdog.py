@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.world.running import Run, events, last_step, running
+from tests.world.running import events, last_step, running
 
 TIMEOUT = 4
 WATCHED = ("--hang_timeout", str(TIMEOUT), "--epochs", "1000", "--checkpoint_every", "20", "--eval_every_epochs", "0")

@@ -120,6 +120,19 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
     return wanted
 
 
+def refuse_taken(output: Path) -> None:
+    """See that nothing will be overwritten.
+
+    Raises:
+        UsageError: something is there.
+    """
+    if output.exists() or output.is_symlink():
+        raise UsageError(
+            f"{str(output)!r} is there already, and is left as it is. Give another with --output, or remove it.",
+            reach="run",
+        )
+
+
 def read_config(path: Path) -> dict[str, Any] | None:
     """The configuration that a run directory keeps; None where it holds none.
 

@@ -269,11 +269,11 @@ def end_of(error: RingtrainError) -> dict[str, Any]:
 
 def evaluate_together(prepared: Prepared, collective: Collective, run: Path, which: str) -> None:
     """Evaluate a run's checkpoint with the other ranks, and print the result."""
-    from ringtrain.checkpoint import read_checkpoint
+    from ringtrain.checkpoint import find_checkpoint, read_checkpoint
     from ringtrain.collectives import on_first
     from ringtrain.console import open_console
     from ringtrain.job import create_job
-    from ringtrain.saving import find_checkpoint, restore
+    from ringtrain.saving import restore
     from ringtrain.variables import share_first_values
 
     job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)

@@ -62,7 +62,8 @@ x = np.load(sys.argv[3])
 if sys.argv[1] == "keras":
     outputs = keras.saving.load_model(sys.argv[2])(x, training=False)
 else:
-    outputs = tf.saved_model.load(sys.argv[2]).serve(x)
+    model = tf.saved_model.load(sys.argv[2])
+    outputs = model.serve(x)
 assert not [name for name in sys.modules if name.split(".")[0] == "ringtrain"]
 print(json.dumps(float(np.mean((np.asarray(outputs, np.float64) - x.sum(axis=1, keepdims=True)) ** 2))))
 """

@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def test_a_line_is_written_by_one_call() -> None:
     shown = Console(stream, is_terminal=False)
     shown.start_progress(10, 0)
     shown.line("step 1, loss = 2 [b]")
-    shown.progress(1, "nothing of this")
+    shown.progress(1, ["nothing of this"])
     shown.stop_progress()
     assert stream.writes == ["step 1, loss = 2 [b]\n"]
 
@@ -43,7 +44,7 @@ def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     shown = open_console(is_first=False)
     shown.start_progress(10, 0)
     shown.line("x")
-    shown.progress(1, "x")
+    shown.progress(1, ["x"])
     shown.stop_progress()
     output = capfd.readouterr()
     assert (output.out, output.err) == ("", "")
@@ -115,11 +116,11 @@ def test_a_launcher_that_is_gone_has_no_terminal() -> None:
 
 def test_on_a_terminal_there_is_a_progress_bar_and_lines_stand_above_it() -> None:
     outside, inside = pty.openpty()
-    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     stream: IO[str] = os.fdopen(inside, "w")
     shown = Console(stream, is_terminal=True)
-    shown.start_progress(10, 0)
-    shown.progress(5, "step 5, loss = 1")
+    shown.start_progress(10, 0, lambda: 4)
+    shown.progress(5, ["loss 1", "999 examples/s", "accuracy 0.5", *["more"] * 20])
     shown.line("eval loss = 2")
     shown.stop_progress()
     shown.line("done")
@@ -132,7 +133,9 @@ def test_on_a_terminal_there_is_a_progress_bar_and_lines_stand_above_it() -> Non
         pass
     os.close(outside)
     output = text.decode()
-    assert "step 5, loss = 1" in output
-    assert "5/10" in output
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", output)
+    assert "loss 1  999 examples/s  checkpoint: step 4  accuracy 0.5  more" in plain
+    assert "5/10" in plain
+    assert max(map(len, re.split(r"[\r\n]+", plain))) <= 80
     assert "eval loss = 2" in output
     assert output.rstrip().endswith("done")

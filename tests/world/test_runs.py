@@ -35,6 +35,8 @@ LINES = [
     STEP_LINE,
     rf"epoch {NUMBER}, step \d+: eval loss = {NUMBER}(, accuracy = {NUMBER})? \(\d+ samples\)",
     r"done.*; the run is in \S+",
+    r"  evaluate the best:  python -m ringtrain eval \S+",
+    r"  see its curves:     tensorboard --logdir \S+/tensorboard",
 ]
 
 
@@ -140,8 +142,9 @@ def test_beside_another_run_no_core_is_pinned_and_a_terminal_shows_progress(
     assert all(item.endswith("(shared by the ranks)") for item in cores)
     assert "6/6" in finished.stdout, "no progress bar"
     assert "\x1b[" in finished.stdout
-    assert re.search(rf"{STEP_LINE}", finished.stdout)
-    assert "done" in finished.stdout.splitlines()[-1]
+    assert re.search(rf"loss {NUMBER}  [\d,]+ examples/s", finished.stdout)
+    assert re.search(r"^done.*; the run is in ", finished.stdout, re.MULTILINE)
+    assert "tensorboard --logdir" in finished.stdout.splitlines()[-1]
     assert "<stdout>" not in finished.stdout
 
 

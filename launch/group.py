@@ -26,13 +26,17 @@ READ_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How a rank ended: by an exit code, or by a signal."""
+    """How a rank ended: by an exit code, or by a signal.
+
+    ``memory_limit`` says for want of which memory the kernel killed it, where it did.
+    """
 
     rank: int
     host: str
     pid: int
     exit_code: int | None
     signal: str | None
+    memory_limit: str | None = None
 
     @property
     def failed(self) -> bool:
@@ -168,8 +172,14 @@ class Group:
             for number in self._requests.signals[: self._num_signals_sent]:
                 send([told["pid"]], number)
             return
-        pid = self._pids.pop(rank)
-        end = RankEnd(rank=rank, host=self._hosts[rank], pid=pid, exit_code=told["exit_code"], signal=told["signal"])
+        end = RankEnd(
+            rank=rank,
+            host=self._hosts[rank],
+            pid=self._pids.pop(rank),
+            exit_code=told["exit_code"],
+            signal=told["signal"],
+            memory_limit=told["memory_limit"],
+        )
         self._ends.append(end)
 
     def _listen(self, descriptor: int, hear: Callable[[bytes], None]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.family import die_with_parent, name_signal
+from launch.memory import count_kills, find_limit
 from ringtrain.world import read_world
 
 STATUS_FIFO = "status"
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     # Those who listen signal the rank itself; what a launcher sends, to this process alone or to its whole group, is
     # passed on. A second SIGINT would end a rank without saving, so that one is not.
     pending: list[int] = []
+    kills = count_kills()
     for number in PASSED_ON:
         signal.signal(number, lambda number, frame: pending.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -60,7 +62,12 @@ def main(arguments: Sequence[str]) -> int:
         process.send_signal(early)
     tell(event="started", pid=process.pid, host=os.uname().nodename)
     code = process.wait()
-    tell(event="ended", exit_code=code if code >= 0 else None, signal=name_signal(-code) if code < 0 else None)
+    tell(
+        event="ended",
+        exit_code=code if code >= 0 else None,
+        signal=name_signal(-code) if code < 0 else None,
+        memory_limit=find_limit(kills, count_kills()) if code == -signal.SIGKILL else None,
+    )
     return code if code >= 0 else 128 - code
 
 

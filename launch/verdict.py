@@ -120,10 +120,11 @@ def explain(attempt: Attempt) -> list[str]:
         lines += describe_launcher(group)
     if first is not None and (first.signal or first.exit_code != PreemptedError.exit_code):
         lines.append(describe(first))
+        lines += [describe_memory(first.memory_limit)] if first.memory_limit else []
         lines += [f"  [{first.rank}] {line}" for line in last_words(group.last_errors[first.rank])]
-    message = next(iter((end.message or "").splitlines()), "") if end is not None else ""
-    if message and not any(message in line for line in lines):
-        lines.append(message)
+    message = (end.message or "").splitlines() if end is not None else []
+    if message and not any(message[0] in line for line in lines):
+        lines += message[:SHOWN_LINES]
     if group.not_ended:
         pids = ", ".join(map(str, group.not_ended))
         lines.append(f"processes {pids} could not be ended: they wait for a device or a file system")
@@ -145,6 +146,14 @@ def describe(end: RankEnd) -> str:
     """The first rank that failed, in one line."""
     how = f"was killed by {end.signal}" if end.signal else f"ended with exit code {end.exit_code}"
     return f"rank {end.rank} on {end.host} (pid {end.pid}) {how}, the first to end"
+
+
+def describe_memory(limit: str) -> str:
+    """Why the kernel killed a rank, and what helps, in one line."""
+    return (
+        f"the kernel killed it for want of memory ({limit}). What helps: a smaller --batch_size, fewer ranks on a "
+        "node, --cache none or node instead of memory, or more memory for the job"
+    )
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ringtrain.errors import UsageError
+from ringtrain.errors import RingtrainError, UsageError
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 # Of steps that are trained again after a checkpoint; a run's starts and ends stay.
 STEP_EVENTS = ("train", "eval", "checkpoint", "warning")
+
+
+class RunDirectoryError(RingtrainError):
+    """The run directory cannot be written any more."""
 
 
 class RunDirectory:
@@ -34,7 +40,9 @@ class RunDirectory:
         self.path, self.may_write = path, may_write
         self._on_close = on_close
         self._lock = threading.Lock()
-        self._metrics = (path / METRICS_FILE).open("a", encoding="utf-8")
+        self._is_cut_off = False
+        with self._explaining():
+            self._metrics = _open_metrics(path)
 
     @property
     def checkpoints(self) -> Path:
@@ -45,23 +53,39 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     def write_config(self, values: Mapping[str, Any]) -> None:
-        """Keep the configuration; ``--config`` reads it back."""
+        """Keep the configuration; ``--config`` reads it back.
+
+        Raises:
+            RunDirectoryError: it cannot be written.
+        """
         self.may_write()
-        temporary = self.path / f".{CONFIG_FILE}"
-        temporary.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
-        temporary.replace(self.path / CONFIG_FILE)
+        with self._explaining():
+            temporary = self.path / f".{CONFIG_FILE}"
+            temporary.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
+            temporary.replace(self.path / CONFIG_FILE)
 
     def write_event(self, event: str, **values: Any) -> None:
-        """Append one line to metrics.jsonl. JSON has no infinities or NaN: such numbers are written as strings."""
-        line = _line_of(event, values)
+        """Append one line to metrics.jsonl. JSON has no infinities or NaN: such numbers are written as strings.
+
+        Raises:
+            RunDirectoryError: it cannot be written, such as on a full disk.
+        """
+        line = _line_of(event, values).encode()
         with self._lock:
             self.may_write()
-            self._metrics.write(line)
-            self._metrics.flush()
+            self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        """Write a line; what a full disk leaves of one is a line of its own, which readers pass over."""
+        data = (b"\n" if self._is_cut_off else b"") + line
+        with self._explaining():
+            while data:
+                data = data[self._metrics.write(data) :]
+                self._is_cut_off = bool(data)
 
     def forget_after(self, step: int) -> None:
         """Remove from metrics.jsonl what is going to be trained again, and a line that was cut off."""
-        with self._lock:
+        with self._lock, self._explaining():
             self.may_write()
             self._metrics.close()
             path = self.path / METRICS_FILE
@@ -70,11 +94,27 @@ class RunDirectory:
             temporary = self.path / f".{METRICS_FILE}"
             temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             temporary.replace(path)
-            self._metrics = path.open("a", encoding="utf-8")
+            self._metrics = _open_metrics(self.path)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say of what cannot be written where it is, and what helps."""
+        try:
+            yield
+        except OSError as error:
+            raise RunDirectoryError(
+                f"the run directory {str(self.path)!r} cannot be written: {error.strerror}. Make room, or bring the "
+                "directory back, and start the same command again: it goes on from the newest checkpoint."
+            ) from error
 
     def close(self) -> None:
         self._metrics.close()
         self._on_close()
+
+
+def _open_metrics(path: Path) -> io.FileIO:
+    """Unbuffered, so that what could not be written once is not written later in the middle of something else."""
+    return io.FileIO(path / METRICS_FILE, "a")
 
 
 def append_event(path: Path, event: str, **values: Any) -> None:

@@ -20,6 +20,7 @@ from ringtrain.activity import Doing
 from ringtrain.config import Config
 from ringtrain.devices import DevicePlan, apply_plan, claim_cores, plan_devices, read_machine
 from ringtrain.errors import PreemptedError, RingtrainError, UsageError
+from ringtrain.guard.memory import explaining_memory
 from ringtrain.guard.watchdog import Watchdog
 from ringtrain.launched import tell_end, tell_run
 from ringtrain.startup import describe_start
@@ -139,16 +140,17 @@ def train_together(
                 f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
             )
             return None
-        result = train(
-            prepared.workload,
-            prepared.config,
-            collective,
-            start=start,
-            opened=opened,
-            requests=requests,
-            console=console,
-            num_threads=prepared.plan.intra_op_threads,
-        )
+        with explaining_memory(prepared.config):
+            result = train(
+                prepared.workload,
+                prepared.config,
+                collective,
+                start=start,
+                opened=opened,
+                requests=requests,
+                console=console,
+                num_threads=prepared.plan.intra_op_threads,
+            )
     for line in describe_result(result, start.path):
         console.line(line)
     return result
@@ -285,17 +287,17 @@ def evaluate_together(prepared: Prepared, collective: Collective, run: Path, whi
     from ringtrain.saving import restore
     from ringtrain.variables import share_first_values
 
-    job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
-
     def restore_on_first() -> int:
         checkpoint = read_checkpoint(find_checkpoint(run, which))
         restore(job, checkpoint)
         return checkpoint.step
 
-    activity.note(Doing.RESTORE, takes_long=True)
-    step = on_first(collective, restore_on_first, name="restore")
-    share_first_values(job.step.variables, collective)
-    report = job.evaluate()
+    with explaining_memory(prepared.config):
+        job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
+        activity.note(Doing.RESTORE, takes_long=True)
+        step = on_first(collective, restore_on_first, name="restore")
+        share_first_values(job.step.variables, collective)
+        report = job.evaluate()
     if report is None:
         raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.", reach="run")
     values = "".join(f", {name} = {value:.4f}" for name, value in report.metrics.items())

@@ -33,6 +33,7 @@ class Run:
         start: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
+        workload: str = f"{WORKLOAD}:Lasting",
     ) -> None:
         """``start`` is the command up to ringtrain's flags; mpirun's, for ``np`` ranks, by default."""
         self.out = out
@@ -40,7 +41,7 @@ class Run:
         if start is None:
             mpirun = ["mpirun", "-np", str(np), "--oversubscribe", "--bind-to", "none"] if np > 1 else []
             start = [*mpirun, sys.executable, "-m", "ringtrain"]
-        command = [*start, "--workload", f"{WORKLOAD}:Lasting", "--out", str(out)]
+        command = [*start, "--workload", workload, "--out", str(out)]
         with self.log.open("ab") as log_file:
             self._process = MarkedProcess(
                 [*command, *flags], clean_environment(**(env or {})), stdout=log_file, stderr=subprocess.STDOUT

@@ -1,0 +1,58 @@
+"""A rank that runs out of memory: recognised among the errors of TensorFlow and Python, and explained."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from ringtrain import activity
+from ringtrain.config import Config
+from ringtrain.errors import RingtrainError
+
+# What TensorFlow's allocators, XLA and CUDA's driver say.
+SIGNS = re.compile(
+    r"OOM when allocating|[Oo]ut of memory|CUDA_ERROR_OUT_OF_MEMORY|[Ff]ailed to allocate (?:memory|request)"
+)
+ON_GPU = re.compile(r"device:GPU:|allocator GPU_|CUDA_ERROR|CUDNN_STATUS|[Ff]ailed to allocate request")
+REQUEST = re.compile(r"OOM when allocating tensor with shape\[[\d,]*\] and type \S+|[Oo]ut of memory[^\n.]{0,80}")
+
+
+class OutOfMemoryError(RingtrainError):
+    """A rank needs more memory than its GPU or its node has."""
+
+
+@contextlib.contextmanager
+def explaining_memory(config: Config) -> Iterator[None]:
+    """Give whatever says that there is no memory left the words of a user's error.
+
+    Raises:
+        OutOfMemoryError: in place of TensorFlow's and Python's own.
+    """
+    try:
+        yield
+    except Exception as error:
+        message = explain(error, config)
+        if message is None:
+            raise
+        raise OutOfMemoryError(message) from error
+
+
+def explain(error: Exception, config: Config) -> str | None:
+    """What ran out of memory and what helps; None where an error says something else."""
+    text = str(error)
+    is_ours = isinstance(error, RingtrainError)
+    if is_ours or not (isinstance(error, MemoryError) or SIGNS.search(text)):
+        return None
+    is_gpu = bool(ON_GPU.search(text))
+    request = REQUEST.search(text)
+    size = f"{config.batch_size or config.global_batch_size} samples"
+    size += " a rank and micro-batch" if config.batch_size else " in the global batch"
+    smaller = "a smaller --batch_size; --accumulate 2 or more, which trains the same batch in smaller pieces"
+    remedies = [smaller, "--precision mixed_bfloat16"]
+    if not is_gpu:
+        remedies = [smaller, "fewer ranks on a node", "--cache none or node instead of memory"]
+    return (
+        f"out of memory {'on the GPU' if is_gpu else 'on the host'} while it {activity.current()[0].words_of_one}, "
+        f"with {size}{f' ({request[0]})' if request else ''}. What helps: {'; '.join(remedies)}."
+    )

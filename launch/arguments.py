@@ -39,6 +39,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        """A wrong option, as one line that the user reads."""
         raise UsageError(f"{message}. See {self.prog} --help.")
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

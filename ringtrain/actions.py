@@ -62,6 +62,7 @@ class Records:
         self.events = EventFiles(run.tensorboard, first_step=first_step)
 
     def close(self) -> None:
+        """Bring TensorBoard's events to their files."""
         self.events.close()
 
 

@@ -46,10 +46,12 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
+        """The directory of the checkpoints (see ``ringtrain.checkpoint``)."""
         return self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:
+        """The directory of TensorBoard's event files."""
         return self.path / "tensorboard"
 
     def write_config(self, values: Mapping[str, Any]) -> None:
@@ -108,6 +110,7 @@ class RunDirectory:
             ) from error
 
     def close(self) -> None:
+        """Write no more, and let go of the directory."""
         self._metrics.close()
         self._on_close()
 

@@ -394,6 +394,7 @@ def set_precision(precision: Precision) -> None:
 
 
 def cast_all(tensors: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
+    """Tensors in one type."""
     return [tf.cast(tensor, dtype) for tensor in tensors]
 
 

@@ -40,6 +40,7 @@ class EventFiles:
         self._writer.flush()
 
     def close(self) -> None:
+        """Bring all events to their files, and write no more."""
         self._writer.close()
 
 

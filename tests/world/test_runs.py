@@ -143,7 +143,7 @@ def test_beside_another_run_no_core_is_pinned_and_a_terminal_shows_progress(
     assert "6/6" in finished.stdout, "no progress bar"
     assert "\x1b[" in finished.stdout
     assert re.search(rf"loss {NUMBER}  [\d,]+ examples/s", finished.stdout)
-    assert re.search(r"^done.*; the run is in ", finished.stdout, re.MULTILINE)
+    assert re.search(r"done.*; the run is in ", finished.stdout)
     assert "tensorboard --logdir" in finished.stdout.splitlines()[-1]
     assert "<stdout>" not in finished.stdout
 

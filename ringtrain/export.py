@@ -163,11 +163,12 @@ def take_name(written: Path, output: Path) -> None:
 def find_parts(serialized: Mapping[str, Any]) -> Parts:
     """What Keras' description of a model (``serialize_keras_object``) names that is not Keras' own."""
     named = list(_named_objects(serialized))
-    names = {item["registered_name"]: item for item in named if item.get("registered_name")}
-    functions = {item["config"] for item in named if item.get("registered_name") == "function"}
-    registered = sorted(name for name in names if ">" in name)
-    unregistered = sorted({name for name in names if ">" not in name and name != "function"} | functions)
-    return Parts(registered, unregistered, has_code=any(item["class_name"] == "__lambda__" for item in named))
+    own = [item for item in named if item.get("registered_name") and not (item["module"] or "").startswith("keras.")]
+    # A function has its name where an object has its settings.
+    names = {item["config"] if item["class_name"] == "function" else item["registered_name"] for item in own}
+    registered = {name for name in names if ">" in name}
+    has_code = any(item["class_name"] == "__lambda__" for item in named)
+    return Parts(sorted(registered), sorted(names - registered), has_code)
 
 
 def describe_loading(output: Path, form: Format, parts: Parts) -> list[str]:

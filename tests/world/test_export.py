@@ -123,15 +123,21 @@ def twice(x: keras.KerasTensor) -> keras.KerasTensor:
     return x + x
 
 
+@keras.saving.register_keras_serializable(package="tests")
+def thrice(x: keras.KerasTensor) -> keras.KerasTensor:
+    return x + x + x
+
+
 def test_what_a_model_needs_to_be_loaded_is_found() -> None:
     inner = keras.Sequential([keras.Input((2,)), Unknown(), keras.layers.Dense(2, activation=twice)])
-    model = keras.Sequential([keras.Input((2,)), Known(), inner])
+    model = keras.Sequential([keras.Input((2,)), Known(), keras.layers.Activation(thrice), inner])
     parts = find_parts(keras.saving.serialize_keras_object(model))
-    assert parts == (["tests>Known"], ["Unknown", "twice"], False)
+    assert parts == (["tests>Known", "tests>thrice"], ["Unknown", "twice"], False)
     lines = describe_loading(Path("model.keras"), "keras", parts)
     assert Known.__module__ in lines[1]
     assert "custom_objects={'Unknown': Unknown, 'twice': twice}" in lines[2]
-    plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, activation="relu")])
+    x = keras.Input((2,))
+    plain = keras.Model(x, keras.layers.Dense(2, activation="relu")(keras.ops.exp(x) * x))
     assert find_parts(keras.saving.serialize_keras_object(plain)) == ([], [], False)
 
 

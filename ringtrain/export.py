@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -52,7 +53,8 @@ def export(workload: Workload, config: Config, checkpoint_path: Path, output: Pa
     """
     checkpoint = read_checkpoint(checkpoint_path)
     model = rebuild_model(workload, config, checkpoint)
-    parts = find_parts(keras.saving.serialize_keras_object(model)) if form == "keras" else Parts([], [], False)
+    with explaining_keras(form):
+        parts = find_parts(keras.saving.serialize_keras_object(model)) if form == "keras" else Parts([], [], False)
     if parts.has_code:
         raise UsageError(
             f"the model of {config.workload!r} has a Lambda layer, whose Python code Keras will not load from a file. "
@@ -126,24 +128,35 @@ def write_model(model: keras.Model, output: Path, form: Format) -> None:
         raise UsageError(f"{str(output)!r} cannot be written: {error.strerror}. Give another with --output.") from error
     try:
         written = directory / ("model.keras" if form == "keras" else "model")
-        try:
+        with explaining_keras(form):
             if form == "keras":
                 model.save(written)
             else:
                 model.export(written, format="tf_saved_model", verbose=False)
-        except OSError:
-            raise
-        except Exception as error:  # whatever a layer of the user's may raise
-            other = "saved_model" if form == "keras" else "keras"
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise UsageError(
-                f"Keras cannot write this model as {form}: {reason} Mend the layer, or give --format {other}."
-            ) from error
         take_name(written, output)
     except OSError as error:
         raise RingtrainError(f"{str(output)!r} cannot be written: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def explaining_keras(form: Format) -> Iterator[None]:
+    """Give whatever a layer of the user's raises, when it is to be written, the words of a user's error.
+
+    Raises:
+        UsageError: in place of any error but those of the file system.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        other = "saved_model" if form == "keras" else "keras"
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UsageError(
+            f"Keras cannot write this model as {form}: {reason} Mend the layer, or give --format {other}."
+        ) from error
 
 
 def take_name(written: Path, output: Path) -> None:

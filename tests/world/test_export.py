@@ -9,7 +9,8 @@ from pathlib import Path
 import keras
 import pytest
 
-from ringtrain.export import describe_loading, find_parts
+from ringtrain.errors import UsageError
+from ringtrain.export import describe_loading, explaining_keras, find_parts
 from tests.world.conftest import RunRingtrain
 from tests.world.processes import clean_environment, run_command
 from tests.world.running import events
@@ -144,3 +145,18 @@ def test_what_a_model_needs_to_be_loaded_is_found() -> None:
 def test_code_in_a_model_is_found() -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(lambda x: x)])
     assert find_parts(keras.saving.serialize_keras_object(model)).has_code
+
+
+class Mute(keras.layers.Layer):
+    """Takes what Keras cannot write down, and does not say how it is made."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
+
+def test_a_model_that_keras_cannot_write_is_a_user_s_error() -> None:
+    model = keras.Sequential([keras.Input((2,)), Mute(object())])
+    with pytest.raises(UsageError, match=r"Keras cannot write this model as keras: .*--format saved_model"), \
+         explaining_keras("keras"):  # fmt: skip
+        keras.saving.serialize_keras_object(model)

@@ -178,7 +178,8 @@ class Actions:
             with contextlib.suppress(RingtrainError):  # what ended the training is what the user has to know
                 self.writer.wait()
         if self.records is not None:
-            self.records.close()
+            with contextlib.suppress(RingtrainError):  # a save has brought to the files what it needs
+                self.records.close()
 
     def announce(self, reason: str) -> None:
         """Tell the user, from any thread, that a request to stop was heard."""

@@ -25,6 +25,12 @@ STEP_EVENTS = ("train", "eval", "checkpoint", "warning")
 class RunDirectoryError(RingtrainError):
     """The run directory cannot be written any more."""
 
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"the run directory {str(path)!r} cannot be written: {reason}. Make room, or bring the directory back, and "
+            "start the same command again: it goes on from the newest checkpoint."
+        )
+
 
 class RunDirectory:
     """An open run directory: configuration and events of one run. Any thread may write events."""
@@ -104,10 +110,7 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            raise RunDirectoryError(
-                f"the run directory {str(self.path)!r} cannot be written: {error.strerror}. Make room, or bring the "
-                "directory back, and start the same command again: it goes on from the newest checkpoint."
-            ) from error
+            raise RunDirectoryError(self.path, error.strerror or str(error)) from error
 
     def close(self) -> None:
         """Write no more, and let go of the directory."""

@@ -60,9 +60,7 @@ class CheckpointWriter:
         try:
             self._write(checkpoint, as_step=True, as_best=False)
         except OSError as error:
-            raise RingtrainError(
-                f"{self._explain(checkpoint, error)} Make room, and start the same command again."
-            ) from error
+            raise RingtrainError(f"{error} Make room, and start the same command again.") from error
         finally:
             self._executor.shutdown()
         return str(self._run.checkpoints)

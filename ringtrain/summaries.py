@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import tensorflow as tf
 
+from ringtrain.run_directory import RunDirectoryError
 from ringtrain.workloads.base import Histogram, Images
 
 MAX_IMAGES = 8
 
 
 class EventFiles:
-    """What TensorBoard shows of a run."""
+    """What TensorBoard shows of a run.
+
+    Each method raises RunDirectoryError where the files cannot be written.
+    """
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
         """Go on after ``first_step``: what is there of later steps is removed, since they are trained again."""
-        forget_after(directory, first_step)
-        self._writer = tf.summary.create_file_writer(str(directory))
+        self._directory = directory
+        with self._explaining():
+            forget_after(directory, first_step)
+            self._writer = tf.summary.create_file_writer(str(directory))
 
     def scalars(self, prefix: str, values: Mapping[str, float], *, step: int) -> None:
         """Write numbers under ``prefix/name``."""
-        with self._writer.as_default(step=step):
+        with self._explaining(), self._writer.as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(f"{prefix}/{name}", value)
 
     def show(self, values: Mapping[str, Images | Histogram], *, step: int) -> None:
         """Write a workload's images and histograms under their names."""
-        with self._writer.as_default(step=step):
+        with self._explaining(), self._writer.as_default(step=step):
             for name, value in values.items():
                 if isinstance(value, Images):
                     tf.summary.image(name, value.values, max_outputs=MAX_IMAGES)
@@ -37,11 +44,22 @@ class EventFiles:
 
     def flush(self) -> None:
         """Bring all to the files: before a checkpoint, whose steps are not trained again."""
-        self._writer.flush()
+        with self._explaining():
+            self._writer.flush()
 
     def close(self) -> None:
         """Bring all events to their files, and write no more."""
-        self._writer.close()
+        with self._explaining():
+            self._writer.close()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say of what cannot be written where it is; TensorFlow's own error names an operation."""
+        try:
+            yield
+        except (tf.errors.OpError, OSError) as error:
+            reason = getattr(error, "strerror", None) or str(getattr(error, "message", error)).splitlines()[0]
+            raise RunDirectoryError(self._directory, reason) from error
 
 
 def forget_after(directory: Path, step: int) -> None:

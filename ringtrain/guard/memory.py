@@ -10,12 +10,16 @@ from ringtrain import activity
 from ringtrain.config import Config
 from ringtrain.errors import RingtrainError
 
-# What TensorFlow's allocators, XLA and CUDA's driver say.
+# What TensorFlow's allocators, XLA, CUDA's driver, Python and NumPy say.
 SIGNS = re.compile(
     r"OOM when allocating|[Oo]ut of memory|CUDA_ERROR_OUT_OF_MEMORY|[Ff]ailed to allocate (?:memory|request)"
+    r"|MemoryError|Unable to allocate"
 )
 ON_GPU = re.compile(r"device:GPU:|allocator GPU_|CUDA_ERROR|CUDNN_STATUS|[Ff]ailed to allocate request")
-REQUEST = re.compile(r"OOM when allocating tensor with shape\[[\d,]*\] and type \S+|[Oo]ut of memory[^\n.]{0,80}")
+REQUEST = re.compile(
+    r"OOM when allocating tensor with shape\[[\d,]*\] and type \S+|[Oo]ut of memory[^\n.]{0,80}"
+    r"|Unable to allocate [^\n]*"
+)
 
 
 class OutOfMemoryError(RingtrainError):

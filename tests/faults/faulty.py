@@ -65,7 +65,7 @@ def act(values: np.ndarray, weights: list[Any] | None = None) -> np.ndarray:
         "exit": lambda: os._exit(EXIT_CODE),
         "sleep": lambda: hang("data"),
         "lock": lambda: hang("lock"),
-        "allocate": lambda: tf.zeros([2**50]),
+        "allocate": lambda: np.zeros(2**50),
         "pause": pause,
     }
     others.get(act_name, lambda: None)()

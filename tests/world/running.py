@@ -111,6 +111,11 @@ class Run:
         assert self._process.wait_until_gone(10), "processes live on after the launcher ended"
         return code
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the launcher lives."""
+        return self._process.popen.poll() is None
+
     def end(self) -> None:
         self._process.end()
 

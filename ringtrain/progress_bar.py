@@ -39,6 +39,11 @@ class ProgressBar(Progress):
         )
         self._task = self.add_task("", total=total_steps, completed=first_step)
 
+    def start(self) -> None:
+        """Show the bar and the cursor, which stays there where a launcher kills this process."""
+        super().start()
+        self.console.show_cursor(True)
+
     def show(self, step: int, values: list[str]) -> None:
         """Show the values of a step; where the line is full, the last ones are left out."""
         self._values = values

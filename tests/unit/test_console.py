@@ -7,10 +7,12 @@ import io
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 from typing import IO
 
@@ -57,6 +59,7 @@ def test_without_a_launcher_stdout_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert not open_console(is_first=True).is_terminal
 
 
+SHOW_CURSOR = b"\x1b[?25h"
 FIND = "import sys; sys.path.insert(0, {root!r}); from ringtrain.console import find_launcher; print(find_launcher())"
 
 CALL = """#!{python}
@@ -114,12 +117,21 @@ def test_a_launcher_that_is_gone_has_no_terminal() -> None:
     assert launcher_terminal(2**22 + 1) is None
 
 
+def read_until(descriptor: int, text: bytes) -> bytes:
+    """What a terminal is sent, up to this text; without it where it does not come in ten seconds."""
+    output, end = b"", time.monotonic() + 10
+    while text not in output and time.monotonic() < end and select.select([descriptor], [], [], 10)[0]:
+        output += os.read(descriptor, 4096)
+    return output
+
+
 def test_on_a_terminal_there_is_a_progress_bar_and_lines_stand_above_it() -> None:
     outside, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     stream: IO[str] = os.fdopen(inside, "w")
     shown = Console(stream, is_terminal=True)
     shown.start_progress(10, 0, lambda: 4)
+    assert SHOW_CURSOR in read_until(outside, SHOW_CURSOR), "it is gone for good where the process is killed"
     shown.progress(5, ["loss 1", "999 examples/s", "accuracy 0.5", *["more"] * 20])
     shown.line("eval loss = 2")
     shown.stop_progress()

@@ -14,6 +14,7 @@ from ringtrain.launched import EndTold
 
 ERROR_MARK = "ringtrain: "
 SHOWN_LINES = 5
+LOST_RANKS = "lostranks"  # of a rank whose collectives failed because another had ended
 # The same would happen again: wrong settings, damaged data, a loss that is not finite, replicas that differ.
 FINAL_CODES = {2, 3, 4, 5}
 
@@ -123,7 +124,8 @@ def explain(attempt: Attempt) -> list[str]:
         lines.append(describe(first))
         lines += [describe_memory(first.memory_limit)] if first.memory_limit else []
         lines += [f"  [{first.rank}] {line}" for line in last_words(group.last_errors[first.rank])]
-    message = (end.message or "").splitlines() if end is not None else []
+    is_consequence = first is not None and end is not None and end.status == LOST_RANKS
+    message = (end.message or "").splitlines() if end is not None and not is_consequence else []
     if message and not any(message[0] in line for line in lines):
         lines += message[:SHOWN_LINES]
     if group.not_ended:

@@ -20,6 +20,7 @@ from ringtrain.activity import Doing
 from ringtrain.config import Config
 from ringtrain.devices import DevicePlan, apply_plan, claim_cores, plan_devices, read_machine
 from ringtrain.errors import PreemptedError, RingtrainError, UsageError
+from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.guard.watchdog import Watchdog
 from ringtrain.launched import tell_end, tell_run
@@ -140,7 +141,7 @@ def train_together(
                 f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
             )
             return None
-        with explaining_memory(prepared.config):
+        with explaining_lost_ranks(), explaining_memory(prepared.config):
             result = train(
                 prepared.workload,
                 prepared.config,
@@ -292,7 +293,7 @@ def evaluate_together(prepared: Prepared, collective: Collective, run: Path, whi
         restore(job, checkpoint)
         return checkpoint.step
 
-    with explaining_memory(prepared.config):
+    with explaining_lost_ranks(), explaining_memory(prepared.config):
         job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
         activity.note(Doing.RESTORE, takes_long=True)
         step = on_first(collective, restore_on_first, name="restore")

@@ -1,4 +1,7 @@
-"""``--faults-table FILE`` writes what the tests of this directory found, as a table that README shows."""
+"""``--faults-table FILE`` writes what the tests of this directory found, for README's table.
+
+What the file holds of the same commit stays: parts may be run one after the other.
+"""
 
 from __future__ import annotations
 
@@ -37,27 +40,29 @@ class FaultsTable:
         self._cases: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        module, _, name = report.nodeid.partition("::")
+        module = report.nodeid.partition("::")[0]
         if "faults/" not in module or (report.when != "call" and report.passed):
             return
         properties = dict(report.user_properties)
         self._cases[report.nodeid] = {
             "kind": Path(module).stem,
-            "case": name,
             "held": report.passed,
             "answer_seconds": properties.get("answer_seconds"),
             "resumed": properties.get("resumed"),
         }
 
     def pytest_sessionfinish(self) -> None:
-        cases = list(self._cases.values())
+        former = json.loads(self._path.read_text()) if self._path.exists() else {}
+        kept = former.get("cases", {}) if former.get("commit") == commit() else {}
+        by_name = dict(sorted({**kept, **self._cases}.items()))
+        cases = list(by_name.values())
         kinds = {kind: summary([case for case in cases if case["kind"] == kind]) for kind in KINDS}
         result = {
             "command": "make test-faults",
             "commit": commit(),
             "kinds": {kind: {"what": KINDS[kind], **kinds[kind]} for kind in KINDS},
             "all": summary(cases),
-            "cases": cases,
+            "cases": by_name,
         }
         self._path.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.group import GroupEnd, RankEnd
-from launch.verdict import Attempt, decide, explain
+from launch.verdict import LOST_RANKS, SHOWN_LINES, Attempt, decide, explain
+from ringtrain.guard.lost import LostRanksError
 from ringtrain.launched import EndTold
+from ringtrain.together import end_of
 
 RUN = Path("/runs/digits")
 SAVED = EndTold(status="preempted", exit_code=75, message="stopped by SIGTERM: saved", stopped_by="signal")
@@ -163,9 +166,29 @@ def test_a_launcher_that_cannot_start_all_ranks_says_why() -> None:
     assert said == ["mpirun ended with exit code 213 before its ranks had ended", "its last lines:", "not enough slots"]
 
 
-def test_of_an_end_of_many_lines_the_first_is_shown() -> None:
-    ended = attempt(rank_end(1, 1), end=end_told("failed", 1, "OutOfMemoryError: no room\nDetected at node\n..."))
-    assert explain(ended)[-1] == "OutOfMemoryError: no room"
+def test_of_an_end_of_many_lines_the_first_few_are_shown() -> None:
+    """Such as the differences that the ranks found before the first step."""
+    lines = ["the ranks differ", *(f"  {number}" for number in range(9))]
+    ended = attempt(rank_end(1, 1), end=end_told("usage", 2, "\n".join(lines)))
+    assert explain(ended)[-SHOWN_LINES:] == lines[:SHOWN_LINES]
+
+
+def test_a_rank_that_lost_the_others_is_a_consequence_and_not_told_last() -> None:
+    message = "lost the other ranks"
+    ended = attempt(rank_end(0, None, "SIGKILL"), rank_end(1, 1), end=end_told(LOST_RANKS, 1, message))
+    assert explain(ended)[0] == "rank 0 on node7 (pid 100) was killed by SIGKILL, the first to end"
+    assert message not in "".join(explain(ended))
+    assert end_of(LostRanksError(message))["status"] == LOST_RANKS
+    assert explain(attempt(end=end_told(LOST_RANKS, 1, message)))[-1] == message
+
+
+def test_the_kernels_reason_is_told_with_what_helps() -> None:
+    end = replace(rank_end(1, None, "SIGKILL"), memory_limit="the limit of 2.5 GiB of its cgroup")
+    named, reason, *_ = explain(attempt(end))
+    assert named.endswith("was killed by SIGKILL, the first to end")
+    assert reason.startswith(
+        "the kernel killed it for want of memory (the limit of 2.5 GiB of its cgroup). What helps: a"
+    )
 
 
 def test_a_run_that_is_told_to_stop_before_it_listens_has_nothing_to_save() -> None:

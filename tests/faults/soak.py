@@ -57,6 +57,9 @@ def kill_in_save(run: Run, generator: random.Random) -> None:
 
 
 def stop_rank(run: Run, generator: random.Random) -> None:
+    """While it trains: before the first step a rank may take ten minutes, and so would the answer."""
+    first = events(run.out, "start")[-1]["first_step"]
+    wait_until(run, lambda: last_step(run.out) > first + 1)
     run.signal_rank(generator.randrange(2), signal.SIGSTOP)
 
 
@@ -144,17 +147,21 @@ def disturb(out: Path, flags: list[str], generator: random.Random) -> str:
     env = {"RINGTRAIN_TEST_STEP_SECONDS": str(STEP_SECONDS), "RINGTRAIN_TEST_SAVE_SECONDS": "0.1"}
     with running(out, *flags, start=STARTS[launcher], env=env, log=out.with_name("log")) as run:
         end = time.monotonic() + seconds
-        run.wait_for("a start", lambda: len(events(out, "start")) > num_starts, timeout=START_SECONDS)
-        first = events(out, "start")[-1]["first_step"]
-        run.wait_for("a step", lambda: last_step(out) > first or time.monotonic() > end, timeout=START_SECONDS)
-        while time.monotonic() < end and run.is_under_way:
-            time.sleep(0.2)
+        wait_until(run, lambda: len(events(out, "start")) > num_starts and time.monotonic() > end)
         if not run.is_under_way:
             return "none: it was at its end"
         FAULTS[fault](run, generator)
         if run.is_under_way:
             run.wait(END_SECONDS)
     return f"{fault} ({launcher})"
+
+
+def wait_until(run: Run, is_there: Callable[[], bool]) -> None:
+    """Wait for something, or for the end of the run."""
+    end = time.monotonic() + START_SECONDS
+    while run.is_under_way and not is_there():
+        assert time.monotonic() < end, run.text()
+        time.sleep(0.2)
 
 
 def commit() -> str:

@@ -157,6 +157,28 @@ def doctor_command(arguments: Sequence[str], world: World) -> int:
     return doctor(world)
 
 
+def report_command(arguments: Sequence[str], world: World) -> int:
+    """Write what happened in one run or several as one HTML file."""
+    if world.size > 1:
+        raise UsageError(
+            f"report is one process, but {world.launcher} started {world.size}. Use no launcher.", reach="run"
+        )
+    wanted = parse_arguments(create_report_parser(), arguments, world)
+    from ringtrain.report import REPORT_FILE, write_report
+
+    runs = wanted["runs"]
+    target = wanted.get("output", runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
+    try:
+        write_report(runs, target)
+    except OSError as error:
+        raise UsageError(
+            f"the report cannot be written to {str(target)!r}: {error.strerror}. Give another place with --output.",
+            reach="run",
+        ) from None
+    print(f"the report of {len(runs)} run{'s' if len(runs) > 1 else ''} is in {target}")
+    return 0
+
+
 def record_command(arguments: Sequence[str], world: World) -> int:
     """One process of a run of ``verify``."""
     parser = create_train_parser()
@@ -266,6 +288,18 @@ def create_convert_parser() -> ArgumentParser:
     return parser
 
 
+def create_report_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain report``."""
+    parser = create_parser(
+        "report", "Write what happened in runs as one HTML file, which needs no network: ringtrain report runs/digits"
+    )
+    parser.add_argument("runs", type=Path, nargs="+", help="directories of runs; several are compared")
+    parser.add_argument(
+        "--output", type=Path, help="the file to write (default: report.html in the run, or here of several runs)"
+    )
+    return parser
+
+
 def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
     """A parser's message as one line: the flag, its value and the rule, or the flag that may have been meant."""
     message = re.sub(r"Group '(\S+)' does not accept option '(\S+)'", r"Key '\1.\2'", message)
@@ -329,6 +363,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {
     "verify": verify_command,
     "convert": convert_command,
     "doctor": doctor_command,
+    "report": report_command,
 }
 # What the commands start themselves; not for the user.
 INTERNAL_COMMANDS = {"_record": record_command}

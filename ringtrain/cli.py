@@ -164,7 +164,8 @@ def report_command(arguments: Sequence[str], world: World) -> int:
             f"report is one process, but {world.launcher} started {world.size}. Use no launcher.", reach="run"
         )
     wanted = parse_arguments(create_report_parser(), arguments, world)
-    from ringtrain.report import REPORT_FILE, write_report
+    from ringtrain.report import write_report
+    from ringtrain.run_directory import REPORT_FILE
 
     runs = wanted["runs"]
     target = wanted.get("output", runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))

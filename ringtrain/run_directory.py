@@ -19,6 +19,7 @@ from ringtrain.errors import RingtrainError, UsageError
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
+REPORT_FILE = "report.html"
 # Of steps that are trained again after a checkpoint; a run's starts and ends stay.
 STEP_EVENTS = ("train", "eval", "checkpoint", "warning")
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from ringtrain.report.page import make_page
 from ringtrain.report.reading import read_run
 
-REPORT_FILE = "report.html"
-
 
 def write_report(runs: Sequence[Path], target: Path, *, may_write: Callable[[], None] = lambda: None) -> None:
     """Write the report of runs to a file, which is there whole or not at all.

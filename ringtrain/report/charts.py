@@ -72,7 +72,7 @@ def plan_charts(runs: Sequence[dict[str, Curve]]) -> list[Chart]:
     metrics = [name for name in names if name not in LOSSES | OTHERS | TIMES]
     charts = [
         Chart(title=known.title, unit=known.unit, curves=_kinds_of(name, runs), scale=_scale(name, known.scale, runs))
-        for name, known in (LOSSES | {name: _Known(name) for name in metrics} | OTHERS).items()
+        for name, known in (LOSSES | {name: _Known(_in_words(name)) for name in metrics} | OTHERS).items()
         if name in names
     ]
     if set(STEP_PARTS) & set(names):
@@ -113,11 +113,19 @@ def to_payload(curves: dict[str, Curve], marks: Iterable[Mark], *, names: Iterab
 
 def _mark_of(event: dict[str, Any], *, is_first: bool) -> Iterator[tuple[str, str]]:
     if event["event"] == "start" and not is_first:
-        yield "restart", f"started again with {event.get('size', '?')} ranks from step {event.get('first_step', '?')}"
+        size = event.get("size", "?")
+        ranks = f"{size} rank{'' if size == 1 else 's'}"
+        yield "restart", f"started again on {ranks} from step {event.get('first_step', '?')}"
     elif event["event"] == "warning":
         yield "warning", f"{event.get('message', 'a warning without a text')}"
     elif event["event"] == "end":
         yield ("end" if event.get("exit_code") in (0, 75) else "failure"), describe_end(event)
+
+
+def _in_words(name: str) -> str:
+    """A metric's name as a title."""
+    words = name.replace("_", " ")
+    return words[:1].upper() + words[1:]
 
 
 def _kinds_of(name: str, runs: Sequence[dict[str, Curve]]) -> dict[str, str]:
@@ -155,7 +163,10 @@ def _curve_payload(curve: Curve) -> dict[str, Any]:
         payload["elapsed"] = [round(float(value), 3) for value in curve.elapsed]
     if curve.is_thinned:
         payload |= {"low": _plain(curve.lows), "high": _plain(curve.highs)}
-    return payload | {"values": curve.num_values, "notFinite": curve.num_not_finite}
+    if curve.num_not_finite:
+        times = curve.elapsed_crosses
+        payload["crosses"] = {"step": _plain(curve.crosses), "elapsed": _plain(times) if times is not None else []}
+    return payload
 
 
 def _plain(values: Numbers) -> list[float | int | None]:

@@ -16,6 +16,7 @@ from ringtrain.report.charts import find_marks, plan_charts, to_payload
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, make_curves
 from ringtrain.report.tables import RunTable, compare_settings, describe_run, describe_settings, format_seconds
+from ringtrain.report.timing import PARTS
 
 TEMPLATE = Path(__file__).parent / "template"
 
@@ -96,6 +97,8 @@ def _render(
         differing=differing,
         same=same,
         settings=describe_settings(runs[0].settings),
+        kinds=[kind for kind in PARTS if any(part.kind == kind for table in tables for part in table.parts)],
+        part_names=PARTS,
         has_time=all("elapsed" in curve for run in payload["runs"] for curve in run["curves"].values()),
         data=markupsafe.Markup(embed_json(payload)),
         style=markupsafe.Markup(style),

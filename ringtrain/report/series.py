@@ -13,6 +13,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.float64]
 
 MAX_POINTS = 800  # of a curve; a chart is at most about as many pixels wide
+MAX_CROSSES = 50  # of a curve, that show where values were not finite
 NOT_CURVES = {"event", "step", "epoch", "samples_seen", "samples", "time", "seconds"}
 NOT_FINITE = {"nan", "inf", "-inf"}  # as a run directory writes what JSON has no numbers for
 
@@ -29,6 +30,7 @@ class Curve:
         elapsed: seconds from the run's first start to each point; None where the events have no times.
         num_values: values before thinning.
         num_not_finite: how many of them were not finite.
+        crosses: the steps of some of those; ``elapsed_crosses`` their times.
     """
 
     steps: Numbers
@@ -38,6 +40,8 @@ class Curve:
     highs: Numbers
     num_values: int
     num_not_finite: int
+    crosses: Numbers
+    elapsed_crosses: Numbers | None
 
     @property
     def is_thinned(self) -> bool:
@@ -90,6 +94,7 @@ def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points
         stretch = np.searchsorted(borders, steps, side="left")
         starts = np.flatnonzero(np.diff(stretch, prepend=-1))
     ends = np.append(starts[1:], len(values)) - 1
+    crosses = _some(np.flatnonzero(~is_finite), MAX_CROSSES)
     counts = np.add.reduceat(is_finite.astype(np.float64), starts)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.add.reduceat(np.where(is_finite, values, 0.0), starts) / counts
@@ -101,7 +106,16 @@ def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points
         highs=np.fmax.reduceat(finite, starts),
         num_values=len(values),
         num_not_finite=int(len(values) - is_finite.sum()),
+        crosses=steps[crosses],
+        elapsed_crosses=elapsed[crosses] if elapsed is not None else None,
     )
+
+
+def _some(places: npt.NDArray[np.intp], number: int) -> npt.NDArray[np.intp]:
+    """At most ``number`` of them, as evenly as can be."""
+    if len(places) <= number:
+        return places
+    return places[np.linspace(0, len(places) - 1, number).round().astype(np.intp)]
 
 
 def _last_of_each_step(events: Sequence[Mapping[str, Any]], kind: str) -> npt.NDArray[np.intp]:

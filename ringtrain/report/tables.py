@@ -16,6 +16,7 @@ from ringtrain.report.reading import RunRecord
 from ringtrain.report.timing import Part, attempts, split_time
 
 GOOD, WAITING, BAD = "good", "waiting", "bad"
+MISSING = "\N{EN DASH}"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class RunTable:
         facts: the most important ones first.
         parts: where the time went.
         marks: what happened; ``num_left_out`` older ones are not among them.
-        environment: where it ran, and with what.
+        environment: where it ran, and with what; ``command`` started it.
+        has_times: its events say when they were.
         notes: what is odd about the run directory.
     """
 
@@ -49,6 +51,8 @@ class RunTable:
     marks: list[Mark]
     num_left_out: int
     environment: list[Fact]
+    command: str
+    has_times: bool
     images: Mapping[str, ImageSet]
     notes: list[str]
 
@@ -61,6 +65,7 @@ class RunTable:
 def describe_run(run: RunRecord, name: str, *, marks: list[Mark], num_left_out: int) -> RunTable:
     """A run's tables."""
     verdict, status = describe_status(run)
+    command = run.facts.get("command")
     plural = "s" if run.num_unreadable != 1 else ""
     unreadable = f"{run.num_unreadable} line{plural} of metrics.jsonl could not be read, and are left out."
     return RunTable(
@@ -73,6 +78,8 @@ def describe_run(run: RunRecord, name: str, *, marks: list[Mark], num_left_out: 
         marks=marks,
         num_left_out=num_left_out,
         environment=describe_environment(run),
+        command=shlex.join(map(str, command)) if isinstance(command, list) else "",
+        has_times=all("time" in event for event in run.events),
         images=run.images,
         notes=[unreadable] if run.num_unreadable else [],
     )
@@ -136,11 +143,9 @@ def describe_environment(run: RunRecord) -> list[Fact]:
     versions = start.get("versions", run.facts.get("versions"))
     if isinstance(versions, dict):
         facts += [Fact(f"{name}", format_value(version)) for name, version in versions.items()]
-    if run.facts.get("git_revision"):
-        facts.append(Fact("git revision", format_value(run.facts["git_revision"])))
-    command = run.facts.get("command")
-    if isinstance(command, list):
-        facts.append(Fact("command", shlex.join(map(str, command))))
+    if isinstance(run.facts.get("git_revision"), str):
+        commit, _, dirty = run.facts["git_revision"].partition("-")
+        facts.append(Fact("git revision", commit[:12] + (" with changes" if dirty else "")))
     if type(start.get("time")) in (int, float):
         facts.append(Fact("last start", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(start["time"]))))
     return facts
@@ -172,7 +177,7 @@ def format_setting(value: Any) -> str:
 def format_value(value: Any) -> str:
     """A number with four digits, a whole one with all of them; what is missing as a dash."""
     if value is None:
-        return "–"
+        return MISSING
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int):
@@ -185,7 +190,7 @@ def format_value(value: Any) -> str:
 def format_seconds(seconds: float) -> str:
     """A duration in its two largest units, such as 2 h 5 min."""
     if not math.isfinite(seconds) or seconds < 0:
-        return "–"
+        return MISSING
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +16,27 @@ STEP_PARTS = {
     "communication_sec": "communicating",
     "other_sec": "rest of the steps",
 }
-TRAINING, EVALUATION = "training steps", "evaluation"
-LOST = "lost and between starts"
-REST = "start-up, saves, the rest"
+PARTS = {
+    **STEP_PARTS,
+    "training": "training steps",
+    "evaluation": "evaluation",
+    "lost": "lost and between starts",
+    "rest": "start-up, saves, the rest",
+}
 SAVED_ALL = ("completed", "preempted")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a run's time: what it was spent on, and seconds."""
+    """Some of a run's time: what it was spent on (a key of ``PARTS``), and seconds."""
 
-    name: str
+    kind: str
     seconds: float
+
+    @property
+    def name(self) -> str:
+        """What it was spent on, in words."""
+        return PARTS[self.kind]
 
 
 def split_time(events: Events) -> list[Part]:
@@ -35,11 +45,11 @@ def split_time(events: Events) -> list[Part]:
     Steps that were trained again after a restart, and the time when nothing ran, are one part: of a process that was
     killed nobody knows when.
     """
-    known = [*_training(events), Part(EVALUATION, sum(_seconds(e.get("seconds")) for e in _of(events, "eval")))]
+    known = [*_training(events), Part("evaluation", sum(_seconds(e.get("seconds")) for e in _of(events, "eval")))]
     if all("time" in event for event in events):
-        known.append(Part(LOST, sum(_gaps(events))))
+        known.append(Part("lost", sum(_gaps(events))))
         total = _seconds(events[-1]["time"]) - _seconds(events[0]["time"])
-        known.append(Part(REST, total - sum(part.seconds for part in known)))
+        known.append(Part("rest", total - sum(part.seconds for part in known)))
     return [part for part in known if part.seconds > 0]
 
 
@@ -63,14 +73,17 @@ def _training(events: Events) -> Iterator[Part]:
             total += num_steps * _seconds(event.get("sec_per_step"))
             for name in STEP_PARTS:
                 parts[name] += num_steps * _seconds(event.get(name))
-    yield from (Part(STEP_PARTS[name], seconds) for name, seconds in parts.items())
-    yield Part(TRAINING, total - sum(parts.values()) if total - sum(parts.values()) > 1e-3 * total else 0.0)
+    if any(parts.values()):
+        parts["other_sec"] = max(parts["other_sec"], total - sum(parts.values()) + parts["other_sec"])
+        yield from (Part(name, seconds) for name, seconds in parts.items())
+    else:
+        yield Part("training", total)
 
 
 def _gaps(events: Events) -> Iterator[float]:
     """From where each start's work was kept to the next start."""
     parts = attempts(events)
-    for attempt, following in zip(parts, parts[1:], strict=False):
+    for attempt, following in itertools.pairwise(parts):
         end = attempt[-1]
         if end["event"] != "end" or end.get("status") not in SAVED_ALL:
             end = next((event for event in reversed(attempt) if event["event"] != "end"), end)

@@ -87,11 +87,16 @@ class Page:
         """Press and release a key, by its DOM name such as ArrowRight, Tab or +."""
         codes = {"Tab": 9, "Escape": 27, "PageUp": 33, "PageDown": 34, "End": 35, "Home": 36}
         codes |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
-        text = {"text": key} if len(key) == 1 else {}
+        text: dict[str, Any] = {"text": key} if len(key) == 1 else {}
         code = codes.get(key, ord(key[0]))
         for kind in ("keyDown", "keyUp"):
-            given = text if kind == "keyDown" else {}
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **given)
+            given: dict[str, Any] = {
+                "type": kind,
+                "key": key,
+                "windowsVirtualKeyCode": code,
+                **(text if kind == "keyDown" else {}),
+            }
+            self.send("Input.dispatchKeyEvent", **given)
 
     def mouse(self, kind: str, x: float, y: float) -> None:
         """A mouse event: mouseMoved, mousePressed or mouseReleased."""
@@ -124,9 +129,7 @@ class Page:
         if not any(message.get("method") == event for message in self._seen):
             self._read_until(lambda found: found.get("method") == event, limit_s=ANSWER_SECONDS, what=event)
 
-    def _read_until(
-        self, is_it: Callable[[dict[str, Any]], bool], *, limit_s: float, what: str
-    ) -> dict[str, Any]:
+    def _read_until(self, is_it: Callable[[dict[str, Any]], bool], *, limit_s: float, what: str) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
         while True:
             while b"\0" in self._buffer:

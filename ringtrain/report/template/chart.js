@@ -4,9 +4,10 @@ const SVG = "http://www.w3.org/2000/svg";
 const TICK_TEXT = 7; // pixels of a digit in a tick's text
 const MAX_DOTS = 60; // of a curve; more would hide it
 const COLOURS = 6;
+const GLYPH_WIDTH = 12;
 
 function add(parent, name, attributes = {}, text = null) {
-  const isDrawing = ["svg", "g", "path", "line", "rect", "text", "circle", "clipPath"].includes(name);
+  const isDrawing = ["svg", "g", "path", "line", "rect", "text", "circle", "clipPath", "title"].includes(name);
   const made = isDrawing ? document.createElementNS(SVG, name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   if (text !== null) made.textContent = text;
@@ -94,7 +95,7 @@ class Chart {
   addPlot(left) {
     const name = `clip-${this.figure.dataset.chart}`;
     const clip = add(this.svg, "clipPath", { id: name });
-    add(clip, "rect", { x: left, y: 12, width: this.width - 10 - left + 4, height: this.height - 52 + 4 });
+    add(clip, "rect", { x: left, y: 2, width: this.width - 10 - left + 6, height: this.height - 42 + 4 });
     return add(this.svg, "g", { "clip-path": `url(#${name})` });
   }
 
@@ -147,20 +148,18 @@ class Chart {
     const { curve } = line;
     const at = curve[this.view.axis];
     let [path, isDrawing] = ["", false];
-    const crosses = [];
     for (let place = 0; place < at.length; place += 1) {
       const value = curve.mean[place];
       const px = this.x(at[place]).toFixed(1);
-      if (value === null) crosses.push(px);
-      else path += `${isDrawing ? "L" : "M"}${px} ${this.y(value).toFixed(1)}${isDrawing ? "" : "h0"}`;
+      if (value !== null) path += `${isDrawing ? "L" : "M"}${px} ${this.y(value).toFixed(1)}${isDrawing ? "" : "h0"}`;
       isDrawing = value !== null;
     }
     if (curve.low) add(plot, "path", { class: `band fill-${line.colour}`, d: this.bandPath(curve, at) });
     const drawn = this.addStroke(plot, line, path || "M0 0");
     drawn.setAttribute("data-points", at.length);
     if (line.isEvaluation && at.length <= MAX_DOTS) this.drawDots(plot, line, at);
-    for (const px of [...new Set(crosses)]) {
-      add(plot, "path", { class: `cross stroke-${line.colour}`, d: `M${px - 4} 14l8 8m0-8l-8 8` });
+    for (const place of curve.crosses ? curve.crosses[this.view.axis] : []) {
+      add(plot, "path", { class: `cross stroke-${line.colour}`, d: `M${this.x(place) - 4} 17l8 8m0-8l-8 8` });
     }
   }
 
@@ -190,10 +189,18 @@ class Chart {
 
   drawMarks(plot) {
     const bottom = this.height - 40;
-    for (const { mark } of this.view.marks()) {
+    const isOne = this.data.runs.length === 1;
+    const taken = new Map(); // pixel to the marks there: an end and the next start are often at the same step
+    for (const { mark, runIndex } of this.view.marks()) {
       const px = Number(this.x(mark[this.view.axis]).toFixed(1));
-      add(plot, "path", { class: `mark ${mark.kind}`, d: `M${px} 16V${bottom}` });
-      add(plot, "path", { class: `glyph ${mark.kind}`, d: GLYPHS[mark.kind](px) });
+      const before = taken.get(px) || 0;
+      taken.set(px, before + 1);
+      const line = add(plot, "path", { class: `mark ${mark.kind}`, d: `M${px} 16V${bottom}` });
+      const glyph = add(plot, "path", { class: `glyph ${mark.kind}`, d: GLYPHS[mark.kind](px + before * GLYPH_WIDTH) });
+      add(glyph, "title", {}, mark.text);
+      if (isOne) continue;
+      line.style.stroke = `var(--run-${runIndex % COLOURS})`;
+      glyph.style.fill = `var(--run-${runIndex % COLOURS})`;
     }
   }
 

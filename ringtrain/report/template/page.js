@@ -23,7 +23,7 @@ class View {
 
   marks() {
     return this.data.runs.flatMap((run, place) =>
-      this.hidden.has(place) ? [] : run.marks.filter((mark) => mark[this.axis] !== null).map((mark) => ({ run, mark })));
+      this.hidden.has(place) ? [] : run.marks.filter((mark) => mark[this.axis] !== null).map((mark) => ({ mark, runIndex: place })));
   }
 
   describeCursor() {

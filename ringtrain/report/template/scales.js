@@ -18,7 +18,7 @@ function makeScale(low, high, from, to, isLog) {
 function linearTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.7);
   const ticks = [];
   for (let place = Math.ceil(low / step - 1e-9); place * step <= high + step * 1e-9; place += 1) ticks.push(place * step);
   return ticks;
@@ -61,7 +61,7 @@ function formatTick(value) {
   if (size < 1e-12) return "0";
   if (size >= 1e6) return `${Number((value / 1e6).toPrecision(6))} M`;
   if (size >= 1e4) return `${Number((value / 1e3).toPrecision(6))} k`;
-  if (size < 1e-3) return Number(value.toPrecision(6)).toExponential().replace("e-", "e−");
+  if (size < 0.9999e-4) return Number(value.toPrecision(6)).toExponential().replace("e-", "e−");
   return String(Number(value.toPrecision(6))).replace("-", "−");
 }
 

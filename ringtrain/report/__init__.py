@@ -26,7 +26,7 @@ def write_report(runs: Sequence[Path], target: Path, *, may_write: Callable[[], 
     page = make_page([read_run(run) for run in runs])
     temporary = target.with_name(f".writing-{target.name}")
     try:
-        temporary.write_text(page, encoding="utf-8")
+        temporary.write_text(page, encoding="utf-8", errors="replace")  # a file may say what is no character
         may_write()
         os.replace(temporary, target)
     except BaseException:

@@ -185,7 +185,7 @@ def test_keys_enlarge_a_part_and_show_all_again(browser: Page, run: Path) -> Non
 
 def test_everything_is_reached_by_tab_with_a_focus_that_is_seen(browser: Page, compared: Path) -> None:
     browser.show(compared)
-    reached = []
+    reached: list[str] = []
     for _ in range(60):
         browser.press("Tab")
         outline = browser.evaluate("getComputedStyle(document.activeElement).outlineStyle")

@@ -54,6 +54,8 @@ WRONG = [
     (["--epochs"], ["epochs"]),
     (["verify", "--world_sizes", "2"], ["world_sizes is '2'"]),
     (["verify", "--world_size", "1,2"], ["there is no flag --world_size"]),
+    (["report"], ["runs"]),
+    (["report", "nowhere"], ["'nowhere' is no run directory", "config.yaml"]),
 ]
 FILES = {
     "wrong_key.yaml": "epoch: 3\n",
@@ -139,7 +141,14 @@ def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["convert", "--help"], ["doctor", "--help"], ["--print_config"], ["--epochs", "0"]],
+    [
+        ["--help"],
+        ["convert", "--help"],
+        ["doctor", "--help"],
+        ["report", "--help"],
+        ["--print_config"],
+        ["--epochs", "0"],
+    ],
     ids=" ".join,
 )
 def test_answers_that_need_no_tensorflow_come_without_it_and_at_once(arguments: list[str]) -> None:

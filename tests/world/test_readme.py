@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.report.made_run import make_run
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 
 README = (REPOSITORY / "README.md").read_text()
@@ -40,12 +41,23 @@ def accuracies_in(finished: Finished) -> list[float]:
 
 def test_your_own_model(tmp_path: Path) -> None:
     cut_out("my_workload.py", tmp_path)
-    train, verify, evaluate = shown_commands("moons")
+    train, verify, evaluate, report = shown_commands("moons")
     assert train.startswith("horovodrun -np 2 python -m ringtrain --workload")
     assert accuracies_in(run(train, tmp_path))[-1] >= 0.99
     assert "is complete" in run(train, tmp_path).stdout
     assert "the world sizes train the same" in run(verify, tmp_path).stdout
     assert accuracies_in(run(evaluate, tmp_path))[-1] >= 0.99
+    (tmp_path / "runs/moons/report.html").unlink()  # the run's own
+    assert "the report of 1 run is in runs/moons/report.html" in run(report, tmp_path).stdout
+    assert "Best accuracy" in (tmp_path / "runs/moons/report.html").read_text()
+
+
+def test_runs_compared(tmp_path: Path) -> None:
+    [command] = shown_commands("compared.html")
+    for name in ("first", "second"):
+        make_run(tmp_path / "runs" / name)
+    run(command, tmp_path)
+    assert "2 runs compared" in (tmp_path / "compared.html").read_text()
 
 
 def test_a_script_of_your_own(tmp_path: Path) -> None:

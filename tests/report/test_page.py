@@ -232,6 +232,8 @@ def test_time_instead_of_steps_along_the_axis(browser: Page, run: Path, compared
     )
     assert 0 < seconds < browser.evaluate("report.view.cursor")
     assert "time since the start (s)" in browser.evaluate("document.querySelector('figure.chart .plot').textContent")
+    train = "document.querySelector('figure.chart .plot g path.line').getAttribute('d')"
+    assert browser.evaluate(f"{train}.split('M').length - 1") == 2  # nothing ran before the second start
     browser.show(compared)  # of one of its runs the times are not known
     assert browser.evaluate("document.querySelector('input[value=elapsed]').disabled")
 

@@ -95,7 +95,7 @@ class Chart {
   addPlot(left) {
     const name = `clip-${this.figure.dataset.chart}`;
     const clip = add(this.svg, "clipPath", { id: name });
-    add(clip, "rect", { x: left, y: 2, width: this.width - 10 - left + 6, height: this.height - 42 + 4 });
+    add(clip, "rect", { x: left, y: 2, width: this.width - 10 - left + (this.view.zoom ? 0 : 6), height: this.height - 42 + 4 });
     return add(this.svg, "g", { "clip-path": `url(#${name})` });
   }
 
@@ -147,14 +147,16 @@ class Chart {
   drawLine(plot, line) {
     const { curve } = line;
     const at = curve[this.view.axis];
+    const pauses = this.findPauses(line.run, at);
     let [path, isDrawing] = ["", false];
     for (let place = 0; place < at.length; place += 1) {
       const value = curve.mean[place];
       const px = this.x(at[place]).toFixed(1);
+      isDrawing = isDrawing && !pauses.has(place);
       if (value !== null) path += `${isDrawing ? "L" : "M"}${px} ${this.y(value).toFixed(1)}${isDrawing ? "" : "h0"}`;
       isDrawing = value !== null;
     }
-    if (curve.low) add(plot, "path", { class: `band fill-${line.colour}`, d: this.bandPath(curve, at) });
+    if (curve.low) add(plot, "path", { class: `band fill-${line.colour}`, d: this.bandPath(curve, at, pauses) });
     const drawn = this.addStroke(plot, line, path || "M0 0");
     drawn.setAttribute("data-points", at.length);
     if (line.isEvaluation && at.length <= MAX_DOTS) this.drawDots(plot, line, at);
@@ -164,20 +166,28 @@ class Chart {
   }
 
   // The area between the smallest and the largest values, in as many pieces as there are gaps in the curve.
-  bandPath(curve, at) {
+  bandPath(curve, at, pauses) {
     const pieces = [];
     let [above, below] = [[], []];
     for (let place = 0; place <= at.length; place += 1) {
-      if (place < at.length && curve.mean[place] !== null) {
-        const px = this.x(at[place]).toFixed(1);
-        above.push(`${px} ${this.y(curve.high[place]).toFixed(1)}`);
-        below.push(`${px} ${this.y(curve.low[place]).toFixed(1)}`);
-      } else if (above.length) {
+      const isThere = place < at.length && curve.mean[place] !== null;
+      if (above.length && (!isThere || pauses.has(place))) {
         pieces.push(`M${above.join("L")}L${below.reverse().join("L")}Z`);
         [above, below] = [[], []];
       }
+      if (!isThere) continue;
+      const px = this.x(at[place]).toFixed(1);
+      above.push(`${px} ${this.y(curve.high[place]).toFixed(1)}`);
+      below.push(`${px} ${this.y(curve.low[place]).toFixed(1)}`);
     }
     return pieces.join("");
+  }
+
+  // The first points after a restart, where the axis is time: nothing ran between them and the points before.
+  findPauses(runIndex, at) {
+    if (this.view.axis !== "elapsed") return new Set();
+    const restarts = this.data.runs[runIndex].marks.filter((mark) => mark.kind === "restart");
+    return new Set(restarts.map((mark) => at.findIndex((point) => point >= mark.elapsed)));
   }
 
   drawDots(plot, line, at) {

@@ -75,7 +75,7 @@ class Chart {
     for (const line of this.lines) line.item.hidden = this.view.hidden.has(line.run);
     const y = this.makeYAxis(height - 40, 16);
     const ticks = (y.isLog ? logTicks : linearTicks)(y.low, y.high, 5);
-    const left = Math.max(...ticks.map((tick) => formatTick(tick).length), 2) * TICK_TEXT + 12;
+    const left = Math.max(...formatTicks(ticks, y.isLog).map((text) => text.length), 2) * TICK_TEXT + 12;
     const x = makeScale(...this.view.domain, left, width - 10, false);
     Object.assign(this, { x, y, height, width });
     this.drawAxes(ticks, left);
@@ -124,20 +124,22 @@ class Chart {
 
   drawAxes(ticks, left) {
     const [bottom, right] = [this.height - 40, this.width - 10];
-    for (const tick of ticks) {
+    const texts = formatTicks(ticks, this.y.isLog);
+    for (const [place, tick] of ticks.entries()) {
       const at = this.y(tick);
       add(this.svg, "line", { class: "grid", x1: left, x2: right, y1: at, y2: at });
-      add(this.svg, "text", { x: left - 7, y: at + 4, "text-anchor": "end" }, formatTick(tick));
+      add(this.svg, "text", { x: left - 7, y: at + 4, "text-anchor": "end" }, texts[place]);
     }
-    const count = Math.max(2, Math.floor((right - left) / 75));
+    const count = Math.min(Math.max(2, Math.floor((right - left) / 75)), 10);
     const [from, to] = this.view.domain;
     const isTime = this.view.axis === "elapsed";
     const { ticks: along, size, unit } = isTime ? timeTicks(from, to, count)
       : { ticks: linearTicks(from, to, count).filter(Number.isInteger), size: 1, unit: "" };
-    for (const tick of along) {
+    const alongTexts = formatTicks(along.map((tick) => tick / size));
+    for (const [place, tick] of along.entries()) {
       const at = this.x(tick);
       add(this.svg, "line", { class: "axis", x1: at, x2: at, y1: bottom, y2: bottom + 4 });
-      add(this.svg, "text", { x: Math.min(at, right - 6), y: bottom + 17, "text-anchor": "middle" }, formatTick(tick / size));
+      add(this.svg, "text", { x: Math.min(at, right - 6), y: bottom + 17, "text-anchor": "middle" }, alongTexts[place]);
     }
     add(this.svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
     const title = isTime ? `time since the start (${unit})` : "step";

@@ -55,14 +55,18 @@ function formatNumber(value) {
   return String(Number(value.toPrecision(4))).replace("-", "−");
 }
 
-// A tick's text: as short as its value allows.
-function formatTick(value) {
-  const size = Math.abs(value);
-  if (size < 1e-12) return "0";
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(6))} M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(6))} k`;
-  if (size < 0.9999e-4) return Number(value.toPrecision(6)).toExponential().replace("e-", "e−");
-  return String(Number(value.toPrecision(6))).replace("-", "−");
+// The texts of ticks, as short as can be; on a linear axis all of them count in the same thousands or millions.
+function formatTicks(ticks, isLog = false) {
+  const largest = Math.max(...ticks.map(Math.abs));
+  return ticks.map((tick) => formatTick(tick, isLog ? Math.abs(tick) : largest));
+}
+
+function formatTick(value, size) {
+  if (Math.abs(value) < size * 1e-12 || value === 0) return "0";
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(6))} M`.replace("-", "−");
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(6))} k`.replace("-", "−");
+  const text = size < 0.9999e-4 ? Number(value.toPrecision(6)).toExponential() : String(Number(value.toPrecision(6)));
+  return text.replaceAll("-", "−");
 }
 
 function formatSeconds(seconds) {

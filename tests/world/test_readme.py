@@ -49,7 +49,7 @@ def test_your_own_model(tmp_path: Path) -> None:
     assert accuracies_in(run(evaluate, tmp_path))[-1] >= 0.99
     (tmp_path / "runs/moons/report.html").unlink()  # the run's own
     assert "the report of 1 run is in runs/moons/report.html" in run(report, tmp_path).stdout
-    assert "Best accuracy" in (tmp_path / "runs/moons/report.html").read_text()
+    assert "Accuracy there" in (tmp_path / "runs/moons/report.html").read_text()
 
 
 def test_runs_compared(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ SOURCES = $(wildcard ringtrain launch tests)
 # TensorFlow registers its CUDA plugins twice and says so at error level, in horovodrun's own process, too.
 NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory
 
-.PHONY: help setup setup-tests train test test-all lint format lock clean
+.PHONY: help setup setup-tests train test test-all test-faults lint format lock clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,9 @@ test: setup-tests ## Run the tests, without those marked slow
 
 test-all: setup-tests ## Run all tests
 	@$(BIN)/python -m pytest -m ''
+
+test-faults: setup-tests ## Run all injected faults (about an hour) and write results/faults.json, the table in README.md
+	@RINGTRAIN_TEST_EXAMPLES=500 $(BIN)/python -m pytest -m '' tests/faults --faults-table results/faults.json
 
 lint: setup ## Check style and types: ruff and mypy
 	@$(BIN)/ruff check $(SOURCES)

@@ -39,6 +39,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        """A wrong option, as one line that the user reads."""
         raise UsageError(f"{message}. See {self.prog} --help.")
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -54,8 +55,11 @@ class Parser(argparse.ArgumentParser):
             own, flags = own[:split], own[split + 1 :]
         options, unknown = self.parse_known_args(own)
         if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
             raise UsageError(
-                f"{unknown[0]!r} is no option of {self.prog} (see --help). ringtrain's own flags come after --, as in: "
+                f"{unknown[0]!r} is no option of {self.prog} (see --help). "
+                f"{f'Did you mean {near[0]}? ' if near else ''}ringtrain's own flags come after --, as in: "
                 f"{self.prog} ... -- {' '.join(unknown)}"
             )
         return options, flags

@@ -12,14 +12,16 @@ HELP = """\
 usage: python -m launch COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
 
 commands:
-  local   train on this machine, label each rank's lines, start again after a crash
+  local   train on this machine, label each rank's lines, start again after a
+          crash
   slurm   write an sbatch file, submit it
 
 examples:
   python -m launch local -np 2 -- --workload digits
-  python -m launch local -np 4 --max_restarts 3 -- --workload cifar10 --data_dir data
-  python -m launch slurm render --nodes 2 --gpus_per_node 4 --time 04:00:00 -- --workload cifar10 --data_dir data
-  python -m launch COMMAND --help
+  python -m launch local -np 4 --max_restarts 3 -- --epochs 50
+  python -m launch slurm render --nodes 2 --gpus_per_node 4 -- --epochs 50
+
+Each command's options: python -m launch COMMAND --help
 """
 
 

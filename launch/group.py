@@ -40,6 +40,7 @@ class RankEnd:
 
     @property
     def failed(self) -> bool:
+        """Whether it ended with another exit code than 0."""
         return self.exit_code != 0
 
 
@@ -74,6 +75,7 @@ class GroupEnd:
 
     @property
     def first_failure(self) -> RankEnd | None:
+        """The rank that failed first; None where none has."""
         return next((end for end in self.ends if end.failed), None)
 
 

@@ -21,13 +21,14 @@ from ringtrain.errors import UsageError
 from ringtrain.launched import DIRECTORY_VARIABLE, clear, read_end, read_run
 
 DESCRIPTION = """\
-Train on this machine: each rank's lines are labelled and never broken, everything stops at the first failure, and the
-first rank's error is printed last. Ctrl-C lets the ranks save before they leave; the same command goes on from there.
+Train on this machine: each rank's lines are labelled and never broken, all stop
+at the first failure, and the first rank's error is printed last. Ctrl-C lets
+the ranks save before they leave; the same command goes on from there.
 """
 EXAMPLES = """\
 examples:
   python -m launch local -np 2 -- --workload digits
-  python -m launch local -np 4 --max_restarts 3 -- --workload cifar10 --data_dir data
+  python -m launch local -np 4 --max_restarts 3 -- --epochs 50
   python -m launch local -np 2 -- eval runs/digits
 """
 
@@ -52,7 +53,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     parser = Parser(
         "python -m launch local",
-        usage="%(prog)s -np N [--max_restarts K] [--controller mpi|gloo] -- FLAGS OF RINGTRAIN",
+        usage="%(prog)s -np N [OPTIONS] -- FLAGS OF RINGTRAIN",
         description=DESCRIPTION,
         examples=EXAMPLES,
     )

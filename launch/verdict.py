@@ -41,6 +41,7 @@ class Attempt:
 
     @property
     def was_told_to_stop(self) -> bool:
+        """Whether the user ended the run, in good order or at once."""
         return bool(self.signals) or self.is_cut_short
 
     @property

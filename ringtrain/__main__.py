@@ -1,3 +1,5 @@
+"""``python -m ringtrain``."""
+
 import sys
 
 from ringtrain.cli import main

@@ -62,6 +62,7 @@ class Records:
         self.events = EventFiles(run.tensorboard, first_step=first_step)
 
     def close(self) -> None:
+        """Bring TensorBoard's events to their files."""
         self.events.close()
 
 
@@ -86,14 +87,7 @@ class Log:
         samples_seen = self._samples_seen(step)
         examples_per_sec = (samples_seen - self._since_samples) / (now - self._since)
         self._since_step, self._since, self._since_samples = step, now, samples_seen
-        console = self._records.console
-        text = (
-            f"step {step}, loss = {report.loss:.4g} ({examples_per_sec:.1f} examples/sec; {sec_per_step:.3f} sec/batch)"
-        )
-        if console.is_terminal:
-            console.progress(step, text)
-        else:
-            console.line(text)
+        self._show(step, report, examples_per_sec, sec_per_step)
         values = {
             "loss": report.loss,
             "data_loss": report.data_loss,
@@ -111,6 +105,15 @@ class Log:
             **values,
         )
         self._records.events.scalars("train", values, step=step)
+
+    def _show(self, step: int, report: StepReport, examples_per_sec: float, sec_per_step: float) -> None:
+        console = self._records.console
+        if console.is_terminal:
+            metrics = [f"{name} {value:.4f}" for name, value in report.metrics.items()]
+            console.progress(step, [f"loss {report.loss:.4g}", f"{examples_per_sec:,.0f} examples/s", *metrics])
+            return
+        speed = f"{examples_per_sec:.1f} examples/sec; {sec_per_step:.3f} sec/batch"
+        console.line(f"step {step}, loss = {report.loss:.4g} ({speed})")
 
     def _samples_seen(self, step: int) -> int:
         return self._progress.samples_seen if self._job.batches.is_counted else self._job.order.samples_before(step)
@@ -160,7 +163,7 @@ class Evaluate:
         if result.left_out:
             records.console.line(f"warning: evaluation: left out {describe_bad(list(result.left_out))}")
         records.console.line(
-            f"epoch {epoch}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
+            f"epoch {round(epoch, 2):g}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
         )
         values = {"loss": result.loss, "data_loss": result.data_loss, **result.metrics}
         took = {"seconds": round(seconds, 3)}

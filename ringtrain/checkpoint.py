@@ -141,6 +141,29 @@ def find_newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, []
 
 
+def find_checkpoint(source: Path, which: str = BEST) -> Path:
+    """The checkpoint that a path means: itself, or one of a run directory.
+
+    Args:
+        source: a checkpoint, or a run directory.
+        which: of a run directory's: ``best`` (the newest where none is), ``newest``, or a name.
+
+    Raises:
+        DataError: there is none.
+    """
+    if (source / MANIFEST_FILE).exists():
+        return source
+    root = source / "checkpoints"
+    steps = [step_name(step) for step in list_steps(root)]
+    name = steps[-1] if steps and (which == "newest" or (which == BEST and not (root / BEST).exists())) else which
+    if not (root / name).is_dir():
+        raise DataError(
+            f"{str(source)!r} holds no checkpoint {which!r}; it holds: {', '.join(steps) or 'none'}. Give a run "
+            "directory or a checkpoint."
+        )
+    return root / name
+
+
 def set_aside(root: Path, newer_than: int) -> list[Path]:
     """Give the damaged checkpoints after this step another name, so that the run can write them anew."""
     moved = []

@@ -5,18 +5,36 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
 
-from ringtrain.config import Config, OptimizerConfig, make_config, to_plain
+from ringtrain.checkpoint import BEST, find_checkpoint
+from ringtrain.config import Config, make_config, to_plain
 from ringtrain.devices import start_tensorflow
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.flags import (
+    EXPORT_FORMATS,
+    SOURCE_KINDS,
+    create_convert_parser,
+    create_doctor_parser,
+    create_eval_parser,
+    create_export_parser,
+    create_init_parser,
+    create_report_parser,
+    create_train_parser,
+    create_verify_parser,
+    create_workloads_parser,
+    parse_arguments,
+)
+from ringtrain.help import PROGRAM, show_overview
+from ringtrain.run_directory import CONFIG_FILE, REPORT_FILE, read_config, refuse_taken
+from ringtrain.starting_file import write_starting_file
 from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
 from ringtrain.together import (
@@ -30,30 +48,25 @@ from ringtrain.together import (
     train_together,
 )
 from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, load_workload
+from ringtrain.workloads.listing import list_workloads
 from ringtrain.world import World, read_world
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
-
-SOURCE_KINDS = ("auto", "image_folder", "cifar10")
-TRAIN_DESCRIPTION = "Train a Keras model on many GPUs, one process per GPU: horovodrun -np 2 python -m ringtrain"
-DOCTOR_DESCRIPTION = (
-    "Say whether training would work here, and what helps where it would not; under a launcher, among its ranks: "
-    "horovodrun -np 2 python -m ringtrain doctor"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code (see ``ringtrain.errors``)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "train"
+    is_named = bool(arguments) and not arguments[0].startswith("-")
+    command = arguments.pop(0) if is_named else "train"
     try:
         world = read_world(os.environ)
     except RingtrainError as error:
         print(f"ringtrain: {error}", file=sys.stderr)
         return error.exit_code
     try:
+        if arguments in (["-h"], ["--help"]) and not is_named:
+            if world.is_first:
+                print(show_overview(COMMANDS), end="")
+            return 0
         run_command = (COMMANDS | INTERNAL_COMMANDS).get(command)
         if run_command is None:
             near = difflib.get_close_matches(command, COMMANDS, n=1)
@@ -68,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train_command(arguments: Sequence[str], world: World) -> int:
-    """Train, from the command line to the last line of the log."""
+    """Train a workload: what is done where no command is named."""
     explicit = parse_arguments(create_train_parser(), arguments, world)
     if explicit.pop("print_config", False):
         return print_config(explicit, world)
@@ -81,27 +94,75 @@ def train_command(arguments: Sequence[str], world: World) -> int:
 
 
 def eval_command(arguments: Sequence[str], world: World) -> int:
-    """Evaluate a checkpoint of a run, on as many ranks as were started."""
-    from ringtrain.run_directory import CONFIG_FILE
-
-    parser = create_eval_parser()
-    wanted = parse_arguments(parser, arguments, world)
-    run = wanted.get("run")
-    if run is None or not (run / CONFIG_FILE).is_file():
-        raise UsageError(
-            f"{str(run)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run.", reach="run"
-        )
-    data_dir = ["--data_dir", str(wanted["data_dir"])] if "data_dir" in wanted else []
-    watch = ["--hang_timeout", str(wanted["hang_timeout"])] if "hang_timeout" in wanted else []
-    settings = ["--config", str(run / CONFIG_FILE), *data_dir, *watch]
+    """Evaluate a checkpoint of a run, with any number of processes."""
+    wanted = parse_arguments(create_eval_parser(), arguments, world)
+    run = require_run(wanted)
+    settings = ["--config", str(run / CONFIG_FILE)]
+    for name in ("data_dir", "hang_timeout"):
+        settings += [f"--{name}", str(wanted[name])] if name in wanted else []
     prepared = prepare(parse_arguments(create_train_parser(), settings, world), world)
     with joined(prepared, world, command="eval") as (collective, _):
         evaluate_together(prepared, collective, run, wanted.get("checkpoint", "best"))
     return 0
 
 
+def export_command(arguments: Sequence[str], world: World) -> int:
+    """Write the model of a run for use without ringtrain."""
+    wanted = parse_arguments(create_export_parser(), arguments, world)
+    refuse_launcher("export", world)
+    run, form = require_run(wanted), wanted.get("format", EXPORT_FORMATS[0])
+    if form not in EXPORT_FORMATS:
+        raise UsageError(f"format is {form!r}; it must be one of {', '.join(EXPORT_FORMATS)}.", reach="run")
+    checkpoint = find_checkpoint(run, wanted.get("checkpoint", BEST))
+    ending = ".keras" if form == "keras" else ""
+    output = wanted.get("output", run / "export" / (checkpoint.resolve().name.removeprefix(f"{BEST}-") + ending))
+    if ending and output.suffix != ending:
+        raise UsageError(f"output is {str(output)!r}; with --format keras it must end in .keras.", reach="run")
+    refuse_taken(output)
+    data_dir = wanted.get("data_dir") or find_data(run)
+    settings = ["--config", str(run / CONFIG_FILE), "--data_dir", str(data_dir or "null")]
+    prepared = prepare(parse_arguments(create_train_parser(), settings, world), world)
+    from ringtrain.export import export
+
+    for line in export(prepared.workload, prepared.config, checkpoint, output, form):
+        print(line)
+    return 0
+
+
+def require_run(wanted: Mapping[str, Any]) -> Path:
+    """The run directory that a command was given.
+
+    Raises:
+        UsageError: there is none.
+    """
+    run = wanted.get("run")
+    if run is None or not (run / CONFIG_FILE).is_file():
+        raise UsageError(
+            f"{str(run)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run.", reach="run"
+        )
+    return run
+
+
+def find_data(run: Path) -> Path | None:
+    """The directory of the data that a run was trained on; None where it is not there any more."""
+    data_dir = (read_config(run) or {}).get("data_dir")
+    return Path(data_dir) if data_dir and Path(data_dir).is_dir() else None
+
+
+def refuse_launcher(command: str, world: World) -> None:
+    """See that a command that is one process is started as one.
+
+    Raises:
+        UsageError: a launcher started several.
+    """
+    if world.size > 1:
+        raise UsageError(
+            f"{command} is one process, but {world.launcher} started {world.size}. Use no launcher.", reach="run"
+        )
+
+
 def verify_command(arguments: Sequence[str], world: World) -> int:
-    """See that N processes train what one trains. Starts the processes itself."""
+    """See that N processes train what one trains, on your own model."""
     from ringtrain.verify import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_STEPS, parse_world_sizes, verify
 
     if world.size > 1:
@@ -109,9 +170,7 @@ def verify_command(arguments: Sequence[str], world: World) -> int:
             f"verify starts its processes itself, but {world.launcher} started {world.size}. Use no launcher.",
             reach="run",
         )
-    parser = create_train_parser("verify", "Train the same batches under several world sizes and compare the results.")
-    parser.add_argument("--world_sizes", type=str, default="1,2,3", help="numbers of processes, such as 1,2,3")
-    explicit = parse_arguments(parser, arguments, world)
+    explicit = parse_arguments(create_verify_parser(), arguments, world)
     sizes = parse_world_sizes(explicit.pop("world_sizes", "1,2,3"))
     explicit = {"steps": DEFAULT_STEPS, "global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE, **explicit}
     check_settings(explicit)
@@ -129,11 +188,8 @@ def verify_command(arguments: Sequence[str], world: World) -> int:
 
 def convert_command(arguments: Sequence[str], world: World) -> int:
     """Make TFRecord files of an image folder or of CIFAR-10."""
-    if world.size > 1:
-        raise UsageError(
-            f"convert is one process, but {world.launcher} started {world.size}. Use no launcher.", reach="run"
-        )
     wanted = parse_arguments(create_convert_parser(), arguments, world)
+    refuse_launcher("convert", world)
     num_shards, kind = wanted.get("shards"), wanted.get("kind", "auto")
     if num_shards is not None and num_shards < 1:
         raise UsageError(f"shards is {num_shards}; it must be at least 1.", reach="run")
@@ -149,9 +205,28 @@ def convert_command(arguments: Sequence[str], world: World) -> int:
     return 0
 
 
+def workloads_command(arguments: Sequence[str], world: World) -> int:
+    """List the built-in workloads, with what they train on."""
+    parse_arguments(create_workloads_parser(), arguments, world)
+    if world.is_first:
+        print(list_workloads())
+    return 0
+
+
+def init_command(arguments: Sequence[str], world: World) -> int:
+    """Write a workload of your own to begin with, which trains at once."""
+    wanted = parse_arguments(create_init_parser(), arguments, world)
+    refuse_launcher("init", world)
+    path = wanted["file"]
+    write_starting_file(path)
+    print(f"{path}: a model, its data and its loss, for you to change. Train it:")
+    print(f"  horovodrun -np 2 {PROGRAM} --workload {shlex.quote(str(path))}")
+    return 0
+
+
 def doctor_command(arguments: Sequence[str], world: World) -> int:
-    """Say whether training would work here, and what helps where it would not."""
-    parse_arguments(create_parser("doctor", DOCTOR_DESCRIPTION), arguments, world)
+    """Say whether training would work here, and what would help."""
+    parse_arguments(create_doctor_parser(), arguments, world)
     from ringtrain.doctor.command import doctor
 
     return doctor(world)
@@ -159,13 +234,9 @@ def doctor_command(arguments: Sequence[str], world: World) -> int:
 
 def report_command(arguments: Sequence[str], world: World) -> int:
     """Write what happened in one run or several as one HTML file."""
-    if world.size > 1:
-        raise UsageError(
-            f"report is one process, but {world.launcher} started {world.size}. Use no launcher.", reach="run"
-        )
     wanted = parse_arguments(create_report_parser(), arguments, world)
+    refuse_launcher("report", world)
     from ringtrain.report import write_report
-    from ringtrain.run_directory import REPORT_FILE
 
     runs = wanted["runs"]
     target = wanted.get("output", runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
@@ -218,136 +289,6 @@ def check_settings(explicit: Mapping[str, Any]) -> Config:
     return make_config(explicit, workload_class.defaults, workload_class.options)
 
 
-def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: World) -> dict[str, Any]:
-    """What the user wrote: field names to values of the right types.
-
-    Raises:
-        UsageError: an unknown flag or key, a value of the wrong type, a file that cannot be read.
-        SystemExit: after ``--help``.
-    """
-    from argparse import ArgumentError
-
-    if {"-h", "--help"} & set(arguments):
-        if world.is_first:
-            parser.print_help()
-        raise SystemExit(0)
-    try:
-        explicit = parser.parse_args(list(arguments), defaults=False).clone(with_meta=False).as_dict()
-    except (ArgumentError, yaml.YAMLError) as error:
-        raise UsageError(explain_parse_error(str(error), parser, arguments), reach="run") from None
-    explicit.pop("config", None)
-    return {key: value for key, value in explicit.items() if value is not None}
-
-
-def create_parser(command: str, description: str) -> ArgumentParser:
-    """A command's parser, whose errors are ours to tell."""
-    from jsonargparse import ArgumentParser
-
-    return ArgumentParser(
-        prog=f"ringtrain {command}",
-        description=description,
-        exit_on_error=False,
-        allow_abbrev=False,
-        print_config=None,  # jsonargparse's own flag of that name
-    )
-
-
-def create_train_parser(command: str = "[train]", description: str = TRAIN_DESCRIPTION) -> ArgumentParser:
-    """Flags from the fields of ``Config``, and the same names as keys of a YAML file."""
-    from jsonargparse import ActionYesNo, set_parsing_settings
-
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = create_parser(command, description)
-    parser.add_argument("--config", action="config", help="YAML file of the settings below; flags win over it")
-    parser.add_argument("--print_config", action=ActionYesNo, help="print the settings of the run as YAML, and leave")
-    parser.add_class_arguments(OptimizerConfig, "optimizer", help="optimizer")
-    parser.add_class_arguments(Config, skip={"optimizer"}, help="settings")
-    return parser
-
-
-def create_eval_parser() -> ArgumentParser:
-    """The arguments of ``ringtrain eval``."""
-    parser = create_parser(
-        "eval", "Evaluate a checkpoint of a run: horovodrun -np 2 python -m ringtrain eval runs/digits"
-    )
-    parser.add_argument("run", type=Path, help="directory of the run")
-    parser.add_argument("--checkpoint", type=str, help="best, newest, or a name such as step-000001000 (default: best)")
-    parser.add_argument("--data_dir", type=Path, help="directory of the workload's data, where it has moved")
-    parser.add_argument(
-        "--hang_timeout", type=float, help="seconds after which what hangs is ended (default: the run's)"
-    )
-    return parser
-
-
-def create_convert_parser() -> ArgumentParser:
-    """The arguments of ``ringtrain convert``."""
-    parser = create_parser("convert", "Make TFRecord files of an image folder or of CIFAR-10's binary files.")
-    parser.add_argument("source", type=Path, help="directory with train/<class>/*.jpg|png, or of CIFAR-10's files")
-    parser.add_argument("destination", type=Path, help="directory to make; it must not exist, or be empty")
-    parser.add_argument("--shards", type=int, help="files for each split (default: about 128 MiB a file)")
-    parser.add_argument("--kind", type=str, help=f"what the source is: {', '.join(SOURCE_KINDS)} (default: auto)")
-    return parser
-
-
-def create_report_parser() -> ArgumentParser:
-    """The arguments of ``ringtrain report``."""
-    parser = create_parser(
-        "report", "Write what happened in runs as one HTML file, which needs no network: ringtrain report runs/digits"
-    )
-    parser.add_argument("runs", type=Path, nargs="+", help="directories of runs; several are compared")
-    parser.add_argument(
-        "--output", type=Path, help="the file to write (default: report.html in the run, or here of several runs)"
-    )
-    return parser
-
-
-def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
-    """A parser's message as one line: the flag, its value and the rule, or the flag that may have been meant."""
-    message = re.sub(r"Group '(\S+)' does not accept option '(\S+)'", r"Key '\1.\2'", message)
-    unknown = re.search(r"(?:unrecognized arguments: |Key '|Option ')(--)?([\w.]+)", message)
-    if unknown:
-        prefix = unknown[1] or ""
-        meant = find_meant_setting(unknown[2], parser)
-        suggestion = f"Did you mean {prefix}{meant}? " if meant else ""
-        return f"there is no {'flag' if prefix else 'key'} {prefix}{unknown[2]}. {suggestion}See --help."
-    wrong = re.search(r'Parser key "([\w.]+)".*(?:Given value|Got value): (.*)', message, re.DOTALL)
-    if wrong and wrong[1] in field_rules():
-        return f"{wrong[1]} is {wrong[2].strip()!r}; it must be {field_rules()[wrong[1]]}."
-    if re.match("Problems parsing config|Unexpected config", message):
-        return f"{find_config_file(arguments)} holds no YAML mapping of settings: {' '.join(message.split())}"
-    return " ".join(message.split())
-
-
-def find_meant_setting(name: str, parser: ArgumentParser) -> str | None:
-    """The setting that a wrong name comes close to: the same word in a group, or one spelled alike."""
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    names = [flag.removeprefix("--") for flag in flags]
-    in_group = [known for known in names if known.endswith(f".{name}")]
-    return next(iter(in_group or difflib.get_close_matches(name, names, n=1)), None)
-
-
-def find_config_file(arguments: Sequence[str]) -> str:
-    """The last file that the user gave with ``--config``."""
-    text = " ".join(arguments)
-    return re.findall(r"--config[= ](\S+)", text)[-1]
-
-
-def field_rules() -> dict[str, str]:
-    """What each setting must be, in words, from the types of the configuration's fields."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path", str: "a text"}
-    rules = {}
-    for prefix, settings in (("", Config), ("optimizer.", OptimizerConfig)):
-        for name, hint in get_type_hints(settings).items():
-            options = [option for option in get_args(hint) if option is not type(None)]
-            if get_origin(hint) is dict:
-                rules[prefix + name] = "a mapping; write --options.NAME VALUE"
-            elif options and isinstance(options[0], str):
-                rules[prefix + name] = f"one of {', '.join(options)}"
-            else:
-                rules[prefix + name] = words.get(options[0] if options else hint, "a mapping")
-    return rules
-
-
 def print_config(explicit: Mapping[str, Any], world: World) -> int:
     """Print the settings of the run as YAML that ``--config`` reads."""
     check_settings(explicit)
@@ -361,10 +302,13 @@ def print_config(explicit: Mapping[str, Any], world: World) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {
     "train": train_command,
     "eval": eval_command,
+    "report": report_command,
+    "export": export_command,
     "verify": verify_command,
+    "workloads": workloads_command,
+    "init": init_command,
     "convert": convert_command,
     "doctor": doctor_command,
-    "report": report_command,
 }
 # What the commands start themselves; not for the user.
 INTERNAL_COMMANDS = {"_record": record_command}

@@ -122,7 +122,7 @@ class Config:
     """One training run."""
 
     workload: str = "digits"
-    """what to train: a name, package.module:Class or path/file.py:Class"""
+    """what to train: a built-in name, path/file.py, path/file.py:Class or package.module:Class"""
 
     options: dict[str, Any] = field(default_factory=dict)
     """the workload's own settings, each as --options.NAME VALUE"""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from ringtrain.progress_bar import ProgressBar
 
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun")
 
@@ -23,7 +23,7 @@ class Console:
     def __init__(self, stream: IO[str] | None, *, is_terminal: bool) -> None:
         """``stream`` is None where nothing is to be shown."""
         self._stream = stream
-        self._progress: Progress | None = None
+        self._progress: ProgressBar | None = None
         self.is_terminal = is_terminal
 
     def line(self, text: str) -> None:
@@ -35,30 +35,21 @@ class Console:
             self._stream.write(text + "\n")
             self._stream.flush()
 
-    def start_progress(self, total_steps: int, first_step: int) -> None:
-        """Show a progress bar, where there is a terminal."""
+    def start_progress(self, total_steps: int, first_step: int, last_saved_step: Callable[[], int] = lambda: 0) -> None:
+        """Show a progress bar, where there is a terminal; it asks ``last_saved_step`` from a thread of its own."""
         if self._stream is None or not self.is_terminal:
             return
-        from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from ringtrain.progress_bar import ProgressBar
 
-        width = os.get_terminal_size(self._stream.fileno()).columns
-        self._progress = Progress(
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(compact=True),
-            console=RichConsole(file=self._stream, force_terminal=True, width=width),
-            refresh_per_second=4,
-            expand=True,
+        self._progress = ProgressBar(
+            self._stream, total_steps=total_steps, first_step=first_step, last_saved_step=last_saved_step
         )
         self._progress.start()
-        self._progress.add_task("", total=total_steps, completed=first_step)
 
-    def progress(self, step: int, text: str) -> None:
-        """Move the progress bar."""
+    def progress(self, step: int, values: list[str]) -> None:
+        """Move the progress bar, and show these values below it."""
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=step, description=text)
+            self._progress.show(step, values)
 
     def stop_progress(self) -> None:
         """Leave the progress bar as it stands."""

@@ -41,10 +41,12 @@ class Result:
     Attributes:
         ending: why it ended.
         evaluation: the last evaluation of this process; None where there was none.
+        best_step: the step of the run's best evaluation; None where there was none.
     """
 
     ending: Ending
     evaluation: EvalReport | None
+    best_step: int | None = None
 
 
 def train(
@@ -93,14 +95,15 @@ def train(
     leave_if_told_to(job, requests)
     guard = NonfiniteGuard(job, console, progress, path=Path(start.path), run=opened.directory if opened else None)
     requests.start_training(actions.announce)
-    console.start_progress(job.total_steps, job.first_step)
+    console.start_progress(job.total_steps, job.first_step, actions.find_last_saved_step)
     try:
         step, ending = run_steps(job, actions.in_order, guard, progress, requests)
     finally:
         console.stop_progress()
         actions.close()
     finish(job, actions, progress, step, ending, requests)
-    return Result(ending=ending, evaluation=actions.evaluate.last)
+    best_step = progress.best_step if progress.best is not None else None
+    return Result(ending=ending, evaluation=actions.evaluate.last, best_step=best_step)
 
 
 def set_first_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
@@ -164,6 +167,10 @@ class Actions:
     def in_order(self) -> list[Action]:
         """The check comes before whatever is saved; a save last, as it holds what the others have found."""
         return [*([self.log] if self.log else []), self.check, self.evaluate, self.save]
+
+    def find_last_saved_step(self) -> int:
+        """The step from which the run would go on; 0 where there is none."""
+        return self.writer.last_step if self.writer is not None else 0
 
     def close(self) -> None:
         """Let a save that is under way end, whatever has ended the training; bring TensorBoard's events to their files.

@@ -28,12 +28,15 @@ class LossScale:
 
     @property
     def value(self) -> tf.Tensor:
+        """The scale of the next step, float32 []."""
         return tf.convert_to_tensor(self._value.value) if self.is_dynamic else tf.constant(1.0)
 
     def scale(self, objective: tf.Tensor) -> tf.Tensor:
+        """The objective whose gradients are computed."""
         return objective * tf.cast(self.value, objective.dtype) if self.is_dynamic else objective
 
     def unscale(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], scale: tf.Tensor) -> list[Any]:
+        """The gradients of the objective itself, from those of the scaled one."""
         if not self.is_dynamic:
             return list(gradients)
         return [scaled(gradient, 1 / scale) for gradient in gradients]

@@ -48,6 +48,7 @@ class Finding:
 
     @property
     def is_culprit(self) -> bool:
+        """Whether this rank's own samples gave what is not finite."""
         return bool(self.samples or self.gradients or isinstance(self.loss, str))
 
 

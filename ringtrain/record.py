@@ -148,6 +148,7 @@ def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:
 
 
 def named_values(prefix: str, variables: Sequence[keras.Variable]) -> dict[str, np.ndarray]:
+    """Values by names that keep the order of the variables."""
     return {f"{prefix}/{number:04d}/{v.path}": np.asarray(v.numpy()) for number, v in enumerate(variables)}
 
 

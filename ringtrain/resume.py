@@ -97,7 +97,8 @@ def choose_directory(config: Config) -> Path:
     Raises:
         UsageError: it cannot be made, or holds something that is no run; or ``resume`` is must, and there is no run.
     """
-    wanted = config.out or Path("runs") / Path(config.workload.rpartition(":")[2]).name.lower()
+    name = Path(config.workload.rpartition(":")[2]).name.removesuffix(".py")
+    wanted = config.out or Path("runs") / name.lower()
     if config.resume == "must" and not (wanted / CONFIG_FILE).is_file():
         raise UsageError(
             f"resume is 'must', but {str(wanted)!r} holds no run. Name the run's directory with --out, or leave "

@@ -54,10 +54,12 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
+        """The directory of the checkpoints (see ``ringtrain.checkpoint``)."""
         return self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:
+        """The directory of TensorBoard's event files."""
         return self.path / "tensorboard"
 
     def write_config(self, values: Mapping[str, Any]) -> None:
@@ -115,6 +117,7 @@ class RunDirectory:
             raise RunDirectoryError(self.path, error.strerror or str(error)) from error
 
     def close(self) -> None:
+        """Write no more, and let go of the directory."""
         self._metrics.close()
         self._on_close()
 
@@ -165,6 +168,19 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
             "remove it."
         )
     return wanted
+
+
+def refuse_taken(output: Path) -> None:
+    """See that nothing will be overwritten.
+
+    Raises:
+        UsageError: something is there.
+    """
+    if output.exists() or output.is_symlink():
+        raise UsageError(
+            f"{str(output)!r} is there already, and is left as it is. Give another with --output, or remove it.",
+            reach="run",
+        )
 
 
 def read_config(path: Path) -> dict[str, Any] | None:

@@ -15,19 +15,16 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.checkpoint import (
-    BEST,
-    MANIFEST_FILE,
     Checkpoint,
     describe_difference,
-    list_steps,
+    find_checkpoint,
     read_checkpoint,
-    step_name,
     tidy,
     write_checkpoint,
 )
 from ringtrain.config import to_plain
 from ringtrain.data.order import FedOrder
-from ringtrain.errors import DataError, RingtrainError, UsageError
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.guard.preflight import package_versions
 from ringtrain.job import Job
 from ringtrain.progress import Progress
@@ -209,29 +206,6 @@ def take_weights(job: Job, source: Path) -> list[str]:
             lines.append(f"  new: {_short(name)} {list(variable.shape)}, {other}")
     unused = [_short(name) for name in saved if name.startswith("weights/") and name not in weights]
     return [*lines, *([f"  not used: {', '.join(unused)}"] if unused else [])]
-
-
-def find_checkpoint(source: Path, which: str = BEST) -> Path:
-    """The checkpoint that a path means: itself, or one of a run directory.
-
-    Args:
-        source: a checkpoint, or a run directory.
-        which: of a run directory's: ``best`` (the newest where none is), ``newest``, or a name.
-
-    Raises:
-        DataError: there is none.
-    """
-    if (source / MANIFEST_FILE).exists():
-        return source
-    root = source / "checkpoints"
-    steps = [step_name(step) for step in list_steps(root)]
-    name = steps[-1] if steps and (which == "newest" or (which == BEST and not (root / BEST).exists())) else which
-    if not (root / name).is_dir():
-        raise DataError(
-            f"{str(source)!r} holds no checkpoint {which!r}; it holds: {', '.join(steps) or 'none'}. Give a run "
-            "directory or a checkpoint."
-        )
-    return root / name
 
 
 def _short(name: str) -> str:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ringtrain.cli import create_train_parser, parse_arguments
 from ringtrain.config import Config, make_config, merge_options, to_plain
 from ringtrain.devices import start_tensorflow
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.flags import create_train_parser, parse_arguments
 from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
 from ringtrain.together import Prepared, early_end, joined, pin, report_end, report_error, train_together

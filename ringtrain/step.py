@@ -23,7 +23,7 @@ from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import Precision
 from ringtrain.data.pipeline import Batch
 from ringtrain.loss_scale import LossScale
-from ringtrain.variables import is_seed_state
+from ringtrain.variables import is_seed_state, name_variables, named_weights
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
 
@@ -146,21 +146,12 @@ class TrainStep:
     @property
     def named_variables(self) -> dict[str, keras.Variable]:
         """Weights, slots, averages and the loss scale, such as ``weights/digits/conv2d/kernel``."""
-        weights = [v for v in self.model.variables if not is_seed_state(v)]
-        named: dict[str, keras.Variable] = {}
-        for kind, variables in (
-            ("weights", [(v.path, v) for v in weights]),
-            ("slots", [(v.path, v) for v in self.optimizer.variables]),
-            ("averages", [(weight.path, average) for weight, average in self.averages.pairs]),
-            ("loss_scale", [(v.path, v) for v in self.loss_scale.variables]),
-        ):
-            for path, variable in variables:
-                name = f"{kind}/{path}"
-                twins = itertools.count(2)  # two layers of one name
-                while name in named:
-                    name = f"{kind}/{path}#{next(twins)}"
-                named[name] = variable
-        return named
+        return name_variables(
+            weights=named_weights(self.model),
+            slots=[(v.path, v) for v in self.optimizer.variables],
+            averages=[(weight.path, average) for weight, average in self.averages.pairs],
+            loss_scale=[(v.path, v) for v in self.loss_scale.variables],
+        )
 
     def is_updated(self, returned: tf.Tensor) -> bool:
         """Whether the step that returned this changed anything; False where it was not finite on some rank."""
@@ -403,6 +394,7 @@ def set_precision(precision: Precision) -> None:
 
 
 def cast_all(tensors: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
+    """Tensors in one type."""
     return [tf.cast(tensor, dtype) for tensor in tensors]
 
 

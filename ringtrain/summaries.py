@@ -48,6 +48,7 @@ class EventFiles:
             self._writer.flush()
 
     def close(self) -> None:
+        """Bring all events to their files, and write no more."""
         with self._explaining():
             self._writer.close()
 

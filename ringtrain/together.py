@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -152,7 +153,8 @@ def train_together(
                 console=console,
                 num_threads=prepared.plan.intra_op_threads,
             )
-    console.line(describe_result(result, start.path))
+    for line in describe_result(result, start.path):
+        console.line(line)
     return result
 
 
@@ -177,14 +179,21 @@ def open_together(
     return start, opened[0] if opened else None
 
 
-def describe_result(result: Result, path: str) -> str:
-    """The last line of a run."""
+def describe_result(result: Result, path: str) -> list[str]:
+    """The last lines of a run: what came of it, where it is, and what to do with it."""
     from ringtrain.actions import Ending
 
     early = " (stopped early: no better evaluation for a while)" if result.ending is Ending.EARLY else ""
     metrics = result.evaluation.metrics if result.evaluation else {}
     values = "".join(f", {name} {value:.4f}" for name, value in metrics.items())
-    return f"done{early}{values}; the run is in {path}"
+    best = f" (best: step {result.best_step})" if result.best_step is not None else ""
+    quoted = shlex.quote(path)
+    evaluate = [f"  evaluate the best:  python -m ringtrain eval {quoted}"] if result.evaluation else []
+    return [
+        f"done{early}{values}{best}; the run is in {path}",
+        *evaluate,
+        f"  see its curves:     tensorboard --logdir {quoted}/tensorboard",
+    ]
 
 
 @contextlib.contextmanager
@@ -297,11 +306,11 @@ def end_of(error: RingtrainError) -> dict[str, Any]:
 
 def evaluate_together(prepared: Prepared, collective: Collective, run: Path, which: str) -> None:
     """Evaluate a run's checkpoint with the other ranks, and print the result."""
-    from ringtrain.checkpoint import read_checkpoint
+    from ringtrain.checkpoint import find_checkpoint, read_checkpoint
     from ringtrain.collectives import on_first
     from ringtrain.console import open_console
     from ringtrain.job import create_job
-    from ringtrain.saving import find_checkpoint, restore
+    from ringtrain.saving import restore
     from ringtrain.variables import share_first_values
 
     def restore_on_first() -> int:

@@ -1,7 +1,8 @@
-"""Which variables all ranks must hold alike, and rank 0's first values for them."""
+"""Which variables all ranks must hold alike, by which names they are kept, and rank 0's first values for them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -16,6 +17,24 @@ BROADCAST_BYTES = 64 * 2**20
 def is_seed_state(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a seed generator (dropout's): broadcasting it would make all masks alike."""
     return variable.name == "seed_generator_state"
+
+
+def named_weights(model: keras.Model) -> list[tuple[str, keras.Variable]]:
+    """A model's weights and moving statistics with their paths, such as ``digits/conv2d/kernel``."""
+    return [(v.path, v) for v in model.variables if not is_seed_state(v)]
+
+
+def name_variables(**kinds: Sequence[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
+    """Variables by kind and path, such as ``weights/digits/conv2d/kernel``: the names in a checkpoint."""
+    named: dict[str, keras.Variable] = {}
+    for kind, variables in kinds.items():
+        for path, variable in variables:
+            name = f"{kind}/{path}"
+            twins = itertools.count(2)  # two layers of one name
+            while name in named:
+                name = f"{kind}/{path}#{next(twins)}"
+            named[name] = variable
+    return named
 
 
 def share_first_values(variables: Sequence[keras.Variable], collective: Collective) -> None:

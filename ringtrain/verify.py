@@ -51,6 +51,7 @@ class Finding:
 
     @property
     def passes(self) -> bool:
+        """Whether the difference is within the tolerance."""
         return self.difference <= self.tolerance  # False for NaN as well
 
 
@@ -104,6 +105,7 @@ def run_group(size: int, arguments: Sequence[str], directory: Path) -> None:
 
 
 def load_record(path: Path) -> Record:
+    """The arrays of a run that ``ringtrain.record`` wrote."""
     with np.load(path, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
 
@@ -133,6 +135,7 @@ def compare_tensors(kind: str, reference: Record, other: Record, tolerance: floa
 
 
 def compare_series(name: str, reference: npt.NDArray, other: npt.NDArray, tolerance: float) -> Finding:
+    """The largest relative difference of two series of numbers, such as losses."""
     if reference.shape != other.shape:
         return Finding(name=name, difference=float("inf"), tolerance=tolerance, where="their numbers differ")
     differences = [relative_difference(a, b) for a, b in zip(reference, other, strict=True)]
@@ -170,6 +173,7 @@ def check_ledger(reference: Record, other: Record) -> Finding:
 
 
 def split_steps(record: Record) -> list[npt.NDArray]:
+    """The samples of each step."""
     return np.split(record["samples"], np.cumsum(record["samples_per_step"])[:-1])
 
 
@@ -216,6 +220,7 @@ def fold_notes(notes: Sequence[str]) -> list[str]:
 
 
 def describe_finding(finding: Finding) -> str:
+    """A finding as a line of the table."""
     verdict = "ok" if finding.passes else "DIFFERS"
     value = f"{finding.difference:.1e}, at most {finding.tolerance:.0e}" if finding.tolerance else ""
     return f"{finding.name:<10} {verdict:<8} {value:<23} {finding.where}".rstrip()

@@ -25,9 +25,12 @@ commands:
   after    what the last line of such a script calls
 
 examples:
-  python -m launch slurm render --nodes 2 --gpus_per_node 4 --cpus_per_rank 8 --time 12:00:00 -- --workload inception
-  python -m launch slurm submit --nodes 1 --ranks_per_node 16 --time 2:00:00 --venv .venv -- --workload digits
-  python -m launch slurm COMMAND --help
+  python -m launch slurm render --nodes 2 --gpus_per_node 4 --time 12:00:00 \\
+      -- --workload inception --data_dir images
+  python -m launch slurm submit --nodes 1 --ranks_per_node 16 --time 2:00:00 \\
+      --venv .venv -- --workload digits
+
+Each command's options: python -m launch slurm COMMAND --help
 """
 MANY = "may be given several times"
 
@@ -93,8 +96,8 @@ def after(arguments: Sequence[str]) -> int:
     parser = Parser(
         "python -m launch slurm after",
         usage=SUPPRESS,
-        description="The last line of a batch script: requeue the job whose run has saved and is to go on, or say how "
-        "the run ended and return its exit code.",
+        description="The last line of a batch script: requeue the job whose run has saved and is to\n"
+        "go on, or say how the run ended and return its exit code.",
         examples="",
     )
     parser.add_argument("--status", type=int, required=True, help="exit code of srun or horovodrun")
@@ -109,16 +112,16 @@ def create_request_parser(command: str, description: str) -> Parser:
     default = JobRequest.__dataclass_fields__
     parser = Parser(
         f"python -m launch slurm {command}",
-        usage=f"python -m launch slurm {command} --nodes M --gpus_per_node G [OPTIONS] -- FLAGS OF RINGTRAIN",
+        usage="%(prog)s --nodes M [OPTIONS] -- FLAGS OF RINGTRAIN",
         description=description,
-        examples=f"example:\n  python -m launch slurm {command} --nodes 2 --gpus_per_node 4 --cpus_per_rank 8 "
-        "--time 12:00:00 -- --workload cifar10",
+        examples=f"example:\n  python -m launch slurm {command} --nodes 2 --gpus_per_node 4 \\\n"
+        "      --cpus_per_rank 8 --time 12:00:00 -- --workload cifar10",
     )
     add = parser.add_argument
-    add("--nodes", type=int, required=True, help="nodes of the job")
-    add("--gpus_per_node", type=int, help="GPUs of each node, one for each rank")
-    add("--ranks_per_node", type=int, help="ranks on each node (default: as many as GPUs)")
-    add("--cpus_per_rank", type=int, help="cores of each rank, to compute or to feed its GPU (default: 1)")
+    add("--nodes", type=int, metavar="N", required=True, help="nodes of the job")
+    add("--gpus_per_node", type=int, metavar="N", help="GPUs of each node, one for each rank")
+    add("--ranks_per_node", type=int, metavar="N", help="ranks on each node (default: as many as GPUs)")
+    add("--cpus_per_rank", type=int, metavar="N", help="cores of each rank, to compute or to feed its GPU (default: 1)")
     add("--time", help="time limit, such as 30 (minutes), 12:00:00 or 2-00:00:00 (default: the partition's)")
     for name in ("partition", "account", "qos", "constraint"):
         add(f"--{name}", help="as sbatch's")
@@ -127,8 +130,8 @@ def create_request_parser(command: str, description: str) -> Parser:
     # argparse fills in % signs of its own
     add("--output", help="file of all that the job prints (default: %%x-%%j.out, its name and number)")
     add("--mpi", default="auto", help="pmix, pmi2, horovodrun, or auto: the best of srun --mpi=list (default: auto)")
-    add("--signal_seconds", type=int, help="seconds before the time limit to save and stop (default: 120)")
-    add("--max_requeues", type=int, help="how often the job may be started again (default: 20)")
+    add("--signal_seconds", type=int, metavar="N", help="seconds before the time limit to save and stop (default: 120)")
+    add("--max_requeues", type=int, metavar="N", help="how often the job may be started again (default: 20)")
     add("--no_requeue", action="store_true", help="never start it again, not even after a lost node")
     add("--module", action="append", metavar="NAME", help=f"module to load; {MANY}")
     add("--conda", metavar="ENV", help="conda environment to activate")

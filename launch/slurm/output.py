@@ -30,6 +30,7 @@ class FailedRank(NamedTuple):
 
     @property
     def was_told_to_stop(self) -> bool:
+        """Whether it ended as told to: after saving, or by the signal itself."""
         return ORDERLY.search(self.how) is not None
 
 

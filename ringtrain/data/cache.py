@@ -69,6 +69,7 @@ class Layout:
 
     @property
     def bytes_per_sample(self) -> int:
+        """Bytes of one sample's tensors."""
         return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> Any:

@@ -20,6 +20,7 @@ MAX_MESSAGE = 160
 
 
 def look_at_tensorflow() -> dict[str, Any]:
+    """TensorFlow's version, the CUDA that it was built for, and the GPUs that it sees."""
     import tensorflow as tf
 
     cuda = dict(tf.sysconfig.get_build_info()).get("cuda_version")
@@ -27,12 +28,14 @@ def look_at_tensorflow() -> dict[str, Any]:
 
 
 def look_at_keras() -> dict[str, Any]:
+    """Keras' version."""
     import keras
 
     return {"version": keras.__version__}
 
 
 def look_at_horovod() -> dict[str, Any]:
+    """Horovod's version, what it was built with, and the MPI that it has loaded."""
     import horovod.tensorflow as hvd
 
     parts = [part for part in ("mpi", "gloo", "nccl", "ccl", "cuda", "rocm") if getattr(hvd, f"{part}_built")()]
@@ -47,6 +50,7 @@ def look_at_horovod() -> dict[str, Any]:
 
 
 def look_at_mpi4py() -> dict[str, Any]:
+    """mpi4py's version and the MPI that it has loaded, without joining the ranks."""
     import mpi4py
 
     already_loaded = set(loaded_mpi_libraries())
@@ -83,6 +87,7 @@ def shorten(message: str) -> str:
 
 
 def main() -> None:
+    """Look at one library after the other, and tell each finding in a line of JSON at once: the next may crash."""
     # What libraries print must not get between the lines of the answer.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

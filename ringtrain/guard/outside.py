@@ -104,11 +104,13 @@ def is_stopped(pid: int) -> bool:
 
 
 def send(pid: int, number: int) -> None:
+    """Signal a process; one that has just ended is no error."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def say(text: str) -> None:
+    """Write to the error stream; one that nobody reads any more is no error."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
 

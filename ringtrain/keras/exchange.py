@@ -97,6 +97,7 @@ class Exchange:
         self._local.add(variable_key(variable))
 
     def is_local(self, variable: Any) -> bool:
+        """Whether a variable's gradients stay on this rank."""
         return variable_key(variable) in self._local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Gradients:

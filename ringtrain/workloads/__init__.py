@@ -28,24 +28,25 @@ def check_workload_name(spec: str) -> None:
     """See that a workload's name can be right, without importing anything.
 
     Args:
-        spec: a built-in name, ``package.module:Class`` or ``path/file.py:Class``.
+        spec: a built-in name, ``package.module:Class``, ``path/file.py:Class``, or ``path/file.py`` where the file has
+            one workload.
 
     Raises:
         UsageError: no such built-in workload, no such file, or no class named.
     """
-    place, colon, class_name = spec.rpartition(":")
-    if not colon and "." not in spec and "/" not in spec:
-        if spec in BUILT_IN:
-            return
+    if spec in BUILT_IN:
+        return
+    place, class_name = _split(spec)
+    if not place and "." not in spec and "/" not in spec:
         near = difflib.get_close_matches(spec, BUILT_IN, n=1)
         raise UsageError(
             f"there is no workload {spec!r}. {f'Did you mean {near[0]!r}? ' if near else ''}"
-            f"Built in: {', '.join(sorted(BUILT_IN))}. Your own: path/file.py:Class or package.module:Class.",
+            f"Built in: {', '.join(sorted(BUILT_IN))}. Your own: path/file.py or package.module:Class.",
             reach="run",
         )
-    if not place or not class_name.isidentifier():
+    if not place or not (class_name.isidentifier() or spec.endswith(".py")):
         raise UsageError(
-            f"workload is {spec!r}; name the class after a colon: path/file.py:Class or package.module:Class.",
+            f"workload is {spec!r}; name a file, path/file.py or path/file.py:Class, or a class, package.module:Class.",
             reach="run",
         )
     if place.endswith(".py") and not Path(place).is_file():
@@ -59,7 +60,7 @@ def load_workload(spec: str) -> type[Workload]:
         UsageError: the name is wrong, its module cannot be imported, or the class is no Workload.
     """
     check_workload_name(spec)
-    place, _, class_name = BUILT_IN.get(spec, spec).rpartition(":")
+    place, class_name = _split(BUILT_IN.get(spec, spec))
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # whatever a user's module may raise
@@ -69,12 +70,9 @@ def load_workload(spec: str) -> type[Workload]:
             f"({frame.filename}, line {frame.lineno}).",
             reach="run",
         ) from error
-    workload = getattr(module, class_name, None)
+    workload = getattr(module, class_name or _only_workload(module, spec), None)
     if not (isinstance(workload, type) and issubclass(workload, Workload)):
-        names = [
-            name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Workload)
-        ]
-        own = ", ".join(name for name in names if name != "Workload") or "none"
+        own = ", ".join(_workloads_in(module)) or "none"
         raise UsageError(
             f"{place!r} has no class {class_name!r} derived from ringtrain.workloads.base.Workload; it has: {own}.",
             reach="run",
@@ -91,6 +89,41 @@ def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) 
     vars(workload)["options"] = options
     workload.__init__()  # type: ignore[misc]
     return workload
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """The module or file of a workload and its class; no class where a file alone is given."""
+    if spec.endswith(".py"):
+        return spec, ""
+    place, _, class_name = spec.rpartition(":")
+    return place, class_name
+
+
+def _workloads_in(module: object) -> list[str]:
+    """The workloads that a module has, imported ones as well."""
+    classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    return [name for name, value in classes.items() if issubclass(value, Workload) and value is not Workload]
+
+
+def _only_workload(module: object, spec: str) -> str:
+    """The workload of a file that has one.
+
+    Raises:
+        UsageError: it has none, or several.
+    """
+    own = [name for name in _workloads_in(module) if vars(module)[name].__module__ == vars(module)["__name__"]]
+    if not own:
+        raise UsageError(
+            f"workload is {spec!r}, a file without a workload: write a class derived from "
+            "ringtrain.workloads.base.Workload in it, or begin with python -m ringtrain init.",
+            reach="run",
+        )
+    if len(own) > 1:
+        raise UsageError(
+            f"workload is {spec!r}, a file with the workloads {', '.join(own)}; name one, as in {spec}:{own[0]}.",
+            reach="run",
+        )
+    return own[0]
 
 
 def _import_file(path: Path) -> object:

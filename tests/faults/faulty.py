@@ -8,9 +8,10 @@
 - ``save``: rank 0 writes the checkpoint of ``SAVED_STEP``; ``end``: that of the last step.
 
 The acts: ``raise`` an error; ``exit`` at once with 7; ``sleep`` for ever; ``lock``: wait for ever, Python's lock held;
-``nan``: give values that are no numbers; ``flip`` a bit of a weight; ``allocate`` more memory than there is. Before it
-the rank makes the file that ``RINGTRAIN_TEST_HERE`` names. To ``pause`` is to wait until somebody removes that file:
-meanwhile the test does from outside what it wants to, to this rank or to another.
+``nan``: give values that are no numbers; ``flip`` a bit of a weight; ``allocate`` more memory than there is; ``grow``
+until the kernel does something about it. Before it the rank makes the file that ``RINGTRAIN_TEST_HERE`` names. To
+``pause`` is to wait until somebody removes that file: meanwhile the test does from outside what it wants to, to this
+rank or to another.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ STEPS = 24  # three epochs of eight steps; an evaluation after steps 16 and 24
 SAVED_STEP = 10
 FAULT_STEP = 12
 PAUSE_SECONDS = 60.0
+GROWTH_BYTES = 2**32
 EXIT_CODE = 7
 
 here = Path(os.environ.get("RINGTRAIN_TEST_HERE", "/nowhere"))
@@ -66,6 +68,7 @@ def act(values: np.ndarray, weights: list[Any] | None = None) -> np.ndarray:
         "sleep": lambda: hang("data"),
         "lock": lambda: hang("lock"),
         "allocate": lambda: np.zeros(2**50),
+        "grow": grow,
         "pause": pause,
     }
     others.get(act_name, lambda: None)()
@@ -74,6 +77,11 @@ def act(values: np.ndarray, weights: list[Any] | None = None) -> np.ndarray:
 
 def raise_fault() -> None:
     raise ZeroDivisionError(f"the fault of rank {rank}")
+
+
+def grow() -> None:
+    held = [np.ones(2**24, np.uint8) for _ in range(GROWTH_BYTES // 2**24)]
+    raise MemoryError(f"nothing has ended this process, which holds {len(held) * 2**24} bytes more")
 
 
 def pause() -> None:

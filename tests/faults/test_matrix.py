@@ -99,6 +99,7 @@ def assert_answered(case: Case, run: Run, code: int) -> None:
         assert (end["status"], end["exit_code"]) == (case.what.status, case.what.exit_code)
     if case.fault != "raise":
         assert "Traceback" not in text
+    assert "Missing ranks" not in text  # Horovod's own word for a stall
     if is_ours and case.what.exit_code != 75:
         last = text[text.rindex("\nlaunch: rank ") :] if "\nlaunch: rank " in text else ""
         assert re.search(f"rank {case.rank} on {NODE}", last), f"what is read last does not name the rank:\n{text}"

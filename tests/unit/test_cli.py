@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ringtrain.cli import main
+from ringtrain.cli import COMMANDS, main
 from ringtrain.config import Config, OptimizerConfig
 from ringtrain.together import FIRST_RANK_SECONDS
 
@@ -41,7 +41,17 @@ WRONG = [
     (["--precision", "float16"], ["precision is 'float16'", "mixed_float16"]),
     (["--workload", "digit"], ["there is no workload 'digit'", "Did you mean 'digits'?"]),
     (["--workload", "no/such/file.py:Class"], ["no file 'no/such/file.py'"]),
-    (["--workload", "file.py"], ["name the class after a colon"]),
+    (["--workload", "file.py"], ["no file 'file.py'"]),
+    (["--workload", "package.module"], ["name a file, path/file.py", "or a class, package.module:Class"]),
+    (["evall", "runs/digits"], ["there is no command 'evall'", "Did you mean 'eval'?"]),
+    (["eval", "run", "--chekpoint", "best"], ["there is no flag --chekpoint", "Did you mean --checkpoint?"]),
+    (["eval", "run"], ["'run' is no run directory"]),
+    (["export", "run"], ["'run' is no run directory"]),
+    (["export", "run", "--fromat", "keras"], ["there is no flag --fromat", "Did you mean --format?"]),
+    (["init", "workload"], ["file is 'workload'; it must end in .py"]),
+    (["init", "no/such/place.py"], ["'no/such/place.py' cannot be written: No such file or directory"]),
+    (["init"], ["file"]),
+    (["workloads", "--verbose"], ["there is no flag --verbose"]),
     (["--data_dir", "/no/such/place"], ["data_dir '/no/such/place' is no directory"]),
     (["--config", "missing.yaml"], ["missing.yaml"]),
     (["--config", "wrong_key.yaml"], ["there is no key epoch", "Did you mean epochs?"]),
@@ -96,7 +106,7 @@ def test_of_several_ranks_the_first_speaks_and_another_that_outlives_it_is_alone
     assert waits == [FIRST_RANK_SECONDS] * rank
     assert re.match(r"ringtrain: error: rank 1 on \S+: epochs is 0" if rank else "ringtrain: error: epochs is 0", line)
     with pytest.raises(SystemExit):
-        main(["--help"])
+        main(["train", "--help"])
     assert ("--epochs" in capsys.readouterr().out) == (rank == 0)
 
 
@@ -108,14 +118,42 @@ def test_a_broken_launcher_is_named(capsys: pytest.CaptureFixture[str], monkeypa
 
 def test_help_names_every_setting_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["--help"])
+        main(["train", "--help"])
     assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    settings = [*(set(Config.__dataclass_fields__) - {"optimizer"})]
+    for name in [*settings, *(f"optimizer.{name}" for name in OptimizerConfig.__dataclass_fields__)]:
+        [at] = [number for number, line in enumerate(lines) if re.match(rf"  --{name}[ .]", line)]
+        assert len(" ".join(lines[at : at + 2]).split()) > 3, f"{name}: no meaning"
+    assert "  --epochs N                 passes over the training data" in lines
+    assert "constant, exponential, cosine, linear (constant)" in " ".join(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_terminal_and_has_an_example(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    if command:
+        with pytest.raises(SystemExit) as caught:
+            main([command, "--help"])
+        assert caught.value.code == 0
+    else:
+        assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in set(Config.__dataclass_fields__) - {"optimizer"}:
-        assert f"--{name}" in text
-    for name in OptimizerConfig.__dataclass_fields__:
-        assert f"--optimizer.{name}" in text
-    assert "passes over the training data" in text
+    assert max(map(len, text.splitlines())) <= 80
+    first, *_ = text.partition("examples:\n")[2].splitlines()
+    assert re.match(
+        rf"  (horovodrun -np 2 )?python -m ringtrain{f' {command}' if command not in ('', 'train') else ''}( |$)", first
+    )
+
+
+def test_help_without_a_command_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-h"]) == 0
+    text = capsys.readouterr().out
+    for name in COMMANDS:
+        assert re.search(rf"^  {name} +[A-Z].*\.$", text, re.MULTILINE)
+    assert "python -m ringtrain COMMAND --help" in text
 
 
 def test_what_print_config_prints_is_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -141,16 +179,10 @@ def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--help"],
-        ["convert", "--help"],
-        ["doctor", "--help"],
-        ["report", "--help"],
-        ["--print_config"],
-        ["--epochs", "0"],
-    ],
+    [["--help"], *([command, "--help"] for command in COMMANDS), ["workloads"], ["init", "my_workload.py"],
+     ["--print_config"], ["--epochs", "0"]],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_answers_that_need_no_tensorflow_come_without_it_and_at_once(arguments: list[str]) -> None:
     script = f"""
 import sys
@@ -168,3 +200,12 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
     assert finished.returncode == 0, finished.stderr
     # Processor time: what else the machine does is not what is measured.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_a_workload_to_begin_with_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["init", "moons.py"]) == 0
+    assert "--workload moons.py" in capsys.readouterr().out.splitlines()[-1]
+    (tmp_path / "moons.py").write_text("# mine by now\n")
+    assert main(["init", "moons.py"]) == 2
+    assert "'moons.py' is there already, and is left as it is." in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("moons.py", "# mine by now\n")]

@@ -6,10 +6,13 @@ import fcntl
 import io
 import os
 import pty
+import re
+import select
 import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 from typing import IO
 
@@ -34,7 +37,7 @@ def test_a_line_is_written_by_one_call() -> None:
     shown = Console(stream, is_terminal=False)
     shown.start_progress(10, 0)
     shown.line("step 1, loss = 2 [b]")
-    shown.progress(1, "nothing of this")
+    shown.progress(1, ["nothing of this"])
     shown.stop_progress()
     assert stream.writes == ["step 1, loss = 2 [b]\n"]
 
@@ -43,7 +46,7 @@ def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     shown = open_console(is_first=False)
     shown.start_progress(10, 0)
     shown.line("x")
-    shown.progress(1, "x")
+    shown.progress(1, ["x"])
     shown.stop_progress()
     output = capfd.readouterr()
     assert (output.out, output.err) == ("", "")
@@ -56,6 +59,7 @@ def test_without_a_launcher_stdout_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert not open_console(is_first=True).is_terminal
 
 
+SHOW_CURSOR = b"\x1b[?25h"
 FIND = "import sys; sys.path.insert(0, {root!r}); from ringtrain.console import find_launcher; print(find_launcher())"
 
 CALL = """#!{python}
@@ -113,13 +117,22 @@ def test_a_launcher_that_is_gone_has_no_terminal() -> None:
     assert launcher_terminal(2**22 + 1) is None
 
 
+def read_until(descriptor: int, text: bytes) -> bytes:
+    """What a terminal is sent, up to this text; without it where it does not come in ten seconds."""
+    output, end = b"", time.monotonic() + 10
+    while text not in output and time.monotonic() < end and select.select([descriptor], [], [], 10)[0]:
+        output += os.read(descriptor, 4096)
+    return output
+
+
 def test_on_a_terminal_there_is_a_progress_bar_and_lines_stand_above_it() -> None:
     outside, inside = pty.openpty()
-    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     stream: IO[str] = os.fdopen(inside, "w")
     shown = Console(stream, is_terminal=True)
-    shown.start_progress(10, 0)
-    shown.progress(5, "step 5, loss = 1")
+    shown.start_progress(10, 0, lambda: 4)
+    assert SHOW_CURSOR in read_until(outside, SHOW_CURSOR), "it is gone for good where the process is killed"
+    shown.progress(5, ["loss 1", "999 examples/s", "accuracy 0.5", *["more"] * 20])
     shown.line("eval loss = 2")
     shown.stop_progress()
     shown.line("done")
@@ -132,7 +145,9 @@ def test_on_a_terminal_there_is_a_progress_bar_and_lines_stand_above_it() -> Non
         pass
     os.close(outside)
     output = text.decode()
-    assert "step 5, loss = 1" in output
-    assert "5/10" in output
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", output)
+    assert "loss 1  999 examples/s  checkpoint: step 4  accuracy 0.5  more" in plain
+    assert "5/10" in plain
+    assert max(map(len, re.split(r"[\r\n]+", plain))) <= 80
     assert "eval loss = 2" in output
     assert output.rstrip().endswith("done")

@@ -5,9 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
-from ringtrain.workloads import BUILT_IN, create_workload
+import pytest
+
+from ringtrain.errors import UsageError
+from ringtrain.workloads import BUILT_IN, create_workload, load_workload
+from ringtrain.workloads.listing import ENTRIES, list_workloads
 from ringtrain.workloads.polynomial import Polynomial
 
 
@@ -35,3 +40,42 @@ def test_built_in_workloads_are_known_without_tensorflow() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert finished.stdout == f"{len(BUILT_IN)}\nset()\n"
+
+
+def test_the_list_says_how_large_each_built_in_workload_is() -> None:
+    text = list_workloads()
+    assert max(map(len, text.splitlines())) <= 80
+    assert set(ENTRIES) == set(BUILT_IN)
+    for name in BUILT_IN:
+        workload_class = load_workload(name)
+        parameters = create_workload(workload_class, workload_class.options).create_model().count_params()
+        [row] = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+        assert row.endswith(f" {parameters:,}")
+
+
+MINE = """
+from ringtrain.workloads.polynomial import Polynomial
+class Mine(Polynomial):
+    pass
+"""
+
+
+def test_a_file_with_one_workload_needs_no_class_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    assert load_workload(str(file)).__name__ == "Mine"
+    assert load_workload(f"{file}:Mine").__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "a file without a workload"),
+        (f"{MINE}class Other(Mine):\n    pass", r"the workloads Mine, Other; name one, as in .*mine.py:Mine"),
+    ],
+)
+def test_a_file_with_none_or_several_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_workload(str(file))

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "RINGTRAIN_TEST_MARK"
-TERMINAL_COLUMNS = 120
+TERMINAL_COLUMNS = 80
 # Of another launcher around the tests, or of what the test process itself needed.
 FOREIGN_VARIABLES = ("TF_CPP_MIN_LOG_LEVEL", "KERAS_BACKEND", "PYTHONWARNINGS")
 FOREIGN_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SLURM_")

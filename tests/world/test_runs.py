@@ -17,7 +17,7 @@ import pytest
 
 from ringtrain.data.order import SampleOrder
 from tests.world.conftest import RunRingtrain
-from tests.world.processes import REPOSITORY, Finished
+from tests.world.processes import REPOSITORY, TERMINAL_COLUMNS, Finished
 
 WORKLOADS = REPOSITORY / "tests/world/workloads/endings.py"
 HOROVODRUN_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}  # for horovodrun's own process, which imports TensorFlow as well
@@ -35,6 +35,8 @@ LINES = [
     STEP_LINE,
     rf"epoch {NUMBER}, step \d+: eval loss = {NUMBER}(, accuracy = {NUMBER})? \(\d+ samples\)",
     r"done.*; the run is in \S+",
+    r"  evaluate the best:  python -m ringtrain eval \S+",
+    r"  see its curves:     tensorboard --logdir \S+/tensorboard",
 ]
 
 
@@ -140,8 +142,13 @@ def test_beside_another_run_no_core_is_pinned_and_a_terminal_shows_progress(
     assert all(item.endswith("(shared by the ranks)") for item in cores)
     assert "6/6" in finished.stdout, "no progress bar"
     assert "\x1b[" in finished.stdout
-    assert re.search(rf"{STEP_LINE}", finished.stdout)
-    assert "done" in finished.stdout.splitlines()[-1]
+    assert re.search(rf"loss {NUMBER}  [\d,]+ examples/s", finished.stdout)
+    bars = [
+        re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", finished.stdout) if "ETA" in line
+    ]
+    assert {len(bar) for bar in bars} == {TERMINAL_COLUMNS}
+    assert re.search(r"done.*; the run is in ", finished.stdout)
+    assert "tensorboard --logdir" in finished.stdout.splitlines()[-1]
     assert "<stdout>" not in finished.stdout
 
 

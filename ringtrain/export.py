@@ -1,0 +1,220 @@
+"""``ringtrain export``: a run's model for use without ringtrain, as Keras' own file or as a SavedModel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import keras
+
+from ringtrain.checkpoint import Checkpoint, read_checkpoint
+from ringtrain.config import Config
+from ringtrain.errors import DataError, RingtrainError, UsageError
+from ringtrain.job import create_model, read_sources, set_up_keras
+from ringtrain.run_directory import refuse_taken
+from ringtrain.variables import name_variables, named_weights
+from ringtrain.workloads.base import Workload
+
+Format = Literal["keras", "saved_model"]
+
+
+class Parts(NamedTuple):
+    """What a model is made of besides Keras' own layers.
+
+    Attributes:
+        registered: the names of those registered with Keras, such as ``ringtrain>MirrorAverage``.
+        unregistered: names of those that are not.
+        has_code: it holds a Python function itself (a Lambda layer), which Keras refuses to load in safe mode.
+    """
+
+    registered: list[str]
+    unregistered: list[str]
+    has_code: bool
+
+
+def export(workload: Workload, config: Config, checkpoint_path: Path, output: Path, form: Format) -> list[str]:
+    """Write the model of a checkpoint, with the averages of its weights where an evaluation uses them.
+
+    Args:
+        output: where to write; whole or not there, and never over something.
+
+    Returns:
+        What was written and how it is loaded, in lines.
+
+    Raises:
+        DataError: the checkpoint is damaged, or the data are missing that the model depends on.
+        UsageError: the model is not the checkpoint's, or cannot be written in this format.
+    """
+    checkpoint = read_checkpoint(checkpoint_path)
+    model = rebuild_model(workload, config, checkpoint)
+    with explaining_keras(form):
+        parts = find_parts(keras.saving.serialize_keras_object(model)) if form == "keras" else Parts([], [], False)
+    if parts.has_code:
+        raise UsageError(
+            f"the model of {config.workload!r} has a Lambda layer, whose Python code Keras will not load from a file. "
+            "Make it a layer of a class of its own, or give --format saved_model."
+        )
+    write_model(model, output, form)
+    return [
+        f"{output}: the model of step {checkpoint.step}, {model.count_params():,} parameters"
+        + (", moving averages of the weights" if config.optimizer.ema else ""),
+        *describe_loading(output, form, parts),
+    ]
+
+
+def rebuild_model(workload: Workload, config: Config, checkpoint: Checkpoint) -> keras.Model:
+    """The workload's model with the values of a checkpoint that an evaluation uses.
+
+    Raises:
+        DataError: the data are missing, and without them the model is not the checkpoint's.
+        UsageError: it is not the checkpoint's.
+    """
+    set_up_keras(config)
+    missing: DataError | None = None
+    try:
+        read_sources(workload, config)  # the shape of a model may follow from the data
+    except DataError as error:
+        missing = error
+    try:
+        model = create_model(workload)
+        set_values(model, checkpoint)
+    except Exception as error:
+        if missing is not None:
+            raise missing from error
+        raise
+    return model
+
+
+def set_values(model: keras.Model, checkpoint: Checkpoint) -> None:
+    """Give a model the weights of a checkpoint, and their averages where it has such.
+
+    Raises:
+        UsageError: names or shapes differ.
+    """
+    saved = checkpoint.variables
+    weights = name_variables(weights=named_weights(model))
+    averages = name_variables(averages=[(v.path, v) for v in model.trainable_variables])
+    has_averages = any(name.startswith("averages/") for name in saved)
+    wanted = weights | (averages if has_averages else {})
+    kept = {name for name in saved if name.startswith(("weights/", "averages/"))}
+    wrong = sorted(kept ^ set(wanted)) + [
+        name for name, v in wanted.items() if name in saved and saved[name].shape != tuple(v.shape)
+    ]
+    if wrong:
+        raise UsageError(
+            f"the model is not the one of the checkpoint: {', '.join(wrong[:5])}"
+            f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''} differ. Bring the former one back."
+        )
+    for name, variable in wanted.items():  # averages last, in place of the weights
+        variable.assign(saved[name])
+
+
+def write_model(model: keras.Model, output: Path, form: Format) -> None:
+    """Write a model beside its place, then give it its name.
+
+    Raises:
+        UsageError: Keras cannot write it in this format, or the place is taken or cannot be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=".writing-", dir=output.parent))
+    except OSError as error:
+        raise UsageError(f"{str(output)!r} cannot be written: {error.strerror}. Give another with --output.") from error
+    try:
+        written = directory / ("model.keras" if form == "keras" else "model")
+        with explaining_keras(form):
+            if form == "keras":
+                model.save(written)
+            else:
+                model.export(written, format="tf_saved_model", verbose=False)
+        take_name(written, output)
+    except OSError as error:
+        raise RingtrainError(f"{str(output)!r} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def explaining_keras(form: Format) -> Iterator[None]:
+    """Give whatever a layer of the user's raises, when it is to be written, the words of a user's error.
+
+    Raises:
+        UsageError: in place of any error but those of the file system.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        other = "saved_model" if form == "keras" else "keras"
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UsageError(
+            f"Keras cannot write this model as {form}: {reason} Mend the layer, or give --format {other}."
+        ) from error
+
+
+def take_name(written: Path, output: Path) -> None:
+    """Give what was written its name, unless something has it.
+
+    Raises:
+        UsageError: something has.
+    """
+    refuse_taken(output)
+    if written.is_dir():
+        os.mkdir(output)  # fails where it exists; an empty directory can be renamed over
+        os.rename(written, output)
+    else:
+        os.link(written, output)
+
+
+def find_parts(serialized: Mapping[str, Any]) -> Parts:
+    """What Keras' description of a model (``serialize_keras_object``) names that is not Keras' own."""
+    named = list(_named_objects(serialized))
+    own = [item for item in named if item.get("registered_name") and not (item["module"] or "").startswith("keras.")]
+    # A function has its name where an object has its settings.
+    names = {item["config"] if item["class_name"] == "function" else item["registered_name"] for item in own}
+    registered = {name for name in names if ">" in name}
+    has_code = any(item["class_name"] == "__lambda__" for item in named)
+    return Parts(sorted(registered), sorted(names - registered), has_code)
+
+
+def describe_loading(output: Path, form: Format, parts: Parts) -> list[str]:
+    """How what was written is loaded, and what has to be there then."""
+    if form == "saved_model":
+        return [f"load it with model = tf.saved_model.load({str(output)!r}); model.serve(x) predicts"]
+    lines = [f"load it with keras.saving.load_model({str(output)!r})"]
+    modules = sorted({keras.saving.get_registered_object(name).__module__ for name in parts.registered})
+    if modules:
+        places = ", ".join(_importable(module) for module in modules)
+        lines.append(f"before that, import what its own layers are made of: {places}")
+    if parts.unregistered:
+        objects = ", ".join(f"{name!r}: {name}" for name in parts.unregistered)
+        lines.append(
+            f"with custom_objects={{{objects}}}, which are not registered with Keras: "
+            "@keras.saving.register_keras_serializable() above them makes an import enough"
+        )
+    return lines
+
+
+def _importable(module: str) -> str:
+    """A module as the user imports it: a workload's file has another name within ringtrain."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file).stem if module.startswith("ringtrain_user_") and file else module
+
+
+def _named_objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All that a description names by its class, however deep."""
+    if isinstance(value, Mapping):
+        if "class_name" in value:
+            yield value
+        for inner in value.values():
+            yield from _named_objects(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _named_objects(inner)

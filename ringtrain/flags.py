@@ -1,0 +1,291 @@
+"""What a command line may hold: each command's flags, and what is wrong with those that were given."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+import yaml
+
+from ringtrain.config import Config, OptimizerConfig
+from ringtrain.errors import UsageError
+from ringtrain.help import PROGRAM, show_help
+from ringtrain.world import World
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+SOURCE_KINDS = ("auto", "image_folder", "cifar10")
+EXPORT_FORMATS = ("keras", "saved_model")
+CHECKPOINT_HELP = "best, newest, or a name such as step-000001000 (best)"
+
+
+def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: World) -> dict[str, Any]:
+    """What the user wrote: field names to values of the right types.
+
+    Raises:
+        UsageError: an unknown flag or key, a value of the wrong type, a file that cannot be read.
+        SystemExit: after ``--help``.
+    """
+    from argparse import ArgumentError
+
+    if {"-h", "--help"} & set(arguments):
+        if world.is_first:
+            print(show_help(parser), end="")
+        raise SystemExit(0)
+    try:
+        explicit = parser.parse_args(list(arguments), defaults=False).clone(with_meta=False).as_dict()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{find_config_file(arguments)} holds no text in UTF-8: {error}.", reach="run") from None
+    except (ArgumentError, yaml.YAMLError) as error:
+        raise UsageError(explain_parse_error(str(error), parser, arguments), reach="run") from None
+    explicit.pop("config", None)
+    for name in ("optimizer", "options"):
+        if explicit.get(name) is not None and not isinstance(explicit[name], Mapping):
+            raise UsageError(f"{name} is {explicit[name]!r}; it must be a mapping of settings.", reach="run")
+    return without_nothing(explicit)
+
+
+def without_nothing(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those whose value is None: what a file leaves empty has its default."""
+    return {
+        key: without_nothing(value) if key == "optimizer" and isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if value is not None
+    }
+
+
+def create_parser(command: str, purpose: str, examples: str, *, usage: str = "") -> ArgumentParser:
+    """A command's parser, whose errors are ours to tell, and its screen of help (see ``ringtrain.help``)."""
+    from jsonargparse import ArgumentParser
+
+    return ArgumentParser(
+        prog=f"ringtrain {command}",
+        usage=f"{command} {usage}".rstrip(),
+        description=purpose,
+        epilog=examples,
+        exit_on_error=False,
+        allow_abbrev=False,
+        print_config=None,  # jsonargparse's own flag of that name
+    )
+
+
+def create_settings_parser(command: str, purpose: str, examples: str) -> ArgumentParser:
+    """Flags from the fields of ``Config``, and the same names as keys of a YAML file."""
+    from jsonargparse import ActionYesNo, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = create_parser(command, purpose, examples, usage="[--NAME VALUE ...] [--config FILE]")
+    parser.add_argument(
+        "--config", action="config", metavar="FILE", help="YAML file of these settings; flags win over it"
+    )
+    parser.add_argument("--print_config", action=ActionYesNo, help="print the settings of the run as YAML, and leave")
+    parser.add_class_arguments(OptimizerConfig, "optimizer", help="optimizer")
+    parser.add_class_arguments(Config, skip={"optimizer"}, help="settings")
+    return parser
+
+
+def create_train_parser() -> ArgumentParser:
+    """The settings of a run."""
+    return create_settings_parser(
+        "[train]",
+        "Train a Keras model on many GPUs or cores, one process each. The same command again goes on where a run "
+        "ended. Defaults are in brackets; a workload's own win over them (--print_config shows those of a run).",
+        f"""
+        horovodrun -np 2 {PROGRAM}
+        horovodrun -np 2 {PROGRAM} --workload my_workload.py --epochs 5
+        """,
+    )
+
+
+def create_verify_parser() -> ArgumentParser:
+    """The settings of a run, and the world sizes to compare."""
+    parser = create_settings_parser(
+        "verify",
+        "Train the same batches under several numbers of processes, which it starts itself, and compare weights, "
+        "optimizer slots, losses and samples. Use no launcher.",
+        f"""
+        {PROGRAM} verify
+        {PROGRAM} verify --workload my_workload.py --world_sizes 1,2
+        """,
+    )
+    parser.add_argument(
+        "--world_sizes", type=str, metavar="N,N", default="1,2,3", help="numbers of processes, such as 1,2,3"
+    )
+    return parser
+
+
+def create_eval_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain eval``."""
+    parser = create_parser(
+        "eval",
+        "Evaluate a checkpoint of a run, with any number of processes.",
+        f"""
+        {PROGRAM} eval runs/digits
+        horovodrun -np 2 {PROGRAM} eval runs/digits --checkpoint newest
+        """,
+        usage="RUN [--NAME VALUE ...]",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="directory of the run")
+    parser.add_argument("--checkpoint", type=str, metavar="NAME", help=CHECKPOINT_HELP)
+    parser.add_argument(
+        "--data_dir", type=Path, metavar="DIR", help="directory of the workload's data, where it has moved"
+    )
+    parser.add_argument(
+        "--hang_timeout", type=float, metavar="SECONDS", help="after which what hangs is ended (the run's)"
+    )
+    return parser
+
+
+def create_export_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain export``."""
+    parser = create_parser(
+        "export",
+        "Write the model of a run for use without ringtrain, with the weights that an evaluation uses. One process.",
+        f"""
+        {PROGRAM} export runs/digits
+        {PROGRAM} export runs/digits --format saved_model --output digits
+        """,
+        usage="RUN [--NAME VALUE ...]",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="directory of the run")
+    parser.add_argument(
+        "--format",
+        type=str,
+        metavar="NAME",
+        help="keras: a .keras file, for keras.saving.load_model; saved_model: a directory, for tf.saved_model.load "
+        "and TensorFlow Serving (keras)",
+    )
+    parser.add_argument("--checkpoint", type=str, metavar="NAME", help=CHECKPOINT_HELP)
+    parser.add_argument(
+        "--output", type=Path, metavar="PATH", help="what to write; it must not exist (RUN/export/step-NUMBER)"
+    )
+    parser.add_argument(
+        "--data_dir", type=Path, metavar="DIR", help="directory of the workload's data, where it has moved"
+    )
+    return parser
+
+
+def create_report_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain report``."""
+    parser = create_parser(
+        "report",
+        "Write what happened in one run or several as one HTML file, which needs no network. One process.",
+        f"""
+        {PROGRAM} report runs/digits
+        {PROGRAM} report runs/first runs/second --output compared.html
+        """,
+        usage="RUN [RUN ...] [--NAME VALUE ...]",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of runs; several are compared")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the file to write (RUN/report.html; of several report.html here)"
+    )
+    return parser
+
+
+def create_convert_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain convert``."""
+    parser = create_parser(
+        "convert",
+        "Make TFRecord files of an image folder or of CIFAR-10's binary files.",
+        f"""
+        {PROGRAM} convert images records
+        {PROGRAM} convert data records --kind cifar10 --shards 8
+        """,
+        usage="SOURCE DESTINATION [--NAME VALUE ...]",
+    )
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="directory with train/<class>/*.jpg|png, or of CIFAR-10's files"
+    )
+    parser.add_argument(
+        "destination", type=Path, metavar="DESTINATION", help="directory to make; it must not exist, or be empty"
+    )
+    parser.add_argument("--shards", type=int, metavar="N", help="files for each split (about 128 MiB a file)")
+    parser.add_argument(
+        "--kind", type=str, metavar="NAME", help=f"what the source is: {', '.join(SOURCE_KINDS)} (auto)"
+    )
+    return parser
+
+
+def create_init_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain init``."""
+    parser = create_parser(
+        "init",
+        "Write a workload of your own to begin with: a file of forty lines that trains at once, on made data.",
+        f"""
+        {PROGRAM} init my_workload.py
+        horovodrun -np 2 {PROGRAM} --workload my_workload.py
+        """,
+        usage="FILE",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="Python file to write; it must not exist")
+    return parser
+
+
+def create_workloads_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain workloads``: none."""
+    return create_parser("workloads", "List the built-in workloads, with what they train on.", f"{PROGRAM} workloads")
+
+
+def create_doctor_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain doctor``: none."""
+    return create_parser(
+        "doctor",
+        "Say whether training would work here, and what helps where it would not; under a launcher, whether its ranks "
+        "can work together.",
+        f"""
+        {PROGRAM} doctor
+        horovodrun -np 2 {PROGRAM} doctor
+        """,
+    )
+
+
+def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
+    """A parser's message as one line: the flag, its value and the rule, or the flag that may have been meant."""
+    message = re.sub(r"Group '(\S+)' does not accept option '(\S+)'", r"Key '\1.\2'", message)
+    unknown = re.search(r"(?:unrecognized arguments: |Key '|Option ')(--)?([\w.]+)", message)
+    if unknown:
+        prefix = unknown[1] or ""
+        meant = find_meant_setting(unknown[2], parser)
+        suggestion = f"Did you mean {prefix}{meant}? " if meant else ""
+        return f"there is no {'flag' if prefix else 'key'} {prefix}{unknown[2]}. {suggestion}See --help."
+    wrong = re.search(r'Parser key "([\w.]+)".*(?:Given value|Got value): (.*)', message, re.DOTALL)
+    if wrong and wrong[1] in field_rules():
+        return f"{wrong[1]} is {wrong[2].strip()!r}; it must be {field_rules()[wrong[1]]}."
+    if re.match("Problems parsing config|Unexpected config", message):
+        return f"{find_config_file(arguments)} holds no YAML mapping of settings: {' '.join(message.split())}"
+    return " ".join(message.split())
+
+
+def find_meant_setting(name: str, parser: ArgumentParser) -> str | None:
+    """The setting that a wrong name comes close to: the same word in a group, or one spelled alike."""
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    names = [flag.removeprefix("--") for flag in flags]
+    in_group = [known for known in names if known.endswith(f".{name}")]
+    return next(iter(in_group or difflib.get_close_matches(name, names, n=1)), None)
+
+
+def find_config_file(arguments: Sequence[str]) -> str:
+    """The last file that the user gave with ``--config``."""
+    text = " ".join(arguments)
+    return re.findall(r"--config[= ](\S+)", text)[-1]
+
+
+def field_rules() -> dict[str, str]:
+    """What each setting must be, in words, from the types of the configuration's fields."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path", str: "a text"}
+    rules = {}
+    for prefix, settings in (("", Config), ("optimizer.", OptimizerConfig)):
+        for name, hint in get_type_hints(settings).items():
+            options = [option for option in get_args(hint) if option is not type(None)]
+            if get_origin(hint) is dict:
+                rules[prefix + name] = "a mapping; write --options.NAME VALUE"
+            elif options and isinstance(options[0], str):
+                rules[prefix + name] = f"one of {', '.join(options)}"
+            else:
+                rules[prefix + name] = words.get(options[0] if options else hint, "a mapping")
+    return rules

@@ -1,0 +1,66 @@
+"""``ringtrain workloads``: the built-in workloads, told without TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ringtrain.workloads import BUILT_IN, load_workload
+
+
+class Entry(NamedTuple):
+    """What the table says of a workload besides its defaults.
+
+    Attributes:
+        what: the model, in a few words.
+        data: what ``--data_dir`` has to hold.
+        parameters: how many the model has by default; ``inception``'s for 10 classes.
+    """
+
+    what: str
+    data: str
+    parameters: int
+
+
+ENTRIES: Mapping[str, Entry] = {
+    "autoencoder": Entry("conv. autoencoder", "CIFAR-10", 3_101_443),
+    "cifar10": Entry("tutorial's CNN", "CIFAR-10", 1_068_298),
+    "cifar10_resnet": Entry("residual CNN", "CIFAR-10", 1_973_920),
+    "digits": Entry("small CNN", "none", 121_994),
+    "inception": Entry("Inception v3", "images", 22_030_260),
+    "polynomial": Entry("y = 5x² + 3", "none", 3),
+}
+NOTES = """\
+none      bundled, or made
+CIFAR-10  --data_dir DIR: its binary files; downloaded there if they are missing
+images    --data_dir DIR: an image folder, or TFRecord files
+--synthetic true trains each of them on made data of the same shape.
+
+Settings of one:  python -m ringtrain --workload NAME --print_config
+Train it:         horovodrun -np 2 python -m ringtrain --workload NAME
+Your own:         python -m ringtrain init my_workload.py"""
+
+
+def list_workloads() -> str:
+    """A table of the built-in workloads, 80 columns wide."""
+    rows = [("workload", "model", "data", "batch", "length", "parameters")]
+    for name in sorted(BUILT_IN):
+        entry, defaults = ENTRIES[name], load_workload(name).defaults
+        rows.append((name, entry.what, entry.data, _batch(defaults), _length(defaults), f"{entry.parameters:,}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([*cells[:-1], f"{row[-1]:>{widths[-1]}}"]).rstrip())
+    return "\n".join([*lines, "", NOTES])
+
+
+def _batch(defaults: Mapping[str, Any]) -> str:
+    """Samples of a step: of each rank, or of all together."""
+    whole = defaults.get("global_batch_size")
+    return f"{whole} in all" if whole else f"{defaults['batch_size']}/rank"
+
+
+def _length(defaults: Mapping[str, Any]) -> str:
+    steps = defaults.get("steps")
+    return f"{steps} steps" if steps else f"{defaults['epochs']} epochs"

@@ -1,0 +1,47 @@
+"""What the documents say is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCUMENTS += [*(ROOT / "docs").glob("*.md"), ROOT / "launch/README.md", ROOT / "ringtrain/README.md"]
+SOURCES = [path.read_text() for room in ("ringtrain", "launch") for path in (ROOT / room).rglob("*.py")]
+# A message as it is printed: what is split over lines is joined.
+JOINED = [" ".join(re.sub(r'"\s+f?"', "", source).split()) for source in SOURCES]
+
+MESSAGES = re.findall(r"`([^`]+)`", "".join(re.findall(r"^### (.*)$", TROUBLESHOOTING, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_messages_that_are_explained_are_in_the_code(message: str) -> None:
+    assert any(message in source for source in JOINED)
+
+
+def test_about_a_dozen_messages_are_explained() -> None:
+    assert len(MESSAGES) >= 12
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_what_is_there(document: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text()):
+        place, _, heading = link.partition("#")
+        target = (document.parent / place).resolve() if place else document
+        assert target.exists(), link
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings], link
+
+
+def test_pre_commit_runs_the_locked_tools_and_downloads_nothing() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [repository["repo"] for repository in config["repos"]] == ["local"]
+    hooks = config["repos"][0]["hooks"]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    assert {hook["entry"].split()[0] for hook in hooks} == {".venv/bin/ruff", ".venv/bin/mypy"}

@@ -1,0 +1,162 @@
+"""The model of a run, written for use without ringtrain."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+from ringtrain.errors import UsageError
+from ringtrain.export import describe_loading, explaining_keras, find_parts
+from tests.world.conftest import RunRingtrain
+from tests.world.processes import clean_environment, run_command
+from tests.world.running import events
+
+WORKLOAD = '''
+import keras
+import numpy as np
+from layers_of_mine import Scale
+from ringtrain.data.sources import from_arrays
+from ringtrain.errors import DataError
+from ringtrain.workloads.base import Sources, Workload
+
+
+class Mine(Workload):
+    """Averaged weights, moving statistics, a layer of its own; its data may be gone."""
+
+    defaults = {"epochs": 3, "batch_size": 16, "optimizer": {"name": "adam", "lr": 0.05, "ema": 0.99}}
+
+    def create_model(self):
+        layers = [keras.Input((4,)), keras.layers.BatchNormalization(), Scale(), keras.layers.Dense(1)]
+        return keras.Sequential(layers)
+
+    def create_sources(self, data_dir, *, synthetic):
+        if not (data_dir and (data_dir / "x.npy").exists()):
+            raise DataError("there is no x.npy.")
+        x = np.load(data_dir / "x.npy")
+        y = x.sum(axis=1, keepdims=True)
+        return Sources(train=from_arrays(x, y), evaluation=from_arrays(x, y))
+
+    def loss(self, y, outputs):
+        return keras.losses.mean_squared_error(y, outputs)
+'''
+LAYERS = """
+import keras
+
+@keras.saving.register_keras_serializable(package="mine")
+class Scale(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+    def call(self, x):
+        return x * self.scale
+"""
+# A process that has Keras and the layer, but no ringtrain; it prints the loss over the evaluation's samples.
+LOAD = """
+import json, sys
+import keras, numpy as np, tensorflow as tf
+import layers_of_mine
+x = np.load(sys.argv[3])
+if sys.argv[1] == "keras":
+    outputs = keras.saving.load_model(sys.argv[2])(x, training=False)
+else:
+    model = tf.saved_model.load(sys.argv[2])
+    outputs = model.serve(x)
+assert not [name for name in sys.modules if name.split(".")[0] == "ringtrain"]
+print(json.dumps(float(np.mean((np.asarray(outputs, np.float64) - x.sum(axis=1, keepdims=True)) ** 2))))
+"""
+
+
+def test_what_is_exported_predicts_as_what_was_evaluated(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    import numpy as np
+
+    (tmp_path / "mine.py").write_text(WORKLOAD)
+    (tmp_path / "layers_of_mine.py").write_text(LAYERS)
+    data = tmp_path / "data"
+    data.mkdir()
+    np.save(data / "x.npy", np.random.default_rng(0).normal(size=(48, 4)).astype(np.float32))
+    env = {"PYTHONPATH": str(tmp_path)}
+    trained = run_ringtrain(
+        ["--workload", tmp_path / "mine.py", "--data_dir", data, "--out", tmp_path / "run"], env=env
+    )
+    assert trained.rc == 0, trained.stderr
+    loss = events(tmp_path / "run", "eval")[-1]["loss"]
+    step = events(tmp_path / "run", "eval")[-1]["step"]
+    x = data.rename(tmp_path / "moved") / "x.npy"
+
+    for form, name in (("keras", f"step-{step:09d}.keras"), ("saved_model", f"step-{step:09d}")):
+        arguments = ["export", tmp_path / "run", "--format", form, "--checkpoint", "newest"]
+        exported = run_ringtrain(arguments, env=env)
+        assert exported.rc == 0, exported.stderr
+        assert "moving averages of the weights" in exported.stdout
+        assert ("import what its own layers are made of: layers_of_mine" in exported.stdout) == (form == "keras")
+        output = tmp_path / "run/export" / name
+        assert list(output.parent.glob(".*")) == []
+        loaded = run_command(
+            [sys.executable, "-c", LOAD, form, str(output), str(x)],
+            env=clean_environment(PYTHONPATH=str(tmp_path)), timeout=60, cwd=tmp_path,
+        )  # fmt: skip
+        assert loaded.rc == 0, loaded.stderr
+        assert json.loads(loaded.stdout) == pytest.approx(loss, rel=1e-5)
+
+    again = run_ringtrain(arguments, env=env)
+    assert (again.rc, "is there already, and is left as it is" in again.stderr) == (2, True)
+    variables = tmp_path / f"run/checkpoints/step-{step:09d}/variables.bin"
+    variables.write_bytes(variables.read_bytes()[:-4] + b"none")
+    damaged = run_ringtrain([*arguments, "--output", tmp_path / "other"], env=env)
+    assert (damaged.rc, "its bytes have changed" in damaged.stderr) == (3, True)
+    assert not (tmp_path / "other").exists()
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Known(keras.layers.Layer):
+    """Registered with Keras."""
+
+
+class Unknown(keras.layers.Layer):
+    """Not registered."""
+
+
+def twice(x: keras.KerasTensor) -> keras.KerasTensor:
+    return x + x
+
+
+@keras.saving.register_keras_serializable(package="tests")
+def thrice(x: keras.KerasTensor) -> keras.KerasTensor:
+    return x + x + x
+
+
+def test_what_a_model_needs_to_be_loaded_is_found() -> None:
+    inner = keras.Sequential([keras.Input((2,)), Unknown(), keras.layers.Dense(2, activation=twice)])
+    model = keras.Sequential([keras.Input((2,)), Known(), keras.layers.Activation(thrice), inner])
+    parts = find_parts(keras.saving.serialize_keras_object(model))
+    assert parts == (["tests>Known", "tests>thrice"], ["Unknown", "twice"], False)
+    lines = describe_loading(Path("model.keras"), "keras", parts)
+    assert Known.__module__ in lines[1]
+    assert "custom_objects={'Unknown': Unknown, 'twice': twice}" in lines[2]
+    x = keras.Input((2,))
+    plain = keras.Model(x, keras.layers.Dense(2, activation="relu")(keras.ops.exp(x) * x))
+    assert find_parts(keras.saving.serialize_keras_object(plain)) == ([], [], False)
+
+
+def test_code_in_a_model_is_found() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(lambda x: x)])
+    assert find_parts(keras.saving.serialize_keras_object(model)).has_code
+
+
+class Mute(keras.layers.Layer):
+    """Takes what Keras cannot write down, and does not say how it is made."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
+
+def test_a_model_that_keras_cannot_write_is_a_user_s_error() -> None:
+    model = keras.Sequential([keras.Input((2,)), Mute(object())])
+    with pytest.raises(UsageError, match=r"Keras cannot write this model as keras: .*--format saved_model"), \
+         explaining_keras("keras"):  # fmt: skip
+        keras.saving.serialize_keras_object(model)

@@ -21,7 +21,7 @@ help: ## Show these targets
 setup: ## Install what is missing and make .venv (PYTHON=python3.12 chooses the interpreter)
 	@PYTHON='$(PYTHON)' .ci/setup
 
-setup-tests: setup ## Install what the tests need besides: Slurm, which they start themselves, and shellcheck
+setup-tests: setup ## Install what the tests need besides: Slurm, which they start themselves, shellcheck and Chromium
 	@.ci/setup-tests
 
 train: setup ## Train the built-in workload with 2 processes, into a fresh directory under runs/

@@ -150,13 +150,13 @@ class Evaluate:
         config = self._job.config
         self._progress.note_evaluation(step, result.value(config.best_metric), config.best_direction)
         if self._records is not None:
-            self._record(step, result, self._records)
+            self._record(step, result, self._records, seconds=time.perf_counter() - start)
         if self._log is not None:
             self._log.leave_out(time.perf_counter() - start)
         gives_up = 0 < config.stop_after <= self._progress.evaluations_without_best
         return Ending.EARLY if gives_up else None
 
-    def _record(self, step: int, result: EvalReport, records: Records) -> None:
+    def _record(self, step: int, result: EvalReport, records: Records, *, seconds: float) -> None:
         activity.note(Doing.LOG, step)
         epoch = epoch_after(self._job.order, step)
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
@@ -166,7 +166,8 @@ class Evaluate:
             f"epoch {round(epoch, 2):g}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
         )
         values = {"loss": result.loss, "data_loss": result.data_loss, **result.metrics}
-        records.run.write_event("eval", step=step, epoch=epoch, samples=result.samples, **values)
+        took = {"seconds": round(seconds, 3)}
+        records.run.write_event("eval", step=step, epoch=epoch, samples=result.samples, **(took | values))
         records.events.scalars("eval", values, step=step)
         source = self._job.evaluation
         if source is not None:

@@ -102,6 +102,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(step=content["step"], variables=variables, progress=content["progress"], run=content["run"])
 
 
+def read_facts(path: Path) -> dict[str, Any]:
+    """What a checkpoint says about the run that wrote it, without reading its variables.
+
+    Raises:
+        DamagedError: its manifest is missing, or not what was written.
+        DataError: it was written by a newer version of ringtrain.
+    """
+    return dict(_read_manifest(path / MANIFEST_FILE)["run"])
+
+
 def list_steps(root: Path) -> list[int]:
     """The steps that ``root`` holds a checkpoint of, whole or not, in order."""
     if not root.is_dir():

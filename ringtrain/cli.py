@@ -26,13 +26,14 @@ from ringtrain.flags import (
     create_eval_parser,
     create_export_parser,
     create_init_parser,
+    create_report_parser,
     create_train_parser,
     create_verify_parser,
     create_workloads_parser,
     parse_arguments,
 )
 from ringtrain.help import PROGRAM, show_overview
-from ringtrain.run_directory import CONFIG_FILE, read_config, refuse_taken
+from ringtrain.run_directory import CONFIG_FILE, REPORT_FILE, read_config, refuse_taken
 from ringtrain.starting_file import write_starting_file
 from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
@@ -231,6 +232,25 @@ def doctor_command(arguments: Sequence[str], world: World) -> int:
     return doctor(world)
 
 
+def report_command(arguments: Sequence[str], world: World) -> int:
+    """Write what happened in one run or several as one HTML file."""
+    wanted = parse_arguments(create_report_parser(), arguments, world)
+    refuse_launcher("report", world)
+    from ringtrain.report import write_report
+
+    runs = wanted["runs"]
+    target = wanted.get("output", runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
+    try:
+        write_report(runs, target)
+    except OSError as error:
+        raise UsageError(
+            f"the report cannot be written to {str(target)!r}: {error.strerror}. Give another place with --output.",
+            reach="run",
+        ) from None
+    print(f"the report of {len(runs)} run{'s' if len(runs) > 1 else ''} is in {target}")
+    return 0
+
+
 def record_command(arguments: Sequence[str], world: World) -> int:
     """One process of a run of ``verify``."""
     parser = create_train_parser()
@@ -282,6 +302,7 @@ def print_config(explicit: Mapping[str, Any], world: World) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {
     "train": train_command,
     "eval": eval_command,
+    "report": report_command,
     "export": export_command,
     "verify": verify_command,
     "workloads": workloads_command,

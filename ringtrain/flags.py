@@ -169,6 +169,24 @@ def create_export_parser() -> ArgumentParser:
     return parser
 
 
+def create_report_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain report``."""
+    parser = create_parser(
+        "report",
+        "Write what happened in one run or several as one HTML file, which needs no network. One process.",
+        f"""
+        {PROGRAM} report runs/digits
+        {PROGRAM} report runs/first runs/second --output compared.html
+        """,
+        usage="RUN [RUN ...] [--NAME VALUE ...]",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of runs; several are compared")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the file to write (RUN/report.html; of several report.html here)"
+    )
+    return parser
+
+
 def create_convert_parser() -> ArgumentParser:
     """The arguments of ``ringtrain convert``."""
     parser = create_parser(

@@ -23,6 +23,7 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import Cause, PreemptedError, RingtrainError
 from ringtrain.evaluation import EvalReport
 from ringtrain.guard.finite import require_finite_values
+from ringtrain.guard.preflight import package_versions
 from ringtrain.job import Job, create_job
 from ringtrain.nonfinite import NonfiniteGuard
 from ringtrain.progress import Progress
@@ -145,6 +146,9 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
             first_step=job.first_step,
             total_steps=job.total_steps,
             parameters=parameters,
+            node=job.collective.world.node,
+            launcher=job.collective.world.launcher,
+            versions=package_versions(),
         )
 
 

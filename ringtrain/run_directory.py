@@ -8,6 +8,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ringtrain.errors import RingtrainError, UsageError
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
+REPORT_FILE = "report.html"
 # Of steps that are trained again after a checkpoint; a run's starts and ends stay.
 STEP_EVENTS = ("train", "eval", "checkpoint", "warning")
 
@@ -73,7 +75,9 @@ class RunDirectory:
             temporary.replace(self.path / CONFIG_FILE)
 
     def write_event(self, event: str, **values: Any) -> None:
-        """Append one line to metrics.jsonl. JSON has no infinities or NaN: such numbers are written as strings.
+        """Append one line to metrics.jsonl, with the time (seconds since 1970).
+
+        JSON has no infinities or NaN: such numbers are written as strings.
 
         Raises:
             RunDirectoryError: it cannot be written, such as on a full disk.
@@ -217,7 +221,8 @@ def _is_kept(line: str, step: int) -> bool:
 
 
 def _line_of(event: str, values: Mapping[str, Any]) -> str:
-    return json.dumps({"event": event, **{key: _json_value(value) for key, value in values.items()}}) + "\n"
+    plain = {key: _json_value(value) for key, value in values.items()}
+    return json.dumps({"event": event, **plain, "time": round(time.time(), 3)}) + "\n"
 
 
 def _json_value(value: Any) -> Any:

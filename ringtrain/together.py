@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,8 @@ from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.guard.watchdog import Watchdog
 from ringtrain.launched import tell_end, tell_run
+from ringtrain.lease import LeaseLostError
+from ringtrain.run_directory import REPORT_FILE
 from ringtrain.startup import describe_start
 from ringtrain.stopping import StopRequests
 from ringtrain.time_limit import find_limits
@@ -135,7 +137,7 @@ def train_together(
         write_end=functools.partial(write_end_at_hang, run, start),
         warn=functools.partial(write_warning, run, console) if run else None,
     )
-    with recording_end(run, start.is_complete, requests, collective.world):
+    with recording_end(run, start.is_complete, requests, collective.world, console):
         if start.is_complete:
             console.line(
                 f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
@@ -196,8 +198,10 @@ def describe_result(result: Result, path: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def recording_end(run: RunDirectory | None, is_complete: bool, requests: StopRequests, world: World) -> Iterator[None]:
-    """Write the ``end`` record of a run on rank 0, however it ends, and let go of its directory."""
+def recording_end(
+    run: RunDirectory | None, is_complete: bool, requests: StopRequests, world: World, console: Console
+) -> Iterator[None]:
+    """Write the ``end`` record of a run on rank 0, however it ends, then its report, and let go of its directory."""
     if run is None:
         yield
         return
@@ -213,16 +217,17 @@ def recording_end(run: RunDirectory | None, is_complete: bool, requests: StopReq
 
     requests.watch_file(run.path)
     requests.at_early_end(leave_early)
+    report = functools.partial(report_run, run, console)
     try:
         yield
     except RingtrainError as error:
-        write_end(run, end_of(error))
+        write_end(run, end_of(error), then=report)
         raise
     except BaseException as error:
-        write_end(run, end_values("failed", 1, describe_defect(error)))
+        write_end(run, end_values("failed", 1, describe_defect(error)), then=report)
         raise
     else:
-        write_end(run, end_values("completed", 0))
+        write_end(run, end_values("completed", 0), then=report)
 
 
 def describe_defect(error: BaseException) -> str:
@@ -236,12 +241,33 @@ def early_end(reason: str, exit_code: int) -> RingtrainError:
     return kind(f"stopped by {reason}.", reach="run")
 
 
-def write_end(run: RunDirectory, end: Mapping[str, Any]) -> None:
-    """The last record of a process; none where another process has taken over the directory."""
+def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], None] = lambda: None) -> None:
+    """The last record of a process; none where another process has taken over the directory.
+
+    Args:
+        then: what else is done before the directory is let go of.
+    """
     tell_end(end)
     with contextlib.suppress(RingtrainError):
         run.write_event(**end)
+        then()
     run.close()
+
+
+def report_run(run: RunDirectory, console: Console) -> None:
+    """Write a run's report, whatever its end. A report that fails is a warning: the run is what it is without it.
+
+    Raises:
+        LeaseLostError: another process has taken over the directory.
+    """
+    try:
+        from ringtrain.report import write_report
+
+        write_report([run.path], run.path / REPORT_FILE, may_write=run.may_write)
+    except LeaseLostError:
+        raise
+    except Exception as error:
+        console.line(f"warning: {REPORT_FILE} was not written: {describe_defect(error)}")
 
 
 def write_warning(run: RunDirectory, console: Console, message: str) -> None:

@@ -64,6 +64,8 @@ WRONG = [
     (["--epochs"], ["epochs"]),
     (["verify", "--world_sizes", "2"], ["world_sizes is '2'"]),
     (["verify", "--world_size", "1,2"], ["there is no flag --world_size"]),
+    (["report"], ["runs"]),
+    (["report", "nowhere"], ["'nowhere' is no run directory", "config.yaml"]),
 ]
 FILES = {
     "wrong_key.yaml": "epoch: 3\n",

@@ -22,10 +22,21 @@ from ringtrain.run_directory import (
 )
 
 
+def parse_event(line: str) -> dict[str, Any]:
+    """An event without its time, which it must have."""
+    event: dict[str, Any] = json.loads(line, parse_constant=refuse)
+    assert abs(time.time() - event.pop("time")) < 600
+    return event
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
 def read_events(run: Path) -> list[dict[str, Any]]:
     text = (run / METRICS_FILE).read_text()
     assert text == "" or text.endswith("\n")
-    return [json.loads(line) for line in text.splitlines()]
+    return [parse_event(line) for line in text.splitlines()]
 
 
 # --- Where a run is to be ---
@@ -121,11 +132,7 @@ def test_each_event_is_a_line_of_valid_json_at_once(tmp_path: Path) -> None:
     run.write_event("train", step=1, loss=math.nan, lr=math.inf, gradient_norm=-math.inf, accuracy=0.5)
     run.write_event("end", status="ä\nb")
 
-    def refuse(constant: str) -> float:
-        raise ValueError(f"{constant} is no JSON")
-
-    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
-    first, second = (json.loads(line, parse_constant=refuse) for line in lines)
+    first, second = read_events(tmp_path)
     assert first == {
         "event": "train",
         "step": 1,
@@ -222,11 +229,11 @@ def test_who_may_not_write_any_more_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_closing_lets_go_of_the_directory_once_all_is_written(tmp_path: Path) -> None:
-    seen: list[str] = []
-    run = RunDirectory(tmp_path, on_close=lambda: seen.append((tmp_path / METRICS_FILE).read_text()))
+    seen: list[list[dict[str, Any]]] = []
+    run = RunDirectory(tmp_path, on_close=lambda: seen.append(read_events(tmp_path)))
     run.write_event("end")
     run.close()
-    assert seen == ['{"event": "end"}\n']
+    assert seen == [[{"event": "end"}]]
 
 
 # --- After a resume each step is there once ---
@@ -320,7 +327,7 @@ def test_another_rank_writes_the_end_of_a_run_on_a_line_of_its_own(
     (tmp_path / "metrics.jsonl").write_text(before)
     append_event(tmp_path, "end", exit_code=6)
     *first, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(last) == {"event": "end", "exit_code": 6}
+    assert parse_event(last) == {"event": "end", "exit_code": 6}
     assert [json.loads(line)["event"] for line in first if line.endswith("}")] == kept
 
 

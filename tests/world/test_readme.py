@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ringtrain.workloads import BUILT_IN
+from tests.report.made_run import make_run
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 
 README = (REPOSITORY / "README.md").read_text()
@@ -40,7 +41,7 @@ def accuracies_in(finished: Finished) -> list[float]:
 
 
 def test_your_own_model(tmp_path: Path) -> None:
-    initialise, train, verify, evaluate, export = shown_commands("my_workload")
+    initialise, train, verify, evaluate, report, export = shown_commands("my_workload")
     run(initialise, tmp_path)
     written = (tmp_path / "my_workload.py").read_text()
     assert cut_out("my_workload.py", tmp_path).read_text() == written
@@ -49,9 +50,20 @@ def test_your_own_model(tmp_path: Path) -> None:
     assert "is complete" in run(train, tmp_path).stdout
     assert "the world sizes train the same" in run(verify, tmp_path).stdout
     assert accuracies_in(run(evaluate, tmp_path))[-1] >= 0.99
+    (tmp_path / "runs/my_workload/report.html").unlink()  # the run's own
+    assert "the report of 1 run is in runs/my_workload/report.html" in run(report, tmp_path).stdout
+    assert "Accuracy there" in (tmp_path / "runs/my_workload/report.html").read_text()
     [place] = re.findall(r"keras.saving.load_model\('(.*)'\)", run(export, tmp_path).stdout)
     load = f"import keras, sys; keras.saving.load_model({place!r}); assert 'ringtrain' not in sys.modules"
     run(f"python -c {shlex.quote(load)}", tmp_path)
+
+
+def test_runs_compared(tmp_path: Path) -> None:
+    [command] = shown_commands("compared.html")
+    for name in ("first", "second"):
+        make_run(tmp_path / "runs" / name)
+    run(command, tmp_path)
+    assert "2 runs compared" in (tmp_path / "compared.html").read_text()
 
 
 def test_the_workloads_are_those_that_the_command_lists() -> None:

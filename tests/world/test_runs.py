@@ -171,7 +171,8 @@ def test_of_runs_that_start_together_one_has_the_directory(run_ringtrain: RunRin
     assert "is being written by process" in refused.stderr if refused.rc else "is complete" in refused.stdout
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["line"]
     assert len(events(tmp_path / "runs/line", "start")) == 1
-    assert events(tmp_path / "runs/line")[-1] == {"event": "end", "status": "completed", "exit_code": 0}
+    end = events(tmp_path / "runs/line")[-1]
+    assert (end["event"], end["status"], end["exit_code"]) == ("end", "completed", 0)
 
 
 def step_and_rank_of(sample: int, size: int) -> tuple[int, int]:
@@ -220,6 +221,7 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks_and_is_told_once(
         assert sample in batch["indices"]
         assert np.isnan(batch["x"][batch["indices"] == sample]).any()
         assert set(batch.files) == {"x", "y", "indices", "step", "global_count"}
+    assert "diverged, exit code 4" in (tmp_path / "out/report.html").read_text()
     assert "Traceback" not in finished.stderr + finished.stdout
     end = events(tmp_path / "out")[-1]
     assert (end["event"], end["status"], end["exit_code"]) == ("end", "diverged", 4)

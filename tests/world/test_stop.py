@@ -69,7 +69,11 @@ def test_a_stop_file_stops_the_run_once(reference: Path, tmp_path: Path) -> None
     assert end_of(out) == ("preempted", 75)
     assert f"stopped by the file {out / 'stop'}" in message_of(run)
     assert not (out / "stop").exists()
+    assert "preempted, exit code 75" in (out / "report.html").read_text()
     assert_went_on(out, reference)
+    assert f"started again on 2 ranks from step {events(out, 'start')[1]['first_step']}" in (
+        (out / "report.html").read_text()
+    )
 
 
 @pytest.mark.slow

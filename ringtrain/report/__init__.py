@@ -1,0 +1,34 @@
+"""``ringtrain report``: what happened in one run or several, as one HTML file that needs no network.
+
+It reads what a run directory holds, starts no TensorFlow, and runs nothing that it reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ringtrain.report.page import make_page
+from ringtrain.report.reading import read_run
+
+
+def write_report(runs: Sequence[Path], target: Path, *, may_write: Callable[[], None] = lambda: None) -> None:
+    """Write the report of runs to a file, which is there whole or not at all.
+
+    Args:
+        may_write: called just before the file becomes visible; raises where another process has taken over.
+
+    Raises:
+        UsageError: a path is no run directory, or what a run holds cannot be read.
+        OSError: the file cannot be written.
+    """
+    page = make_page([read_run(run) for run in runs])
+    temporary = target.with_name(f".writing-{target.name}")
+    try:
+        temporary.write_text(page, encoding="utf-8", errors="replace")  # a file may say what is no character
+        may_write()
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

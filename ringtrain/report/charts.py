@@ -1,0 +1,179 @@
+"""Which charts a report has, and what each of them draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ringtrain.report.reading import RunRecord
+from ringtrain.report.series import Curve, Numbers, elapsed_times
+from ringtrain.report.timing import STEP_PARTS
+
+DECADES_FOR_LOG = 2.0  # a loss that spans more is drawn on a logarithmic axis
+SIGNIFICANT_DIGITS = 6
+MAX_MARKS = 200  # of a run; the charts have no room for more
+KIND_NAMES = {"train": "training", "eval": "evaluation"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+        title: what it shows.
+        unit: of its values; empty for numbers without one.
+        curves: names of the curves in it, each with what the legend calls it.
+        scale: "linear", "log", or "zero" for a linear axis that begins at 0.
+    """
+
+    title: str
+    unit: str = ""
+    curves: dict[str, str]
+    scale: str = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened at a step: a ``restart``, a ``warning`` or an ``end``."""
+
+    kind: str
+    step: int
+    elapsed: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A chart of a number that the loop logs itself."""
+
+    title: str
+    unit: str = ""
+    scale: str = "linear"
+
+
+LOSSES = {"loss": _Known("Loss"), "data_loss": _Known("Loss on the data, without regularisation")}
+OTHERS = {
+    "lr": _Known("Learning rate", scale="zero"),
+    "gradient_norm": _Known("Gradient norm"),
+    "examples_per_sec": _Known("Throughput, all ranks", unit="examples/s", scale="zero"),
+}
+MAY_BE_LOG = {"loss", "data_loss", "gradient_norm"}
+TIMES = {"sec_per_step": "whole step", **STEP_PARTS}
+
+
+def plan_charts(runs: Sequence[dict[str, Curve]]) -> list[Chart]:
+    """The charts of runs, each given as its curves by name: losses, metrics, then how it was trained."""
+    names = dict.fromkeys(name.partition("/")[2] for curves in runs for name in curves)
+    if all(_is_same(curves) for curves in runs):
+        names.pop("data_loss", None)
+    metrics = [name for name in names if name not in LOSSES | OTHERS | TIMES]
+    charts = [
+        Chart(title=known.title, unit=known.unit, curves=_kinds_of(name, runs), scale=_scale(name, known.scale, runs))
+        for name, known in (LOSSES | {name: _Known(_in_words(name)) for name in metrics} | OTHERS).items()
+        if name in names
+    ]
+    if set(STEP_PARTS) & set(names):
+        times = {f"train/{name}": title for name, title in TIMES.items() if name in names}
+        charts.append(Chart(title="Time of a step", unit="s", curves=times, scale="zero"))
+    return charts
+
+
+def find_marks(run: RunRecord) -> tuple[list[Mark], int]:
+    """What happened in a run besides its progress, and how many marks are left out."""
+    times = elapsed_times(run.events)
+    marks, step = [], 0
+    for place, event in enumerate(run.events):
+        kind = event["event"]
+        step = event.get("step", event.get("first_step", step) if kind == "start" else step)
+        if type(step) is not int:
+            step = 0
+        elapsed = float(times[place]) if times is not None else None
+        for mark, text in _mark_of(event, is_first=place == 0):
+            marks.append(Mark(kind=mark, step=step, elapsed=elapsed, text=text))
+    return marks[-MAX_MARKS:], max(0, len(marks) - MAX_MARKS)
+
+
+def describe_end(event: dict[str, Any]) -> str:
+    """An ``end`` event in words."""
+    code = event.get("exit_code")
+    text = f"{event.get('status', 'ended')}" + (f", exit code {code}" if code else "")
+    return text + (f": {event['message']}" if event.get("message") else "")
+
+
+def to_payload(curves: dict[str, Curve], marks: Iterable[Mark], *, names: Iterable[str]) -> dict[str, Any]:
+    """What the page's program needs of a run, as JSON values."""
+    return {
+        "curves": {name: _curve_payload(curves[name]) for name in names if name in curves},
+        "marks": [asdict(mark) for mark in marks],
+    }
+
+
+def _mark_of(event: dict[str, Any], *, is_first: bool) -> Iterator[tuple[str, str]]:
+    if event["event"] == "start" and not is_first:
+        size = event.get("size", "?")
+        ranks = f"{size} rank{'' if size == 1 else 's'}"
+        yield "restart", f"started again on {ranks} from step {event.get('first_step', '?')}"
+    elif event["event"] == "warning":
+        yield "warning", f"{event.get('message', 'a warning without a text')}"
+    elif event["event"] == "end":
+        yield ("end" if event.get("exit_code") in (0, 75) else "failure"), describe_end(event)
+
+
+def _in_words(name: str) -> str:
+    """A metric's name as a title."""
+    words = name.replace("_", " ")
+    return words[:1].upper() + words[1:]
+
+
+def _kinds_of(name: str, runs: Sequence[dict[str, Curve]]) -> dict[str, str]:
+    there = [kind for kind in KIND_NAMES if any(f"{kind}/{name}" in curves for curves in runs)]
+    return {f"{kind}/{name}": KIND_NAMES[kind] for kind in there}
+
+
+def _is_same(curves: dict[str, Curve]) -> bool:
+    """Whether the loss on the data is the loss: the model has no regularisation."""
+    return all(
+        f"{kind}/data_loss" not in curves
+        or (f"{kind}/loss" in curves and _are_equal(curves[f"{kind}/loss"].means, curves[f"{kind}/data_loss"].means))
+        for kind in KIND_NAMES
+    )
+
+
+def _are_equal(a: Numbers, b: Numbers) -> bool:
+    return len(a) == len(b) and bool(np.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True))
+
+
+def _scale(name: str, scale: str, runs: Sequence[dict[str, Curve]]) -> str:
+    if name not in MAY_BE_LOG:
+        return scale
+    shown = [curves[key] for curves in runs for key in _kinds_of(name, [curves])]
+    lows = np.concatenate([curve.lows[np.isfinite(curve.lows)] for curve in shown])
+    highs = np.concatenate([curve.highs[np.isfinite(curve.highs)] for curve in shown])
+    if not len(lows) or lows.min() <= 0:
+        return scale
+    return "log" if np.log10(highs.max()) - np.log10(lows.min()) > DECADES_FOR_LOG else scale
+
+
+def _curve_payload(curve: Curve) -> dict[str, Any]:
+    payload: dict[str, Any] = {"step": _plain(curve.steps), "mean": _plain(curve.means)}
+    if curve.elapsed is not None:
+        payload["elapsed"] = [round(float(value), 3) for value in curve.elapsed]
+    if curve.is_thinned:
+        payload |= {"low": _plain(curve.lows), "high": _plain(curve.highs)}
+    if curve.num_not_finite:
+        times = curve.elapsed_crosses
+        payload["crosses"] = {"step": _plain(curve.crosses), "elapsed": _plain(times) if times is not None else []}
+    return payload
+
+
+def _plain(values: Numbers) -> list[float | int | None]:
+    """JSON numbers; None for what is not finite."""
+    return [_shorten(float(value)) if np.isfinite(value) else None for value in values]
+
+
+def _shorten(value: float) -> float | int:
+    short = float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    return int(value) if value == int(value) and abs(value) < 2**53 else short

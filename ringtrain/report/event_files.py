@@ -1,0 +1,114 @@
+"""The images in TensorBoard's event files, found without TensorFlow and without reading the rest.
+
+An event file is a row of records: length (uint64), its checksum (4 bytes), the bytes, their checksum (4 bytes).
+"""
+
+from __future__ import annotations
+
+import base64
+import mmap
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PNG = b"\x89PNG\r\n\x1a\n"
+HEAD_BYTES = 1024  # of a record: an image begins within them, after its name and size
+FRAME_BYTES = 16  # of a record besides its own
+MAX_SHOWN_STEPS = 8
+MAX_SHOWN_BYTES = 3 * 2**20  # of all images of a report's run
+MAX_IMAGES = 8  # of one name and step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSet:
+    """The images of one name.
+
+    Attributes:
+        steps: the steps shown, in order.
+        images: for each step its images, as ``data:`` addresses.
+        num_steps: how many steps there are images of.
+    """
+
+    steps: list[int]
+    images: list[list[str]]
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A record that holds images: where it lies in which file, and the step that it belongs to."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    step: int
+
+
+def read_images(paths: Sequence[Path]) -> dict[str, ImageSet]:
+    """The images of event files by name, the first and the last step's among them where there are many."""
+    places: dict[str, dict[int, Place]] = {}
+    for path in paths:
+        for name, place in _find_images(path):
+            places.setdefault(name, {})[place.step] = place  # of a step that was written twice, the later
+    return {name: shown for name, at in places.items() if (shown := _read_some(name, at, len(places)))}
+
+
+def _read_some(name: str, places: Mapping[int, Place], num_names: int) -> ImageSet | None:
+    steps = sorted(places)
+    budget = MAX_SHOWN_BYTES // num_names
+    last_bytes = max(places[step].num_bytes for step in steps)
+    wanted = choose_evenly(steps, min(MAX_SHOWN_STEPS, budget // last_bytes))
+    read = [(step, images) for step in wanted if (images := _read_pngs(places[step], name))]
+    if not read:
+        return None
+    return ImageSet(steps=[step for step, _ in read], images=[images for _, images in read], num_steps=len(steps))
+
+
+def choose_evenly(values: Sequence[int], number: int) -> list[int]:
+    """At most ``number`` of the values, as evenly as can be: the last one, and from two on the first one."""
+    if number <= 1 or len(values) <= 1:
+        return list(values[-1:]) if number else []
+    count = min(number, len(values))
+    return [values[round(place * (len(values) - 1) / (count - 1))] for place in range(count)]
+
+
+def _find_images(path: Path) -> Iterator[tuple[str, Place]]:
+    """The records of a file that hold images, up to its end or to where it is cut off."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            offset, size = 0, len(content)
+            while offset + FRAME_BYTES <= size:
+                (num_bytes,) = struct.unpack_from("<Q", content, offset)
+                begin, offset = offset + 12, offset + FRAME_BYTES + num_bytes
+                if offset > size:
+                    return
+                if num_bytes > len(PNG) and content.find(PNG, begin, begin + min(num_bytes, HEAD_BYTES)) >= 0:
+                    event = _parse(content[begin : begin + num_bytes])
+                    for value in event.summary.value if event else ():
+                        yield value.tag, Place(path, begin, num_bytes, event.step)
+
+
+def _read_pngs(place: Place, name: str) -> list[str]:
+    with place.path.open("rb") as file:
+        file.seek(place.offset)
+        event = _parse(file.read(place.num_bytes))
+    pngs: list[bytes] = []
+    for value in event.summary.value if event else ():
+        if value.tag == name:
+            pngs = [item for item in value.tensor.string_val[2:] if item.startswith(PNG)]  # after width and height
+    return [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in pngs[:MAX_IMAGES]]
+
+
+def _parse(record: bytes) -> Any:
+    """A record as TensorBoard's ``Event``; None where it is none."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event  # of its own: no TensorFlow behind it
+
+    try:
+        return Event.FromString(record)
+    except DecodeError:
+        return None

@@ -1,0 +1,122 @@
+"""The page: one HTML file with its own style and program, in which everything that was read from files is text."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ringtrain import __version__
+from ringtrain.report.charts import find_marks, plan_charts, to_payload
+from ringtrain.report.reading import RunRecord
+from ringtrain.report.series import Curve, make_curves
+from ringtrain.report.tables import RunTable, compare_settings, describe_run, describe_settings, format_seconds
+from ringtrain.report.timing import PARTS
+
+TEMPLATE = Path(__file__).parent / "template"
+
+
+def make_page(runs: Sequence[RunRecord]) -> str:
+    """The report of one run, or of several compared, as HTML."""
+    names = name_runs([run.path for run in runs])
+    curves = [make_curves(run.events) for run in runs]
+    marks = [find_marks(run) for run in runs]
+    charts = plan_charts(curves)
+    shown = dict.fromkeys(name for chart in charts for name in chart.curves)
+    payload = {
+        "charts": [
+            {"title": chart.title, "unit": chart.unit, "scale": chart.scale, "curves": chart.curves} for chart in charts
+        ],
+        "runs": [
+            {"name": name, **to_payload(curves[place], marks[place][0], names=shown)}
+            for place, name in enumerate(names)
+        ],
+        "images": [{name: {"steps": s.steps, "images": s.images} for name, s in run.images.items()} for run in runs],
+    }
+    tables = [
+        describe_run(run, name, marks=shown_marks, num_left_out=left_out)
+        for run, name, (shown_marks, left_out) in zip(runs, names, marks, strict=True)
+    ]
+    return _render(runs, tables, charts=charts, payload=payload, notes=describe_thinning(curves))
+
+
+def name_runs(paths: Sequence[Path]) -> list[str]:
+    """What to call runs: the names of their directories; their paths where two have the same name."""
+    short = [path.resolve().name or str(path) for path in paths]
+    return short if len(set(short)) == len(short) else [str(path) for path in paths]
+
+
+def describe_thinning(curves: Sequence[dict[str, Curve]]) -> list[str]:
+    """What the charts do not show as it was logged, in sentences."""
+    every = [curve for of_run in curves for curve in of_run.values()]
+    notes = []
+    thinned = [curve for curve in every if curve.is_thinned]
+    if thinned:
+        most, points = max((curve.num_values, len(curve.steps)) for curve in thinned)
+        notes.append(
+            f"Curves of up to {most:,} values are thinned to at most {points:,} points: a line shows the mean of the "
+            "values at each point, the band behind it their smallest and largest value."
+        )
+    num_not_finite = sum(curve.num_not_finite for curve in every)
+    if num_not_finite:
+        notes.append(f"{num_not_finite:,} logged values are not finite: they are left out, and crosses mark where.")
+    return notes
+
+
+def embed_json(value: Any) -> str:
+    """JSON that can stand in a script element: no character of it can end the element or begin a comment."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _render(
+    runs: Sequence[RunRecord], tables: Sequence[RunTable], *, charts: Any, payload: Any, notes: Sequence[str]
+) -> str:
+    import jinja2
+    import markupsafe
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["seconds"] = format_seconds
+    style, program = _own_files()
+    differing, same = compare_settings([run.settings for run in runs])
+    return environment.get_template("page.html.j2").render(
+        runs=tables,
+        charts=charts,
+        notes=notes,
+        differing=differing,
+        same=same,
+        settings=describe_settings(runs[0].settings),
+        kinds=[kind for kind in PARTS if any(part.kind == kind for table in tables for part in table.parts)],
+        part_names=PARTS,
+        has_time=all("elapsed" in curve for run in payload["runs"] for curve in run["curves"].values()),
+        data=markupsafe.Markup(embed_json(payload)),
+        style=markupsafe.Markup(style),
+        style_digest=_digest_of(style),
+        program=markupsafe.Markup(program),
+        program_digest=_digest_of(program),
+        version=__version__,
+        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+    )
+
+
+@functools.cache
+def _own_files() -> tuple[str, str]:
+    """The page's style and program: the only ones that a browser takes from it, by their digests."""
+    style = (TEMPLATE / "page.css").read_text(encoding="utf-8")
+    programs = [(TEMPLATE / name).read_text(encoding="utf-8") for name in ("scales.js", "chart.js", "page.js")]
+    return style, '"use strict";\n(() => {\n' + "".join(programs) + "})();\n"
+
+
+def _digest_of(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

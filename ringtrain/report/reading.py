@@ -1,0 +1,129 @@
+"""What a run directory says about its run: configuration, events, environment, images."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ringtrain.checkpoint import list_steps, read_facts, step_name
+from ringtrain.config import flatten_settings
+from ringtrain.errors import DataError, UsageError
+from ringtrain.report.event_files import ImageSet, read_images
+from ringtrain.run_directory import CONFIG_FILE, METRICS_FILE, read_config
+
+MAX_STEP = 2**53  # the numbers that JSON's readers agree on
+# Events whose step says where they belong; the others follow the events before them.
+NEED_A_STEP = ("train", "eval", "checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a report knows of a run.
+
+    Attributes:
+        path: its directory, as the user named it.
+        settings: its configuration, flat, such as ``{"optimizer.lr": 0.01}``.
+        events: its events in their order; those that need a step have one.
+        num_unreadable: lines of its events that are no event; the last one, cut off while it is written, is none of
+            them.
+        facts: what its newest checkpoint says of the program that wrote it; empty without one.
+        images: what its workload showed, by name.
+    """
+
+    path: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    num_unreadable: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    images: dict[str, ImageSet] = field(default_factory=dict)
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The events of one kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run directory, whose run may be under way.
+
+    Raises:
+        UsageError: it is no run directory, or holds nothing that can be shown.
+    """
+    try:
+        config = read_config(path)
+        content = (path / METRICS_FILE).read_bytes() if config is not None else b""
+    except NotADirectoryError:
+        config = None
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename!r} cannot be read: {error.strerror}. Give the directory of a run.", reach="run"
+        ) from None
+    if config is None:
+        raise UsageError(
+            f"{str(path)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run, such as "
+            "runs/digits.",
+            reach="run",
+        )
+    events, num_unreadable = parse_events(content)
+    if not events:
+        why = "none of its lines is an event" if num_unreadable else "it is empty"
+        raise UsageError(
+            f"{str(path / METRICS_FILE)!r} holds nothing to report: {why}. Report a run that has begun, or bring the "
+            "file back.",
+            reach="run",
+        )
+    return RunRecord(
+        path=path,
+        settings=flatten_settings(config),
+        events=events,
+        num_unreadable=num_unreadable,
+        facts=read_newest_facts(path / "checkpoints"),
+        images=read_images(sorted((path / "tensorboard").glob("*tfevents*"))),
+    )
+
+
+def parse_events(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The events of a metrics.jsonl, and how many whole lines are none."""
+    *lines, unfinished = content.split(b"\n")
+    events, num_unreadable = [], 0
+    for line in lines:
+        event = parse_event(line)
+        if event is not None:
+            events.append(event)
+        elif line.strip():
+            num_unreadable += 1
+    last = parse_event(unfinished)
+    return [*events, *([last] if last else [])], num_unreadable
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """One event; None where the line is none."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    step = event.get("step")
+    has_step = type(step) is int and 0 <= step < MAX_STEP
+    if not has_step and (step is not None or event["event"] in NEED_A_STEP):
+        return None
+    return event
+
+
+def read_newest_facts(checkpoints: Path) -> dict[str, Any]:
+    """What the newest checkpoint that can be read says of the program that wrote it."""
+    for step in reversed(_existing_steps(checkpoints)):
+        with contextlib.suppress(DataError):
+            return read_facts(checkpoints / step_name(step))
+    return {}
+
+
+def _existing_steps(checkpoints: Path) -> Sequence[int]:
+    try:
+        return list_steps(checkpoints)
+    except OSError:
+        return []

@@ -1,0 +1,138 @@
+"""The curves of a run: its logged numbers by name, thinned to what a chart can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.float64]
+
+MAX_POINTS = 800  # of a curve; a chart is at most about as many pixels wide
+MAX_CROSSES = 50  # of a curve, that show where values were not finite
+NOT_CURVES = {"event", "step", "epoch", "samples_seen", "samples", "time", "seconds"}
+NOT_FINITE = {"nan", "inf", "-inf"}  # as a run directory writes what JSON has no numbers for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One number over the steps of a run; [n] each, with NaN for what is not finite.
+
+    A point stands for the steps from the one after the point before it up to its own: their mean, smallest and largest
+    value. Of a curve that was not thinned each point is one value.
+
+    Attributes:
+        steps: the last step of each point.
+        elapsed: seconds from the run's first start to each point; None where the events have no times.
+        num_values: values before thinning.
+        num_not_finite: how many of them were not finite.
+        crosses: the steps of some of those; ``elapsed_crosses`` their times.
+    """
+
+    steps: Numbers
+    elapsed: Numbers | None
+    means: Numbers
+    lows: Numbers
+    highs: Numbers
+    num_values: int
+    num_not_finite: int
+    crosses: Numbers
+    elapsed_crosses: Numbers | None
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether a point stands for more than one value."""
+        return self.num_values > len(self.steps)
+
+
+def make_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """The curves of a run's events, by names such as ``train/loss`` and ``eval/accuracy``."""
+    times = elapsed_times(events)
+    curves = {}
+    for kind in ("train", "eval"):
+        chosen = _last_of_each_step(events, kind)
+        steps = np.array([events[place]["step"] for place in chosen], np.float64)
+        elapsed = times[chosen] if times is not None else None
+        names = dict.fromkeys(name for place in chosen for name in events[place] if name not in NOT_CURVES)
+        for name in names:
+            values = [_number_of(events[place].get(name)) for place in chosen]
+            is_there = np.array([value is not None for value in values], bool)
+            if is_there.any():
+                kept = np.array([value for value in values if value is not None], np.float64)
+                curves[f"{kind}/{name}"] = thin(
+                    steps[is_there], elapsed[is_there] if elapsed is not None else None, kept
+                )
+    return curves
+
+
+def elapsed_times(events: Sequence[Mapping[str, Any]]) -> Numbers | None:
+    """Seconds from a run's first event to each, [n]; None where one has no time. They never fall, as clocks may."""
+    times = [event.get("time") for event in events]
+    if not times or not all(type(time) in (int, float) and math.isfinite(time) for time in times):  # type: ignore[arg-type]
+        return None
+    values = np.maximum.accumulate(np.array(times, np.float64))
+    elapsed: Numbers = values - values[0]
+    return elapsed
+
+
+def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points: int = MAX_POINTS) -> Curve:
+    """A curve of at most ``max_points`` points, that keeps the smallest and the largest value of each stretch.
+
+    Args:
+        steps: [n], rising.
+        values: [n]; infinities and NaN count as not finite.
+    """
+    is_finite = np.isfinite(values)
+    finite = np.where(is_finite, values, np.nan)
+    starts = np.arange(len(values))
+    if len(values) > max_points:
+        borders = np.linspace(steps[0], steps[-1], max_points + 1)[1:-1]
+        stretch = np.searchsorted(borders, steps, side="left")
+        starts = np.flatnonzero(np.diff(stretch, prepend=-1))
+    ends = np.append(starts[1:], len(values)) - 1
+    crosses = _some(np.flatnonzero(~is_finite), MAX_CROSSES)
+    counts = np.add.reduceat(is_finite.astype(np.float64), starts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = np.add.reduceat(np.where(is_finite, values, 0.0), starts) / counts
+    return Curve(
+        steps=steps[ends],
+        elapsed=elapsed[ends] if elapsed is not None else None,
+        means=means,
+        lows=np.fmin.reduceat(finite, starts),
+        highs=np.fmax.reduceat(finite, starts),
+        num_values=len(values),
+        num_not_finite=int(len(values) - is_finite.sum()),
+        crosses=steps[crosses],
+        elapsed_crosses=elapsed[crosses] if elapsed is not None else None,
+    )
+
+
+def _some(places: npt.NDArray[np.intp], number: int) -> npt.NDArray[np.intp]:
+    """At most ``number`` of them, as evenly as can be."""
+    if len(places) <= number:
+        return places
+    return places[np.linspace(0, len(places) - 1, number).round().astype(np.intp)]
+
+
+def _last_of_each_step(events: Sequence[Mapping[str, Any]], kind: str) -> npt.NDArray[np.intp]:
+    """Where a kind's events are, in the order of their steps; of a step that is there twice, the later."""
+    places = {event["step"]: place for place, event in enumerate(events) if event["event"] == kind}
+    return np.array([places[step] for step in sorted(places)], np.intp)
+
+
+def _number_of(value: Any) -> float | None:
+    """A value of an event as a number; None where it is none."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    if isinstance(value, str) and value in NOT_FINITE:
+        return float(value)
+    return None

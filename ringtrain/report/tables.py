@@ -1,0 +1,201 @@
+"""The report's tables: how a run stands, where its time went, what happened, its settings and environment."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringtrain.report.charts import Mark, describe_end
+from ringtrain.report.event_files import ImageSet
+from ringtrain.report.reading import RunRecord
+from ringtrain.report.timing import Part, attempts, split_time
+
+GOOD, WAITING, BAD = "good", "waiting", "bad"
+MISSING = "\N{EN DASH}"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing worth knowing: its name, its value, and what there is to say besides."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTable:
+    """What the page says of a run in words.
+
+    Attributes:
+        verdict: "good", "waiting" or "bad": how the run stands, for its colour.
+        facts: the most important ones first.
+        parts: where the time went.
+        marks: what happened; ``num_left_out`` older ones are not among them.
+        environment: where it ran, and with what; ``command`` started it.
+        has_times: its events say when they were.
+        notes: what is odd about the run directory.
+    """
+
+    name: str
+    path: str
+    verdict: str
+    status: str
+    facts: list[Fact]
+    parts: list[Part]
+    marks: list[Mark]
+    num_left_out: int
+    environment: list[Fact]
+    command: str
+    has_times: bool
+    images: Mapping[str, ImageSet]
+    notes: list[str]
+
+    @property
+    def seconds(self) -> float:
+        """All the time that is accounted for."""
+        return sum(part.seconds for part in self.parts)
+
+
+def describe_run(run: RunRecord, name: str, *, marks: list[Mark], num_left_out: int) -> RunTable:
+    """A run's tables."""
+    verdict, status = describe_status(run)
+    command = run.facts.get("command")
+    plural = "s" if run.num_unreadable != 1 else ""
+    unreadable = f"{run.num_unreadable} line{plural} of metrics.jsonl could not be read, and are left out."
+    return RunTable(
+        name=name,
+        path=str(run.path),
+        verdict=verdict,
+        status=status,
+        facts=list_facts(run),
+        parts=split_time(run.events),
+        marks=marks,
+        num_left_out=num_left_out,
+        environment=describe_environment(run),
+        command=shlex.join(map(str, command)) if isinstance(command, list) else "",
+        has_times=all("time" in event for event in run.events),
+        images=run.images,
+        notes=[unreadable] if run.num_unreadable else [],
+    )
+
+
+def describe_status(run: RunRecord) -> tuple[str, str]:
+    """How a run stands, as a verdict and in words."""
+    last = run.events[-1]
+    if last["event"] != "end":
+        return WAITING, "no end recorded: it is running, or was killed"
+    code = last.get("exit_code")
+    return (GOOD if code == 0 else WAITING if code == 75 else BAD), describe_end(last)
+
+
+def list_facts(run: RunRecord) -> list[Fact]:
+    """The summary of a run."""
+    starts, training, evaluations = run.of_kind("start"), run.of_kind("train"), run.of_kind("eval")
+    start = starts[-1] if starts else {}
+    last = max((event["step"] for event in training + evaluations), default=0)
+    total = start.get("total_steps")
+    facts = [Fact("Steps", format_value(last), f"of {format_value(total)}" if total else "")]
+    facts += _best_evaluation(run, evaluations)
+    if training:
+        facts.append(Fact("Last training loss", format_value(training[-1].get("loss"))))
+        speed = sorted(e["examples_per_sec"] for e in training if type(e.get("examples_per_sec")) in (int, float))
+        if speed:
+            facts.append(Fact("Examples per second", format_value(speed[len(speed) // 2]), "median, all ranks"))
+    facts.append(Fact("Ranks", format_value(start.get("size"))))
+    batch = f"global batch {format_value(start.get('global_batch_size'))}"
+    facts.append(Fact("Samples", format_value(start.get("samples")), batch))
+    facts.append(Fact("Parameters", format_value(start.get("parameters"))))
+    times = [event["time"] for event in run.events if type(event.get("time")) in (int, float)]
+    if times:
+        number = len(attempts(run.events))
+        facts.append(Fact("Time", format_seconds(times[-1] - times[0]), f"{number} starts" if number > 1 else ""))
+    return facts
+
+
+def _best_evaluation(run: RunRecord, evaluations: Sequence[Mapping[str, Any]]) -> list[Fact]:
+    """The evaluation that ``checkpoints/best`` is chosen by."""
+    metric = str(run.settings.get("best_metric", "loss"))
+    scored = [event for event in evaluations if type(event.get(metric)) in (int, float)]
+    if not scored:
+        return []
+    choose = max if run.settings.get("best_direction") == "max" else min
+    best = choose(scored, key=lambda event: event[metric])
+    title = "Best evaluation loss" if metric == "loss" else f"Best {metric}"
+    facts = [Fact(title, format_value(best[metric]), f"at step {format_value(best['step'])}")]
+    others = [name for name in best if name not in _NOT_METRICS | {metric} and type(best[name]) in (int, float)]
+    return facts + [Fact(f"{name.replace('_', ' ').capitalize()} there", format_value(best[name])) for name in others]
+
+
+_NOT_METRICS = {"event", "step", "epoch", "samples", "seconds", "time", "loss", "data_loss"}
+
+
+def describe_environment(run: RunRecord) -> list[Fact]:
+    """Where a run's last start ran and with what, as its ``start`` event and its newest checkpoint say."""
+    starts = run.of_kind("start")
+    start = starts[-1] if starts else {}
+    facts = [Fact(name, format_value(start[name])) for name in ("launcher", "node") if name in start]
+    versions = start.get("versions", run.facts.get("versions"))
+    if isinstance(versions, dict):
+        facts += [Fact(f"{name}", format_value(version)) for name, version in versions.items()]
+    if isinstance(run.facts.get("git_revision"), str):
+        commit, _, dirty = run.facts["git_revision"].partition("-")
+        facts.append(Fact("git revision", commit[:12] + (" with changes" if dirty else "")))
+    if type(start.get("time")) in (int, float):
+        facts.append(Fact("last start", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(start["time"]))))
+    return facts
+
+
+def describe_settings(settings: Mapping[str, Any]) -> list[Fact]:
+    """A run's settings."""
+    return [Fact(name, format_setting(value)) for name, value in settings.items()]
+
+
+def compare_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[str]]], list[Fact]]:
+    """Settings with each run's value where they differ, and those that all runs have alike."""
+    names = dict.fromkeys(name for settings in runs for name in settings)
+    differing, same = [], []
+    for name in names:
+        values = [format_setting(settings[name]) if name in settings else "not set" for settings in runs]
+        if len(set(values)) > 1:
+            differing.append((name, values))
+        else:
+            same.append(Fact(name, values[0]))
+    return differing, same
+
+
+def format_setting(value: Any) -> str:
+    """A setting as its YAML file shows it."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def format_value(value: Any) -> str:
+    """A number with four digits, a whole one with all of them; what is missing as a dash."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if math.isfinite(value) and abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in its two largest units, such as 2 h 5 min."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return MISSING
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, of, smaller in ((86400, "d", "h"), (3600, "h", "min"), (60, "min", "s")):
+        if whole >= unit:
+            rest = whole % unit // {"h": 3600, "min": 60, "s": 1}[smaller]
+            return f"{whole // unit} {of}" + (f" {rest} {smaller}" if rest else "")
+    raise AssertionError(seconds)

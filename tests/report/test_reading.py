@@ -1,0 +1,272 @@
+"""What the report reads of a run directory, and what it makes of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringtrain.cli import main
+from ringtrain.report.charts import find_marks, plan_charts
+from ringtrain.report.page import make_page
+from ringtrain.report.reading import RunRecord, parse_events, read_run
+from ringtrain.report.series import make_curves, thin
+from ringtrain.report.tables import compare_settings, format_seconds
+from ringtrain.report.timing import split_time
+from tests.report.made_run import START, eval_event, make_run, timed, train_event, usual_events
+
+# --- What cannot be reported is said in one line ---
+
+
+def make_damaged(path: Path, kind: str) -> Path:
+    if kind == "nothing there":
+        return path
+    if kind == "a file":
+        path.write_text("text")
+        return path
+    make_run(path)
+    if kind == "no config":
+        (path / "config.yaml").unlink()
+    if kind == "damaged config":
+        (path / "config.yaml").write_text("- 1\n")
+    if kind == "no events":
+        (path / "metrics.jsonl").unlink()
+    if kind == "empty events":
+        (path / "metrics.jsonl").write_text("")
+    if kind == "damaged events":
+        (path / "metrics.jsonl").write_bytes(b"\0\xff{\n[]\n7\n" * 3)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("nothing there", "is no run directory"),
+        ("a file", "is no run directory"),
+        ("no config", "is no run directory: it holds no config.yaml"),
+        ("damaged config", "config.yaml' is damaged"),
+        ("no events", "cannot be read: No such file"),
+        ("empty events", "holds nothing to report: it is empty"),
+        ("damaged events", "holds nothing to report: none of its lines is an event"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_one_line(
+    kind: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_damaged(tmp_path / "run", kind)
+    assert main(["report", str(path), "--output", str(tmp_path / "report.html")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("ringtrain: error: ")
+    assert expected in line
+    assert str(path) in line
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["run", "--out", "x"], ["run", "--output"]], ids=" ".join)
+def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *arguments]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "no" / "report.html"
+    assert main(["report", str(make_run(tmp_path / "run")), "--output", str(target)]) == 2
+    assert f"cannot be written to {str(target)!r}: No such file or directory" in capsys.readouterr().err
+
+
+def test_the_last_line_says_where_the_report_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b")
+    assert main(["report", "a"]) == 0
+    assert capsys.readouterr().out == "the report of 1 run is in a/report.html\n"
+    assert main(["report", "a", "b"]) == 0
+    assert capsys.readouterr().out == "the report of 2 runs is in report.html\n"
+    assert (tmp_path / "a/report.html").is_file()
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_run_is_reported_without_tensorflow(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    script = f"""
+import sys
+from ringtrain.cli import main
+assert main(["report", {str(tmp_path / "run")!r}]) == 0
+print(sorted({{"tensorflow", "keras", "horovod", "mpi4py", "sklearn"}} & set(sys.modules)))
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert finished.stdout.splitlines()[-1] == "[]"
+
+
+# --- Events ---
+
+
+@pytest.mark.parametrize("cut", [1, 20, 40])
+def test_a_last_line_that_is_being_written_is_normal(cut: int) -> None:
+    whole = "".join(json.dumps(event) + "\n" for event in usual_events()).encode()
+    events, num_unreadable = parse_events(whole[:-cut])
+    assert num_unreadable == 0
+    expected = list(usual_events())
+    assert events == (expected if cut == 1 else expected[:-1])
+
+
+def test_damaged_lines_are_left_out_and_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[3:3] = ['{"event": "tr', '{"event": "train", "step": "3"}', "[" * 100_000, '{"event": "train", "step": true}']
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    record = read_run(run)
+    assert len(record.events) == len(lines) - 4
+    assert record.num_unreadable == 4
+    assert "4 lines of metrics.jsonl could not be read" in make_page([record])
+
+
+def test_curves_hold_the_values_of_the_events() -> None:
+    events = timed(list(usual_events()))
+    curves = make_curves(events)
+    trained = [event for event in events if event["event"] == "train"]
+    loss = curves["train/loss"]
+    assert loss.means.tolist() == loss.lows.tolist() == loss.highs.tolist() == [e["loss"] for e in trained]
+    assert loss.steps.tolist() == [e["step"] for e in trained]
+    assert loss.elapsed is not None
+    np.testing.assert_allclose(loss.elapsed, [e["time"] - events[0]["time"] for e in trained])
+    assert curves["eval/accuracy"].means.tolist() == [e["accuracy"] for e in events if e["event"] == "eval"]
+    assert not any(name.endswith(("/time", "/seconds", "/samples", "/epoch")) for name in curves)
+
+
+def test_what_is_not_finite_breaks_no_curve() -> None:
+    values: list[Any] = ["nan", 1.0, "inf", 2.0, None, "-inf", 10**400, "text", True]
+    curve = make_curves([{"event": "train", "step": step, "loss": value} for step, value in enumerate(values)])[
+        "train/loss"
+    ]
+    np.testing.assert_array_equal(curve.means, [np.nan, 1, np.nan, 2, np.nan, np.nan])
+    assert (curve.num_not_finite, curve.num_values) == (4, 6)
+    assert curve.crosses.tolist() == [0, 2, 5, 6]
+
+
+def test_of_a_step_that_is_there_twice_the_later_counts() -> None:
+    events = [train_event(1, loss=1.0), train_event(2, loss=2.0), train_event(1, loss=3.0)]
+    curve = make_curves(events)["train/loss"]
+    assert (curve.steps.tolist(), curve.means.tolist()) == ([1, 2], [3, 2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=400),
+    strides=st.lists(st.integers(1, 50), min_size=400, max_size=400),
+    max_points=st.integers(2, 50),
+)
+def test_thinning_keeps_the_smallest_and_the_largest_of_each_stretch(
+    values: list[float], strides: list[int], max_points: int
+) -> None:
+    steps, logged = np.cumsum(strides[: len(values)]).astype(float), np.array(values)
+    curve = thin(steps, None, logged, max_points=max_points)
+    assert len(curve.steps) <= max_points
+    assert curve.steps[-1] == steps[-1]
+    before = -1.0
+    for place, end in enumerate(curve.steps):
+        inside = logged[(steps > before) & (steps <= end)]
+        finite = inside[np.isfinite(inside)]
+        if len(finite):
+            assert (curve.lows[place], curve.highs[place]) == (finite.min(), finite.max())
+            np.testing.assert_allclose(curve.means[place], finite.mean(), rtol=1e-9, atol=1e-6)
+        else:
+            assert np.isnan([curve.means[place], curve.lows[place], curve.highs[place]]).all()
+        before = end
+
+
+def test_a_hundred_thousand_steps_are_thinned_to_what_a_chart_can_show(tmp_path: Path) -> None:
+    events = [START, *(train_event(step) for step in range(1, 100_001)), eval_event(100_000)]
+    page = make_page([read_run(make_run(tmp_path / "run", timed(events)))])
+    assert len(page) < 500_000
+    assert "Curves of up to 100,000 values are thinned to at most 800 points" in page
+
+
+# --- Charts and marks ---
+
+
+def test_a_loss_over_more_than_two_decades_has_a_logarithmic_axis() -> None:
+    def scale(first: float, last: float) -> str:
+        events = [train_event(1, loss=first), train_event(2, loss=last)]
+        [chart] = [chart for chart in plan_charts([make_curves(events)]) if chart.title == "Loss"]
+        return chart.scale
+
+    assert [scale(1, 0.02), scale(1, 0.005), scale(1, 0), scale(1, -5)] == ["linear", "log", "linear", "linear"]
+
+
+def test_the_loss_on_the_data_is_drawn_where_it_is_another() -> None:
+    def titles(**values: Any) -> list[str]:
+        return [chart.title for chart in plan_charts([make_curves([train_event(1, **values), eval_event(1)])])]
+
+    usual = ["Loss", "Accuracy", "Learning rate", "Gradient norm", "Throughput, all ranks"]
+    assert titles() == usual
+    assert titles(data_loss=0.5) == ["Loss", "Loss on the data, without regularisation", *usual[1:]]
+    assert titles(input_sec=0.1)[-1] == "Time of a step"
+
+
+def test_restarts_warnings_and_ends_are_marked_at_their_steps(tmp_path: Path) -> None:
+    marks, num_left_out = find_marks(RunRecord(path=tmp_path, events=timed(list(usual_events()))))
+    assert [(mark.kind, mark.step) for mark in marks] == [
+        ("warning", 20), ("end", 20), ("restart", 20), ("end", 40),
+    ]  # fmt: skip
+    assert num_left_out == 0
+    assert marks[2].text == "started again on 4 ranks from step 20"
+    diverged = [START, train_event(3), {"event": "end", "status": "diverged", "exit_code": 4, "message": "step 4: nan"}]
+    [mark] = find_marks(RunRecord(path=tmp_path, events=diverged))[0]
+    assert (mark.kind, mark.step, mark.elapsed, mark.text) == ("failure", 3, None, "diverged, exit code 4: step 4: nan")
+
+
+# --- Where the time went ---
+
+
+def at(seconds: float, event: dict[str, Any]) -> dict[str, Any]:
+    return event | {"time": 1e9 + seconds}
+
+
+END = {"event": "end", "status": "completed", "exit_code": 0}
+KILLED = [at(0, START), at(3, train_event(20)), at(100, START | {"first_step": 20}), at(104, train_event(40))]
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([at(0, START), at(3, train_event(20)), at(4, eval_event(20)), at(5, END)],
+         {"training": 2, "evaluation": 0.5, "rest": 2.5}),
+        ([*KILLED, at(105, END)], {"training": 4, "lost": 97, "rest": 4}),
+        ([*KILLED[:2], at(6, {"event": "end", "status": "preempted", "exit_code": 75}), *KILLED[2:]],
+         {"training": 4, "lost": 94, "rest": 6}),
+        ([*KILLED[:2], at(6, {"event": "end", "status": "diverged", "exit_code": 4}), *KILLED[2:]],
+         {"training": 4, "lost": 97, "rest": 3}),
+        ([at(0, START), at(3, train_event(20, input_sec=0.01, compute_sec=0.06, communication_sec=0.02))],
+         {"input_sec": 0.2, "compute_sec": 1.2, "communication_sec": 0.4, "other_sec": 0.2, "rest": 1}),
+        ([START, train_event(20), eval_event(20), END], {"training": 2, "evaluation": 0.5}),
+        ([START, END], {}),
+    ],
+    ids=["whole", "killed", "preempted", "diverged", "split", "no times", "no steps"],
+)  # fmt: skip
+def test_the_time_is_split_into_what_it_went_to(events: list[dict[str, Any]], expected: dict[str, float]) -> None:
+    assert {part.kind: part.seconds for part in split_time(events)} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.9, "59.9 s"), (59.97, "1 min"), (125, "2 min 5 s"), (3600, "1 h"), (7500, "2 h 5 min"),
+     (90000, "1 d 1 h")],
+)  # fmt: skip
+def test_durations_are_written_in_their_two_largest_units(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_settings_that_differ_are_told_apart_from_those_that_do_not() -> None:
+    differing, same = compare_settings([{"seed": 0, "lr": 0.1, "steps": None}, {"seed": 0, "lr": 0.2}])
+    assert differing == [("lr", ["0.1", "0.2"]), ("steps", ["null", "not set"])]
+    assert [(fact.name, fact.value) for fact in same] == [("seed", "0")]

@@ -193,7 +193,7 @@ def describe_result(result: Result, path: str) -> list[str]:
     return [
         f"done{early}{values}{best}; the run is in {path}",
         *evaluate,
-        f"  see its curves:     tensorboard --logdir {quoted}/tensorboard",
+        f"  see its curves:     {quoted}/report.html",
     ]
 
 

@@ -1,4 +1,4 @@
-"""``--faults-table FILE`` writes what the tests of this directory found, for README's table.
+"""``--faults-table FILE`` writes what the tests of this directory found, and shows it as README's table.
 
 What the file holds of the same commit stays: parts may be run one after the other.
 """
@@ -12,14 +12,7 @@ from typing import Any
 
 import pytest
 
-KINDS = {
-    "test_matrix": "a rank is killed, stopped, raises, leaves, waits, diverges or drifts",
-    "test_launchers": "a launcher is ended; the kernel kills for want of memory",
-    "test_disk": "the run directory is full, read-only, away or gone",
-    "test_data": "data are damaged, vanish or differ; a feed ends early",
-    "test_watchdog": "the watchdog: hangs, long starts, slow ranks",
-    "test_fuzz": "any configuration, any run directory",
-}
+from tests.faults.summary import markdown, summarize
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +31,7 @@ class FaultsTable:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._cases: dict[str, dict[str, Any]] = {}
+        self._result: dict[str, Any] | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         module = report.nodeid.partition("::")[0]
@@ -53,30 +47,14 @@ class FaultsTable:
 
     def pytest_sessionfinish(self) -> None:
         former = json.loads(self._path.read_text()) if self._path.exists() else {}
-        kept = former.get("cases", {}) if former.get("commit") == commit() else {}
-        by_name = dict(sorted({**kept, **self._cases}.items()))
-        cases = list(by_name.values())
-        kinds = {kind: summary([case for case in cases if case["kind"] == kind]) for kind in KINDS}
-        result = {
-            "command": "make test-faults",
-            "commit": commit(),
-            "kinds": {kind: {"what": KINDS[kind], **kinds[kind]} for kind in KINDS},
-            "all": summary(cases),
-            "cases": by_name,
-        }
-        self._path.write_text(json.dumps(result, indent=1) + "\n")
+        kept = former["cases"] if former.get("commit") == commit() else {}
+        self._result = summarize(dict(sorted({**kept, **self._cases}.items())), commit())
+        self._path.write_text(json.dumps(self._result, indent=1) + "\n")
 
-
-def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tried; answered as documented, with who or what is named; gone on from; lost; the longest time to an answer."""
-    answers = [case["answer_seconds"] for case in cases if case["answer_seconds"] is not None]
-    return {
-        "tried": len(cases),
-        "named": sum(case["held"] for case in cases),
-        "survived": sum(bool(case["held"] and case["resumed"]) for case in cases),
-        "lost": sum(not case["held"] for case in cases),
-        "longest_answer_seconds": max(answers, default=None),
-    }
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._result is not None:
+            terminalreporter.section("injected faults")
+            terminalreporter.write_line(markdown(self._result))
 
 
 def commit() -> str:

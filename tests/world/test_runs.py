@@ -36,7 +36,7 @@ LINES = [
     rf"epoch {NUMBER}, step \d+: eval loss = {NUMBER}(, accuracy = {NUMBER})? \(\d+ samples\)",
     r"done.*; the run is in \S+",
     r"  evaluate the best:  python -m ringtrain eval \S+",
-    r"  see its curves:     tensorboard --logdir \S+/tensorboard",
+    r"  see its curves:     \S+/report\.html",
 ]
 
 

@@ -46,5 +46,5 @@ def markdown(result: Mapping[str, Any]) -> str:
     for what, counts in rows:
         longest = counts["longest_answer_seconds"]
         cells = [what, *(str(counts[name]) for name in ("tried", "named", "survived", "lost"))]
-        lines.append(f"| {' | '.join(cells)} | {f'{longest:.0f} s' if longest is not None else '–'} |")
+        lines.append(f"| {' | '.join(cells)} | {f'{longest:.0f} s' if longest is not None else 'none timed'} |")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import re
 import sys
@@ -41,6 +42,10 @@ TRAIN_DESCRIPTION = "Train a Keras model on many GPUs, one process per GPU: horo
 DOCTOR_DESCRIPTION = (
     "Say whether training would work here, and what helps where it would not; under a launcher, among its ranks: "
     "horovodrun -np 2 python -m ringtrain doctor"
+)
+BENCH_DESCRIPTION = (
+    "Measure ringtrain against plain Horovod, tf.distribute and what no communication can be faster than: "
+    "ringtrain bench step"
 )
 
 
@@ -147,6 +152,30 @@ def convert_command(arguments: Sequence[str], world: World) -> int:
     made = convert(wanted["source"], wanted["destination"], kind=kind, num_shards=num_shards)
     print(f"{wanted['destination']}: {made}")
     return 0
+
+
+def bench_command(arguments: Sequence[str], world: World) -> int:
+    """Measure ringtrain against others, or show what was measured. Starts the processes itself."""
+    if world.size > 1:
+        raise UsageError(
+            f"bench starts its processes itself, but {world.launcher} started {world.size}. Use no launcher.",
+            reach="run",
+        )
+    from ringtrain.bench.command import MODES, BenchOptions, bench, show
+
+    wanted = parse_arguments(create_bench_parser(), arguments, world)
+    mode, file = wanted.pop("mode"), wanted.pop("file", None)
+    say = functools.partial(print, flush=True)
+    if mode == "show" and file is not None:
+        show(file, say)
+        return 0
+    if mode not in (*MODES, "all") or file is not None:
+        raise UsageError(
+            f"there is nothing like bench {mode}{' FILE' if file else ''}; it is bench {', '.join(MODES)} or all, or "
+            "bench show FILE.",
+            reach="run",
+        )
+    return bench(mode, BenchOptions(**wanted), arguments, say)
 
 
 def doctor_command(arguments: Sequence[str], world: World) -> int:
@@ -280,6 +309,20 @@ def create_convert_parser() -> ArgumentParser:
     return parser
 
 
+def create_bench_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain bench``."""
+    from jsonargparse import set_parsing_settings
+
+    from ringtrain.bench.command import MODES, BenchOptions
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = create_parser("bench", BENCH_DESCRIPTION)
+    parser.add_argument("mode", type=str, help=f"{', '.join(MODES)}, all, or show")
+    parser.add_argument("file", type=Path, nargs="?", help="for show: a result file")
+    parser.add_class_arguments(BenchOptions, help="settings")
+    return parser
+
+
 def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
     """A parser's message as one line: the flag, its value and the rule, or the flag that may have been meant."""
     message = re.sub(r"Group '(\S+)' does not accept option '(\S+)'", r"Key '\1.\2'", message)
@@ -343,6 +386,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {
     "verify": verify_command,
     "convert": convert_command,
     "doctor": doctor_command,
+    "bench": bench_command,
 }
 # What the commands start themselves; not for the user.
 INTERNAL_COMMANDS = {"_record": record_command}

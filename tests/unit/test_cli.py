@@ -53,6 +53,12 @@ WRONG = [
     (["trian"], ["there is no command 'trian'", "Did you mean 'train'?"]),
     (["--epochs"], ["epochs"]),
     (["verify", "--world_sizes", "2"], ["world_sizes is '2'"]),
+    (["bench", "stpe"], ["there is nothing like bench stpe", "bench step, allreduce"]),
+    (["bench", "step", "--round", "3"], ["there is no flag --round", "Did you mean --rounds?"]),
+    (["bench", "step", "--rounds", "0"], ["rounds is 0; it must be at least 1"]),
+    (["bench", "step", "--rounds", "few"], ["few"]),
+    (["bench", "input"], ["bench input needs --data_dir"]),
+    (["bench", "show", "missing.json"], ["'missing.json' is no result file"]),
     (["verify", "--world_size", "1,2"], ["there is no flag --world_size"]),
 ]
 FILES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import shlex
 import sys
@@ -21,6 +22,7 @@ from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.flags import (
     EXPORT_FORMATS,
     SOURCE_KINDS,
+    create_bench_parser,
     create_convert_parser,
     create_doctor_parser,
     create_eval_parser,
@@ -224,6 +226,26 @@ def init_command(arguments: Sequence[str], world: World) -> int:
     return 0
 
 
+def bench_command(arguments: Sequence[str], world: World) -> int:
+    """Measure ringtrain against plain Horovod and others."""
+    wanted = parse_arguments(create_bench_parser(), arguments, world)
+    refuse_launcher("bench", world)
+    from ringtrain.bench.command import MODES, BenchOptions, bench, show
+
+    mode, file = wanted.pop("mode"), wanted.pop("file", None)
+    say = functools.partial(print, flush=True)
+    if mode == "show" and file is not None:
+        show(file, say)
+        return 0
+    if mode not in (*MODES, "all") or file is not None:
+        raise UsageError(
+            f"there is nothing like bench {mode}{' FILE' if file else ''}; it is bench {', '.join(MODES)} or all, or "
+            "bench show FILE.",
+            reach="run",
+        )
+    return bench(mode, BenchOptions(**wanted), arguments, say)
+
+
 def doctor_command(arguments: Sequence[str], world: World) -> int:
     """Say whether training would work here, and what would help."""
     parse_arguments(create_doctor_parser(), arguments, world)
@@ -309,6 +331,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {
     "init": init_command,
     "convert": convert_command,
     "doctor": doctor_command,
+    "bench": bench_command,
 }
 # What the commands start themselves; not for the user.
 INTERNAL_COMMANDS = {"_record": record_command}

@@ -244,6 +244,30 @@ def create_doctor_parser() -> ArgumentParser:
     )
 
 
+def create_bench_parser() -> ArgumentParser:
+    """The arguments of ``ringtrain bench``."""
+    from jsonargparse import set_parsing_settings
+
+    from ringtrain.bench.command import MODES, BenchOptions
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = create_parser(
+        "bench",
+        "Measure ringtrain against plain Horovod, tf.distribute and what no communication can be faster than, on a "
+        "machine on which nothing else runs. It starts all processes itself. Use no launcher.",
+        f"""
+        {PROGRAM} bench step
+        {PROGRAM} bench step --models CNN,WIDE --rounds 15
+        {PROGRAM} bench show results/bench-step.json
+        """,
+        usage="MODE [FILE] [--NAME VALUE ...]",
+    )
+    parser.add_argument("mode", type=str, metavar="MODE", help=f"{', '.join(MODES)}, all, or show")
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="for show: a result file")
+    parser.add_class_arguments(BenchOptions, help="settings")
+    return parser
+
+
 def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
     """A parser's message as one line: the flag, its value and the rule, or the flag that may have been meant."""
     message = re.sub(r"Group '(\S+)' does not accept option '(\S+)'", r"Key '\1.\2'", message)

@@ -122,7 +122,7 @@ def create_job(
     model = agree(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
     chosen = optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0))
-    step = create_step(workload, config, collective, model, chosen, batch_spec=batches.element_spec)
+    step = create_step(workload, config, collective, model, chosen, batch_spec=batches.element_spec, order=order)
     job = Job(
         workload=workload,
         config=config,
@@ -306,8 +306,12 @@ def create_step(
     optimizer: keras.optimizers.Optimizer,
     *,
     batch_spec: Batch,
+    order: SampleOrder,
 ) -> TrainStep:
     """The compiled training step of the settings."""
+    world = collective.world
+    is_known = not isinstance(order, FedOrder) and config.on_bad_sample == "stop"
+    first = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
     return TrainStep(
         workload=workload,
         model=model,
@@ -318,6 +322,7 @@ def create_step(
         accumulate=config.accumulate,
         ema=config.optimizer.ema,
         seed=config.seed,
+        local_batch_size=first or None if is_known else None,
     )
 
 

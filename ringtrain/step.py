@@ -88,6 +88,7 @@ class TrainStep:
         accumulate: int,
         seed: int,
         ema: float = 0.0,
+        local_batch_size: int | None = None,
     ) -> None:
         """Trace the step.
 
@@ -97,6 +98,7 @@ class TrainStep:
             accumulate: micro-batches per step.
             seed: seed of dropout.
             ema: largest decay of the moving average of the weights; 0: none is kept.
+            local_batch_size: samples of almost all of this rank's batches; None where that is not known.
         """
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=precision == "mixed_float16")
@@ -115,10 +117,16 @@ class TrainStep:
         self._needs_every_rank = any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers())
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
         optimizer.build(model.trainable_variables)
-        signature = [batch_spec, tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_TOLD], tf.float64)]
-        self._train = tf.function(self._train_samples, input_signature=signature, autograph=False)
+        told = [tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_TOLD], tf.float64)]
+        signature = [batch_spec, *told]
+        self._local_batch_size = local_batch_size
+        self._train_any = tf.function(self._train_samples, input_signature=signature, autograph=False)
+        # A known number of samples saves the gradient of each addition the question whether anything was broadcast.
+        usual = signature if local_batch_size is None else [fix_batch_size(batch_spec, local_batch_size), *told]
+        train = tf.function(self._train_samples, input_signature=usual, autograph=False)
         # Tracing finds the sparse gradients, the state and the metrics, which a rank without samples must know as well.
-        self._train.get_concrete_function()
+        # The traced function is called as it is: to choose among traces takes longer than a small step's computation.
+        self._train = train.get_concrete_function()
         self._join = tf.function(self._train_nothing, input_signature=signature, autograph=False)
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
@@ -134,7 +142,11 @@ class TrainStep:
         Returns:
             The control vector and the step's facts, for ``read``; computed once the device gets there.
         """
-        step = self._train if batch.indices.shape[0] or self._needs_every_rank else self._join
+        num_samples = batch.indices.shape[0]
+        if num_samples == self._local_batch_size or (num_samples and self._local_batch_size is None):
+            step = self._train
+        else:
+            step = self._train_any if num_samples or self._needs_every_rank else self._join
         told = tf.constant([is_stop_wanted, next_count], tf.float64)
         return step(batch, tf.constant(learning_rate, tf.float64), told)
 
@@ -385,6 +397,13 @@ def partial_objective(
         global_count: samples of all ranks.
     """
     return data_loss_sum / global_count + regularization * (count / global_count)
+
+
+def fix_batch_size(batch_spec: Batch, size: int) -> Batch:
+    """The spec of batches that all have so many samples."""
+    return tf.nest.map_structure(
+        lambda spec: tf.TensorSpec([size, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec, batch_spec
+    )
 
 
 def set_precision(precision: Precision) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Compression = Literal["none", "fp16"]
 
 # A group is closed once it holds this share of all bytes, or this many bytes: small models want few messages, large
-# models an early start (measured with `pytest tests/bench`).
+# models an early start (ringtrain/bench/README.md).
 MAX_GROUPS = 6
 MIN_GROUP_BYTES = 256 * 1024
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ringtrain.errors import DataError
 
 FEISTEL_ROUNDS = 8
+PLANNED_SAMPLES = 4096  # of one rank, permuted at once: a call costs as much as some thousands of samples
 
 
 class LocalBatch(NamedTuple):
@@ -71,17 +72,36 @@ class SampleOrder:
 
     def local_batch(self, step: int, *, rank: int, size: int) -> LocalBatch:
         """The part of ``step`` that falls to ``rank``: a contiguous slice; the ranks' sizes differ by at most 1."""
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        count = self.global_count(step)
-        start = step_in_epoch * self.global_batch_size
-        positions = np.arange(start + count * rank // size, start + count * (rank + 1) // size, dtype=np.int64)
-        indices = permute(positions, self.num_samples, (self.seed, epoch)) if self.shuffle else positions
-        return LocalBatch(step, epoch, count, indices)
+        [planned] = self._plan(step, step + 1, rank=rank, size=size)
+        return planned
 
     def local_batches(self, first_step: int, end_step: int, *, rank: int, size: int) -> Iterator[LocalBatch]:
         """The local batches of ``rank`` from ``first_step`` up to, not including, ``end_step``."""
-        for step in range(first_step, end_step):
-            yield self.local_batch(step, rank=rank, size=size)
+        steps_at_once = max(1, PLANNED_SAMPLES * size // self.global_batch_size)
+        step = first_step
+        while step < end_step:
+            end_of_epoch = step - step % self.steps_per_epoch + self.steps_per_epoch
+            end = min(end_step, end_of_epoch, step + steps_at_once)
+            yield from self._plan(step, end, rank=rank, size=size)
+            step = end
+
+    def _plan(self, first_step: int, end_step: int, *, rank: int, size: int) -> list[LocalBatch]:
+        """The local batches of steps that all belong to one epoch."""
+        epoch, first_in_epoch = divmod(first_step, self.steps_per_epoch)
+        counts = [self.global_count(step) for step in range(first_step, end_step)]
+        starts = [self.global_batch_size * (first_in_epoch + number) for number in range(len(counts))]
+        slices = [
+            np.arange(start + count * rank // size, start + count * (rank + 1) // size, dtype=np.int64)
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        indices = np.concatenate(slices)
+        if self.shuffle:
+            indices = permute(indices, self.num_samples, (self.seed, epoch))
+        parts = np.split(indices, np.cumsum([len(positions) for positions in slices])[:-1])
+        return [
+            LocalBatch(first_step + number, epoch, count, part)
+            for number, (count, part) in enumerate(zip(counts, parts, strict=True))
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

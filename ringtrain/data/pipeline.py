@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +18,7 @@ from ringtrain.world import World
 Augment = Callable[[Any, Any, tf.Tensor], tuple[Any, Any]]
 
 PREFETCHED_BATCHES = 2
+PLANNED_STEPS = 32
 
 
 class Batch(NamedTuple):
@@ -55,11 +57,19 @@ def local_batches(
         skips_bad: leave out samples that cannot be read; ``source`` must be a ``FallibleSource``.
     """
 
-    def plan() -> Iterator[tuple[np.ndarray, np.int64, np.int64, np.int64]]:
-        for local in order.local_batches(first_step, end_step, rank=world.rank, size=world.size):
-            yield local.indices, np.int64(local.step), np.int64(local.epoch), np.int64(local.global_count)
+    def plan() -> Iterator[tuple[np.ndarray, ...]]:
+        steps = order.local_batches(first_step, end_step, rank=world.rank, size=world.size)
+        while planned := list(itertools.islice(steps, PLANNED_STEPS)):
+            counts = np.array([len(local.indices) for local in planned])
+            # At least one column: TensorFlow's unbatch reads rows of no bytes from address 0 (seen with 2.18).
+            padded = np.zeros((len(planned), max(counts.max(), 1)), np.int64)
+            for row, local in zip(padded, planned, strict=True):
+                row[: len(local.indices)] = local.indices
+            numbers = [(local.step, local.epoch, local.global_count) for local in planned]
+            yield padded, counts, *np.array(numbers, np.int64).T
 
-    def read(indices: tf.Tensor, step: tf.Tensor, epoch: tf.Tensor, global_count: tf.Tensor) -> Batch:
+    def read(padded: tf.Tensor, count: tf.Tensor, step: tf.Tensor, epoch: tf.Tensor, global_count: tf.Tensor) -> Batch:
+        indices = padded[:count]
         if skips_bad:
             indices, x, y = cast(FallibleSource, source).gather_good(indices)
         else:
@@ -68,10 +78,11 @@ def local_batches(
             x, y = augment(x, y, sample_keys(order.seed, epoch, indices))
         return Batch(x, y, indices, step, global_count)
 
-    scalar = tf.TensorSpec([], tf.int64)
+    # Many steps travel at once: to enter Python for each would cost a core as much as a small step's computation.
+    numbers = tf.TensorSpec([None], tf.int64)
     planned = tf.data.Dataset.from_generator(
-        plan, output_signature=(tf.TensorSpec([None], tf.int64), scalar, scalar, scalar)
-    )
+        plan, output_signature=(tf.TensorSpec([None, None], tf.int64), numbers, numbers, numbers, numbers)
+    ).unbatch()
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = num_threads

@@ -23,7 +23,15 @@ def read_rooms() -> list[str]:
 
 ROOMS = read_rooms()
 WITHOUT_TENSORFLOW = ["errors", "config", "schedule", "world", "devices", "run_directory", "console", "verify", "cli"]
-WITHOUT_TENSORFLOW += ["doctor.command", "doctor.inside", "report", "checkpoint", "flags", "workloads.listing"]
+WITHOUT_TENSORFLOW += [
+    "doctor.command",
+    "doctor.inside",
+    "report",
+    "checkpoint",
+    "flags",
+    "workloads.listing",
+    "bench.command",
+]
 HEAVY = {"tensorflow", "keras", "horovod", "mpi4py", "sklearn"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -91,6 +91,21 @@ def test_the_ranks_slices_partition_every_batch_whatever_their_number(
     assert sorted(seen) == list(range(num_samples))
 
 
+@given(st.integers(1, 20_000), st.integers(1, 5_000), st.integers(1, 3), st.integers(0, 40), st.integers(0, 40))
+@settings(max_examples=40, deadline=None)
+def test_steps_that_are_planned_at_once_are_those_that_are_planned_one_by_one(
+    num_samples: int, global_batch_size: int, size: int, first_step: int, num_steps: int
+) -> None:
+    order = SampleOrder(num_samples=num_samples, global_batch_size=global_batch_size)
+    end_step = first_step + num_steps
+    at_once = list(order.local_batches(first_step, end_step, rank=size - 1, size=size))
+    assert [batch.step for batch in at_once] == list(range(first_step, end_step))
+    for batch in at_once:
+        alone = order.local_batch(batch.step, rank=size - 1, size=size)
+        assert (batch.epoch, batch.global_count) == (alone.epoch, alone.global_count)
+        np.testing.assert_array_equal(batch.indices, alone.indices)
+
+
 @given(st.integers(1, 300), st.integers(1, 100), st.integers(0, 1000))
 @settings(max_examples=100, deadline=None)
 def test_samples_before_a_step_are_those_of_the_steps_before_it(

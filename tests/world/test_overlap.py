@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.world.conftest import RunRingtrain
-from tests.world.processes import REPOSITORY
 
 STEPS = 40
-WORKLOAD = f"{REPOSITORY / 'tests/bench/tutorial_cnn.py'}:TutorialCNN"
+WORKLOAD = "ringtrain.bench.workloads:CNN"
 
 
 def test_first_group_is_reduced_before_the_last_gradient_is_ready(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:

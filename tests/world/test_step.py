@@ -62,7 +62,15 @@ def test_n_ranks_train_what_one_process_trains(
     create, create_samples = MODELS[model]
     source = create_samples(num_samples)
     batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS)
-    step = create_step(collective, create, OPTIMIZERS[optimizer], batches.element_spec, accumulate=accumulate)
+    usual = order_of(source, GLOBAL_BATCH_SIZE).local_batch(0, rank=collective.world.rank, size=collective.world.size)
+    step = create_step(
+        collective,
+        create,
+        OPTIMIZERS[optimizer],
+        batches.element_spec,
+        accumulate=accumulate,
+        local_batch_size=len(usual.indices),
+    )
     reference, plain_optimizer = create(), OPTIMIZERS[optimizer]()
     reference.set_weights(step.model.get_weights())
 

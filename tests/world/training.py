@@ -124,6 +124,7 @@ def create_step(
     accumulate: int = 1,
     ema: float = 0.0,
     seed: int = 0,
+    local_batch_size: int | None = None,
 ) -> TrainStep:
     """A training step on a model with the first values of rank 0."""
     set_precision(precision)  # type: ignore[arg-type]
@@ -138,6 +139,7 @@ def create_step(
         accumulate=accumulate,
         ema=ema,
         seed=seed,
+        local_batch_size=local_batch_size,
     )
     share_first_values(step.variables, collective)
     return step

@@ -1,0 +1,1 @@
+"""``ringtrain bench``: how fast ringtrain is, against others, in rounds where every contender runs once."""

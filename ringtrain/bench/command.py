@@ -1,0 +1,267 @@
+"""``ringtrain bench``: plan, measure, write, show."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringtrain.bench.children import clean_environment
+from ringtrain.bench.contenders import Experiment
+from ringtrain.bench.inputs import plan_inputs
+from ringtrain.bench.origin import ROOT, describe_commit, describe_machine, find_claimed_cores, read_load
+from ringtrain.bench.peers.peer_models import MODELS
+from ringtrain.bench.plot import draw_result
+from ringtrain.bench.rounds import Runner, find_faults, measure, measure_once
+from ringtrain.bench.saves import plan_saves
+from ringtrain.bench.settings import Settings, choose_settings
+from ringtrain.bench.starts import plan_begun, plan_starts
+from ringtrain.bench.steps import DESCRIPTIONS, Length, plan_guards, plan_steps
+from ringtrain.bench.sums import plan_sums
+from ringtrain.bench.table import describe_result
+from ringtrain.bench.variations import plan_variations
+from ringtrain.devices import read_machine
+from ringtrain.errors import RingtrainError, UsageError
+
+MODES = ("step", "allreduce", "input", "startup", "checkpoint", "guards", "settings")
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What the user wants to be measured."""
+
+    rounds: int = 7
+    """rounds, in each of which every contender runs once"""
+
+    size: int = 2
+    """ranks"""
+
+    models: str = ",".join(MODELS)
+    """models of step and settings, such as CNN,WIDE"""
+
+    contenders: str = ""
+    """contenders of step, such as ringtrain,ringtrain_again,bound; by default all"""
+
+    steps: int | None = None
+    """steps of a run, instead of each model's own; a multiple of log_every"""
+
+    log_every: int | None = None
+    """steps of an interval, instead of each model's own; the first is not timed"""
+
+    seed: int = 0
+    """seed of the order within the rounds"""
+
+    timeout: float = 300.0
+    """seconds that a run of a contender may take"""
+
+    data_dir: Path | None = None
+    """CIFAR-10's files, for input"""
+
+    image_folder: Path | None = None
+    """image folder that is read, for input"""
+
+    records: Path | None = None
+    """TFRecord files that are read, for input, such as ringtrain convert makes of the image folder"""
+
+    output: Path | None = None
+    """result file (default: results/bench-MODE.json); the plot lies beside it"""
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("size", 2), ("timeout", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.", reach="run")
+        _known("models", self.model_names, MODELS)
+        _known("contenders", self.contender_names, DESCRIPTIONS)
+        for name, model in MODELS.items():
+            if model.num_samples % (model.local_batch_size * self.size):
+                raise UsageError(
+                    f"size is {self.size}; the {model.num_samples} samples of {name} must be whole batches of "
+                    f"{model.local_batch_size} for each rank. Choose 2, 3, 4, 5, 6, 8, 10 or 12.",
+                    reach="run",
+                )
+        if (self.steps is None) != (self.log_every is None):
+            raise UsageError("steps and log_every go together; give both, or none of them.", reach="run")
+        steps, log_every = (2, 1) if self.steps is None or self.log_every is None else (self.steps, self.log_every)
+        if log_every < 1 or steps % log_every or steps < 2 * log_every:
+            raise UsageError(
+                f"steps is {steps} and log_every is {log_every}; steps must be a multiple of log_every, and at least "
+                "twice as many, because the first interval is not timed.",
+                reach="run",
+            )
+        for name in ("data_dir", "image_folder", "records"):
+            path = getattr(self, name)
+            if path is not None and not path.is_dir():
+                raise UsageError(f"{name} {str(path)!r} is no directory that can be read. Check the path.", reach="run")
+
+    @property
+    def model_names(self) -> list[str]:
+        return [name for name in self.models.split(",") if name]
+
+    @property
+    def contender_names(self) -> list[str]:
+        return [name for name in self.contenders.split(",") if name]
+
+    @property
+    def length(self) -> Length | None:
+        if self.steps is None or self.log_every is None:
+            return None
+        return Length(steps=self.steps, log_every=self.log_every)
+
+
+def bench(mode: str, options: BenchOptions, arguments: Sequence[str], say: Callable[[str], None]) -> int:
+    """Measure one mode, or all; the exit code is 1 where a contender failed or its result was wrong."""
+    modes = [name for name in MODES if name != "input" or options.data_dir] if mode == "all" else [mode]
+    if mode == "input" and options.data_dir is None:
+        raise UsageError("bench input needs --data_dir DIR with CIFAR-10's files.", reach="run")
+    if mode == "all" and options.output is not None:
+        raise UsageError("bench all writes a file for each mode into results/; leave --output out.", reach="run")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # on whose way out children are ended
+    say(f"the orders within the rounds are drawn with seed {options.seed}")
+    for core in find_claimed_cores():
+        say(f"warning: another run of ringtrain has core {core}: the figures will say nothing")
+    return max([bench_one(name, options, arguments, say) for name in modes])
+
+
+def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], say: Callable[[str], None]) -> int:
+    """Measure one mode, write its file and its plot, and show the table."""
+    output = options.output or Path("results") / f"bench-{mode}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    machine = read_machine(os.environ)
+    settings = choose_settings(options.size, machine)
+    result: dict[str, Any] = {
+        "format": FORMAT,
+        "command": " ".join(["python -m ringtrain bench", *(shorten(word) for word in arguments)]),
+        **describe_commit(),
+        "machine": describe_machine(),
+        "claimed_cores": find_claimed_cores(),
+        "size": options.size,
+        "seed": options.seed,
+        "load_before": read_load(),
+        "load_after": [],
+        "experiments": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as directory:
+        env = clean_environment(os.environ, programs=Path(sys.executable).parent)
+        runner = Runner(Path(directory), env=env, timeout=options.timeout)
+        for experiment in plan(mode, options, settings, runner, Path(directory)):
+            result["experiments"].append({})
+
+            def note(measured: Mapping[str, Any]) -> None:
+                result["experiments"][-1] = without_paths(measured)
+                result["load_after"] = read_load()
+                write_json(output, result)
+                say(describe_last_run(measured))
+
+            measure(experiment, runner, rounds=options.rounds, seed=options.seed, note=note)
+    show(output, say)
+    return 1 if find_faults(result) else 0
+
+
+def plan(mode: str, options: BenchOptions, settings: Settings, runner: Runner, directory: Path) -> Iterator[Experiment]:
+    """The experiments of a mode."""
+    size, length = options.size, options.length
+    if mode == "step":
+        yield from plan_steps(options.model_names, options.contender_names, size, settings, length)
+    elif mode == "allreduce":
+        yield plan_sums(size, settings)
+    elif mode == "input":
+        assert options.data_dir is not None
+        yield from plan_inputs(
+            size,
+            length,
+            data_dir=options.data_dir.resolve(),
+            image_folder=options.image_folder and options.image_folder.resolve(),
+            records=options.records and options.records.resolve(),
+        )
+    elif mode == "startup":
+        begun = directory / "begun-run"
+        run, outcome = measure_once(plan_begun(size, begun), runner, None)
+        if outcome is None:
+            raise RingtrainError(f"the run that is to be resumed failed: {run['fault']}", reach="run")
+        yield plan_starts(size, settings, begun)
+    elif mode == "checkpoint":
+        yield from plan_saves(size, length)
+    elif mode == "guards":
+        yield from plan_guards(size, length)
+    else:
+        yield from plan_variations(options.model_names, size, length)
+
+
+def show(path: Path, say: Callable[[str], None]) -> None:
+    """Show the table of a result file, and draw its plot beside it.
+
+    Raises:
+        UsageError: it is no result file.
+    """
+    try:
+        result = json.loads(path.read_text())
+        lines, picture = describe_result(result), draw_result(result)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{str(path)!r} is no result file of ringtrain bench ({type(error).__name__}: {error}). Check the path.",
+            reach="run",
+        ) from error
+    plot = path.with_suffix(".svg")
+    plot.write_text(picture)
+    for line in lines:
+        say(line)
+    say(f"{path}, {plot}")
+
+
+def describe_last_run(measured: Mapping[str, Any]) -> str:
+    """A line for the run that has just ended."""
+    if not measured["rounds"]:
+        run = measured["reference"]
+        return f"{measured['name']}, reference: {run['fault'] or run['checked'] or 'done'}"
+    current = measured["rounds"][-1]
+    name, run = list(current["runs"].items())[-1]
+    figures = run.get("figures", {})
+    text = f"{1000 * next(iter(figures.values())):.4g} ms" if len(figures) == 1 else f"{len(figures)} figures"
+    return f"{measured['name']}, round {current['round']}, {name}: {run['fault'] or f'{text}; ' + run['checked']}"
+
+
+def without_paths(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, with this machine's paths made short."""
+    contenders = {
+        name: {
+            **values,
+            "commands": [
+                {**command, "argv": [shorten(word) for word in command["argv"]]} for command in values["commands"]
+            ],
+        }
+        for name, values in measured["contenders"].items()
+    }
+    return {**measured, "contenders": contenders}
+
+
+def shorten(word: str) -> str:
+    """A word of a command line without what is this machine's own."""
+    if word == sys.executable:
+        return "python"
+    path = Path(word)
+    if path.is_absolute():
+        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+    return word
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a file so that there is always a whole one."""
+    temporary = path.with_suffix(".tmp")
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: temporary.unlink(missing_ok=True))
+        temporary.write_text(json.dumps(values, indent=1) + "\n")
+        os.replace(temporary, path)
+
+
+def _known(name: str, wanted: Sequence[str], known: Sequence[str] | Mapping[str, Any]) -> None:
+    for word in wanted:
+        if word not in known:
+            raise UsageError(f"{name} names {word!r}; there are {', '.join(known)}.", reach="run")

@@ -1,0 +1,61 @@
+"""Where a result comes from: commit, machine, versions, and how busy the machine was."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("tensorflow", "keras", "horovod", "mpi4py", "numpy")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory and versions."""
+    cpu = re.search(r"^model name\s*:\s*(.*)", _read("/proc/cpuinfo"), re.MULTILINE)
+    memory = re.search(r"^MemTotal:\s*(\d+)", _read("/proc/meminfo"), re.MULTILINE)
+    return {
+        "processor": cpu[1] if cpu else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "python": platform.python_version(),
+        "mpi": _first_line(["mpirun", "--version"]),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def describe_commit() -> dict[str, Any]:
+    """The commit of the program, and whether files differ from it; nothing where it is no git checkout."""
+    commit = _first_line(["git", "rev-parse", "--short=12", "HEAD"])
+    changed = _first_line(["git", "status", "--porcelain"])
+    return {"commit": commit or None, "is_changed": bool(changed)}
+
+
+def read_load() -> list[float]:
+    """Processes that ran or waited for a core, on average over 1, 5 and 15 minutes."""
+    return [round(value, 2) for value in os.getloadavg()]
+
+
+def find_claimed_cores() -> list[int]:
+    """The cores that other runs of ringtrain on this machine have taken: those that are measured would share them."""
+    return sorted(int(core) for core in set(re.findall(r"@ringtrain/core/(\d+)", _read("/proc/net/unix"))))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter(finished.stdout.splitlines()), "") if finished.returncode == 0 else ""

@@ -1,0 +1,137 @@
+"""Read what a contender left behind."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringtrain.bench.contenders import Finished, Outcome, UnreadableError
+from ringtrain.checkpoint import find_newest
+from ringtrain.errors import DataError
+
+RUN = "run"  # ringtrain's run directory, below that of the contender
+LARGEST_RIGHT_LOSS = 10.0  # of ten classes; guessing costs ln 10 = 2.3, and a bad start more
+
+
+def reading(function: Callable[[Finished], Outcome]) -> Callable[[Finished], Outcome]:
+    """Say in one way that what should have been written is missing, or not as it should be."""
+
+    @functools.wraps(function)
+    def read(finished: Finished) -> Outcome:
+        try:
+            return function(finished)
+        except (OSError, ValueError, KeyError, IndexError, DataError) as error:
+            raise UnreadableError(f"it left no result that can be read: {type(error).__name__}: {error}") from error
+
+    return read
+
+
+@reading
+def read_peer(finished: Finished) -> Outcome:
+    """A training script of the peers."""
+    [result] = _read_results(finished.directory)
+    first = finished.directory / "first.npz"
+    return Outcome(
+        figures={"step": steady(result["sec_per_step"])},
+        raw={"sec_per_step": result["sec_per_step"]},
+        loss=result["loss"],
+        weights=read_arrays(finished.directory / "result.npz"),
+        first_weights=read_arrays(first) if first.exists() else None,
+    )
+
+
+@reading
+def read_unconnected(finished: Finished) -> Outcome:
+    """Processes that train apart: the seconds of a step at their mean speed."""
+    results = _read_results(finished.directory)
+    seconds = [steady(result["sec_per_step"]) for result in results]
+    losses = [result["loss"] for result in results]
+    is_right = all(loss < LARGEST_RIGHT_LOSS for loss in losses)
+    return Outcome(
+        figures={"step": statistics.harmonic_mean(seconds)},
+        raw={"sec_per_step": [result["sec_per_step"] for result in results], "losses": losses},
+        fault="" if is_right else f"a loss is not that of a training: {losses}",
+        checked="a bound, which trains something else: its losses are finite",
+    )
+
+
+@reading
+def read_training(finished: Finished) -> Outcome:
+    """A run of ringtrain: what its own log says, and its last checkpoint."""
+    events = _read_events(finished.directory / RUN)
+    lines = [event for event in events if event["event"] == "train"]
+    checkpoint, _ = find_newest(finished.directory / RUN / "checkpoints")
+    if checkpoint is None or checkpoint.step != lines[-1]["step"]:
+        raise UnreadableError("its last step is not saved")
+    weights = [value for name, value in checkpoint.variables.items() if name.startswith("weights/")]
+    sec_per_step = [line["sec_per_step"] for line in lines]
+    return Outcome(
+        figures={"step": steady(sec_per_step)},
+        raw={"sec_per_step": sec_per_step},
+        loss=lines[-1]["loss"],
+        weights=weights,
+    )
+
+
+@reading
+def read_own_data(finished: Finished) -> Outcome:
+    """A run of ringtrain on data that nothing else trains on: its loss must be that of a training."""
+    lines = [event for event in _read_events(finished.directory / RUN) if event["event"] == "train"]
+    loss = lines[-1]["loss"]
+    sec_per_step = [line["sec_per_step"] for line in lines]
+    return Outcome(
+        figures={"step": steady(sec_per_step)},
+        raw={"sec_per_step": sec_per_step, "loss": loss},
+        fault="" if loss < LARGEST_RIGHT_LOSS else f"a loss of {loss} is not that of a training",
+        checked=f"loss {loss:.4g} after {lines[-1]['step']} steps",
+    )
+
+
+@reading
+def read_start(finished: Finished) -> Outcome:
+    """The time until the first step was done."""
+    if finished.sec_until_first_step is None:
+        raise UnreadableError("it ended without a line of its first step")
+    return Outcome(
+        figures={"first step": finished.sec_until_first_step}, checked="the line of the first step, and exit code 0"
+    )
+
+
+@reading
+def read_figures(finished: Finished) -> Outcome:
+    """A script that has measured and checked by itself."""
+    [result] = _read_results(finished.directory)
+    return Outcome(
+        figures=result["figures"],
+        raw=result.get("raw", {}),
+        fault=result["fault"],
+        checked=result["checked"],
+    )
+
+
+def steady(sec_per_step: list[float]) -> float:
+    """The median of the intervals after the first, which holds the warm-up."""
+    return statistics.median(sec_per_step[1:])
+
+
+def read_arrays(path: Path) -> list[np.ndarray]:
+    """The arrays of a file, in order."""
+    with np.load(path, allow_pickle=False) as archive:
+        return [archive[f"arr_{number}"] for number in range(len(archive.files))]
+
+
+def _read_results(directory: Path) -> list[dict[str, Any]]:
+    results = [json.loads(path.read_text()) for path in sorted(directory.glob("result*.json"))]
+    if not results:
+        raise UnreadableError("it wrote no result")
+    return results
+
+
+def _read_events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,108 @@
+"""How long the training stands still for a save: a rank of ``bench checkpoint``.
+
+    horovodrun -np 2 python -m ringtrain.bench.own_saves --model WIDE --how written --output DIR
+
+``--how handed_over`` stops the clock when the training may go on, as it does in ringtrain; ``--how written`` once the
+checkpoint is on the disk. What was written is read back and held against the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringtrain.config import make_config
+from ringtrain.devices import start_tensorflow
+from ringtrain.together import pin
+from ringtrain.world import read_world
+
+NUM_SAVES = 9
+STEPS_BETWEEN = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--how", choices=("handed_over", "written"), required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    world = read_world(os.environ)
+    plan = pin(world)
+    start_tensorflow(plan, world)
+
+    from ringtrain.bench import workloads
+    from ringtrain.collectives import connect
+    from ringtrain.job import create_job
+    from ringtrain.variables import share_first_values
+
+    workload_class = getattr(workloads, arguments.model)
+    config = make_config({"steps": 10**6}, workload_class.defaults)
+    collective = connect("auto", world)
+    job = create_job(workload_class(), config, collective, num_threads=plan.intra_op_threads)
+    share_first_values(job.step.variables, collective)
+    seconds, fault = time_saves(job, arguments.output, is_waited=arguments.how == "written")
+    if world.is_first:
+        result = {
+            "figures": {"save": statistics.median(seconds)},
+            "raw": {"seconds": seconds},
+            "fault": fault,
+            "checked": "the newest checkpoint, read back: it holds the weights bit for bit",
+        }
+        (arguments.output / "result.json").write_text(json.dumps(result))
+    collective.close()
+
+
+def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[float], str]:
+    """Seconds of each save on rank 0, and what was wrong."""
+    from ringtrain.checkpoint import find_newest
+    from ringtrain.console import Console
+    from ringtrain.progress import Progress
+    from ringtrain.run_directory import RunDirectory
+    from ringtrain.saving import CheckpointWriter, describe_run, take_snapshot
+
+    batches = iter(job.batches)
+    facts = describe_run(job)
+    writer = None
+    if job.collective.world.is_first:
+        console = Console(sys.stderr, is_terminal=False)
+        writer = CheckpointWriter(RunDirectory(directory), keep=3, say=console.line, last_step=0)
+    seconds: list[float] = []
+    fault = ""
+    for step in train_between(job, batches):
+        if writer is None:
+            continue
+        start = time.perf_counter()
+        writer.save(take_snapshot(job, step, Progress(), facts), as_step=True, as_best=False)
+        if is_waited:
+            writer.wait()
+        seconds.append(time.perf_counter() - start)
+        writer.wait()
+        newest, _ = find_newest(writer.root)
+        if newest is None or newest.step != step or not is_equal(newest.variables, job.step.named_variables):
+            fault = f"the checkpoint of step {step} is not what the model holds"
+    return seconds[1:], fault
+
+
+def train_between(job: Any, batches: Iterator[Any]) -> Iterator[int]:
+    """Train some steps before each save; one save more than is counted."""
+    for step in range(1, (NUM_SAVES + 1) * STEPS_BETWEEN + 1):
+        job.step.is_updated(job.step(next(batches), job.learning_rate(0)))
+        if step % STEPS_BETWEEN == 0:
+            yield step
+
+
+def is_equal(saved: Any, variables: Any) -> bool:
+    return all(np.array_equal(saved[name], variable.numpy()) for name, variable in variables.items())
+
+
+if __name__ == "__main__":
+    main()

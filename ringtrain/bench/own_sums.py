@@ -1,0 +1,51 @@
+"""ringtrain's own collective, by sizes: a rank of ``bench allreduce``.
+
+horovodrun -np 2 python -m ringtrain.bench.own_sums --sizes 4096,65536 --output DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ringtrain.bench.peers import peer_sums
+from ringtrain.config import Config
+from ringtrain.devices import start_tensorflow
+from ringtrain.together import pin
+from ringtrain.world import read_world
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    world = read_world(os.environ)
+    plan = pin(world, hang_timeout=Config.hang_timeout)
+    start_tensorflow(plan, world)
+    import tensorflow as tf
+
+    from ringtrain.collectives import connect
+
+    collective = connect("auto", world)
+
+    def prepare(values: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+        tensor = tf.Variable(values)
+
+        @tf.function(jit_compile=False)
+        def add() -> Any:
+            return collective.sum([tensor.read_value()], name=f"sum_{len(values)}")[0]
+
+        return add, lambda total: total.numpy()
+
+    seconds, fault = peer_sums.time_sums(arguments.sizes, world.rank, world.size, prepare)
+    if world.is_first:
+        peer_sums.write_results(arguments.output, seconds, fault)
+    collective.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Horovod's all-reduce in a compiled function, by sizes.
+
+horovodrun -np 2 python horovod_allreduce.py --sizes 4096,65536 --output DIR
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import peer_loop
+import peer_sums
+
+
+def main() -> None:
+    arguments = peer_sums.parse_arguments(__doc__)
+    peer_loop.pin(arguments, int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")))
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    hvd.init()
+    peer_loop.set_threads(arguments)
+
+    def prepare(values: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+        tensor = tf.Variable(values)
+
+        @tf.function(jit_compile=False)
+        def add() -> tf.Tensor:
+            return hvd.allreduce(tensor.read_value(), op=hvd.Sum, name=f"sum_{len(values)}")
+
+        return add, lambda total: total.numpy()
+
+    seconds, fault = peer_sums.time_sums(arguments.sizes, hvd.rank(), hvd.size(), prepare)
+    if hvd.rank() == 0:
+        peer_sums.write_results(arguments.output, seconds, fault)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

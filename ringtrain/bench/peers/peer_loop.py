@@ -1,0 +1,97 @@
+"""What the training scripts of the peers share: arguments, pinning, batches, timing, and the file of results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peer_models
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", choices=peer_models.MODELS, required=True)
+    parser.add_argument("--size", type=int, required=True, help="processes that share a global batch")
+    parser.add_argument("--rank", type=int, default=0, help="which of them this one is, where no launcher says so")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--log_every", type=int, required=True)
+    parser.add_argument("--order", type=Path, required=True, help="file of the samples of each step [steps, samples]")
+    parser.add_argument("--output", type=Path, required=True, help="directory for the results")
+    parser.add_argument("--cores", action="append", default=[], help="a rank's cores, such as 0,1; once for each rank")
+    parser.add_argument("--intra_op_threads", type=int, default=0, help="0: TensorFlow's own number")
+    parser.add_argument("--inter_op_threads", type=int, default=0, help="0: TensorFlow's own number")
+    return parser.parse_args()
+
+
+def pin(arguments: argparse.Namespace, rank: int) -> None:
+    """Take the rank's cores, where some are given. Call before TensorFlow is imported."""
+    if arguments.cores:
+        os.sched_setaffinity(0, {int(core) for core in arguments.cores[rank].split(",")})
+
+
+def set_threads(arguments: argparse.Namespace) -> None:
+    """Size TensorFlow's thread pools. Call before TensorFlow computes anything."""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(arguments.intra_op_threads)
+    tf.config.threading.set_inter_op_parallelism_threads(arguments.inter_op_threads)
+
+
+def make_batches(arguments: argparse.Namespace, rank: int, *, num_parts: int | None = None) -> Any:
+    """This rank's part of each global batch: a tf.data.Dataset of (x, y).
+
+    Args:
+        num_parts: how many parts a global batch has; by default one for each process.
+    """
+    import tensorflow as tf
+
+    order = np.load(arguments.order, allow_pickle=False)
+    local_size = order.shape[1] // (num_parts or arguments.size)
+    with tf.device("CPU"):
+        x, y = (tf.constant(values) for values in peer_models.make_samples(peer_models.MODELS[arguments.model]))
+    numbers = tf.data.Dataset.from_tensor_slices(order[:, rank * local_size : (rank + 1) * local_size])
+    return numbers.map(lambda n: (tf.gather(x, n), tf.gather(y, n))).prefetch(2)
+
+
+def time_steps(
+    train_step: Callable[[Any, Any], Any], batches: Any, arguments: argparse.Namespace, *, is_first: bool
+) -> tuple[list[float], Any]:
+    """Train.
+
+    Returns:
+        The mean seconds per step of each ``log_every`` steps, and what the last step returned.
+    """
+    sec_per_step = []
+    loss = None
+    start = time.perf_counter()
+    for step, (x, y) in enumerate(batches, start=1):
+        loss = train_step(x, y)
+        if step % arguments.log_every == 0:
+            value = float(loss)
+            now = time.perf_counter()
+            sec_per_step.append((now - start) / arguments.log_every)
+            start = now
+            if is_first:
+                print(f"step {step}, loss = {value:.4g} ({sec_per_step[-1]:.3f} sec/batch)", flush=True)
+    return sec_per_step, loss
+
+
+def write_results(
+    arguments: argparse.Namespace, sec_per_step: list[float], loss: float, model: Any, *, name: str = "result"
+) -> None:
+    """Write what was measured, and what was trained."""
+    write_weights(arguments, model, name=name)
+    values = {"sec_per_step": sec_per_step, "loss": loss}
+    (arguments.output / f"{name}.json").write_text(json.dumps(values))
+
+
+def write_weights(arguments: argparse.Namespace, model: Any, *, name: str) -> None:
+    """Write the trainable weights, in the model's order."""
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    np.savez(arguments.output / f"{name}.npz", *[np.asarray(variable) for variable in model.trainable_variables])

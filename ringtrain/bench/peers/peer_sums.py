@@ -1,0 +1,71 @@
+"""What the all-reduce scripts of the peers share: the sizes, the data, the timing, and the file of results.
+
+The values are whole numbers, so that their sum must be exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NUM_VALUES = 1000  # different ones in an array; their sums over all ranks stay far below 2^24
+WARM_UP_CALLS = 5
+MIN_CALLS, MAX_CALLS = 12, 200
+TIMED_BYTES = 512 * 2**20  # of all calls of a size together, between the smallest and the largest number of them
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--sizes", required=True, help="bytes of the arrays, such as 4096,65536")
+    parser.add_argument("--output", type=Path, required=True, help="directory for the results")
+    parser.add_argument("--cores", action="append", default=[], help="a rank's cores, such as 0,1; once for each rank")
+    parser.add_argument("--intra_op_threads", type=int, default=0, help="0: TensorFlow's own number")
+    parser.add_argument("--inter_op_threads", type=int, default=0, help="0: TensorFlow's own number")
+    return parser.parse_args()
+
+
+def time_sums(
+    sizes: str,
+    rank: int,
+    num_ranks: int,
+    prepare: Callable[[np.ndarray], tuple[Callable[[], Any], Callable[[Any], Any]]],
+) -> tuple[dict[str, float], str]:
+    """Sum arrays of each size over all ranks.
+
+    Args:
+        sizes: in bytes, separated by commas.
+        prepare: (this rank's array) -> (what sums it, what makes a NumPy array of the outcome).
+
+    Returns:
+        The median seconds of a sum by size, and what was wrong.
+    """
+    seconds, fault = {}, ""
+    for text in sizes.split(","):
+        values = np.arange(int(text) // 4, dtype=np.float32) % NUM_VALUES
+        reduce, to_array = prepare(values + rank)
+        num_calls = min(MAX_CALLS, max(MIN_CALLS, TIMED_BYTES // int(text)))
+        for _ in range(WARM_UP_CALLS):
+            reduce()
+        times = []
+        for _ in range(num_calls):
+            start = time.perf_counter()
+            outcome = reduce()
+            times.append(time.perf_counter() - start)
+        expected = num_ranks * values + num_ranks * (num_ranks - 1) // 2
+        if not np.array_equal(to_array(outcome), expected):
+            fault = fault or f"the sum of {text} bytes is wrong"
+        seconds[text] = statistics.median(times)
+    return seconds, fault
+
+
+def write_results(output: Path, seconds: dict[str, float], fault: str) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    values = {"figures": seconds, "fault": fault, "checked": "sums of whole numbers, which are exact"}
+    (output / "result.json").write_text(json.dumps(values))

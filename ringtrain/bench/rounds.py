@@ -1,0 +1,124 @@
+"""Interleaved rounds: in each, every contender runs once, in an order drawn by chance."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringtrain.bench.children import ChildFailedError, run_together
+from ringtrain.bench.contenders import Contender, Experiment, Outcome, UnreadableError, check_outcome
+from ringtrain.bench.origin import ROOT
+
+Run = dict[str, Any]
+
+
+class Runner:
+    """Runs contenders, one after the other."""
+
+    def __init__(self, directory: Path, *, env: Mapping[str, str], timeout: float) -> None:
+        """``timeout`` is that of one run, in seconds."""
+        self._directory, self._env, self._timeout = directory, env, timeout
+
+    def run(self, contender: Contender) -> Outcome:
+        """Run a contender once, in a directory that is removed afterwards.
+
+        Raises:
+            ChildFailedError, UnreadableError: there is no outcome.
+        """
+        directory = self._directory / contender.name
+        directory.mkdir()
+        try:
+            contender.prepare(directory)
+            finished = run_together(contender.commands, directory, env=self._env, cwd=ROOT, timeout=self._timeout)
+            return contender.read(finished)
+        finally:
+            shutil.rmtree(directory)
+
+
+def measure(
+    experiment: Experiment, runner: Runner, *, rounds: int, seed: int, note: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Run the rounds of an experiment.
+
+    Args:
+        note: is given what there is after the reference, and after each run.
+
+    Returns:
+        What the result file holds of it.
+    """
+    result: dict[str, Any] = describe_experiment(experiment, rounds)
+    reference = None
+    if experiment.reference is not None:
+        run, reference = measure_once(experiment.reference, runner, None)
+        result["reference"] = run
+        note(result)
+        if reference is None:
+            return result
+    for number, order in enumerate(plan_orders(experiment.contenders, rounds, seed), start=1):
+        runs: dict[str, Run] = {}
+        result["rounds"].append({"round": number, "order": [each.name for each in order], "runs": runs})
+        for contender in order:
+            runs[contender.name], _ = measure_once(contender, runner, reference)
+            note(result)
+    return result
+
+
+def measure_once(contender: Contender, runner: Runner, reference: Outcome | None) -> tuple[Run, Outcome | None]:
+    """One run for the result file, and its outcome; None where there is none."""
+    start = time.monotonic()
+    try:
+        outcome = runner.run(contender)
+    except (ChildFailedError, UnreadableError) as error:
+        return {"fault": str(error), "wall_seconds": round(time.monotonic() - start, 1)}, None
+    fault, checked = check_outcome(outcome, reference)
+    run: Run = {
+        "figures": dict(outcome.figures),
+        "checked": checked,
+        "fault": fault,
+        "wall_seconds": round(time.monotonic() - start, 1),
+        "raw": dict(outcome.raw),
+    }
+    return run, outcome
+
+
+def plan_orders(contenders: Sequence[Contender], rounds: int, seed: int) -> list[list[Contender]]:
+    """The order of each round."""
+    chance = random.Random(seed)
+    return [chance.sample(list(contenders), len(contenders)) for _ in range(rounds)]
+
+
+def describe_experiment(experiment: Experiment, rounds: int) -> dict[str, Any]:
+    """The head of an experiment in the result file."""
+    return {
+        "name": experiment.name,
+        "unit": experiment.unit,
+        "num_bytes": dict(experiment.num_bytes),
+        "contenders": {
+            each.name: {
+                "description": each.description,
+                "commands": [{"argv": list(command.argv), "env": dict(command.env)} for command in each.commands],
+            }
+            for each in experiment.contenders
+        },
+        "comparisons": [{"name": each.name, "other": each.other, "goal": each.goal} for each in experiment.comparisons],
+        "rounds_wanted": rounds,
+        "rounds": [],
+    }
+
+
+def find_faults(result: Mapping[str, Any]) -> list[str]:
+    """What failed or was wrong in the experiments of a result file, a line each."""
+    faults = []
+    for experiment in result["experiments"]:
+        runs = [("reference", experiment.get("reference", {}))]
+        runs += [
+            (f"round {each['round']}, {name}", run)
+            for each in experiment["rounds"]
+            for name, run in each["runs"].items()
+        ]
+        faults += [f"{experiment['name']}, {where}: {run['fault']}" for where, run in runs if run.get("fault")]
+    return faults

@@ -1,0 +1,51 @@
+"""The settings that ringtrain would choose on this machine, for peers that are to be measured with the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ringtrain.config import Config
+from ringtrain.devices import Machine, plan_devices
+from ringtrain.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What ``ringtrain.devices`` plans for the ranks of one machine.
+
+    Attributes:
+        cores: of each rank.
+        env: variables of Horovod and MPI.
+    """
+
+    cores: tuple[tuple[int, ...], ...]
+    intra_op_threads: int
+    inter_op_threads: int
+    env: Mapping[str, str]
+
+    @property
+    def flags(self) -> list[str]:
+        """The same as flags of the peers."""
+        cores = [flag for own in self.cores for flag in ("--cores", ",".join(map(str, own)))]
+        threads = {"intra_op_threads": self.intra_op_threads, "inter_op_threads": self.inter_op_threads}
+        return [*cores, *(word for name, count in threads.items() for word in (f"--{name}", str(count)))]
+
+
+def choose_settings(size: int, machine: Machine) -> Settings:
+    """The settings of ``size`` ranks on a machine of which no run has taken cores yet."""
+    plans = [
+        plan_devices(
+            World(rank=rank, size=size, local_rank=rank, local_size=size, node="", launcher="mpirun (Open MPI)"),
+            machine,
+            {},
+            hang_timeout=Config.hang_timeout,
+        )
+        for rank in range(size)
+    ]
+    return Settings(
+        cores=tuple(plan.cores for plan in plans),
+        intra_op_threads=plans[0].intra_op_threads,
+        inter_op_threads=plans[0].inter_op_threads,
+        env={setting.name: setting.value for setting in plans[0].settings},
+    )

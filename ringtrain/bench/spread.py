@@ -1,0 +1,73 @@
+"""Medians, and how sure they are: pure functions of numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Some numbers in short.
+
+    Attributes:
+        low, high: an interval that holds the true median with at least ``confidence``, whatever the distribution.
+        confidence: ``CONFIDENCE``, or less where there are too few numbers for it.
+    """
+
+    count: int
+    min: float
+    lower_quartile: float
+    median: float
+    upper_quartile: float
+    max: float
+    low: float
+    high: float
+    confidence: float
+
+
+def describe_spread(values: Sequence[float]) -> Spread:
+    """The spread of at least one number."""
+    ordered = sorted(values)
+    place, confidence = choose_order_statistic(len(ordered))
+    quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    return Spread(
+        count=len(ordered),
+        min=ordered[0],
+        lower_quartile=quartiles[0],
+        median=statistics.median(ordered),
+        upper_quartile=quartiles[2],
+        max=ordered[-1],
+        low=ordered[place - 1],
+        high=ordered[-place],
+        confidence=confidence,
+    )
+
+
+def choose_order_statistic(count: int) -> tuple[int, float]:
+    """The interval of the median from the k-th smallest to the k-th largest of ``count`` numbers.
+
+    It misses the true median only where fewer than k of the numbers lie on one side of it, and each lies on either side
+    with probability 1/2 (David and Nagaraja, Order Statistics, 2003, section 7.1).
+
+    Returns:
+        The largest k whose interval has ``CONFIDENCE``, or 1; and its confidence.
+    """
+    best, best_confidence = 1, 1 - 2 * 0.5**count
+    missed = 0.5**count  # P(Binomial(count, 1/2) < k)
+    for place in range(2, (count + 1) // 2 + 1):
+        missed += math.comb(count, place - 1) * 0.5**count
+        if 1 - 2 * missed < CONFIDENCE:
+            break
+        best, best_confidence = place, 1 - 2 * missed
+    return best, max(best_confidence, 0.0)
+
+
+def paired_ratios(numerators: Sequence[float | None], denominators: Sequence[float | None]) -> list[float]:
+    """The ratio of each round in which both were measured."""
+    pairs = zip(numerators, denominators, strict=True)
+    return [above / below for above, below in pairs if above is not None and below is not None]

@@ -1,0 +1,136 @@
+"""A result file as a table: pure functions of what the file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ringtrain.bench.rounds import find_faults
+from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
+from ringtrain.bench.sums import bus_bandwidth
+
+Result = Mapping[str, Any]
+
+
+def describe_result(result: Result) -> list[str]:
+    """The lines of a report."""
+    machine = result["machine"]
+    changed = ", with changes" if result["is_changed"] else ""
+    lines = [
+        f"{result['command']}",
+        f"commit {result['commit']}{changed}; {machine['processor']}, {machine['cores']} cores, {result['size']} ranks",
+        f"load {result['load_before'][0]} before, {result['load_after'][0]} after",
+    ]
+    for experiment in result["experiments"]:
+        lines += ["", *describe_experiment(experiment, result["size"])]
+    return [*lines, "", *describe_faults(result)]
+
+
+def describe_experiment(experiment: Result, size: int) -> list[str]:
+    """Each contender's seconds, then the ratios of those that are compared."""
+    rounds = len(experiment["rounds"])
+    unit = "microseconds" if experiment["num_bytes"] else "milliseconds"
+    lines = [f"{experiment['name']}: {unit} of {experiment['unit']} over {rounds} rounds"]
+    for label in list_labels(experiment):
+        rows = [["", "median", "quartiles", "min", "max", *(["GB/s on the bus"] if experiment["num_bytes"] else [])]]
+        for name in experiment["contenders"]:
+            values = [value for value in read_figures(experiment, name, label) if value is not None]
+            rows.append([name, *(_figures(values, experiment, label, size) if values else ["nothing"])])
+        heading = [f"  {format_bytes(experiment['num_bytes'][label])}"] if experiment["num_bytes"] else []
+        lines += [*heading, *align(rows)]
+    lines += ["  times as fast as (paired by round; the interval holds the true median)"]
+    ratios = [row for each in experiment["comparisons"] for row in _ratio_rows(experiment, each)]
+    return [*lines, *align(ratios)]
+
+
+def describe_faults(result: Result) -> list[str]:
+    """What failed, was wrong or is missing; or that all is there and right."""
+    faults, missing = find_faults(result), find_missing(result)
+    num_runs = sum(len(each["runs"]) for experiment in result["experiments"] for each in experiment["rounds"])
+    if not faults and not missing:
+        return [f"all {num_runs} runs ended well and were checked"]
+    heading = [f"{len(faults)} of {num_runs} runs failed or were wrong:"] if faults else []
+    return [*heading, *(f"  {fault}" for fault in faults), *missing]
+
+
+def find_missing(result: Result) -> list[str]:
+    """Experiments that were cut short, a line each."""
+    lines = []
+    for experiment in result["experiments"]:
+        whole = [each for each in experiment["rounds"] if set(each["runs"]) == set(experiment["contenders"])]
+        if len(whole) < experiment["rounds_wanted"]:
+            lines.append(f"{experiment['name']}: {len(whole)} of {experiment['rounds_wanted']} rounds were run")
+    return lines
+
+
+def list_labels(experiment: Result) -> list[str]:
+    """The labels of an experiment's figures, in order."""
+    runs = [run for each in experiment["rounds"] for run in each["runs"].values()]
+    return list(dict.fromkeys(label for run in runs for label in run.get("figures", ())))
+
+
+def read_figures(experiment: Result, name: str, label: str) -> list[float | None]:
+    """The seconds of a contender in each round; None where it failed or was wrong."""
+    runs = [each["runs"].get(name, {"fault": "not run yet"}) for each in experiment["rounds"]]
+    return [None if run["fault"] else run["figures"][label] for run in runs]
+
+
+def compare(experiment: Result, comparison: Result, label: str) -> Spread | None:
+    """How many times as fast one contender is as another; None where no round has both."""
+    ratios = paired_ratios(
+        read_figures(experiment, comparison["other"], label), read_figures(experiment, comparison["name"], label)
+    )
+    return describe_spread(ratios) if ratios else None
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines: the first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
+    return [
+        "  " + "  ".join(cell.ljust(width) if not column else cell.rjust(width)
+                         for column, (cell, width) in enumerate(zip(row, widths, strict=False))).rstrip()
+        for row in rows
+    ]  # fmt: skip
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Bytes in the largest unit of which there is one at least."""
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes // scale} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _figures(values: Sequence[float], experiment: Result, label: str, size: int) -> list[str]:
+    """Median, quartiles, ends; and of an all-reduce its bandwidth."""
+    scale = 1e6 if experiment["num_bytes"] else 1e3
+    spread = describe_spread([scale * value for value in values])
+    cells = [
+        f"{spread.median:.4g}", f"{spread.lower_quartile:.4g} to {spread.upper_quartile:.4g}",
+        f"{spread.min:.4g}", f"{spread.max:.4g}",
+    ]  # fmt: skip
+    if experiment["num_bytes"]:
+        cells.append(f"{bus_bandwidth(experiment['num_bytes'][label], spread.median / scale, size) / 1e9:.3g}")
+    return cells
+
+
+def _ratio_rows(experiment: Result, comparison: Result) -> list[list[str]]:
+    rows = []
+    for label in list_labels(experiment):
+        spread = compare(experiment, comparison, label)
+        where = f", {format_bytes(experiment['num_bytes'][label])}" if experiment["num_bytes"] else ""
+        name = f"{comparison['name']} / {comparison['other']}{where}"
+        if spread is None:
+            rows.append([name, "not measured"])
+            continue
+        goal = comparison["goal"]
+        reached = "reached" if goal is not None and spread.median >= goal else "missed"
+        rows.append(
+            [
+                name,
+                f"{spread.median:.3f}",
+                f"{spread.low:.3f} to {spread.high:.3f} ({100 * spread.confidence:.0f} %, {spread.count} pairs)",
+                f"goal {goal:.3f} {reached}" if goal is not None else "",
+            ]
+        )
+    return rows

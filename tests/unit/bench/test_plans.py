@@ -1,0 +1,218 @@
+"""What each contender is started with."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ringtrain
+from ringtrain.bench.children import clean_environment, fill_in
+from ringtrain.bench.command import BenchOptions, shorten
+from ringtrain.bench.contenders import DIRECTORY, Command, Experiment
+from ringtrain.bench.peers.peer_models import MODELS
+from ringtrain.bench.rounds import plan_orders
+from ringtrain.bench.saves import plan_saves
+from ringtrain.bench.settings import Settings, choose_settings
+from ringtrain.bench.starts import plan_starts
+from ringtrain.bench.steps import DESCRIPTIONS, GOALS, ORDER_FILE, Length, plan_guards, plan_steps, write_order
+from ringtrain.bench.sums import bus_bandwidth, plan_sums
+from ringtrain.bench.variations import VARIATIONS, plan_variations
+from ringtrain.data.order import SampleOrder
+from ringtrain.devices import Machine
+from ringtrain.errors import UsageError
+
+PEERS = Path(ringtrain.__file__).parent / "bench/peers"
+TWO_CORES = Machine(cores=(2, 5), quota=None, bound_by_launcher=False)
+SETTINGS = choose_settings(2, TWO_CORES)
+
+
+def plan(model: str = "CNN", names: tuple[str, ...] = (), settings: Settings = SETTINGS) -> Experiment:
+    [experiment] = plan_steps([model], names, 2, settings, None)
+    return experiment
+
+
+def commands(experiment: Experiment, name: str) -> tuple[Command, ...]:
+    [contender] = [each for each in experiment.contenders if each.name == name]
+    return contender.commands
+
+
+@pytest.mark.parametrize("path", sorted(PEERS.glob("*.py")), ids=lambda path: path.name)
+def test_peers_hold_no_code_of_ringtrain(path: Path) -> None:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names.append(node.module or "")
+    assert not [name for name in names if name.partition(".")[0] in ("ringtrain", "launch", "tests")]
+    assert "importlib" not in names
+
+
+def test_settings_are_those_that_ringtrain_plans_for_each_rank() -> None:
+    assert SETTINGS.cores == ((2,), (5,))
+    assert SETTINGS.flags == [
+        "--cores", "2", "--cores", "5", "--intra_op_threads", "1", "--inter_op_threads", "2"
+    ]  # fmt: skip
+    assert SETTINGS.env["HOROVOD_CYCLE_TIME"] == "1"
+    assert SETTINGS.env["OMPI_MCA_mpi_yield_when_idle"] == "1"
+
+
+def test_ringtrain_is_the_users_own_command_without_any_setting() -> None:
+    [command] = commands(plan(), "ringtrain")
+    assert command.argv[:3] == ("horovodrun", "-np", "2")
+    assert command.argv[4:6] == ("-m", "ringtrain")
+    assert command.env == {}
+    assert commands(plan(), "ringtrain_again") == (command,)
+
+
+def test_the_cnn_logs_as_often_as_ringtrain_does_by_itself() -> None:
+    [command] = commands(plan(), "ringtrain")
+    assert command.argv[command.argv.index("--log_every") + 1] == str(ringtrain.config.Config.log_every)
+
+
+def test_the_stock_loop_has_no_setting_and_the_other_has_all_of_ringtrains() -> None:
+    [stock], [same] = commands(plan(), "minimal_stock"), commands(plan(), "minimal")
+    assert stock.env == {}
+    assert "--cores" not in stock.argv
+    assert same.env == SETTINGS.env
+    assert same.argv == (*stock.argv, *SETTINGS.flags)
+
+
+@pytest.mark.parametrize("name", ["bound", "tf_distribute"])
+def test_processes_without_a_launcher_are_one_for_each_rank(name: str) -> None:
+    started = commands(plan(), name)
+    assert [command.argv[command.argv.index("--rank") + 1] for command in started] == ["0", "1"]
+
+
+def test_workers_agree_on_the_cluster_and_each_has_its_own_place() -> None:
+    clusters = [
+        json.loads(fill_in(command, Path("/d"), [1234, 5678]).env["TF_CONFIG"])
+        for command in commands(plan(), "tf_distribute")
+    ]
+    assert [each["task"]["index"] for each in clusters] == [0, 1]
+    assert clusters[0]["cluster"] == clusters[1]["cluster"] == {"worker": ["127.0.0.1:1234", "127.0.0.1:5678"]}
+
+
+@pytest.mark.parametrize("model", GOALS)
+def test_each_goal_compares_contenders_that_are_measured(model: str) -> None:
+    experiment = plan(model)
+    names = {each.name for each in experiment.contenders}
+    assert names == set(DESCRIPTIONS)
+    assert [each for each in experiment.comparisons if each.goal] == list(GOALS[model])
+    assert all({each.name, each.other} <= names for each in experiment.comparisons)
+
+
+def test_contenders_that_are_left_out_are_not_compared() -> None:
+    experiment = plan(names=("ringtrain", "bound"))
+    assert [(each.name, each.other) for each in experiment.comparisons] == [("ringtrain", "bound")]
+
+
+def test_every_experiment_has_a_control() -> None:
+    experiments = [
+        plan(),
+        plan_sums(2, SETTINGS),
+        plan_starts(2, SETTINGS, Path("begun")),
+        *plan_saves(2, None),
+        *plan_guards(2, None),
+        *plan_variations(["WIDE"], 2, None),
+    ]
+    for experiment in experiments:
+        twins = [(each.name, each.other) for each in experiment.comparisons if each.name == f"{each.other}_again"]
+        assert twins, experiment.name
+        for name, other in twins:
+            assert commands(experiment, name) == commands(experiment, other)
+
+
+def test_guards_off_differs_by_flags_alone() -> None:
+    for experiment in plan_guards(2, Length(steps=20, log_every=10)):
+        [on], [off] = commands(experiment, "guards_on"), commands(experiment, "guards_off")
+        added = [word for word in off.argv if word not in on.argv or off.argv.count(word) > on.argv.count(word)]
+        assert added[:1] == ["--check_replicas_every"]
+        assert set(added) == {"--check_replicas_every", "--hang_timeout", "0"}
+
+
+def test_variations_differ_by_their_variables_alone() -> None:
+    [experiment] = plan_variations(["WIDE"], 2, None)
+    [as_it_is] = commands(experiment, "ringtrain")
+    for name, env in VARIATIONS.items():
+        [command] = commands(experiment, name)
+        assert (command.argv, command.env) == (as_it_is.argv, env)
+
+
+def test_each_variable_that_ringtrain_chooses_is_undone_in_some_variation() -> None:
+    varied = {variable for env in VARIATIONS.values() for variable in env}
+    assert {"HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle"} <= varied & set(SETTINGS.env)
+
+
+def test_the_directory_is_filled_in_everywhere() -> None:
+    command = Command(argv=("a", f"{DIRECTORY}/run"), env={"X": DIRECTORY})
+    assert fill_in(command, Path("/d"), []) == Command(argv=("a", "/d/run"), env={"X": "/d"})
+
+
+def test_contenders_get_none_of_the_users_settings() -> None:
+    environ = {"HOROVOD_CYCLE_TIME": "9", "TF_NUM_INTRAOP_THREADS": "7", "OMPI_MCA_x": "1", "HOME": "/h", "PATH": "/b"}
+    env = clean_environment(environ, programs=Path("/venv/bin"))
+    assert env["HOME"] == "/h"
+    assert env["PATH"].split(":") == ["/venv/bin", "/b"]
+    assert not {"HOROVOD_CYCLE_TIME", "TF_NUM_INTRAOP_THREADS", "OMPI_MCA_x"} & set(env)
+
+
+def test_each_round_has_every_contender_once_in_an_order_of_the_seed() -> None:
+    contenders = plan().contenders
+    orders = plan_orders(contenders, 20, seed=3)
+    names = [[each.name for each in order] for order in orders]
+    assert all(sorted(each) == sorted(DESCRIPTIONS) for each in names)
+    assert len({tuple(each) for each in names}) > 10
+    assert orders == plan_orders(contenders, 20, seed=3)
+    assert orders != plan_orders(contenders, 20, seed=4)
+
+
+def test_a_ring_of_two_sends_all_of_the_data_and_a_large_one_twice_as_much() -> None:
+    assert bus_bandwidth(10**9, 1.0, 2) == 1e9
+    assert bus_bandwidth(10**9, 1.0, 1000) == pytest.approx(2e9, rel=2e-3)
+
+
+def test_result_files_name_no_place_of_this_machine(tmp_path: Path) -> None:
+    assert shorten(str(PEERS / "one_process.py")) == "ringtrain/bench/peers/one_process.py"
+    assert shorten(str(tmp_path / "data")) == "data"
+    assert shorten("--steps") == "--steps"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rounds": 0}, "rounds is 0"),
+        ({"size": 7}, "size is 7; the 15360 samples of CNN must be whole batches"),
+        ({"models": "CNN,WIDER"}, "models names 'WIDER'"),
+        ({"contenders": "bond"}, "contenders names 'bond'"),
+        ({"steps": 10}, "go together"),
+        ({"steps": 10, "log_every": 10}, "at least twice as many"),
+        ({"steps": 25, "log_every": 10}, "a multiple of log_every"),
+        ({"log_every": 0, "steps": 10}, "log_every is 0"),
+        ({"data_dir": Path("/no/such/place")}, "is no directory"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        BenchOptions(**options)  # type: ignore[arg-type]
+
+
+def test_peers_are_given_the_samples_of_each_step(tmp_path: Path) -> None:
+    write_order("TINY", 2, 7, tmp_path)
+    order = np.load(tmp_path / ORDER_FILE)
+    spec = MODELS["TINY"]
+    expected = SampleOrder(num_samples=spec.num_samples, global_batch_size=2 * spec.local_batch_size)
+    for step, numbers in enumerate(order):
+        ranks = [expected.local_batch(step, rank=rank, size=2).indices for rank in range(2)]
+        np.testing.assert_array_equal(np.split(numbers, 2), ranks)
+    assert len(order) == 7
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_epoch_of_two_ranks_has_whole_batches_alone(name: str) -> None:
+    assert MODELS[name].num_samples % (2 * MODELS[name].local_batch_size) == 0

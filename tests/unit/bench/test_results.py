@@ -1,0 +1,153 @@
+"""What is made of the runs: checks, tables and plots."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringtrain.bench.command import show
+from ringtrain.bench.contenders import Finished, Outcome, UnreadableError, check_outcome
+from ringtrain.bench.outcomes import read_own_data, read_start, read_unconnected
+from ringtrain.bench.plot import choose_ticks, draw_result
+from ringtrain.bench.table import describe_result
+from ringtrain.errors import UsageError
+
+FIRST, LAST = [np.zeros(4), np.ones(2)], [np.ones(4), np.full(2, 3.0)]
+REFERENCE = Outcome(figures={"step": 1.0}, loss=2.0, weights=LAST, first_weights=FIRST)
+
+
+def outcome(*, loss: float = 2.0, weights: list[np.ndarray] | None = None) -> Outcome:
+    return Outcome(figures={"step": 1.0}, loss=loss, weights=LAST if weights is None else weights)
+
+
+def test_an_outcome_that_is_one_processs_is_right() -> None:
+    fault, checked = check_outcome(outcome(), REFERENCE)
+    assert not fault
+    assert "0.0e+00 from one process" in checked
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (outcome(loss=2.001), "the loss differs"),
+        (outcome(loss=float("nan")), "the loss differs"),
+        (outcome(weights=[LAST[0] * 1.01, LAST[1]]), "the weights differ"),
+        (outcome(weights=FIRST), "the weights differ"),
+        (outcome(weights=LAST[:1]), "the weights differ"),
+        (outcome(weights=[LAST[0] * np.nan, LAST[1]]), "the weights differ"),
+    ],
+)
+def test_a_wrong_outcome_is_named(wrong: Outcome, words: str) -> None:
+    fault, _ = check_outcome(wrong, REFERENCE)
+    assert words in fault
+
+
+def test_a_step_is_the_median_of_what_came_after_the_warm_up(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    seconds = [9.0, 0.1, 0.2, 0.9]
+    events: list[dict[str, Any]] = [{"event": "start"}]
+    events += [{"event": "train", "step": n, "loss": 2.0, "sec_per_step": s} for n, s in enumerate(seconds)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    read = read_own_data(Finished(directory=tmp_path, sec_until_first_step=None))
+    assert read.figures == {"step": 0.2}
+    assert read.raw["sec_per_step"] == seconds
+
+
+def test_processes_apart_count_by_their_mean_speed(tmp_path: Path) -> None:
+    for rank, seconds in enumerate((1.0, 3.0)):
+        (tmp_path / f"result-{rank}.json").write_text(json.dumps({"sec_per_step": [0, seconds], "loss": 1.0}))
+    read = read_unconnected(Finished(directory=tmp_path, sec_until_first_step=None))
+    assert read.figures["step"] == pytest.approx(2 / (1 / 1.0 + 1 / 3.0))
+
+
+@pytest.mark.parametrize("read", [read_own_data, read_start, read_unconnected])
+def test_what_left_nothing_is_not_taken_for_a_result(read: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError):
+        read(Finished(directory=tmp_path, sec_until_first_step=None))
+
+
+def result(**second_round: Any) -> dict[str, Any]:
+    """A result file of two rounds: ours takes 1 and 2 ms, theirs twice as long."""
+
+    def run(seconds: float) -> dict[str, Any]:
+        return {"figures": {"step": seconds}, "checked": "", "fault": ""}
+
+    rounds = [
+        {"round": number, "order": [], "runs": {"ours": run(number / 1000), "theirs": run(2 * number / 1000)}}
+        for number in (1, 2)
+    ]
+    rounds[1]["runs"].update(second_round)  # type: ignore[attr-defined]
+    experiment = {
+        "name": "CNN",
+        "unit": "a step",
+        "num_bytes": {},
+        "contenders": {"ours": {}, "theirs": {}},
+        "comparisons": [{"name": "ours", "other": "theirs", "goal": 1.5}],
+        "reference": {"fault": ""},
+        "rounds_wanted": 2,
+        "rounds": rounds,
+    }
+    machine = {"processor": "P", "cores": 2}
+    head = {"command": "bench step", "commit": "abc", "is_changed": False, "machine": machine, "size": 2}
+    return {**head, "load_before": [0.1], "load_after": [0.2], "experiments": [experiment]}
+
+
+def test_the_table_shows_medians_and_paired_ratios() -> None:
+    text = "\n".join(describe_result(result()))
+    assert "ours / theirs  2.000  2.000 to 2.000" in text
+    assert "goal 1.500 reached" in text
+    assert "all 4 runs ended well and were checked" in text
+
+
+def test_a_failed_run_is_shown_and_not_counted() -> None:
+    failed = {"fault": "mpirun ended with 1; its last lines:\n    boom"}
+    text = "\n".join(describe_result(result(theirs=failed)))
+    assert "1 of 4 runs failed or were wrong:" in text
+    assert "CNN, round 2, theirs: mpirun ended with 1" in text
+    assert "boom" in text
+    assert "1 pairs" in text
+
+
+def test_rounds_that_are_missing_are_told() -> None:
+    cut = result()
+    cut["experiments"][0]["rounds_wanted"] = 7
+    assert "CNN: 2 of 7 rounds were run" in "\n".join(describe_result(cut))
+
+
+def test_the_plot_has_a_dot_for_each_run() -> None:
+    picture = ET.fromstring(draw_result(result()))
+    assert len(picture.findall(".//{http://www.w3.org/2000/svg}circle")) == 4
+
+
+def test_the_plot_of_sums_has_a_line_for_each_contender() -> None:
+    values = result()
+    [experiment] = values["experiments"]
+    experiment["num_bytes"] = {"4096": 4096, "65536": 65536}
+    for each in experiment["rounds"]:
+        for run in each["runs"].values():
+            run["figures"] = {"4096": 1e-5, "65536": 1e-4}
+    picture = ET.fromstring(draw_result(values))
+    assert len(picture.findall(".//{http://www.w3.org/2000/svg}polyline")) == 2
+    assert "0.655" in "\n".join(describe_result(values))  # GB/s: 65,536 bytes in 100 microseconds
+
+
+@pytest.mark.parametrize("largest", [0.0031, 0.9, 1.0, 7.2, 8.0, 85.0, 999.0])
+def test_ticks_are_few_and_hold_the_largest_value(largest: float) -> None:
+    ticks = choose_ticks(largest)
+    assert ticks[0] == 0
+    assert 2 <= len(ticks) <= 11
+    assert ticks[-1] >= largest > ticks[-2]
+
+
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text("[1]")
+    with pytest.raises(UsageError, match="no result file"):
+        show(path, print)
+    assert not path.with_suffix(".svg").exists()

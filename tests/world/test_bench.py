@@ -1,0 +1,43 @@
+"""A short benchmark, for real: every contender trains the same, and the file says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from ringtrain.bench.steps import DESCRIPTIONS
+from tests.world.processes import REPOSITORY, clean_environment
+
+CONTENDERS = ("ringtrain", "bound", "minimal", "tf_distribute")
+
+
+def test_every_contender_trains_what_one_process_trains(tmp_path: Path) -> None:
+    output = tmp_path / "bench.json"
+    flags = ["--models", "TINY", "--rounds", "1", "--steps", "40", "--log_every", "20", "--timeout", "100"]
+    finished = subprocess.run(
+        [
+            sys.executable, "-m", "ringtrain", "bench", "step", *flags,
+            "--contenders", ",".join(CONTENDERS), "--output", str(output),
+        ],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    result = json.loads(output.read_text())
+    [experiment] = result["experiments"]
+    assert set(CONTENDERS) < set(DESCRIPTIONS)
+    assert not experiment["reference"]["fault"]
+    [only] = experiment["rounds"]
+    assert sorted(only["order"]) == sorted(only["runs"]) == sorted(CONTENDERS)
+    for name, run in only["runs"].items():
+        assert not run["fault"], name
+        assert run["figures"]["step"] > 0
+        assert "a bound" in run["checked"] if name == "bound" else "from one process; weights" in run["checked"]
+    assert "all 4 runs ended well and were checked" in finished.stdout
+    assert output.with_suffix(".svg").exists()
+    assert str(REPOSITORY) not in output.read_text()

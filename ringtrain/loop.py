@@ -267,7 +267,8 @@ def run_steps(
     batches.begin()
     ending = catch_up(job, actions, progress)
     for step, batch in enumerate(batches if ending is None else (), start=job.first_step + 1):
-        activity.note(Doing.STEP, step, takes_long=step == job.first_step + 1)
+        is_prepared = step > job.first_step + 1 and job.step.is_traced_for(batch)
+        activity.note(Doing.STEP, step, takes_long=not is_prepared)
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
         is_stop_wanted = requests is not None and requests.is_pending
         returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count)

@@ -142,13 +142,20 @@ class TrainStep:
         Returns:
             The control vector and the step's facts, for ``read``; computed once the device gets there.
         """
+        told = tf.constant([is_stop_wanted, next_count], tf.float64)
+        return self._function_for(batch)(batch, tf.constant(learning_rate, tf.float64), told)
+
+    def is_traced_for(self, batch: Batch) -> bool:
+        """Whether a step with this rank's batch begins at once; else TensorFlow traces a function for it before."""
+        function = self._function_for(batch)
+        return function is self._train or function.experimental_get_tracing_count() > 0
+
+    def _function_for(self, batch: Batch) -> Any:
+        """What computes the step: it depends on how many samples there are."""
         num_samples = batch.indices.shape[0]
         if num_samples == self._local_batch_size or (num_samples and self._local_batch_size is None):
-            step = self._train
-        else:
-            step = self._train_any if num_samples or self._needs_every_rank else self._join
-        told = tf.constant([is_stop_wanted, next_count], tf.float64)
-        return step(batch, tf.constant(learning_rate, tf.float64), told)
+            return self._train
+        return self._train_any if num_samples or self._needs_every_rank else self._join
 
     @property
     def variables(self) -> list[keras.Variable]:

@@ -147,17 +147,17 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     from ringtrain.data import augment, pipeline
     from ringtrain.data.order import SampleOrder
 
-    right_batch, right_sharing = SampleOrder.local_batch, variables.share_first_values
+    right_plan, right_sharing = SampleOrder._plan, variables.share_first_values
 
-    def mean_of_means(self: Any, index: int, *, rank: int, size: int) -> Any:
-        batch = right_batch(self, index, rank=rank, size=size)
-        return batch._replace(global_count=size * len(batch.indices))
+    def mean_of_means(self: Any, *steps: int, rank: int, size: int) -> Any:
+        planned = right_plan(self, *steps, rank=rank, size=size)
+        return [batch._replace(global_count=size * len(batch.indices)) for batch in planned]
 
-    def duplicated_sample(self: Any, index: int, *, rank: int, size: int) -> Any:
-        batch = right_batch(self, index, rank=rank, size=size)
-        if rank == 1:
+    def duplicated_sample(self: Any, *steps: int, rank: int, size: int) -> Any:
+        planned = right_plan(self, *steps, rank=rank, size=size)
+        for batch in planned if rank == 1 else ():
             batch.indices[-1] = batch.indices[0]
-        return batch
+        return planned
 
     def without(kind: str) -> Any:
         return lambda variables, collective: right_sharing([v for v in variables if kind not in v.path], collective)
@@ -171,8 +171,8 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
 
     defects = {
         "a reduction that returns its input": (GradientReduction, "sum", lambda self, gradients: list(gradients)),
-        "a mean of means": (SampleOrder, "local_batch", mean_of_means),
-        "a duplicated sample": (SampleOrder, "local_batch", duplicated_sample),
+        "a mean of means": (SampleOrder, "_plan", mean_of_means),
+        "a duplicated sample": (SampleOrder, "_plan", duplicated_sample),
         "augmentation seeded by rank": (pipeline, "sample_keys", keys_of_each_rank),
         "a weight that is not broadcast": (record, "share_first_values", without("small/output/kernel")),
         "a slot that is not broadcast": (record, "share_first_values", without("momentum")),

@@ -42,6 +42,12 @@ def clean_environment(**more: str) -> dict[str, str]:
     return kept | {"PATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} | more
 
 
+def listen_to_signals() -> None:
+    """As in a user's shell: whatever runs the tests may have been started in the background, or by nohup."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class MarkedProcess:
     """A running command and all processes that came of it."""
 
@@ -56,6 +62,7 @@ class MarkedProcess:
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=listen_to_signals,
             **options,
         )
 

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ringtrain.bench.steps import DESCRIPTIONS
 from tests.world.processes import REPOSITORY, clean_environment
 
 CONTENDERS = ("ringtrain", "bound", "minimal", "tf_distribute")
 
 
+@pytest.mark.slow
 def test_every_contender_trains_what_one_process_trains(tmp_path: Path) -> None:
     output = tmp_path / "bench.json"
     flags = ["--models", "TINY", "--rounds", "1", "--steps", "40", "--log_every", "20", "--timeout", "100"]

@@ -34,7 +34,7 @@ test: setup-tests ## Run the tests, without those marked slow
 test-all: setup-tests ## Run all tests
 	@$(BIN)/python -m pytest -m ''
 
-test-faults: setup-tests ## Run all injected faults (about an hour) and write results/faults.json, the table in README.md
+test-faults: setup-tests ## Run all injected faults (an hour or two) and write results/faults.json
 	@RINGTRAIN_TEST_EXAMPLES=500 $(BIN)/python -m pytest -m '' tests/faults --faults-table results/faults.json
 
 lint: setup ## Check style and types: ruff and mypy

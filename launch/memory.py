@@ -9,7 +9,7 @@ from pathlib import Path
 from ringtrain.devices import cgroup_directories
 
 ROOT = Path("/")
-NODE = "the node's memory"
+NODE = "the node's memory, or the limit of another job on it"
 # Where each kind of cgroup counts its processes that were killed, and keeps its limit in bytes.
 CGROUP_FILES = (("", "memory.events", "memory.max"), ("memory", "memory.oom_control", "memory.limit_in_bytes"))
 NO_LIMIT = 2**62  # version 1 writes it as the largest multiple of a page in 63 bits

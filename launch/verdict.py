@@ -152,10 +152,10 @@ def describe(end: RankEnd) -> str:
 
 
 def describe_memory(limit: str) -> str:
-    """Why the kernel killed a rank, and what helps, in one line."""
+    """Why the kernel will have killed a rank, and what helps, in one line."""
     return (
-        f"the kernel killed it for want of memory ({limit}). What helps: a smaller --batch_size, fewer ranks on a "
-        "node, --cache none or node instead of memory, or more memory for the job"
+        f"the kernel killed a process there for want of memory ({limit}). What helps: a smaller --batch_size, fewer "
+        "ranks on a node, --cache none or node instead of memory, or more memory for the job"
     )
 
 

@@ -17,7 +17,7 @@ class RingtrainError(Exception):
     ``reach`` says who raises this same error, so that it is printed once: ``"run"`` where every rank does (all of them
     read the same arguments, or the same reduced numbers), ``"node"`` where all ranks of a node do (they look at the
     same files), ``"rank"`` where this one may be alone. ``is_agreed`` says of ``"run"`` that the ranks had met when it
-    was raised, so that it is not just this one's, by other arguments than theirs.
+    was raised, so that it is not just this one's, by other arguments than theirs. ``is_told``: it has been printed.
     """
 
     exit_code = 1
@@ -26,6 +26,7 @@ class RingtrainError(Exception):
         super().__init__(message)
         self.reach = reach
         self.is_agreed = False
+        self.is_told = False
 
 
 class UsageError(RingtrainError):

@@ -155,7 +155,7 @@ def explaining_keras(form: Format) -> Iterator[None]:
         other = "saved_model" if form == "keras" else "keras"
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(
-            f"Keras cannot write this model as {form}: {reason} Mend the layer, or give --format {other}."
+            f"Keras cannot write this model as {form}: {reason.rstrip('.')}. Mend the layer, or give --format {other}."
         ) from error
 
 

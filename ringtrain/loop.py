@@ -99,8 +99,8 @@ def train(
     try:
         step, ending = run_steps(job, actions.in_order, guard, progress, requests)
     finally:
-        console.stop_progress()
         actions.close()
+        console.stop_progress()
     finish(job, actions, progress, step, ending, requests)
     best_step = progress.best_step if progress.best is not None else None
     return Result(ending=ending, evaluation=actions.evaluate.last, best_step=best_step)

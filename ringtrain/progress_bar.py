@@ -14,6 +14,7 @@ from ringtrain import activity
 from ringtrain.activity import Doing
 
 REFRESHES_PER_SECOND = 4
+USUAL_COLUMNS = 80
 
 
 class ProgressBar(Progress):
@@ -66,4 +67,7 @@ class ProgressBar(Progress):
         yield Text("  ".join(shown), no_wrap=True, overflow="ellipsis")
 
     def _read_width(self) -> int:
-        return os.get_terminal_size(self._terminal).columns
+        try:
+            return os.get_terminal_size(self._terminal).columns or USUAL_COLUMNS  # 0 where nobody has set a size
+        except OSError:  # the terminal was closed
+            return USUAL_COLUMNS

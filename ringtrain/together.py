@@ -190,11 +190,8 @@ def describe_result(result: Result, path: str) -> list[str]:
     best = f" (best: step {result.best_step})" if result.best_step is not None else ""
     quoted = shlex.quote(path)
     evaluate = [f"  evaluate the best:  python -m ringtrain eval {quoted}"] if result.evaluation else []
-    return [
-        f"done{early}{values}{best}; the run is in {path}",
-        *evaluate,
-        f"  see its curves:     {quoted}/report.html",
-    ]
+    report = [f"  see its curves:     {quoted}/{REPORT_FILE}"] if (Path(path) / REPORT_FILE).is_file() else []
+    return [f"done{early}{values}{best}; the run is in {path}", *evaluate, *report]
 
 
 @contextlib.contextmanager
@@ -221,7 +218,9 @@ def recording_end(
     try:
         yield
     except RingtrainError as error:
-        write_end(run, end_of(error), then=report)
+        write_end(run, end_of(error))
+        report_error(error, world)  # the other ranks leave now, and then the launcher may end this one at any moment
+        report()
         raise
     except BaseException as error:
         write_end(run, end_values("failed", 1, describe_defect(error)), then=report)
@@ -255,17 +254,13 @@ def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], N
 
 
 def report_run(run: RunDirectory, console: Console) -> None:
-    """Write a run's report, whatever its end. A report that fails is a warning: the run is what it is without it.
-
-    Raises:
-        LeaseLostError: another process has taken over the directory.
-    """
+    """Write a run's report, whatever its end. A report that fails is a warning: the run is what it is without it."""
     try:
         from ringtrain.report import write_report
 
         write_report([run.path], run.path / REPORT_FILE, may_write=run.may_write)
     except LeaseLostError:
-        raise
+        return  # it is another process's to write
     except Exception as error:
         console.line(f"warning: {REPORT_FILE} was not written: {describe_defect(error)}")
 
@@ -346,6 +341,9 @@ def report_end(error: RingtrainError, world: World) -> None:
 
 def report_error(error: RingtrainError, world: World) -> None:
     """Print why a run ends, once, however many processes raise it: in one piece."""
+    if error.is_told:
+        return
+    error.is_told = True
     speaks = {"run": world.is_first, "node": world.local_rank == 0, "rank": True}[error.reach]
     if speaks:
         where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""

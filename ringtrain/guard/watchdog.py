@@ -98,8 +98,8 @@ class Watchdog:
         def connect() -> None:
             self._nodes = [rank["node"] for rank in ranks]
             self._has_met = True
+            self._unheard = set(range(1, world.size)) if world.is_first else {0}
             if listener is not None:
-                self._unheard = set(range(1, world.size))
                 self._star.accept_from(listener, token=first["token"], size=world.size)
                 return
             with contextlib.suppress(OSError):  # rank 0 says whom it does not hear
@@ -220,17 +220,23 @@ class Watchdog:
                 self._leave_at_once()
             return
         states = dict(sorted({**self._states, self._world.rank: self._my_state}.items()))
-        hang = find_hang(states, self._nodes, sees_all=self._world.is_first or not self._has_met)
+        is_alone = 0 in self._unheard  # rank 0 cannot be reached, or was stopped before it said a word
+        if is_alone:  # and may be doing what takes long
+            limit = limit_seconds(self._hang_timeout, takes_long=True)
+            states = {self._world.rank: dataclasses.replace(self._my_state, limit=limit)}
+        hang = find_hang(states, self._nodes, sees_all=self._world.is_first or not self._has_met or is_alone)
         if hang is not None:
-            self._end(hang, judges=True)
+            unheard = (
+                f"; nothing was heard of {name_ranks(sorted(self._unheard), self._nodes)}." if self._unheard else "."
+            )
+            self._end(hang.removesuffix(".") + unheard, judges=True)
         if self._world.is_first and self._states:
             self._look_for_stragglers()
-        if self._unheard:
-            self._unheard_seconds += seconds
-            if self._unheard_seconds >= UNHEARD_SECONDS:
+        if self._unheard and self._world.is_first:
+            before, self._unheard_seconds = self._unheard_seconds, self._unheard_seconds + seconds
+            if before < UNHEARD_SECONDS <= self._unheard_seconds:
                 who = name_ranks(sorted(self._unheard), self._nodes)
                 self._say(f"the watchdog hears nothing of {who}; a hang is found without them, but not as well named.")
-                self._unheard = set()
 
     def _look_for_stragglers(self) -> None:
         """Warn of ranks for whose computing the others wait."""
@@ -271,6 +277,8 @@ class Watchdog:
         # Where all judge by themselves, one for each node is enough to be read.
         if judges and (is_first or self._world.rank == 1 or self._world.local_rank == 0):
             run_bounded(lambda: self._report(error), RECORD_SECONDS)
+        elif judges:  # the launcher ends the others once this process ends, and those may not have come to judge
+            time.sleep(STACKS_SECONDS)
         os._exit(HangError.exit_code)
 
     def _wait_for(self, ranks: set[int], seconds: float) -> None:

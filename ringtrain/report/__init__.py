@@ -24,7 +24,7 @@ def write_report(runs: Sequence[Path], target: Path, *, may_write: Callable[[], 
         OSError: the file cannot be written.
     """
     page = make_page([read_run(run) for run in runs])
-    temporary = target.with_name(f".writing-{target.name}")
+    temporary = target.with_name(f".writing-{os.getpid()}-{target.name}")
     try:
         temporary.write_text(page, encoding="utf-8", errors="replace")  # a file may say what is no character
         may_write()

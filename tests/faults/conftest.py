@@ -6,13 +6,12 @@ What the file holds of the same commit stays: parts may be run one after the oth
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.summary import markdown, summarize
+from tests.faults.summary import describe_commit, markdown, summarize
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,16 +46,11 @@ class FaultsTable:
 
     def pytest_sessionfinish(self) -> None:
         former = json.loads(self._path.read_text()) if self._path.exists() else {}
-        kept = former["cases"] if former.get("commit") == commit() else {}
-        self._result = summarize(dict(sorted({**kept, **self._cases}.items())), commit())
+        kept = former["cases"] if former.get("commit") == describe_commit() else {}
+        self._result = summarize(dict(sorted({**kept, **self._cases}.items())), describe_commit())
         self._path.write_text(json.dumps(self._result, indent=1) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._result is not None:
             terminalreporter.section("injected faults")
             terminalreporter.write_line(markdown(self._result))
-
-
-def commit() -> str:
-    finished = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
-    return finished.stdout.strip()

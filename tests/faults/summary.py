@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+RESULTS = "results"  # what is written there is no change of the code
 
 KINDS = {
     "test_matrix": "a rank is killed, stopped, raises, leaves, waits, diverges, drifts or runs out of memory",
@@ -48,3 +51,13 @@ def markdown(result: Mapping[str, Any]) -> str:
         cells = [what, *(str(counts[name]) for name in ("tried", "named", "survived", "lost"))]
         lines.append(f"| {' | '.join(cells)} | {f'{longest:.0f} s' if longest is not None else 'none timed'} |")
     return "\n".join(lines)
+
+
+def describe_commit() -> str:
+    """The commit that was tried, ``-dirty`` where files besides the results have changed since."""
+    name = _git("rev-parse", "--short=12", "HEAD")
+    return name + ("-dirty" if _git("status", "--porcelain", "--", ".", f":!{RESULTS}") else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True).stdout.strip()

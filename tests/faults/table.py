@@ -44,7 +44,7 @@ class Fault:
 
 
 KILLED = r"launch: rank {rank} on {node} \(pid \d+\) was killed by %s, the first to end"
-STOPPED = r"error: .*rank {rank} on {node} is silent since \d+ s"
+STOPPED = r"error: .*(rank {rank} on {node} is silent since \d+ s|nothing was heard of rank {rank} on {node}\.)"
 FAILED = r"(?s)error: rank {rank} on {node} failed:.*Traceback.*the fault of rank {rank}"
 FAULTS = {
     "SIGKILL": Fault(signal=signal.SIGKILL, exit_code=1, status=None, named=KILLED % "SIGKILL"),

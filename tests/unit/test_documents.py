@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
-
-from tests.faults.summary import markdown, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
@@ -48,10 +45,3 @@ def test_pre_commit_runs_the_locked_tools_and_downloads_nothing() -> None:
     hooks = config["repos"][0]["hooks"]
     assert {hook["language"] for hook in hooks} == {"system"}
     assert {hook["entry"].split()[0] for hook in hooks} == {".venv/bin/ruff", ".venv/bin/mypy"}
-
-
-def test_the_table_of_the_injected_faults_is_that_of_the_result_file() -> None:
-    result = json.loads((ROOT / "results/faults.json").read_text())
-    assert summarize(result["cases"], result["commit"]) == result
-    assert markdown(result) in (ROOT / "README.md").read_text()
-    assert not result["all"]["lost"]

@@ -159,14 +159,14 @@ def test_setup_refuses_an_unsuitable_python(tmp_path: Path) -> None:
 def test_setup_of_the_tests_names_the_missing_packages_in_one_line(tmp_path: Path) -> None:
     done = run_setup(tmp_path, without=set(), script="setup-tests")
     assert done.returncode == 1
-    packages = "slurm-wlm munge iproute2 shellcheck"
+    packages = "slurm-wlm munge iproute2 shellcheck chromium"
     assert done.stderr == f"set-up: missing, and only root can install it: sudo apt-get install {packages}\n"
 
 
 def test_only_the_targets_that_run_tests_install_what_tests_need() -> None:
     makefile = (ROOT / "Makefile").read_text()
     needs = dict(re.findall(r"^([a-z][a-z-]*):(?!=) *([a-z-]*) *##", makefile, flags=re.MULTILINE))
-    assert {target for target, need in needs.items() if need == "setup-tests"} == {"test", "test-all"}
+    assert {target for target, need in needs.items() if need == "setup-tests"} == {"test", "test-all", "test-faults"}
     assert needs["setup-tests"] == "setup"
 
 

@@ -187,7 +187,7 @@ def test_the_kernels_reason_is_told_with_what_helps() -> None:
     named, reason, *_ = explain(attempt(end))
     assert named.endswith("was killed by SIGKILL, the first to end")
     assert reason.startswith(
-        "the kernel killed it for want of memory (the limit of 2.5 GiB of its cgroup). What helps: a"
+        "the kernel killed a process there for want of memory (the limit of 2.5 GiB of its cgroup). What"
     )
 
 

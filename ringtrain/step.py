@@ -285,9 +285,12 @@ class TrainStep:
             scaled_objective = self.loss_scale.scale(
                 partial_objective(data_loss_sum, regularization, count=count, global_count=global_count)
             )
-        gradients = tape.gradient(
-            scaled_objective, [v.value for v in variables], unconnected_gradients=tf.UnconnectedGradients.ZERO
-        )
+        gradients = [
+            zeros_of_no_constant(v, batch.step, number) if gradient is None else gradient
+            for number, (v, gradient) in enumerate(
+                zip(variables, tape.gradient(scaled_objective, [v.value for v in variables]), strict=True), start=1
+            )
+        ]
         self._learn_structure(scope, state, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in self.metric_names]
         nothing_told = [tf.zeros([], self._dtype)] * NUM_TOLD  # added before the reduction, once for all micro-batches
@@ -404,6 +407,16 @@ def partial_objective(
         global_count: samples of all ranks.
     """
     return data_loss_sum / global_count + regularization * (count / global_count)
+
+
+def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int) -> tf.Tensor:
+    """The gradient of a variable that the loss does not use.
+
+    TensorFlow's optimizer runs a reduction of constants while it compiles (see ``_train_nothing``), which one rank may
+    do in another step than the others. No step is below 0, and TensorFlow does not know it.
+    """
+    nothing = tf.minimum(step, 0) * number
+    return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)
 
 
 def fix_batch_size(batch_spec: Batch, size: int) -> Batch:

@@ -241,6 +241,16 @@ def test_a_loss_that_is_not_a_number_is_skipped_where_the_user_wants_it(
     assert events(tmp_path / "out")[-1]["status"] == "completed"
 
 
+def test_a_weight_that_the_loss_does_not_use_lets_no_rank_wait(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    """In the last step of an epoch rank 0 has 7 samples, for which it compiles another step, and rank 1 its usual 8."""
+    arguments = ["--workload", f"{WORKLOADS}:LineWithUnusedWeight", "--global_batch_size", "16"]
+    arguments += ["--out", str(tmp_path / "out")]
+    env = {"RINGTRAIN_TEST_SAMPLES": "31"}
+    finished = run_ringtrain(arguments, launcher="mpirun", env=env, timeout=60)
+    assert finished.rc == 0, finished.stderr
+    assert [line["step"] for line in events(tmp_path / "out", "train")] == [1, 2, 3, 4]
+
+
 def test_a_bug_on_one_rank_ends_all_and_shows_its_traceback(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     arguments = ["--workload", f"{WORKLOADS}:LineThatBreaks", "--out", str(tmp_path / "out")]
     finished = run_ringtrain(arguments, launcher="mpirun", timeout=60)

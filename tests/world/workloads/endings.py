@@ -71,6 +71,23 @@ class LineOfSomeSamples(Line):
         return Sources(from_arrays(x, x.sum(axis=1)), None)
 
 
+class UnusedWeight(keras.layers.Layer):
+    """It has a weight for itself that fills a group of gradients of its own."""
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        self.unused = self.add_weight(shape=(300, 300), name="unused")
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x
+
+
+class LineWithUnusedWeight(LineOfSomeSamples):
+    """A part of the model has no influence on the loss."""
+
+    def create_model(self) -> keras.Model:
+        return keras.Sequential([keras.Input((2,)), UnusedWeight(), keras.layers.Dense(1)])
+
+
 class Drifting(keras.optimizers.SGD):
     """In its eighth step rank 1 adds a unit in the last place to what it updates."""
 

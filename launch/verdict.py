@@ -10,11 +10,12 @@ from pathlib import Path
 from launch.family import name_signal
 from launch.group import GroupEnd, RankEnd
 from ringtrain.errors import EXIT_CODES, PreemptedError
+from ringtrain.guard.lost import LostRanksError
 from ringtrain.launched import EndTold
 
 ERROR_MARK = "ringtrain: "
 SHOWN_LINES = 5
-LOST_RANKS = "lostranks"  # of a rank whose collectives failed because another had ended
+LOST_RANKS = LostRanksError.status()
 # The same would happen again: wrong settings, damaged data, a loss that is not finite, replicas that differ.
 FINAL_CODES = {2, 3, 4, 5}
 

@@ -28,6 +28,11 @@ class RingtrainError(Exception):
         self.is_agreed = False
         self.is_told = False
 
+    @classmethod
+    def status(cls) -> str:
+        """How the ``end`` record of a run that it ends calls it, such as ``diverged``."""
+        return "failed" if cls is RingtrainError else cls.__name__.removesuffix("Error").lower()
+
 
 class UsageError(RingtrainError):
     """The command line, the configuration, the launcher or the installation is wrong."""

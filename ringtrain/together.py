@@ -295,8 +295,7 @@ def end_values(status: str, exit_code: int, message: str | None = None) -> dict[
 
 def end_of(error: RingtrainError) -> dict[str, Any]:
     """The ``end`` event of a run that an error ends."""
-    status = "failed" if type(error) is RingtrainError else type(error).__name__.removesuffix("Error").lower()
-    values = end_values(status, error.exit_code, str(error))
+    values = end_values(error.status(), error.exit_code, str(error))
     return values | ({"stopped_by": error.stopped_by} if isinstance(error, PreemptedError) else {})
 
 

@@ -133,7 +133,8 @@ def bench(mode: str, options: BenchOptions, arguments: Sequence[str], say: Calla
 def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], say: Callable[[str], None]) -> int:
     """Measure one mode, write its file and its plot, and show the table."""
     output = options.output or Path("results") / f"bench-{mode}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
+    with explaining_files(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
     machine = read_machine(os.environ)
     settings = choose_settings(options.size, machine)
     result: dict[str, Any] = {
@@ -210,7 +211,8 @@ def show(path: Path, say: Callable[[str], None]) -> None:
             reach="run",
         ) from error
     plot = path.with_suffix(".svg")
-    plot.write_text(picture)
+    with explaining_files(plot):
+        plot.write_text(picture)
     for line in lines:
         say(line)
     say(f"{path}, {plot}")
@@ -255,10 +257,25 @@ def shorten(word: str) -> str:
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a file so that there is always a whole one."""
     temporary = path.with_suffix(".tmp")
-    with contextlib.ExitStack() as stack:
+    with explaining_files(path), contextlib.ExitStack() as stack:
         stack.callback(lambda: temporary.unlink(missing_ok=True))
         temporary.write_text(json.dumps(values, indent=1) + "\n")
         os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def explaining_files(path: Path) -> Iterator[None]:
+    """Say what cannot be written.
+
+    Raises:
+        UsageError: in place of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{str(path)!r} cannot be written: {error.strerror}. Give another place with --output.", reach="run"
+        ) from error
 
 
 def _known(name: str, wanted: Sequence[str], known: Sequence[str] | Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ringtrain.errors import UsageError
 from ringtrain.report.page import make_page
 from ringtrain.report.reading import read_run
 
@@ -23,7 +24,13 @@ def write_report(runs: Sequence[Path], target: Path, *, may_write: Callable[[], 
         UsageError: a path is no run directory, or what a run holds cannot be read.
         OSError: the file cannot be written.
     """
-    page = make_page([read_run(run) for run in runs])
+    try:
+        page = make_page([read_run(run) for run in runs])
+    except OSError as error:
+        raise UsageError(
+            f"{str(error.filename)!r} cannot be read: {error.strerror}. Check the file and its permissions.",
+            reach="run",
+        ) from error
     temporary = target.with_name(f".writing-{os.getpid()}-{target.name}")
     try:
         temporary.write_text(page, encoding="utf-8", errors="replace")  # a file may say what is no character

@@ -114,3 +114,13 @@ def test_what_is_no_character_does_not_hinder_a_report(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [START, {"event": "warning", "message": "half a pair: \ud800."}])
     write_report([run], run / "report.html")
     assert "half a pair: ?." in (run / "report.html").read_text()
+
+
+def test_an_event_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    damaged = tmp_path / "run/tensorboard/events.out.tfevents.1.v2"
+    damaged.mkdir(parents=True)
+    with pytest.raises(UsageError, match="cannot be read: Is a directory") as caught:
+        write_report([tmp_path / "run"], tmp_path / "report.html")
+    assert str(damaged) in str(caught.value)
+    assert not (tmp_path / "report.html").exists()

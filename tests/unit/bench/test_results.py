@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringtrain.bench.command import show
+from ringtrain.bench.command import BenchOptions, bench_one, show
 from ringtrain.bench.contenders import Finished, Outcome, UnreadableError, check_outcome
 from ringtrain.bench.outcomes import read_own_data, read_start, read_unconnected
 from ringtrain.bench.plot import choose_ticks, draw_result
@@ -151,3 +151,10 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no result file"):
         show(path, print)
     assert not path.with_suffix(".svg").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = BenchOptions(output=tmp_path / "file" / "result.json")
+    with pytest.raises(UsageError, match=r"result\.json' cannot be written: .*Give another place with --output"):
+        bench_one("step", options, [], print)

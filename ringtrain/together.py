@@ -215,18 +215,23 @@ def recording_end(
     requests.watch_file(run.path)
     requests.at_early_end(leave_early)
     report = functools.partial(report_run, run, console)
+
+    def end(values: Mapping[str, Any], then: Callable[[], None] = lambda: None) -> None:
+        requests.at_early_end(lambda reason, exit_code: None)  # one last record is enough
+        write_end(run, values, then=then)
+
     try:
         yield
     except RingtrainError as error:
-        write_end(run, end_of(error))
+        end(end_of(error))
         report_error(error, world)  # the other ranks leave now, and then the launcher may end this one at any moment
         report()
         raise
     except BaseException as error:
-        write_end(run, end_values("failed", 1, describe_defect(error)), then=report)
+        end(end_values("failed", 1, describe_defect(error)), then=report)
         raise
     else:
-        write_end(run, end_values("completed", 0), then=report)
+        end(end_values("completed", 0), then=report)
 
 
 def describe_defect(error: BaseException) -> str:

@@ -24,7 +24,7 @@ DANGEROUS_CALLS = {
     "keras.config.enable_unsafe_deserialization", "tempfile.mktemp",
 }  # fmt: skip
 # np.load with allow_pickle=False, which this test sees
-ALLOWED = {("verify.py", "np.load")}
+ALLOWED = {(name, "np.load") for name in ("verify.py", "outcomes.py", "peer_loop.py")}
 
 
 def find_dangers(source: str) -> Iterator[str]:

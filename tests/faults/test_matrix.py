@@ -22,6 +22,7 @@ FLAGS = ("--epochs", "3", "--eval_every_epochs", "2", "--checkpoint_every", "5",
 HANG_TIMEOUT = 5
 WATCH = ("--hang_timeout", str(HANG_TIMEOUT))
 LONG_SECONDS = 30  # for what may take long; with three ranks on two cores the start does
+STEP_SECONDS = 0.5
 REACH_SECONDS = 120  # from the start to the fault
 ANSWER_SECONDS = 30  # from the fault to the end
 NODE = re.escape(socket.gethostname())
@@ -52,6 +53,8 @@ def test_a_fault_is_answered(case: Case, tmp_path: Path, record_property: Callab
     is_long = case.fault == "SIGSTOP" and case.moment in ("setup", "compile", "save", "end")
     env = {"RINGTRAIN_TEST_FAULT": hook_of(case), "RINGTRAIN_TEST_HERE": str(here)}
     env |= {"RINGTRAIN_TEST_LONG_SECONDS": str(LONG_SECONDS)} if is_long else {}
+    # Before the fault each rank is to hear that the last step that might take long is done.
+    env |= {"RINGTRAIN_TEST_STEP_SECONDS": str(STEP_SECONDS)} if case.what.exit_code == 6 else {}
     options = {"workload": WORKLOAD, "np": NUM_RANKS, "start": STARTS[case.launcher]}
     with running(out, *FLAGS, *WATCH, env=env, **options) as run:
         run.wait_for("the fault", lambda: here.exists() or has_left(run), timeout=REACH_SECONDS)

@@ -8,6 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, send, submit, submit_by_hand
 from tests.world.running import last_step
@@ -44,6 +46,7 @@ def test_a_cancelled_job_saves_and_does_not_start_again(cluster: Cluster, tmp_pa
     assert cluster.job_pids(job.number) == []
 
 
+@pytest.mark.slow
 def test_where_a_requeue_is_refused_another_job_goes_on_and_restarts_are_bounded(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def test_each_signal_saves_and_starts_the_job_again_once(cluster: Cluster, tmp_p
     assert [start["first_step"] for start in job.starts] == [0, *stopped_at], "steps were lost"
 
 
+@pytest.mark.slow
 def test_a_run_stops_itself_before_its_time_limit_and_starts_again(
     cluster: Cluster, tmp_path: Path, undisturbed: RunJob
 ) -> None:

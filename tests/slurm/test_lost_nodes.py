@@ -13,6 +13,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, assert_ended_as_if_undisturbed, submit
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_nodes_and_fences_the_writer_on_a_lost_one(
     cluster: Cluster, tmp_path: Path, undisturbed: RunJob
 ) -> None:

@@ -14,6 +14,7 @@ from tests.world.running import WORKLOAD, events, running
 LASTING = ["--workload", f"{WORKLOAD}:Lasting"]
 
 
+@pytest.mark.slow
 def test_eval_gives_what_the_training_saw(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert run_ringtrain([*LASTING, "--out", out, "--eval_every_epochs", "3"], launcher="mpirun").rc == 0

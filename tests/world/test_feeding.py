@@ -94,6 +94,7 @@ def test_augmentation_is_the_same_after_a_run_has_gone_on(run_ringtrain: RunRing
     np.testing.assert_array_equal(weights[0], weights[1])
 
 
+@pytest.mark.slow
 def test_a_pass_begins_anew_with_each_epoch_and_a_run_goes_on_by_replay(
     run_ringtrain: RunRingtrain, tmp_path: Path
 ) -> None:

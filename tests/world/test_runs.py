@@ -148,7 +148,7 @@ def test_beside_another_run_no_core_is_pinned_and_a_terminal_shows_progress(
     ]
     assert {len(bar) for bar in bars} == {TERMINAL_COLUMNS}
     assert re.search(r"done.*; the run is in ", finished.stdout)
-    assert "tensorboard --logdir" in finished.stdout.splitlines()[-1]
+    assert f"{tmp_path / 'out'}/report.html" in finished.stdout.splitlines()[-1]
     assert "<stdout>" not in finished.stdout
 
 

@@ -60,6 +60,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(reference: Path, tmp_path: P
     assert_went_on(out, reference)
 
 
+@pytest.mark.slow
 def test_a_stop_file_stops_the_run_once(reference: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", env=SLOW_STEP) as run:

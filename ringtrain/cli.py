@@ -167,11 +167,7 @@ def verify_command(arguments: Sequence[str], world: World) -> int:
     """See that N processes train what one trains, on your own model."""
     from ringtrain.verify import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_STEPS, parse_world_sizes, verify
 
-    if world.size > 1:
-        raise UsageError(
-            f"verify starts its processes itself, but {world.launcher} started {world.size}. Use no launcher.",
-            reach="run",
-        )
+    refuse_launcher("verify", world)
     explicit = parse_arguments(create_verify_parser(), arguments, world)
     sizes = parse_world_sizes(explicit.pop("world_sizes", "1,2,3"))
     explicit = {"steps": DEFAULT_STEPS, "global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE, **explicit}

@@ -1,4 +1,4 @@
-"""``--faults-table FILE`` writes what the tests of this directory found, and shows it as README's table.
+"""``--faults-table FILE`` writes what the tests of this directory found, and shows a table of it.
 
 What the file holds of the same commit stays: parts may be run one after the other.
 """

@@ -1,4 +1,4 @@
-"""What became of the injected faults, as the table that README shows."""
+"""What became of the injected faults: counts by kind, and a table of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def summarize(cases: Mapping[str, Mapping[str, Any]], commit: str) -> dict[str, 
 
 
 def count(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Tried; named: answered as documented; survived: the same command went on after it; lost; the longest answer."""
+    """Tried; named: answered as documented; survived: the run, or the same command, went on; lost; longest answer."""
     answers = [case["answer_seconds"] for case in cases if case["answer_seconds"] is not None]
     return {
         "tried": len(cases),

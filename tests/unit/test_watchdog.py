@@ -100,6 +100,21 @@ def test_what_hangs_ends_with_its_stacks_and_its_name(run: Start) -> None:
     assert 'File "<string>"' in err
 
 
+def test_a_rank_that_never_heard_of_rank_0_ends_by_itself(run: Start) -> None:
+    """Such as where rank 0 was stopped before its first word; what takes long is given its time first."""
+    body = """
+activity.LONG_SECONDS = 2.0
+watchdog._world = World(rank=1, size=2, local_rank=1, local_size=2, node="n1", launcher="mpirun")
+watchdog._nodes, watchdog._has_met, watchdog._unheard = ["n1", "n1"], True, {0}
+activity.note(Doing.MEET)
+time.sleep(30)
+"""
+    code, out, _ = run(body).end()
+    assert code == 6
+    assert re.search(r"nothing has moved for 2 s: rank 1 on n1 waits for the other ranks since 2 s; ", out)
+    assert "; nothing was heard of rank 0 on n1. " in out
+
+
 def test_last_words_that_hang_as_well_do_not_keep_it(run: Start) -> None:
     body = """
 from ringtrain.guard import watchdog as module

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 # From joining to the end of the first step, and wherever else something is compiled, read or written as a whole.
@@ -73,12 +73,25 @@ class Note(NamedTuple):
 _note = Note(Doing.JOIN, takes_long=True)
 _moves = itertools.count(1)
 _last_move = 0
+_tell_at_once: Callable[[], None] = lambda: None
 
 
 def note(doing: Doing, step: int = 0, *, takes_long: bool = False) -> None:
     """From now on the training thread does this; called again with the same, it does the next piece of it."""
     global _note
-    _note = Note(doing, step, takes_long)
+    was_long, _note = _note.takes_long, Note(doing, step, takes_long)
+    if was_long and not takes_long:
+        _tell_at_once()
+
+
+def when_it_may_not_take_long(tell_at_once: Callable[[], None]) -> None:
+    """Have this called, by the thread that notes, whenever what takes long is followed by what does not.
+
+    The others hear of a note with the watchdog's next word. Were this one left to wait, a rank that is stopped
+    meanwhile would be waited for as if it were still at what takes long.
+    """
+    global _tell_at_once
+    _tell_at_once = tell_at_once
 
 
 def move() -> None:

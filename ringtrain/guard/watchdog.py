@@ -76,6 +76,7 @@ class Watchdog:
             faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
             self._outside = Outside(f"rank {self._world.rank} on {self._world.node}", STACKS_SIGNAL)
             activity.note(Doing.JOIN, takes_long=True)
+            activity.when_it_may_not_take_long(self._star.wake)
             self._thread.start()
             self._threads_before = list_threads()
 
@@ -142,6 +143,7 @@ class Watchdog:
         """Take leave of the other ranks' watchdogs."""
         if self._hang_timeout:
             self._is_stopped = True
+            activity.when_it_may_not_take_long(lambda: None)
             self._star.wake()
             self._thread.join()
             faulthandler.unregister(STACKS_SIGNAL)

@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.activity import LONG_SECONDS, Doing, current, limit_seconds, meeting, move, note
+from ringtrain.activity import (
+    LONG_SECONDS,
+    Doing,
+    current,
+    limit_seconds,
+    meeting,
+    move,
+    note,
+    when_it_may_not_take_long,
+)
 from tests.world.processes import REPOSITORY
 
 PROGRAM = """
@@ -246,3 +255,34 @@ def test_what_takes_long_has_ten_minutes_at_least() -> None:
     assert limit_seconds(4, takes_long=False) == 4
     assert limit_seconds(4, takes_long=True) == LONG_SECONDS == 600
     assert limit_seconds(1000, takes_long=True) == 1000
+
+
+def test_the_others_are_told_at_once_that_a_rank_is_through_with_what_takes_long() -> None:
+    told = []
+    when_it_may_not_take_long(lambda: told.append(current()[0].step))
+    try:
+        note(Doing.STEP, 1, takes_long=True)
+        note(Doing.STEP, 2, takes_long=True)
+        note(Doing.DATA, 3)
+        note(Doing.STEP, 3)
+        note(Doing.SAVE, 4, takes_long=True)
+        note(Doing.DATA, 4)
+    finally:
+        when_it_may_not_take_long(lambda: None)
+    assert told == [3, 4]
+
+
+def test_a_rank_s_word_goes_out_before_the_next_tick(run: Start) -> None:
+    body = """
+told = []
+tell, watchdog._outside.tell = watchdog._outside.tell, lambda limit, words: told.append((time.monotonic(), limit))
+activity.note(Doing.SAVE, 8, takes_long=True)
+time.sleep(2.5)
+ended = time.monotonic()
+activity.note(Doing.STEP, 9)
+time.sleep(0.3)
+print(min(moment for moment, limit in told if limit == LIMIT and moment > ended) - ended)
+watchdog.stop()
+"""
+    _, out, _ = run(body, limit=60.0).end()
+    assert float(out.split()[-1]) < 0.25, "a tick is a second long here"

@@ -73,18 +73,18 @@ class Note(NamedTuple):
 _note = Note(Doing.JOIN, takes_long=True)
 _moves = itertools.count(1)
 _last_move = 0
-_tell_at_once: Callable[[], None] = lambda: None
+_tell_at_once: Callable[[], None] | None = None
 
 
 def note(doing: Doing, step: int = 0, *, takes_long: bool = False) -> None:
     """From now on the training thread does this; called again with the same, it does the next piece of it."""
     global _note
     was_long, _note = _note.takes_long, Note(doing, step, takes_long)
-    if was_long and not takes_long:
+    if was_long and not takes_long and _tell_at_once is not None:
         _tell_at_once()
 
 
-def when_it_may_not_take_long(tell_at_once: Callable[[], None]) -> None:
+def when_it_may_not_take_long(tell_at_once: Callable[[], None] | None) -> None:
     """Have this called, by the thread that notes, whenever what takes long is followed by what does not.
 
     The others hear of a note with the watchdog's next word. Were this one left to wait, a rank that is stopped

@@ -143,7 +143,7 @@ class Watchdog:
         """Take leave of the other ranks' watchdogs."""
         if self._hang_timeout:
             self._is_stopped = True
-            activity.when_it_may_not_take_long(lambda: None)
+            activity.when_it_may_not_take_long(None)
             self._star.wake()
             self._thread.join()
             faulthandler.unregister(STACKS_SIGNAL)

@@ -268,7 +268,7 @@ def test_the_others_are_told_at_once_that_a_rank_is_through_with_what_takes_long
         note(Doing.SAVE, 4, takes_long=True)
         note(Doing.DATA, 4)
     finally:
-        when_it_may_not_take_long(lambda: None)
+        when_it_may_not_take_long(None)
     assert told == [3, 4]
 
 

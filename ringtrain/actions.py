@@ -83,7 +83,8 @@ class Log:
         del batch
         activity.note(Doing.LOG, step)
         now = time.perf_counter()
-        sec_per_step = (now - self._since) / (step - self._since_step)
+        num_steps = step - self._since_step
+        sec_per_step = (now - self._since) / num_steps
         samples_seen = self._samples_seen(step)
         examples_per_sec = (samples_seen - self._since_samples) / (now - self._since)
         self._since_step, self._since, self._since_samples = step, now, samples_seen
@@ -103,6 +104,7 @@ class Log:
             epoch=epoch_after(self._job.order, step),
             samples_seen=samples_seen,
             **values,
+            **self._job.times.take(num_steps, sec_per_step),
         )
         self._records.events.scalars("train", values, step=step)
 

@@ -26,6 +26,7 @@ from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batc
 from ringtrain.guard.preflight import Facts, describe_training, require_same_sources, require_same_training
 from ringtrain.schedule import LearningRate
 from ringtrain.step import TrainStep, set_precision
+from ringtrain.step_times import StepTimes
 from ringtrain.workloads.base import Sources, Workload
 
 DEFAULT_EPOCHS = 10
@@ -48,6 +49,7 @@ class Job:
     evaluation: Source | None
     eval_step: EvalStep | None
     num_threads: int
+    times: StepTimes
 
     def evaluate(self, is_stop_wanted: Callable[[], bool] = lambda: False) -> EvalReport | None:
         """Evaluate on all ranks; None where there is nothing to evaluate on, or a rank wanted to stop meanwhile."""
@@ -136,6 +138,7 @@ def create_job(
         evaluation=sources.evaluation,
         eval_step=create_eval_step(workload, config, step, sources.evaluation, collective),
         num_threads=num_threads,
+        times=StepTimes(is_step_done_at_once=not tf.config.get_visible_devices("GPU")),
     )
     require_same_training(collective, describe_job(job))
     return job

@@ -259,19 +259,22 @@ def run_steps(
     Returns:
         The steps done, and why there are no more: the same on every rank.
     """
-    batches = job.batches
+    batches, times = job.batches, job.times
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
     in_flight: collections.deque[Trained] = collections.deque()
     step = job.first_step
     activity.note(Doing.DATA, step + 1, takes_long=True)
     batches.begin()
     ending = catch_up(job, actions, progress)
-    for step, batch in enumerate(batches if ending is None else (), start=job.first_step + 1):
+    for step, batch in enumerate(times.waiting_for(batches if ending is None else ()), start=job.first_step + 1):
         is_prepared = step > job.first_step + 1 and job.step.is_traced_for(batch)
         activity.note(Doing.STEP, step, takes_long=not is_prepared)
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
         is_stop_wanted = requests is not None and requests.is_pending
-        returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count)
+        with times.computing():
+            returned = job.step(
+                batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count
+            )
         if batches.is_counted:
             batches.note(job.step.next_samples(returned))
         is_last = batches.is_last(step)
@@ -317,6 +320,7 @@ def settle(
     """Look at a step's outcome, act where something is due, and say whether the training is to end."""
     step, batch, returned, is_last = trained
     guard.check(step, batch, returned)
+    job.times.note_communication(job.step.communication_seconds(returned))
     if job.batches.is_counted:
         progress.samples_seen += job.step.read(returned).samples
     is_stopped = job.step.is_stop_wanted(returned) and not is_last

@@ -31,8 +31,8 @@ from ringtrain.workloads.values import per_sample
 # their names. Regularisation is weighted by samples, so that its mean is its value.
 CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes", "next_samples")
 NUM_TOLD = 2  # the last of them are what each rank tells the others, besides what it computes
-# What a step returns behind the control vector: already identical on every rank but for the last.
-STEP_FACTS = ("is_finite", "gradient_norm", "learning_rate", "loss_scale", "local_data_loss")
+# What a step returns behind the control vector: already identical on every rank but for the last two.
+STEP_FACTS = ("is_finite", "gradient_norm", "learning_rate", "loss_scale", "local_data_loss", "communication_sec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +191,10 @@ class TrainStep:
     def is_stop_wanted(self, returned: tf.Tensor) -> bool:
         """Whether some rank voted to end the training after the step that returned this."""
         return bool(returned.numpy()[CONTROL_SUMS.index("stop_votes")])
+
+    def communication_seconds(self, returned: tf.Tensor) -> float:
+        """How long after this rank's last gradient the last of the sums was there; on cores only (``StepTimes``)."""
+        return float(returned.numpy()[-1])
 
     def next_samples(self, returned: tf.Tensor) -> int:
         """The sum of all ranks' ``next_count``."""
@@ -351,6 +355,7 @@ class TrainStep:
         [sums] = self._collective.sum([forward.sums + told], name="control")
         state = self._sum_state(forward.state)
         gradients, gradients_finite, scaled_norm = self._reduction(forward.gradients)
+        communication_sec = seconds_between([*forward.state, *forward.gradients], [sums, *state, *gradients])
         is_finite = tf.reduce_all(
             [gradients_finite, *(tf.reduce_all(tf.math.is_finite(value)) for value in [sums, *state])]
         )
@@ -369,8 +374,9 @@ class TrainStep:
 
         updated = tf.cond(is_finite, update, lambda: tf.constant(False))
         self.loss_scale.adapt(is_finite)
-        facts = [updated, tf.cast(scaled_norm, self._dtype) / tf.cast(scale, self._dtype), learning_rate, scale]
-        return tf.concat([sums, tf.stack([*cast_all(facts, self._dtype), forward.sums[1]])], axis=0)
+        norm = tf.cast(scaled_norm, self._dtype) / tf.cast(scale, self._dtype)
+        facts = [updated, norm, learning_rate, scale, forward.sums[1], communication_sec]
+        return tf.concat([sums, tf.stack(cast_all(facts, self._dtype))], axis=0)
 
     def _sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The mean over all samples of what the ranks' forward passes made of the state (BatchNorm's statistics)."""
@@ -417,6 +423,23 @@ def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int)
     """
     nothing = tf.minimum(step, 0) * number
     return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)
+
+
+def seconds_between(
+    begin: Sequence[tf.Tensor | tf.IndexedSlices], end: Sequence[tf.Tensor | tf.IndexedSlices]
+) -> tf.Tensor:
+    """From when the last of these is there until the last of those is: float64 [], by the clock of the host.
+
+    Of what a GPU computes the host knows no such moments, and to ask for them would let it wait: 0 there.
+    """
+    if tf.config.get_visible_devices("GPU"):
+        return tf.constant(0.0, tf.float64)
+    moments = []
+    for values in (begin, end):
+        tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
+        with tf.control_dependencies(tensors):
+            moments.append(tf.timestamp())
+    return moments[1] - moments[0]
 
 
 def fix_batch_size(batch_spec: Batch, size: int) -> Batch:

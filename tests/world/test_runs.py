@@ -117,6 +117,24 @@ def test_all_launchers_train_alike(digits_runs: dict[str | None, tuple[Finished,
     assert all(events(out, "eval")[0]["samples"] == 450 for _, out, _ in digits_runs.values())
 
 
+def test_the_log_tells_where_the_time_of_a_step_goes(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    """Rank 1 waits 50 ms for each batch; rank 0, whose clock counts, has its data at once and waits for rank 1."""
+    env = {"RINGTRAIN_TEST_HANG": "idle", "RINGTRAIN_TEST_HANG_RANK": "1"}
+    lasting = f"{WORKLOADS.with_name('lasting.py')}:Lasting"
+    flags = ["--workload", lasting, "--steps", "24", "--log_every", "8", "--out", str(tmp_path / "out")]
+    finished = run_ringtrain(flags, launcher="mpirun", env=env)
+    assert finished.rc == 0, finished.stderr
+    lines = events(tmp_path / "out", "train")
+    assert len(lines) == 3
+    for line in lines:
+        parts = [line[f"{part}_sec"] for part in ("input", "compute", "communication", "other")]
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(line["sec_per_step"], abs=1e-5)
+    assert lines[-1]["communication_sec"] > lines[-1]["sec_per_step"] / 2
+    assert lines[-1]["communication_sec"] > 0.03
+    assert lines[-1]["input_sec"] < lines[-1]["sec_per_step"] / 4
+
+
 @pytest.fixture
 def occupied_cores() -> Iterator[None]:
     """Another run that has all cores of this machine for itself."""

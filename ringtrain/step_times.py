@@ -1,0 +1,62 @@
+"""Where the time of this rank's steps goes: waiting for data, computing, communicating, and the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+class StepTimes:
+    """Adds up the parts of the steps' time, by this rank's clock, from one line of the log to the next.
+
+    Computing and communication are told apart where a step is done when its call returns: on cores. On a GPU the host
+    only hands the work over, so there the wait for data alone is known.
+    """
+
+    def __init__(self, *, is_step_done_at_once: bool) -> None:
+        self._is_step_done_at_once = is_step_done_at_once
+        self._input = self._steps = self._communication = 0.0
+        self._begin = 0.0
+
+    def waiting_for(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The same items; the time until each is there is input."""
+        remaining = iter(items)
+        while True:
+            begin = time.perf_counter()
+            try:
+                item = next(remaining)
+            except StopIteration:
+                return
+            self._input += time.perf_counter() - begin
+            yield item
+
+    def computing(self) -> StepTimes:
+        """A context within which a step is computed."""
+        return self
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._steps += time.perf_counter() - self._begin
+
+    def note_communication(self, seconds: float) -> None:
+        """So much of a step passed between this rank's last gradient and the last of the sums over all ranks."""
+        self._communication += seconds
+
+    def take(self, num_steps: int, sec_per_step: float) -> dict[str, float]:
+        """The parts of ``sec_per_step``, seconds a step, since this was called last, and begin anew.
+
+        ``communication_sec`` is what no computation hid; it includes the wait for slower ranks. ``other_sec`` is what
+        is left: checks, the log, the copies of saves.
+        """
+        known = {"input_sec": self._input}
+        if self._is_step_done_at_once:
+            known["compute_sec"] = max(0.0, self._steps - self._communication)
+            known["communication_sec"] = self._communication
+        self._input = self._steps = self._communication = 0.0
+        parts = {name: round(seconds / num_steps, 6) for name, seconds in known.items()}
+        return {**parts, "other_sec": round(max(0.0, sec_per_step - sum(parts.values())), 6)}

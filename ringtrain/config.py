@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,6 +216,9 @@ class Config:
     cache: Literal["none", "memory", "node"] = "none"
     """what keeps decoded images: a file on each node, decoded before the training, or each rank's memory"""
 
+    profile: str | None = None
+    """START:STOP, the steps (from 1) of which a profile for TensorBoard and Horovod's timeline are written"""
+
     synthetic: bool = False
     """made data of the same shape, for measuring"""
 
@@ -250,6 +254,8 @@ class Config:
             ("cache", ("none", "memory", "node")),
         ):
             _one_of(name, getattr(self, name), values)
+        if self.profile is not None:
+            _range_of_steps("profile", self.profile)
         if self.max_hours is not None:
             _above("max_hours", self.max_hours, 0)
         if self.hang_timeout != 0 and not (math.isfinite(self.hang_timeout) and self.hang_timeout >= 1):
@@ -354,6 +360,14 @@ def _one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) 
 def _at_least(name: str, value: float, bound: int) -> None:
     if not (math.isfinite(value) and value >= bound):
         raise UsageError(f"{name} is {value}; it must be at least {bound}.", reach="run")
+
+
+def _range_of_steps(name: str, value: str) -> None:
+    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", str(value), re.ASCII)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UsageError(
+            f"{name} is {value!r}; it must be START:STOP, two steps from 1 on, such as 100:110.", reach="run"
+        )
 
 
 def _above(name: str, value: float, bound: int) -> None:

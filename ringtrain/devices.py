@@ -22,6 +22,7 @@ Source = Literal["ringtrain", "environment", "launcher"]
 
 # Fewer and TensorFlow runs every all-reduce after the whole backward pass (measured; also true on a single core).
 MIN_INTER_OP_THREADS = 2
+DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,7 @@ def plan_devices(
     *,
     deterministic: bool = False,
     hang_timeout: float = 0.0,
+    profiles: bool = False,
     claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
 ) -> DevicePlan:
     """Plan the cores, thread pools and settings of this rank.
@@ -130,6 +132,7 @@ def plan_devices(
         environ: what the user already set; it wins.
         deterministic: whether two runs of the same size must be bit-equal.
         hang_timeout: seconds after which the watchdog ends a run that does not move; 0: there is none.
+        profiles: whether Horovod's timeline is to be written later.
         claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
     """
     own_cores: tuple[int, ...] = ()
@@ -153,12 +156,19 @@ def plan_devices(
         cores_source=cores_source,  # type: ignore[arg-type]
         intra_op_threads=intra_op_threads,
         inter_op_threads=max(MIN_INTER_OP_THREADS, intra_op_threads),
-        settings=plan_settings(world, environ, deterministic=deterministic, hang_timeout=hang_timeout),
+        settings=plan_settings(
+            world, environ, deterministic=deterministic, hang_timeout=hang_timeout, profiles=profiles
+        ),
     )
 
 
 def plan_settings(
-    world: World, environ: Mapping[str, str], *, deterministic: bool, hang_timeout: float = 0.0
+    world: World,
+    environ: Mapping[str, str],
+    *,
+    deterministic: bool,
+    hang_timeout: float = 0.0,
+    profiles: bool = False,
 ) -> tuple[Setting, ...]:
     """The environment variables for TensorFlow and, where there is more than one rank, for the communication."""
     wanted = {
@@ -181,6 +191,8 @@ def plan_settings(
         wanted["HOROVOD_STALL_CHECK_TIME_SECONDS"] = patience
         if world.launcher == "horovodrun --gloo":
             wanted["HOROVOD_GLOO_TIMEOUT_SECONDS"] = patience
+    if world.size > 1 and profiles:
+        wanted["HOROVOD_TIMELINE"] = DYNAMIC_TIMELINE
     if deterministic:
         wanted |= {
             # Which groups fuse depends on timing, and with three ranks or more on it the order of the sums.

@@ -301,7 +301,8 @@ def find_config_file(arguments: Sequence[str]) -> str:
 
 def field_rules() -> dict[str, str]:
     """What each setting must be, in words, from the types of the configuration's fields."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path", str: "a text"}
+    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
+    words[str] = "a text (in a YAML file put it in quotes)"  # YAML reads 20:25 as 1225, a number to the base 60
     rules = {}
     for prefix, settings in (("", Config), ("optimizer.", OptimizerConfig)):
         for name, hint in get_type_hints(settings).items():

@@ -38,7 +38,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
     "data": ("data_dir", "synthetic", "cache", "on_bad_sample"),
     "evaluation and saving": (
-        "log_every", "eval_every_epochs", "eval_every", "best_metric", "best_direction", "stop_after",
+        "log_every", "profile", "eval_every_epochs", "eval_every", "best_metric", "best_direction", "stop_after",
         "checkpoint_every", "keep", "max_hours",
     ),
     "optimizer": (

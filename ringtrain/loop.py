@@ -26,6 +26,7 @@ from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.preflight import package_versions
 from ringtrain.job import Job, create_job
 from ringtrain.nonfinite import NonfiniteGuard
+from ringtrain.profiling import Profile
 from ringtrain.progress import Progress
 from ringtrain.resume import OpenedRun, Start
 from ringtrain.saving import CheckpointWriter, describe_run, restore, take_snapshot, take_weights
@@ -92,6 +93,7 @@ def train(
     describe(job, console, opened)
     actions = create_actions(job, progress, opened, requests, console)
     actions.check.act(job.first_step)
+    actions.profile.begin()
     leave_if_told_to(job, requests)
     guard = NonfiniteGuard(job, console, progress, path=Path(start.path), run=opened.directory if opened else None)
     requests.start_training(actions.announce)
@@ -156,6 +158,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
 class Actions:
     """What happens during the training; ``log``, ``records`` and ``writer`` are rank 0's."""
 
+    profile: Profile
     check: CheckReplicas
     evaluate: Evaluate
     save: Save
@@ -166,7 +169,7 @@ class Actions:
     @property
     def in_order(self) -> list[Action]:
         """The check comes before whatever is saved; a save last, as it holds what the others have found."""
-        return [*([self.log] if self.log else []), self.check, self.evaluate, self.save]
+        return [self.profile, *([self.log] if self.log else []), self.check, self.evaluate, self.save]
 
     def find_last_saved_step(self) -> int:
         """The step from which the run would go on; 0 where there is none."""
@@ -177,6 +180,8 @@ class Actions:
 
         The steps of the last checkpoint are not trained again.
         """
+        with contextlib.suppress(RingtrainError):
+            self.profile.close()
         if self.writer is not None:
             activity.note(Doing.SAVE, self.writer.last_step, takes_long=True)
             with contextlib.suppress(RingtrainError):  # what ended the training is what the user has to know
@@ -210,7 +215,8 @@ def create_actions(
     snapshot = functools.partial(take_snapshot, job, progress=progress, run_facts=run_facts)
     save = Save(job=job, progress=progress, snapshot=snapshot, writer=writer, records=records)
     check = CheckReplicas(job=job, save=save)
-    return Actions(check=check, evaluate=evaluate, save=save, log=log, records=records, writer=writer)
+    profile = Profile(job=job, run=opened.directory if opened is not None else None, say=console.line, log=log)
+    return Actions(profile=profile, check=check, evaluate=evaluate, save=save, log=log, records=records, writer=writer)
 
 
 def leave_if_told_to(job: Job, requests: StopRequests) -> None:
@@ -271,7 +277,7 @@ def run_steps(
         activity.note(Doing.STEP, step, takes_long=not is_prepared)
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
         is_stop_wanted = requests is not None and requests.is_pending
-        with times.computing():
+        with times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
             returned = job.step(
                 batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count
             )

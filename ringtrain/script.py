@@ -84,7 +84,12 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
             reach="run",
         )
     instance = workload if isinstance(workload, Workload) else create_workload(workload_class, config.options)
-    plan = pin(world, deterministic=config.deterministic, hang_timeout=config.hang_timeout)
+    plan = pin(
+        world,
+        deterministic=config.deterministic,
+        hang_timeout=config.hang_timeout,
+        profiles=config.profile is not None,
+    )
     try:
         with quiet_start():
             device = start_tensorflow(plan, world)

@@ -53,7 +53,7 @@ class Prepared(NamedTuple):
     device: str
 
 
-def pin(world: World, *, deterministic: bool = False, hang_timeout: float = 0.0) -> DevicePlan:
+def pin(world: World, *, deterministic: bool = False, hang_timeout: float = 0.0, profiles: bool = False) -> DevicePlan:
     """Take this rank's share of its node, before anything heavy is imported."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
@@ -64,6 +64,7 @@ def pin(world: World, *, deterministic: bool = False, hang_timeout: float = 0.0)
         os.environ,
         deterministic=deterministic,
         hang_timeout=hang_timeout,
+        profiles=profiles,
         claim_cores=claim_cores,
     )
     apply_plan(plan)

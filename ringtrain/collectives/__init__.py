@@ -46,6 +46,12 @@ class Collective(Protocol):
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         """Rank 0's tensors, on every rank. Shapes and types are the same on every rank."""
 
+    def start_timeline(self, path: str) -> None:
+        """From now on write down, in this file of rank 0, what the communication does; every rank calls it."""
+
+    def stop_timeline(self) -> None:
+        """Write no more, where that was begun."""
+
     def close(self) -> None:
         """Leave in good order, after the last call of every rank."""
 

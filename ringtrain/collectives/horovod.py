@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringtrain.devices import DYNAMIC_TIMELINE
 from ringtrain.errors import UsageError
 from ringtrain.world import World
 
@@ -57,6 +58,19 @@ class HorovodCollective:
         return [
             self._hvd.broadcast(tensor, root_rank=0, name=f"{name}/{number}") for number, tensor in enumerate(tensors)
         ]
+
+    def start_timeline(self, path: str) -> None:
+        if self._has_dynamic_timeline:
+            self._hvd.start_timeline(path)
+
+    def stop_timeline(self) -> None:
+        if self._has_dynamic_timeline:
+            self._hvd.stop_timeline()
+
+    @property
+    def _has_dynamic_timeline(self) -> bool:
+        """Not so where HOROVOD_TIMELINE names a file of the user's own, which is written from the start to the end."""
+        return os.environ.get("HOROVOD_TIMELINE") == DYNAMIC_TIMELINE
 
     def close(self) -> None:
         self._hvd.shutdown()

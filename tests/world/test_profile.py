@@ -1,0 +1,68 @@
+"""``--profile``: TensorFlow's profile of some steps of rank 0, and Horovod's timeline of all ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.world.conftest import RunRingtrain
+from tests.world.processes import REPOSITORY
+
+LASTING = f"{REPOSITORY / 'tests/world/workloads/lasting.py'}:Lasting"
+FLAGS = ["--workload", LASTING, "--log_every", "4", "--steps", "12"]
+
+
+def read_steps(directory: Path) -> set[int]:
+    """The steps that a profile holds."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    [path] = directory.glob("plugins/profile/*/*.xplane.pb")
+    space = xplane_pb2.XSpace.FromString(path.read_bytes())
+    steps = set()
+    for plane in space.planes:
+        names = {number: stat.name for number, stat in plane.stat_metadata.items()}
+        for line in plane.lines:
+            for event in line.events:
+                if plane.event_metadata[event.metadata_id].name.startswith("train"):
+                    steps |= {s.int64_value for s in event.stats if names[s.metadata_id] == "step_num"}
+    return steps
+
+
+def test_some_steps_are_profiled_and_their_communication_is_drawn(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    config = tmp_path / "profile.yaml"
+    config.write_text("profile: 3:5\n")  # in YAML a number to the base 60
+    refused = run_ringtrain([*FLAGS, "--config", str(config), "--out", str(out)])
+    assert refused.rc == 2
+    assert "profile is '185'; it must be a text (in a YAML file put it in quotes)." in refused.stderr
+    config.write_text("profile: '3:5'\n")
+    finished = run_ringtrain([*FLAGS, "--config", str(config), "--out", str(out)], launcher="mpirun")
+    assert finished.rc == 0, finished.stderr
+    assert f"the profile of steps 3 to 5 is in {out}/profile" in finished.stdout
+    assert read_steps(out / "profile") == {3, 4, 5}
+    timeline = json.loads((out / "profile/horovod-steps-3-5.json").read_text())
+    tensors = {event["args"]["name"]: event["pid"] for event in timeline if "name" in event.get("args", {})}
+    assert {"control", "gradients/0_1of4"} <= set(tensors)
+    control = [event for event in timeline if event["pid"] == tensors["control"]]
+    assert sum(event.get("name") == "NEGOTIATE_ALLREDUCE" for event in control) == 3
+    assert sum(event.get("name") == "MPI_ALLREDUCE" for event in control) == 3
+    finished = run_ringtrain([*FLAGS, "--profile", "1:2", "--steps", "14", "--out", str(out)], launcher="mpirun")
+    assert "warning: --profile 1:2: step 12 is done already; there is none" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [("1:1", {1}), ("11:40", {11, 12}), ("13:14", set())], ids=["first", "last", "none"]
+)
+def test_one_process_profiles_what_it_trains(
+    steps: str, expected: set[int], run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    finished = run_ringtrain([*FLAGS, "--profile", steps, "--out", str(out)])
+    assert finished.rc == 0, finished.stderr
+    if expected:
+        assert read_steps(out / "profile") == expected
+    else:
+        assert "warning: --profile 13:14: the run ends with step 12; there is none" in finished.stdout
+        assert not (out / "profile").exists()

@@ -4,6 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const TICK_TEXT = 7; // pixels of a digit in a tick's text
 const MAX_DOTS = 60; // of a curve; more would hide it
 const COLOURS = 6;
+const PARTS_OF_A_STEP = ["input_sec", "compute_sec", "communication_sec", "other_sec"];
 const GLYPH_WIDTH = 12;
 
 function add(parent, name, attributes = {}, text = null) {
@@ -38,7 +39,9 @@ class Chart {
     const isEvaluation = key.startsWith("eval/");
     const alone = Object.keys(this.plan.curves).length === 1;
     const what = this.plan.curves[key];
-    const colour = (isOne ? curveIndex : runIndex) % COLOURS;
+    const part = key.split("/")[1];
+    const ownColour = PARTS_OF_A_STEP.includes(part) ? part : curveIndex % COLOURS; // as in the bar of where the time went
+    const colour = isOne ? ownColour : runIndex % COLOURS;
     const dash = isOne ? 0 : (Math.floor(runIndex / COLOURS) + (isEvaluation ? 0 : curveIndex)) % 4;
     const name = isOne ? what : alone ? run.name : `${run.name}, ${what}`;
     return { curve: run.curves[key], run: runIndex, name, colour, dash, isEvaluation };

@@ -71,9 +71,10 @@ def evaluate(
     )
     sums = np.zeros(2 + len(eval_step.metric_names))
     read: list[np.ndarray] = []
-    activity.note(Doing.EVALUATION_DATA, 1, takes_long=True)
+    takes_long = not eval_step.was_called
+    activity.note(Doing.EVALUATION_DATA, 1, takes_long=takes_long)
     for number, batch in enumerate(batches, start=1):
-        activity.note(Doing.EVALUATION_STEP, number, takes_long=number == 1)
+        activity.note(Doing.EVALUATION_STEP, number, takes_long=takes_long and number == 1)
         stop_votes, *batch_sums = eval_step(batch, is_stop_wanted())
         sums += batch_sums
         if skips_bad:
@@ -140,6 +141,7 @@ class EvalStep:
     ) -> None:
         """Trace the step; ``batch_spec`` holds the tensor specs of a batch (``dataset.element_spec``)."""
         self.metric_names: tuple[str, ...] = ()
+        self.was_called = False  # the first call may take long
         self._workload, self._model, self._averages, self._collective = workload, model, averages, collective
         signature = [batch_spec, tf.TensorSpec([], tf.float64)]
         self._evaluate = tf.function(self._sum_samples, input_signature=signature, autograph=False)
@@ -149,7 +151,9 @@ class EvalStep:
     def __call__(self, batch: Batch, is_stop_wanted: bool) -> np.ndarray:
         """Sums over all ranks: [stop_votes, samples, data_loss, *metrics], float64. Every rank must call it."""
         step = self._evaluate if batch.indices.shape[0] else self._join
-        return step(batch, tf.constant(is_stop_wanted, tf.float64)).numpy()
+        sums = step(batch, tf.constant(is_stop_wanted, tf.float64)).numpy()
+        self.was_called = True
+        return sums
 
     def regularization(self) -> float:
         """The model's regularisation losses, which do not depend on samples."""

@@ -351,10 +351,8 @@ class TrainStep:
     def _reduce_and_update(self, forward: _Forward, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
         end = len(CONTROL_SUMS)
         told = tf.pad(tf.cast(told, self._dtype), [[end - NUM_TOLD, forward.sums.shape[0] - end]])
-        # Issued as soon as the forward pass has its sums, so that it travels while the backward pass computes.
-        [sums] = self._collective.sum([forward.sums + told], name="control")
         state = self._sum_state(forward.state)
-        gradients, gradients_finite, scaled_norm = self._reduction(forward.gradients)
+        gradients, gradients_finite, scaled_norm, sums = self._reduction(forward.gradients, forward.sums + told)
         communication_sec = seconds_between([*forward.state, *forward.gradients], [sums, *state, *gradients])
         is_finite = tf.reduce_all(
             [gradients_finite, *(tf.reduce_all(tf.math.is_finite(value)) for value in [sums, *state])]

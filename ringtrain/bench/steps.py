@@ -159,13 +159,13 @@ def plan_guards(size: int, length: Length | None) -> list[Experiment]:
     cifar10 = ["--workload", "cifar10", "--synthetic", "true"]
     # Steps of cifar10 are long, and its runs short: the replicas are compared 25 times as often as by default, so that
     # each timed interval has a comparison.
-    often = ["--check_replicas_every", "40"]
+    often = ["--check_replicas_every", "30"]
     experiments = []
     for name, flags, on, goal in (
         ("cifar10", cifar10, often, 1 / 1.01),
         ("TINY", workload_flags("TINY"), [], 1 / 1.03),
     ):
-        chosen = length or (Length(steps=120, log_every=40) if name == "cifar10" else LENGTHS[name])
+        chosen = length or (Length(steps=90, log_every=30) if name == "cifar10" else LENGTHS[name])
         contenders = tuple(
             Contender(
                 name=which,

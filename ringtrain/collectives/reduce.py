@@ -4,11 +4,13 @@ Each rank brings the gradient of (sum of its samples' losses) / (samples of the 
 ranks is the gradient of the mean over the global batch, and nothing is divided afterwards.
 
 Gradients leave in a few groups, in the order in which the backward pass makes them (the last layer's first), so that
-the first groups travel while the rest is still computed.
+the first groups travel while the rest is still computed. Those of a small model leave together, with the step's other
+sums: what is ready at another time waits for another cycle of Horovod's, and a cycle is long beside such a step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -20,8 +22,9 @@ if TYPE_CHECKING:
 
 Compression = Literal["none", "fp16"]
 
-# A group is closed once it holds this share of all bytes, or this many bytes: small models want few messages, large
-# models an early start (ringtrain/bench/README.md).
+# Gradients of up to ONE_MESSAGE_BYTES in all are one message. Otherwise a group is closed once it holds this share of
+# all bytes, or this many bytes: small models want few messages, large ones an early start (ringtrain/bench/README.md).
+ONE_MESSAGE_BYTES = 1024 * 1024
 MAX_GROUPS = 6
 MIN_GROUP_BYTES = 256 * 1024
 
@@ -41,11 +44,13 @@ class Reduced(NamedTuple):
         gradients: in the order given; a sparse one holds each row once.
         is_finite: bool []; False where any value on any rank was not finite.
         global_norm: float [], the Euclidean norm of all gradients together.
+        control: the sum of the control vectors; None where none was given.
     """
 
     gradients: list[tf.Tensor | tf.IndexedSlices]
     is_finite: tf.Tensor
     global_norm: tf.Tensor
+    control: tf.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +73,20 @@ class GradientReduction:
     name: str = "gradients"
     groups: Sequence[Sequence[int]] | None = None
 
-    def __call__(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> Reduced:
-        """Reduce one gradient for each variable, in the order in which the forward pass uses the variables."""
-        sums = self.sum(gradients)
+    def __call__(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor | None = None) -> Reduced:
+        """Reduce one gradient for each variable, in the order in which the forward pass uses the variables.
+
+        Args:
+            control: a short vector of sums, which is reduced as well; the verdict is on the gradients alone.
+        """
+        if control is not None and self._is_one_message([*gradients, control]):
+            *sums, control = self.sum([*gradients, control])
+        else:
+            if control is not None:  # issued once the forward pass has it: it travels while the backward pass computes
+                [control] = self.collective.sum([control], name="control")
+            sums = self.sum(gradients)
         is_finite, global_norm = verdict(sums)
-        return Reduced(sums, is_finite, global_norm)
+        return Reduced(sums, is_finite, global_norm, control)
 
     def sum(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The sums alone, without the verdict."""
@@ -87,6 +101,11 @@ class GradientReduction:
                 for index, total in zip(group, self._sum_dense([gradients[i] for i in group], name), strict=True):
                     sums[index] = total
         return sums
+
+    def _is_one_message(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
+        """Whether these travel together, each as it is: short ones of the same type, none of them sparse."""
+        groups = plan_groups([gradient_spec(tensor) for tensor in tensors])
+        return self.groups is None and self.compression == "none" and len(groups) == 1
 
     def _sum_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         packed = [self._compress(gradient) for gradient in gradients]
@@ -116,7 +135,7 @@ def plan_groups(specs: Sequence[GradientSpec]) -> list[list[int]]:
         is a group of its own, and so is a large one: alone, it is reduced without being copied into a buffer.
     """
     total_bytes = sum(spec.num_bytes for spec in specs if not spec.is_sparse)
-    target_bytes = max(MIN_GROUP_BYTES, total_bytes / MAX_GROUPS)
+    target_bytes = max(MIN_GROUP_BYTES, total_bytes / MAX_GROUPS) if total_bytes > ONE_MESSAGE_BYTES else math.inf
     groups: list[list[int]] = []
     open_groups: dict[str, tuple[list[int], int]] = {}  # type -> (indices, bytes)
     for index in reversed(range(len(specs))):

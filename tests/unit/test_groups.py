@@ -5,7 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringtrain.collectives.reduce import MAX_GROUPS, MIN_GROUP_BYTES, GradientSpec, plan_groups
+from ringtrain.collectives.reduce import (
+    MAX_GROUPS,
+    MIN_GROUP_BYTES,
+    ONE_MESSAGE_BYTES,
+    GradientSpec,
+    plan_groups,
+)
 
 specs = st.lists(
     st.builds(
@@ -43,6 +49,9 @@ def test_there_are_few_groups(gradients: list[GradientSpec]) -> None:
 
 def test_a_small_model_sends_one_message() -> None:
     assert plan_groups([GradientSpec(1000, "float32", False)] * 5) == [[4, 3, 2, 1, 0]]
+    halves = [GradientSpec(ONE_MESSAGE_BYTES // 2, "float32", False)] * 2
+    assert plan_groups(halves) == [[1, 0]]
+    assert plan_groups([*halves, GradientSpec(4, "float32", False)]) == [[1], [0], [2]]
 
 
 def test_the_last_layers_of_a_large_model_leave_before_the_first_are_computed() -> None:

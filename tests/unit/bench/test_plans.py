@@ -134,7 +134,7 @@ def test_guards_on_and_off_differ_by_their_flags_alone() -> None:
         [on], [off] = commands(experiment, "guards_on"), commands(experiment, "guards_off")
         guards = ("--check_replicas_every", "--hang_timeout")
         assert flags_of(off.argv, guards) == dict.fromkeys(guards, "0")
-        often = {"--check_replicas_every": "40"} if experiment.name == "cifar10" else {}
+        often = {"--check_replicas_every": "30"} if experiment.name == "cifar10" else {}
         assert flags_of(on.argv, guards) == often
         assert without(on.argv, guards) == without(off.argv, guards)
 

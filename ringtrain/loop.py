@@ -42,11 +42,13 @@ class Result:
     Attributes:
         ending: why it ended.
         evaluation: the last evaluation of this process; None where there was none.
-        best_step: the step of the run's best evaluation; None where there was none.
+        best: the best value of ``best_metric``; None where there was no evaluation.
+        best_step: the step of that evaluation.
     """
 
     ending: Ending
     evaluation: EvalReport | None
+    best: float | None = None
     best_step: int | None = None
 
 
@@ -105,7 +107,7 @@ def train(
         console.stop_progress()
     finish(job, actions, progress, step, ending, requests)
     best_step = progress.best_step if progress.best is not None else None
-    return Result(ending=ending, evaluation=actions.evaluate.last, best_step=best_step)
+    return Result(ending=ending, evaluation=actions.evaluate.last, best=progress.best, best_step=best_step)
 
 
 def set_first_values(job: Job, opened: OpenedRun | None, console: Console) -> None:

@@ -60,8 +60,8 @@ class ProgressBar(Progress):
             self.update(self._task, completed=note.step - 1)
         yield self.make_tasks_table(self.tasks)
         saved = self._last_saved_step()
-        checkpoint = f"checkpoint: {f'step {saved:,}' if saved else 'none yet'}"
-        shown = [*self._values[:2], *([] if self.finished else [checkpoint]), *self._values[2:]]
+        checkpoint = [f"checkpoint: step {saved:,}"] if saved and not self.finished else []
+        shown = [*self._values[:2], *checkpoint, *self._values[2:]]
         if note.doing in (Doing.EVALUATION_DATA, Doing.EVALUATION_STEP):
             shown.insert(0, "evaluating")
         yield Text("  ".join(shown), no_wrap=True, overflow="ellipsis")

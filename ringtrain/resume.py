@@ -118,9 +118,10 @@ def find_start(directory: RunDirectory, config: Config, *, say: Callable[[str], 
     former = read_config(directory.path)
     if former is None:
         return None
-    refuse_other_settings(directory.path, former, to_plain(asdict(config)))
     remove_unfinished(directory.checkpoints)
     checkpoint, damages = find_newest(directory.checkpoints)
+    if checkpoint is not None:  # else nothing is there that other settings could contradict
+        refuse_other_settings(directory.path, former, to_plain(asdict(config)))
     for damage in damages:
         say(f"warning: {damage}")
     if checkpoint is None:
@@ -151,7 +152,7 @@ def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping
     if changed:
         raise UsageError(
             f"the run in {str(path)!r} was started with other settings: {'; '.join(changed)}. Give the former ones to "
-            "go on, or start anew beside it with --resume never, or elsewhere with --out."
+            "go on, or start anew elsewhere with --out, or beside it with --resume never (--out then goes on with it)."
         )
 
 

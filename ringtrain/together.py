@@ -8,6 +8,7 @@ import functools
 import os
 import shlex
 import sys
+import sysconfig
 import time
 import traceback
 import warnings
@@ -99,7 +100,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
             watchdog.begin_leaving(1)
             where = f"rank {world.rank} on {world.node} failed"
             tell_end(end_values("failed", 1, f"{where}: {describe_defect(error)}"))
-            sys.stderr.write(f"ringtrain: error: {where}:\n{traceback.format_exc()}")
+            sys.stderr.write(f"{format_defect(error)}ringtrain: error: {where}: {describe_defect(error)}\n")
             collective.abort(1)
         else:
             watchdog.begin_leaving(0)
@@ -155,7 +156,7 @@ def train_together(
                 console=console,
                 num_threads=prepared.plan.intra_op_threads,
             )
-    for line in describe_result(result, start.path):
+    for line in describe_result(result, start.path, best_metric=prepared.config.best_metric):
         console.line(line)
     return result
 
@@ -181,18 +182,21 @@ def open_together(
     return start, opened[0] if opened else None
 
 
-def describe_result(result: Result, path: str) -> list[str]:
+def describe_result(result: Result, path: str, *, best_metric: str) -> list[str]:
     """The last lines of a run: what came of it, where it is, and what to do with it."""
     from ringtrain.actions import Ending
 
     early = " (stopped early: no better evaluation for a while)" if result.ending is Ending.EARLY else ""
     metrics = result.evaluation.metrics if result.evaluation else {}
-    values = "".join(f", {name} {value:.4f}" for name, value in metrics.items())
-    best = f" (best: step {result.best_step})" if result.best_step is not None else ""
+    last = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    said = [f"{last} after the last step"] if last else []
+    if result.best is not None:
+        said.append(f"best {best_metric} {result.best:.4g} at step {result.best_step}")
     quoted = shlex.quote(path)
     evaluate = [f"  evaluate the best:  python -m ringtrain eval {quoted}"] if result.evaluation else []
     report = [f"  see its curves:     {quoted}/{REPORT_FILE}"] if (Path(path) / REPORT_FILE).is_file() else []
-    return [f"done{early}{values}{best}; the run is in {path}", *evaluate, *report]
+    done = ": ".join([f"done{early}", *([", ".join(said)] if said else [])])
+    return [done, f"  the run is in:      {quoted}", *evaluate, *report]
 
 
 @contextlib.contextmanager
@@ -238,6 +242,22 @@ def recording_end(
 def describe_defect(error: BaseException) -> str:
     """An error of the program in one line; TensorFlow's have many."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def format_defect(error: BaseException) -> str:
+    """The traceback of an error of the program; of one that the user's own code raised, from that code on."""
+    if error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
+        return "".join(traceback.format_exception(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((number for number, frame in enumerate(frames) if is_users_own(frame.filename)), 0)
+    shown = traceback.format_list(frames[first:])
+    return "".join(["Traceback (most recent call last):\n", *shown, *traceback.format_exception_only(error)])
+
+
+def is_users_own(file: str) -> bool:
+    """Whether a file of code is neither ringtrain's nor Python's, and no installed package's."""
+    foreign = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
+    return not file.startswith(foreign) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def early_end(reason: str, exit_code: int) -> RingtrainError:

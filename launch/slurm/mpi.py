@@ -41,7 +41,7 @@ def find_mpi(say: Callable[[str], None], ask: Callable[[], str | None] = ask_sru
     """How to start the ranks on this site, with a note where that is not plainly srun's doing."""
     listing = ask()
     if listing is None:
-        say("there is no srun here that names its kinds of MPI: taking --mpi pmix. If the site has another, give it.")
+        say("no srun here says which kinds of MPI it has: taking --mpi pmix. Give --mpi where the cluster has another.")
         return "pmix"
     chosen = choose_mpi(listing)
     if chosen == HOROVODRUN:

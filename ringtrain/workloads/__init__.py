@@ -65,10 +65,11 @@ def load_workload(spec: str) -> type[Workload]:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # whatever a user's module may raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = (
+            "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
+        )  # it says it itself
         raise UsageError(
-            f"workload {spec!r} cannot be imported: {type(error).__name__}: {error} "
-            f"({frame.filename}, line {frame.lineno}).",
-            reach="run",
+            f"workload {spec!r} cannot be imported: {type(error).__name__}: {error}{where}.", reach="run"
         ) from error
     workload = getattr(module, class_name or _only_workload(module, spec), None)
     if not (isinstance(workload, type) and issubclass(workload, Workload)):

@@ -21,7 +21,7 @@ def test_names_and_paths_arrive_byte_for_byte_and_nothing_in_them_is_executed(
     output, run = f"{HOSTILE_NAME}-{number}.out", f"run of {HOSTILE}"
     assert f"job {number} is submitted; it writes into {shlex.quote(output)}\n" in undisturbed.announced
     assert sorted(path.name for path in directory.iterdir()) == sorted([".launch", output, run])
-    assert "\ndone, accuracy" in undisturbed.output
+    assert "\ndone: accuracy" in undisturbed.output
     assert not list(directory.parent.rglob("pwned"))
 
 

@@ -53,7 +53,7 @@ WRONG = [
     (["init"], ["file"]),
     (["workloads", "--verbose"], ["there is no flag --verbose"]),
     (["--data_dir", "/no/such/place"], ["data_dir '/no/such/place' is no directory"]),
-    (["--config", "missing.yaml"], ["missing.yaml"]),
+    (["--config", "missing.yaml"], ["config is 'missing.yaml', and there is no such file. Check the path."]),
     (["--config", "wrong_key.yaml"], ["there is no key epoch", "Did you mean epochs?"]),
     (["--config", "wrong_nested_key.yaml"], ["there is no key optimizer.rate", "Did you mean"]),
     (["--config", "wrong_type.yaml"], ["epochs is", "it must be a whole number"]),

@@ -156,6 +156,16 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_says_so(config
     opened.directory.close()
 
 
+def test_where_nothing_was_saved_other_settings_contradict_nothing(config: Config) -> None:
+    """Such as after a first try that ended with an error."""
+    open_quietly(config).directory.close()
+    said: list[str] = []
+    opened = open_run(replace(config, batch_size=32), say=said.append)
+    assert said == [f"the run in {config.out} holds no checkpoint yet: it starts anew"]
+    assert yaml.safe_load((opened.directory.path / CONFIG_FILE).read_text())["batch_size"] == 32
+    opened.directory.close()
+
+
 # --- A run that goes on ---
 
 

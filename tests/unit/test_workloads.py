@@ -79,3 +79,13 @@ def test_a_file_with_none_or_several_is_refused(tmp_path: Path, text: str, messa
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
         load_workload(str(file))
+
+
+def test_a_file_with_a_syntax_error_is_named_with_its_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("first = 1\nsecond = [1, 2\nthird = 3)\n")
+    with pytest.raises(UsageError) as caught:
+        load_workload(str(path))
+    assert "SyntaxError" in str(caught.value)
+    assert str(caught.value).count("line ") == 1 or str(caught.value).endswith("(mine.py, line 3).")
+    assert "importlib" not in str(caught.value)

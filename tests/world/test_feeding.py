@@ -119,14 +119,19 @@ def test_a_pass_begins_anew_with_each_epoch_and_a_run_goes_on_by_replay(
             3,
             "rank 1 was fed (float64 [n, 2], float64 [n, 1]) in step 2; each batch must have",
         ),
-        (
-            ["fault=type"],
-            3,
-            "is fed (float64 [n, 3], float64 [n, 1]), but rank 1 (float32 [n, 3], float64 [n, 1])",
-        ),
         (["fault=exception"], 1, "KeyError: 'the bug of the feed'"),
-        (["fault=nothing"], 3, "no rank was fed a single batch"),
-        (["steps_per_epoch=9"], 3, "no rank was fed anything for step 6 of an epoch, but steps_per_epoch is 9"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (
+                    ["fault=type"],
+                    3,
+                    "is fed (float64 [n, 3], float64 [n, 1]), but rank 1 (float32 [n, 3], float64 [n, 1])",
+                ),
+                (["fault=nothing"], 3, "no rank was fed a single batch"),
+                (["steps_per_epoch=9"], 3, "no rank was fed anything for step 6 of an epoch, but steps_per_epoch is 9"),
+            )
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -53,7 +53,12 @@ def test_some_steps_are_profiled_and_their_communication_is_drawn(run_ringtrain:
 
 
 @pytest.mark.parametrize(
-    ("steps", "expected"), [("1:1", {1}), ("11:40", {11, 12}), ("13:14", set())], ids=["first", "last", "none"]
+    ("steps", "expected"),
+    [
+        pytest.param("1:1", {1}, id="first", marks=pytest.mark.slow),
+        pytest.param("11:40", {11, 12}, id="last", marks=pytest.mark.slow),
+        pytest.param("13:14", set(), id="none"),
+    ],
 )
 def test_one_process_profiles_what_it_trains(
     steps: str, expected: set[int], run_ringtrain: RunRingtrain, tmp_path: Path

@@ -34,7 +34,8 @@ LINES = [
     r"global batch .*",
     STEP_LINE,
     rf"epoch {NUMBER}, step \d+: eval loss = {NUMBER}(, accuracy = {NUMBER})? \(\d+ samples\)",
-    r"done.*; the run is in \S+",
+    rf"done(: accuracy {NUMBER} after the last step(, best \w+ {NUMBER} at step \d+)?)?",
+    r"  the run is in:      \S+",
     r"  evaluate the best:  python -m ringtrain eval \S+",
     r"  see its curves:     \S+/report\.html",
 ]
@@ -165,7 +166,7 @@ def test_beside_another_run_no_core_is_pinned_and_a_terminal_shows_progress(
         re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", finished.stdout) if "ETA" in line
     ]
     assert {len(bar) for bar in bars} == {TERMINAL_COLUMNS}
-    assert re.search(r"done.*; the run is in ", finished.stdout)
+    assert re.search(r"done: .* after the last step", finished.stdout)
     assert f"{tmp_path / 'out'}/report.html" in finished.stdout.splitlines()[-1]
     assert "<stdout>" not in finished.stdout
 
@@ -279,7 +280,7 @@ def test_a_bug_on_one_rank_ends_all_and_shows_its_traceback(run_ringtrain: RunRi
     assert finished.stderr.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow)])
 def test_a_wrong_setting_is_told_once_and_ends_all_ranks(run_ringtrain: RunRingtrain, launcher: str) -> None:
     cases = [["--epochs", "0"], ["--workload", "digit"], ["--data_dir", "/no/such/place"], ["--nonsense", "1"]]
     for arguments in cases if launcher == "mpirun" else cases[:1]:

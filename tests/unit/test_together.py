@@ -1,0 +1,65 @@
+"""What is said of errors and of results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringtrain.actions import Ending
+from ringtrain.collectives import on_first
+from ringtrain.collectives.solo import Solo
+from ringtrain.evaluation import EvalReport
+from ringtrain.loop import Result
+from ringtrain.together import describe_defect, describe_result, format_defect
+from ringtrain.world import World
+
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
+
+
+def error_of(source: str, file: str) -> BaseException:
+    """What a function ``fail`` raises that ringtrain calls, without the frame of this test."""
+    scope: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), scope)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
+        on_first(Solo(ALONE), scope["fail"], name="test")
+    error = caught.value
+    return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+
+
+def test_a_traceback_begins_with_the_users_own_code() -> None:
+    error = error_of("def fail():\n    return [][1]\n", "/home/me/model.py")
+    lines = format_defect(error).splitlines()
+    assert lines[:2] == ["Traceback (most recent call last):", '  File "/home/me/model.py", line 2, in fail']
+    assert lines[-1] == "IndexError: list index out of range"
+    assert describe_defect(error) == "IndexError: list index out of range"
+
+
+def test_a_traceback_of_no_users_code_is_whole() -> None:
+    error = error_of("def fail():\n    return [][1]\n", "/usr/lib/python3/site-packages/package/code.py")
+    assert "ringtrain/collectives/__init__.py" in format_defect(error)
+
+
+def test_a_traceback_shows_what_an_error_came_from() -> None:
+    source = (
+        "def fail():\n    try:\n        [][1]\n    except IndexError as error:\n        raise OSError('x') from error\n"
+    )
+    text = format_defect(error_of(source, "/home/me/model.py"))
+    assert "IndexError" in text
+    assert "direct cause" in text
+
+
+def test_the_last_lines_say_what_came_of_it_and_where_it_is(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    run.mkdir()
+    evaluation = EvalReport(samples=4, loss=0.5, data_loss=0.5, metrics={"accuracy": 0.75})
+    result = Result(ending=Ending.EARLY, evaluation=evaluation, best=0.8125, best_step=3)
+    assert describe_result(result, str(run), best_metric="accuracy") == [
+        "done (stopped early: no better evaluation for a while): accuracy 0.7500 after the last step, "
+        "best accuracy 0.8125 at step 3",
+        f"  the run is in:      '{run}'",
+        f"  evaluate the best:  python -m ringtrain eval '{run}'",
+    ]
+    nothing = Result(ending=Ending.COMPLETED, evaluation=None)
+    assert describe_result(nothing, "runs/x", best_metric="loss") == ["done", "  the run is in:      runs/x"]

@@ -1,6 +1,6 @@
 """``--faults-table FILE`` writes what the tests of this directory found, and shows a table of it.
 
-What the file holds of the same commit stays: parts may be run one after the other.
+What the file holds of other cases stays, with the commit that each was tried at: parts may be run one after the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FaultsTable:
     """Collects the outcome of each case."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._commit = path, describe_commit()
         self._cases: dict[str, dict[str, Any]] = {}
         self._result: dict[str, Any] | None = None
 
@@ -39,15 +39,15 @@ class FaultsTable:
         properties = dict(report.user_properties)
         self._cases[report.nodeid] = {
             "kind": Path(module).stem,
+            "commit": self._commit,
             "held": report.passed,
             "answer_seconds": properties.get("answer_seconds"),
             "resumed": properties.get("resumed"),
         }
 
     def pytest_sessionfinish(self) -> None:
-        former = json.loads(self._path.read_text()) if self._path.exists() else {}
-        kept = former["cases"] if former.get("commit") == describe_commit() else {}
-        self._result = summarize(dict(sorted({**kept, **self._cases}.items())), describe_commit())
+        kept = json.loads(self._path.read_text())["cases"] if self._path.exists() else {}
+        self._result = summarize(dict(sorted({**kept, **self._cases}.items())))
         self._path.write_text(json.dumps(self._result, indent=1) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -18,12 +18,12 @@ KINDS = {
 }
 
 
-def summarize(cases: Mapping[str, Mapping[str, Any]], commit: str) -> dict[str, Any]:
+def summarize(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The content of the result file, from the outcome of each case."""
     by_kind = {kind: [case for case in cases.values() if case["kind"] == kind] for kind in KINDS}
     return {
         "command": "make test-faults",
-        "commit": commit,
+        "commits": sorted({case["commit"] for case in cases.values()}),
         "kinds": {kind: count(of_kind) for kind, of_kind in by_kind.items()},
         "all": count(list(cases.values())),
         "cases": dict(cases),

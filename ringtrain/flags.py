@@ -280,9 +280,8 @@ def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequenc
     wrong = re.search(r'Parser key "([\w.]+)".*(?:Given value|Got value): (.*)', message, re.DOTALL)
     if wrong and wrong[1] in field_rules():
         return f"{wrong[1]} is {wrong[2].strip()!r}; it must be {field_rules()[wrong[1]]}."
-    missing = re.search(r"File does not exist: (.*)", message)
-    if missing:
-        return f"config is {missing[1].strip()!r}, and there is no such file. Check the path."
+    if "File does not exist" in message:
+        return f"config is {find_config_file(arguments)!r}, and there is no such file. Check the path."
     if re.match("Problems parsing config|Unexpected config", message):
         return f"{find_config_file(arguments)} holds no YAML mapping of settings: {' '.join(message.split())}"
     return " ".join(message.split())

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # Time for rank 0 to say an error that it has as well, and for the launcher to end the other ranks then; on a busy node
 # ranks start seconds apart.
 FIRST_RANK_SECONDS = 15.0
+GRAPH_ERROR = "Graph execution error:"
 
 
 class Prepared(NamedTuple):
@@ -240,8 +241,10 @@ def recording_end(
 
 
 def describe_defect(error: BaseException) -> str:
-    """An error of the program in one line; TensorFlow's have many."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    """An error of the program in one line; TensorFlow's have many, and those out of a graph say it last."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.startswith("[[")] or [""]
+    return f"{type(error).__name__}: {said[-1] if said[0] == GRAPH_ERROR else said[0]}"
 
 
 def format_defect(error: BaseException) -> str:

@@ -43,7 +43,7 @@ class Fault:
 
 KILLED = r"launch: rank {rank} on {node} \(pid \d+\) was killed by %s, the first to end"
 STOPPED = r"error: .*(rank {rank} on {node} is silent since \d+ s|nothing was heard of rank {rank} on {node}\.)"
-FAILED = r"(?s)Traceback.*error: rank {rank} on {node} failed: ZeroDivisionError: the fault of rank {rank}"
+FAILED = r"(?s)Traceback.*error: rank {rank} on {node} failed: .*ZeroDivisionError: the fault of rank {rank}"
 FAULTS = {
     "SIGKILL": Fault(signal=signal.SIGKILL, exit_code=1, status=None, named=KILLED % "SIGKILL"),
     "SIGSEGV": Fault(signal=signal.SIGSEGV, exit_code=1, status=None, named=KILLED % "SIGSEGV"),

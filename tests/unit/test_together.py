@@ -36,6 +36,15 @@ def test_a_traceback_begins_with_the_users_own_code() -> None:
     assert describe_defect(error) == "IndexError: list index out of range"
 
 
+def test_what_went_wrong_in_a_graph_is_told_by_its_own_line() -> None:
+    text = (
+        "Graph execution error:\n\nDetected at node X defined at\n  frames\n\nKeyError: 'a'\n\n\t [[{{node X}}]] [Op:f]"
+    )
+    assert describe_defect(RuntimeError(text)) == "RuntimeError: KeyError: 'a'"
+    assert describe_defect(RuntimeError("one\ntwo")) == "RuntimeError: one"
+    assert describe_defect(RuntimeError()) == "RuntimeError: "
+
+
 def test_a_traceback_of_no_users_code_is_whole() -> None:
     error = error_of("def fail():\n    return [][1]\n", "/usr/lib/python3/site-packages/package/code.py")
     assert "ringtrain/collectives/__init__.py" in format_defect(error)

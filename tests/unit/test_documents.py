@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.faults.summary import markdown, summarize
+
 ROOT = Path(__file__).resolve().parents[2]
+README = " ".join((ROOT / "README.md").read_text().split())
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 DOCUMENTS += [*(ROOT / "docs").glob("*.md"), ROOT / "launch/README.md", ROOT / "ringtrain/README.md"]
@@ -45,3 +49,20 @@ def test_pre_commit_runs_the_locked_tools_and_downloads_nothing() -> None:
     hooks = config["repos"][0]["hooks"]
     assert {hook["language"] for hook in hooks} == {"system"}
     assert {hook["entry"].split()[0] for hook in hooks} == {".venv/bin/ruff", ".venv/bin/mypy"}
+
+
+def test_the_readme_says_of_the_soak_what_its_result_does() -> None:
+    result = json.loads((ROOT / "results/soak.json").read_text())
+    num_faults = sum(count for fault, count in result["faults"].items() if not fault.startswith("none"))
+    assert f"`results/soak.json`: {num_faults} faults" in README
+    assert f"{result['steps']:,} steps" in README
+    assert result["disturbed_minutes"] >= 60
+    assert all(result[fact] for fact in ("weights_bit_equal", "losses_equal", "each_sample_once_an_epoch"))
+
+
+def test_the_readme_shows_the_table_of_the_injected_faults() -> None:
+    result = json.loads((ROOT / "results/faults.json").read_text())
+    assert summarize(result["cases"]) == result
+    assert markdown(result) in (ROOT / "README.md").read_text()
+    assert [name for name, case in result["cases"].items() if not case["held"]] == []
+    assert result["all"]["tried"] >= 100

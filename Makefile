@@ -7,6 +7,8 @@ MAKEFLAGS += --no-print-directory
 
 # The interpreter that .venv is made with, for example `make PYTHON=python3.12 setup`; empty: .ci/setup chooses.
 PYTHON ?=
+# GPU=1: Horovod with NCCL, for which CUDA's compiler nvcc must be there; GPU=0: for cores; empty: as .venv is.
+GPU ?=
 BIN := .venv/bin
 SOURCES = $(wildcard ringtrain launch tests)
 
@@ -18,14 +20,15 @@ NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-setup: ## Install what is missing and make .venv (PYTHON=python3.12 chooses the interpreter)
-	@PYTHON='$(PYTHON)' .ci/setup
+setup: ## Install what is missing and make .venv (PYTHON=python3.12 chooses the interpreter; GPU=1: for GPUs)
+	@PYTHON='$(PYTHON)' GPU='$(GPU)' .ci/setup
 
 setup-tests: setup ## Install what the tests need besides: Slurm, which they start themselves, shellcheck and Chromium
 	@.ci/setup-tests
 
 train: setup ## Train the built-in workload with 2 processes, into a fresh directory under runs/
 	@out=runs/digits-$$(date -u +%Y%m%dT%H%M%SZ); export PATH="$(CURDIR)/$(BIN):$$PATH" TF_CPP_MIN_LOG_LEVEL=2; \
+	echo "horovodrun -np 2 python -m ringtrain --out $$out"; \
 	{ horovodrun -np 2 python -m ringtrain --out "$$out" 2>&1 >&3 | (trap '' INT; sed -uE '/$(NOISE)/d' >&2); } 3>&1
 
 test: setup-tests ## Run the tests, without those marked slow

@@ -27,6 +27,7 @@ PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
 LOCK = (ROOT / "requirements.lock").read_text()
+GPU_LOCK = (ROOT / "requirements-gpu.lock").read_text()
 # One entry: "name==version ; marker \", then its hashes, one a line.
 LOCK_ENTRIES = re.findall(r"^(\S.*?) \\\n((?:    --hash=\S+(?: \\)?\n)+)", LOCK, flags=re.MULTILINE)
 
@@ -72,6 +73,19 @@ def test_lock_holds_every_direct_dependency_in_its_range(python: str) -> None:
         assert version in requirement.specifier, f"{requirement}, but requirements.lock has {version}; run make lock"
 
 
+def test_the_lock_for_gpus_adds_nvidias_packages_to_the_same_versions() -> None:
+    assert entries_of(LOCK) < entries_of(GPU_LOCK)
+    added = {entry.partition("==")[0] for entry in entries_of(GPU_LOCK) - entries_of(LOCK)}
+    assert {"nvidia-nccl-cu12", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu12"} <= added
+    assert all(name.startswith("nvidia-") for name in added)
+    assert not re.search(r"://|\b(index-url|find-links)\b| @ |file:", GPU_LOCK)
+
+
+def entries_of(lock: str) -> set[str]:
+    """Each package with its version, marker and hashes."""
+    return set(re.findall(r"^\S+==.*\n(?:    --hash=.*\n)+", lock, flags=re.MULTILINE))
+
+
 def test_every_line_of_the_lock_is_an_exact_version_a_hash_or_a_comment() -> None:
     lines = [line for line in LOCK.splitlines() if not line.lstrip().startswith("#")]
     num_hashes = sum(hashes.count("--hash=sha256:") for _, hashes in LOCK_ENTRIES)
@@ -112,11 +126,11 @@ def test_console_script_exists() -> None:
 
 
 def run_setup(
-    folder: Path, *, without: set[str], python: str = sys.executable, script: str = "setup"
+    folder: Path, *, without: set[str], python: str = sys.executable, script: str = "setup", gpu: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of .ci in a copy of its files, as a user other than root, on a system that lacks some commands."""
     shutil.copytree(ROOT / ".ci", folder / ".ci")
-    for name in ("pyproject.toml", "requirements.lock"):
+    for name in ("pyproject.toml", "requirements.lock", "requirements-gpu.lock"):
         shutil.copy(ROOT / name, folder)
     commands = folder / "bin"
     commands.mkdir()
@@ -125,7 +139,7 @@ def run_setup(
     stand_ins = {"apt-get": "exit 1", "g++": "", "id": "echo 1000", "mpicc": "", "mpirun": "", "python3": "exit 1"}
     for command in stand_ins.keys() - without:
         write_command(commands / command, stand_ins[command])
-    environment = {"PATH": str(commands), "PYTHON": python}
+    environment = {"PATH": str(commands), "PYTHON": python, "GPU": gpu, "CUDA_HOME": str(folder / "cuda")}
     return subprocess.run([folder / ".ci" / script], capture_output=True, text=True, env=environment)
 
 
@@ -154,6 +168,22 @@ def test_setup_refuses_an_unsuitable_python(tmp_path: Path) -> None:
     done = run_setup(tmp_path, without=set(), python=str(unsuitable))
     assert done.returncode == 1
     assert done.stderr == f"set-up: PYTHON={unsuitable} is no Python 3.10, 3.11 or 3.12\n"
+
+
+def test_setup_for_gpus_without_cudas_compiler_says_what_is_missing(tmp_path: Path) -> None:
+    done = run_setup(tmp_path, without=set(), gpu="1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("set-up: GPU=1 compiles Horovod with NCCL, which takes CUDA's compiler nvcc, and ")
+    assert "Load the site's module (module load cuda), or install the CUDA toolkit" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_setup_refuses_a_gpu_that_is_neither_on_nor_off(tmp_path: Path) -> None:
+    done = run_setup(tmp_path, without=set(), gpu="yes")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "set-up: GPU=yes; it must be 1 (Horovod with NCCL) or 0 (for cores)\n",
+    )
 
 
 def test_setup_of_the_tests_names_the_missing_packages_in_one_line(tmp_path: Path) -> None:

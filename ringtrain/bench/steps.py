@@ -157,7 +157,7 @@ def plan_guards(size: int, length: Length | None) -> list[Experiment]:
     """What the guards cost that flags turn off: on, off, and on once more."""
     off = ["--check_replicas_every", "0", "--hang_timeout", "0"]
     cifar10 = ["--workload", "cifar10", "--synthetic", "true"]
-    # Steps of cifar10 are long, and its runs short: the replicas are compared 25 times as often as by default, so that
+    # Steps of cifar10 are long, and its runs short: the replicas are compared 33 times as often as by default, so that
     # each timed interval has a comparison.
     often = ["--check_replicas_every", "30"]
     experiments = []

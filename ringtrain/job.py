@@ -138,7 +138,7 @@ def create_job(
         evaluation=sources.evaluation,
         eval_step=create_eval_step(workload, config, step, sources.evaluation, collective),
         num_threads=num_threads,
-        times=StepTimes(is_step_done_at_once=not tf.config.get_visible_devices("GPU")),
+        times=StepTimes(times_communication=can_time_communication(config)),
     )
     require_same_training(collective, describe_job(job))
     return job
@@ -326,7 +326,13 @@ def create_step(
         ema=config.optimizer.ema,
         seed=config.seed,
         local_batch_size=first or None if is_known else None,
+        times_communication=can_time_communication(config),
     )
+
+
+def can_time_communication(config: Config) -> bool:
+    """Whether the step may ask for the time: see ``TrainStep``."""
+    return not (config.deterministic or tf.config.get_visible_devices("GPU"))
 
 
 def create_eval_step(

@@ -89,6 +89,7 @@ class TrainStep:
         seed: int,
         ema: float = 0.0,
         local_batch_size: int | None = None,
+        times_communication: bool = False,
     ) -> None:
         """Trace the step.
 
@@ -99,6 +100,8 @@ class TrainStep:
             seed: seed of dropout.
             ema: largest decay of the moving average of the weights; 0: none is kept.
             local_batch_size: samples of almost all of this rank's batches; None where that is not known.
+            times_communication: take the moments for ``communication_seconds``. TensorFlow refuses that where it is to
+                be deterministic; of what a GPU computes the host knows none, and to ask would let it wait.
         """
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=precision == "mixed_float16")
@@ -109,6 +112,7 @@ class TrainStep:
         self._collective: Collective = reduction.collective
         self._dtype = tf.float64 if precision == "float64" else tf.float32
         self._accumulate = accumulate
+        self._times_communication = times_communication
         self._seed = seed
         self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
         self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
@@ -193,7 +197,7 @@ class TrainStep:
         return bool(returned.numpy()[CONTROL_SUMS.index("stop_votes")])
 
     def communication_seconds(self, returned: tf.Tensor) -> float:
-        """How long after this rank's last gradient the last of the sums was there; on cores only (``StepTimes``)."""
+        """How long after this rank's last gradient the last of the sums was there; 0 where that is not timed."""
         return float(returned.numpy()[-1])
 
     def next_samples(self, returned: tf.Tensor) -> int:
@@ -353,7 +357,9 @@ class TrainStep:
         told = tf.pad(tf.cast(told, self._dtype), [[end - NUM_TOLD, forward.sums.shape[0] - end]])
         state = self._sum_state(forward.state)
         gradients, gradients_finite, scaled_norm, sums = self._reduction(forward.gradients, forward.sums + told)
-        communication_sec = seconds_between([*forward.state, *forward.gradients], [sums, *state, *gradients])
+        communication_sec = tf.constant(0.0, tf.float64)
+        if self._times_communication:
+            communication_sec = seconds_between([*forward.state, *forward.gradients], [sums, *state, *gradients])
         is_finite = tf.reduce_all(
             [gradients_finite, *(tf.reduce_all(tf.math.is_finite(value)) for value in [sums, *state])]
         )
@@ -426,12 +432,7 @@ def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int)
 def seconds_between(
     begin: Sequence[tf.Tensor | tf.IndexedSlices], end: Sequence[tf.Tensor | tf.IndexedSlices]
 ) -> tf.Tensor:
-    """From when the last of these is there until the last of those is: float64 [], by the clock of the host.
-
-    Of what a GPU computes the host knows no such moments, and to ask for them would let it wait: 0 there.
-    """
-    if tf.config.get_visible_devices("GPU"):
-        return tf.constant(0.0, tf.float64)
+    """From when the last of these is there until the last of those is: float64 [], by the clock of the host."""
     moments = []
     for values in (begin, end):
         tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]

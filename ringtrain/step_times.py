@@ -12,12 +12,12 @@ Item = TypeVar("Item")
 class StepTimes:
     """Adds up the parts of the steps' time, by this rank's clock, from one line of the log to the next.
 
-    Computing and communication are told apart where a step is done when its call returns: on cores. On a GPU the host
-    only hands the work over, so there the wait for data alone is known.
+    Computing and communication are told apart where the step times its communication: on cores, and not where
+    TensorFlow is to be deterministic. Otherwise the wait for data alone is known.
     """
 
-    def __init__(self, *, is_step_done_at_once: bool) -> None:
-        self._is_step_done_at_once = is_step_done_at_once
+    def __init__(self, *, times_communication: bool) -> None:
+        self._times_communication = times_communication
         self._input = self._steps = self._communication = 0.0
         self._begin = 0.0
 
@@ -54,7 +54,7 @@ class StepTimes:
         is left: checks, the log, the copies of saves.
         """
         known = {"input_sec": self._input}
-        if self._is_step_done_at_once:
+        if self._times_communication:
             known["compute_sec"] = max(0.0, self._steps - self._communication)
             known["communication_sec"] = self._communication
         self._input = self._steps = self._communication = 0.0

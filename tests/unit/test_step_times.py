@@ -17,7 +17,7 @@ def slow_items() -> Iterator[int]:
 
 
 def test_the_parts_of_a_step_add_up_to_its_time() -> None:
-    times = StepTimes(is_step_done_at_once=True)
+    times = StepTimes(times_communication=True)
     for _ in times.waiting_for(slow_items()):
         with times.computing():
             time.sleep(0.04)
@@ -32,7 +32,7 @@ def test_the_parts_of_a_step_add_up_to_its_time() -> None:
 
 
 def test_a_device_that_works_on_its_own_tells_no_parts_but_the_wait_for_data() -> None:
-    times = StepTimes(is_step_done_at_once=False)
+    times = StepTimes(times_communication=False)
     with times.computing():
         pass
     assert times.take(1, sec_per_step=2.0) == {"input_sec": 0.0, "other_sec": 2.0}
@@ -43,6 +43,6 @@ def test_an_error_of_the_input_is_the_input_s_own() -> None:
         yield 1
         raise OSError("gone")
 
-    times = StepTimes(is_step_done_at_once=True)
+    times = StepTimes(times_communication=True)
     with pytest.raises(OSError, match="gone"):
         list(times.waiting_for(broken()))

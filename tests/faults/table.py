@@ -14,9 +14,7 @@ LAUNCHERS = ("launch", "launch over Gloo", "mpirun", "horovodrun")
 # What `make test` runs of it; `make test-faults` runs all. Other tests hold more of it (runs, stops, resumed runs).
 BY_DEFAULT = {
     "SIGKILL to rank 1 in all-reduce under launch",
-    "raise at rank 1 in evaluation under launch",
     "sleep at rank 1 in data under mpirun",
-    "flip at rank 1 in step under launch",
 }
 
 

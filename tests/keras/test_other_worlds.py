@@ -15,6 +15,7 @@ from tests.world.group import GLOO, Launch, on_ranks
 THREE = Launch(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 
 
+@pytest.mark.slow
 @on_ranks(GLOO, timeout=120)
 def test_two_ranks_equal_one_over_gloo(collective: Collective) -> None:
     test_arguments.test_gradients_are_reduced.body(collective, "nothing")

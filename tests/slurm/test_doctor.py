@@ -7,12 +7,15 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 from ringtrain import __version__
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_cluster import SRUN, write_script
 from tests.world.environments import SITE_PACKAGES, make_environment
 
 
+@pytest.mark.slow
 def test_a_node_with_another_keras_is_named(cluster: Cluster, tmp_path: Path) -> None:
     keras = importlib.metadata.version("keras")
     python, packages = make_environment(tmp_path / "env", without="keras")

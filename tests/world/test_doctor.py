@@ -139,6 +139,7 @@ def test_two_ranks_make_one_table(run_ringtrain: RunRingtrain, launcher: str) ->
     assert shown.splitlines()[-1] == "Training would work."
 
 
+@pytest.mark.slow
 def test_a_launcher_of_another_mpi_makes_one_table_of_rank_0() -> None:
     """A lone process that believes a launcher's variables is what a foreign mpirun makes of each rank."""
     place = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}

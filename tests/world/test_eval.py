@@ -56,6 +56,7 @@ def test_training_stops_once_evaluations_get_no_better(run_ringtrain: RunRingtra
     assert "is complete" in again.stdout
 
 
+@pytest.mark.slow
 def test_a_best_metric_that_no_evaluation_gives_is_named(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     finished = run_ringtrain([*LASTING, "--out", tmp_path / "run", "--best_metric", "acuracy"], launcher="mpirun")
     assert finished.rc == 2

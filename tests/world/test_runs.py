@@ -166,7 +166,7 @@ def test_beside_another_run_no_core_is_pinned_and_a_terminal_shows_progress(
         re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", finished.stdout) if "ETA" in line
     ]
     assert {len(bar) for bar in bars} == {TERMINAL_COLUMNS}
-    assert re.search(r"^done\r?$", finished.stdout, re.MULTILINE)
+    assert re.search(r"done(: best loss .*)?\r?\n  the run is in:      ", finished.stdout)
     assert f"{tmp_path / 'out'}/report.html" in finished.stdout.splitlines()[-1]
     assert "<stdout>" not in finished.stdout
 

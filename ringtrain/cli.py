@@ -286,12 +286,7 @@ def record_command(arguments: Sequence[str], world: World) -> int:
 def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
     """Take this rank's devices, then start TensorFlow and import the workload."""
     config = check_settings(explicit)
-    plan = pin(
-        world,
-        deterministic=config.deterministic,
-        hang_timeout=config.hang_timeout,
-        profiles=config.profile is not None,
-    )
+    plan = pin(world, config)
     with quiet_start():
         workload_class = load_workload(config.workload)
         device = start_tensorflow(plan, world)

@@ -95,12 +95,12 @@ def train(
     describe(job, console, opened)
     actions = create_actions(job, progress, opened, requests, console)
     actions.check.act(job.first_step)
-    actions.profile.begin()
     leave_if_told_to(job, requests)
     guard = NonfiniteGuard(job, console, progress, path=Path(start.path), run=opened.directory if opened else None)
     requests.start_training(actions.announce)
     console.start_progress(job.total_steps, job.first_step, actions.find_last_saved_step)
     try:
+        actions.profile.begin()
         step, ending = run_steps(job, actions.in_order, guard, progress, requests)
     finally:
         actions.close()

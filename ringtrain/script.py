@@ -84,12 +84,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
             reach="run",
         )
     instance = workload if isinstance(workload, Workload) else create_workload(workload_class, config.options)
-    plan = pin(
-        world,
-        deterministic=config.deterministic,
-        hang_timeout=config.hang_timeout,
-        profiles=config.profile is not None,
-    )
+    plan = pin(world, config)
     try:
         with quiet_start():
             device = start_tensorflow(plan, world)

@@ -294,7 +294,7 @@ class TrainStep:
                 partial_objective(data_loss_sum, regularization, count=count, global_count=global_count)
             )
         gradients = [
-            zeros_of_no_constant(v, batch.step, number) if gradient is None else gradient
+            zeros_of_no_constant(v, batch.step, number) if gradient is None else with_shape_of(v, gradient)
             for number, (v, gradient) in enumerate(
                 zip(variables, tape.gradient(scaled_objective, [v.value for v in variables]), strict=True), start=1
             )
@@ -417,6 +417,17 @@ def partial_objective(
         global_count: samples of all ranks.
     """
     return data_loss_sum / global_count + regularization * (count / global_count)
+
+
+def with_shape_of(variable: keras.Variable, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    """The gradient of a variable, with its shape known while the step is traced.
+
+    Which gradients travel together follows from their sizes, and all ranks must see the same: also one that has no
+    samples, and knows its variables alone.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        gradient.set_shape(variable.shape)  # unknown behind a gradient of the user's own, for example
+    return gradient
 
 
 def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int) -> tf.Tensor:

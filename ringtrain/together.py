@@ -55,18 +55,17 @@ class Prepared(NamedTuple):
     device: str
 
 
-def pin(world: World, *, deterministic: bool = False, hang_timeout: float = 0.0, profiles: bool = False) -> DevicePlan:
-    """Take this rank's share of its node, before anything heavy is imported."""
+def pin(world: World, config: Config | None = None) -> DevicePlan:
+    """Take this rank's share of its node, before anything heavy is imported; for a run with this configuration."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
-    machine = read_machine(os.environ)
     plan = plan_devices(
         world,
-        machine,
+        read_machine(os.environ),
         os.environ,
-        deterministic=deterministic,
-        hang_timeout=hang_timeout,
-        profiles=profiles,
+        deterministic=config is not None and config.deterministic,
+        hang_timeout=config.hang_timeout if config is not None else 0.0,
+        profiles=config is not None and config.profile is not None,
         claim_cores=claim_cores,
     )
     apply_plan(plan)

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     world = read_world(os.environ)
-    plan = pin(world, hang_timeout=Config.hang_timeout)
+    plan = pin(world, Config())
     start_tensorflow(plan, world)
     import tensorflow as tf
 

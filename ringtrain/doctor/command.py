@@ -60,7 +60,7 @@ def meet(world: World, facts: Facts, said: threading.Event) -> int:
     from ringtrain.collectives import connect
 
     try:
-        plan = pin(world, deterministic=False)
+        plan = pin(world)
         with quiet_start():
             facts = take_device(plan, world, facts)
         collective = connect("horovod", world)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
 from tests.faults.summary import markdown, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,3 +67,20 @@ def test_the_readme_shows_the_table_of_the_injected_faults() -> None:
     assert markdown(result) in (ROOT / "README.md").read_text()
     assert [name for name, case in result["cases"].items() if not case["held"]] == []
     assert result["all"]["tried"] >= 100
+
+
+@pytest.mark.parametrize(
+    ("experiment", "sentence"),
+    [("cifar10", "a step of `cifar10` takes {} of the time without them ({}; "), ("TINY", "a step of 2.9 ms {} ({}; ")],
+)
+def test_the_readme_says_of_the_guards_what_their_result_does(experiment: str, sentence: str) -> None:
+    result = json.loads((ROOT / "results/bench-guards.json").read_text())
+    [rounds] = [found["rounds"] for found in result["experiments"] if found["name"] == experiment]
+
+    def ratio(name: str, other: str) -> Spread:
+        seconds = [[each["runs"][who]["figures"]["step"] for each in rounds] for who in (name, other)]
+        return describe_spread(paired_ratios(*seconds))
+
+    cost, control = ratio("guards_on", "guards_off"), ratio("guards_on_again", "guards_on")
+    said = sentence.format(f"{cost.median:.3f}", f"{cost.low:.3f} to {cost.high:.3f}")
+    assert f"{said}A/A control {control.low:.3f} to {control.high:.3f})" in README

@@ -64,6 +64,7 @@ def test_a_best_metric_that_no_evaluation_gives_is_named(run_ringtrain: RunRingt
     assert "gives loss, data_loss, accuracy" in finished.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     """A file stands where the checkpoints' directory should be; root is refused by nothing else than this."""
     out = tmp_path / "run"

@@ -276,6 +276,7 @@ def test_no_samples_give_the_function_s_result_for_none(collective: Collective) 
     assert float(total) == 1
 
 
+@pytest.mark.slow
 @on_ranks(GLOO)
 def test_gradients_over_gloo(collective: Collective) -> None:
     test_gradients_are_those_of_one_process.body(collective, "function")

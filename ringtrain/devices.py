@@ -57,6 +57,7 @@ class DevicePlan:
         own_cores: cores for this rank alone; empty where the ranks share all of ``cores``.
         cores: the cores that this rank runs on: its own, and those that no rank has for itself.
         cores_source: who chose the cores.
+        why_shared: why no rank of this node has cores of its own; empty where each has, or where it is alone.
         intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
         settings: the environment variables for the communication and for TensorFlow.
     """
@@ -64,6 +65,7 @@ class DevicePlan:
     own_cores: tuple[int, ...]
     cores: tuple[int, ...]
     cores_source: Source
+    why_shared: str
     intra_op_threads: int
     inter_op_threads: int
     settings: tuple[Setting, ...]
@@ -138,28 +140,43 @@ def plan_devices(
     own_cores: tuple[int, ...] = ()
     cores, cores_source = machine.cores, "launcher" if machine.bound_by_launcher else "environment"
     limit: float = len(machine.cores)
+    why_shared = ""
     if not machine.bound_by_launcher:
         limit = min(limit, machine.quota or math.inf) / world.local_size
-        # A quota below the number of cores says that other containers use the same cores: pinning could put several of
-        # them on the first cores while the others idle.
-        quota_binds = machine.quota is not None and machine.quota < len(machine.cores)
         share = len(machine.cores) // world.local_size
-        if world.local_size > 1 and share >= 1 and not quota_binds:
-            mine = machine.cores[world.local_rank * share : (world.local_rank + 1) * share]
-            left_over = machine.cores[world.local_size * share :]
+        mine = machine.cores[world.local_rank * share : (world.local_rank + 1) * share]
+        left_over = machine.cores[world.local_size * share :]
+        why_shared = why_shares_cores(world, machine)
+        if world.local_size > 1 and not why_shared:
             if claim_cores(mine):
                 own_cores, cores, cores_source = mine, mine + left_over, "ringtrain"
+            else:
+                why_shared = "another run holds some of them"
     intra_op_threads = max(1, math.floor(limit))
     return DevicePlan(
         own_cores=own_cores,
         cores=cores,
         cores_source=cores_source,  # type: ignore[arg-type]
+        why_shared=why_shared,
         intra_op_threads=intra_op_threads,
         inter_op_threads=max(MIN_INTER_OP_THREADS, intra_op_threads),
         settings=plan_settings(
             world, environ, deterministic=deterministic, hang_timeout=hang_timeout, profiles=profiles
         ),
     )
+
+
+def why_shares_cores(world: World, machine: Machine) -> str:
+    """Why the ranks of this node cannot have cores of their own; empty where they can, or where there is one rank."""
+    if world.local_size == 1:
+        return ""
+    # A quota below the number of cores says that other containers use the same cores: pinning could put several of
+    # them on the first cores while the others idle.
+    if machine.quota is not None and machine.quota < len(machine.cores):
+        return f"the cgroup's quota is {machine.quota:g} cores"
+    if len(machine.cores) < world.local_size:
+        return f"there are {world.local_size} ranks"
+    return ""
 
 
 def plan_settings(
@@ -241,7 +258,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
         tf.config.threading.set_inter_op_parallelism_threads(plan.inter_op_threads)
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        return describe_cores(plan, world)
+        return describe_cores(plan)
     index = choose_gpu(world, len(gpus))
     tf.config.set_visible_devices(gpus[index], "GPU")
     tf.config.experimental.set_memory_growth(gpus[index], True)
@@ -290,12 +307,12 @@ def claim_cores(cores: tuple[int, ...]) -> bool:
 _claims: list[socket.socket] = []  # open until the process ends
 
 
-def describe_cores(plan: DevicePlan, world: World) -> str:
-    """The cores of a rank, and who else runs on them."""
+def describe_cores(plan: DevicePlan) -> str:
+    """The cores of a rank, and why others run on them."""
     cores = f"core{'s' if len(plan.cores) > 1 else ''} {format_cores(plan.cores)}"
     if plan.cores_source == "launcher":
         return f"{cores} (bound by the launcher)"
-    return cores if plan.own_cores or world.local_size == 1 else f"{cores} (shared by the ranks)"
+    return f"{cores} (shared by the ranks: {plan.why_shared})" if plan.why_shared else cores
 
 
 def format_cores(cores: tuple[int, ...]) -> str:

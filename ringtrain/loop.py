@@ -28,7 +28,7 @@ from ringtrain.job import Job, create_job
 from ringtrain.nonfinite import NonfiniteGuard
 from ringtrain.profiling import Profile
 from ringtrain.progress import Progress
-from ringtrain.resume import OpenedRun, Start
+from ringtrain.resume import OpenedRun, Start, describe_way_on
 from ringtrain.saving import CheckpointWriter, describe_run, restore, take_snapshot, take_weights
 from ringtrain.stopping import StopRequests
 from ringtrain.variables import share_first_values
@@ -366,7 +366,7 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
         requests.clear_file()
         raise PreemptedError(
             f"stopped by {who}: step {step} of {job.total_steps} is saved in {path}. "
-            "The same command goes on from there.",
+            f"{describe_way_on(job.config, Path(path).parent)}",
             reach="run",
             stopped_by=cause or "signal",
         )

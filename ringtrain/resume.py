@@ -156,6 +156,13 @@ def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping
         )
 
 
+def describe_way_on(config: Config, run: Path) -> str:
+    """What to start so that a run which was stopped goes on. ``run`` is its directory."""
+    if config.resume == "never":
+        return f"To go on from there, start the same command with --out {run} in place of --resume never."
+    return "The same command goes on from there."
+
+
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
     """Whether nothing is left to be done: the run ended, and is not to be longer than it was when it did."""
     then = checkpoint.run["config"]

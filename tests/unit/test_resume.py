@@ -27,6 +27,7 @@ from ringtrain.resume import (
     OpenedRun,
     Start,
     choose_directory,
+    describe_way_on,
     is_finished,
     open_run,
     refuse_other_settings,
@@ -467,3 +468,11 @@ def test_a_run_that_is_refused_is_let_go_of(config: Config, spoil: Callable[[Con
         with pytest.raises(RingtrainError) as raised:
             open_run(spoiled, say=print)
         assert f"process {os.getpid()}" not in str(raised.value)
+
+
+def test_a_run_that_was_begun_beside_another_names_itself_to_go_on() -> None:
+    run = Path("runs/digits-2")
+    assert describe_way_on(Config(), run) == "The same command goes on from there."
+    assert describe_way_on(Config(resume="never"), run) == (
+        "To go on from there, start the same command with --out runs/digits-2 in place of --resume never."
+    )

@@ -143,6 +143,7 @@ def create_request_parser(command: str, description: str) -> Parser:
 
 def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
     """The request that the options make."""
+    check_flags(flags)
     values = {name: value for name, value in vars(options).items() if value is not None}
     for name in ("to", "no_requeue", "module", "env", "mpi"):
         values.pop(name, None)
@@ -154,6 +155,21 @@ def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
         env=tuple(read_variable(text) for text in options.env or ()),
         flags=tuple(flags),
     )
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """See that ringtrain takes the flags, before a job waits in the queue to be told.
+
+    Raises:
+        UsageError: there is no such flag, workload or configuration file, or a value is wrong.
+    """
+    from ringtrain.cli import check_settings  # here, so that help needs no parser of ringtrain's
+    from ringtrain.flags import create_train_parser, parse_arguments
+    from ringtrain.world import read_world
+
+    explicit = parse_arguments(create_train_parser(), flags, read_world({}))
+    explicit.pop("data_dir", None)  # it may be on the nodes alone
+    check_settings(explicit)
 
 
 def read_variable(text: str) -> tuple[str, str]:

@@ -354,7 +354,7 @@ def test_a_refusal_is_taken_at_once(site: Site, monkeypatch: pytest.MonkeyPatch)
     assert "did not answer" in (controller.requeue("7") or "")
     (site.programs / "scontrol").unlink()
     monkeypatch.setenv("PATH", str(site.programs))
-    assert "cannot be started: No such file" in (controller.requeue("7") or "")
+    assert "scontrol is not on PATH" in (controller.requeue("7") or "")
 
 
 @pytest.mark.parametrize("text", ["12", "12;cluster", "a notice of the site\n12"])

@@ -49,6 +49,10 @@ WRONG = [
     ([*SHAPE, "--", "--resume", "never"], ["resume is 'never'", "--no_requeue"]),
     ([*SHAPE, "--", "--resume=never"], ["resume is 'never'"]),
     ([*SHAPE, "--workload", "digits"], ["'--workload'", "after --"]),
+    ([*SHAPE, "--", "--workload", "digit"], ["no workload 'digit'", "Did you mean 'digits'?"]),
+    ([*SHAPE, "--", "--epoch", "3"], ["--epoch", "--epochs"]),
+    ([*SHAPE, "--", "--batch_size", "0"], ["batch_size is 0"]),
+    ([*SHAPE, "--", "--config", "none.yaml"], ["none.yaml"]),
 ]
 
 

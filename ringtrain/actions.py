@@ -24,7 +24,7 @@ from ringtrain.job import Job
 from ringtrain.progress import Progress
 from ringtrain.run_directory import RunDirectory
 from ringtrain.saving import CheckpointWriter
-from ringtrain.step import StepReport
+from ringtrain.step_report import StepReport
 from ringtrain.stopping import StopRequests
 from ringtrain.summaries import MAX_IMAGES, EventFiles
 

@@ -30,6 +30,7 @@ from ringtrain.profiling import Profile
 from ringtrain.progress import Progress
 from ringtrain.resume import OpenedRun, Start, describe_way_on
 from ringtrain.saving import CheckpointWriter, describe_run, restore, take_snapshot, take_weights
+from ringtrain.step_report import communication_seconds, next_samples, wants_stop
 from ringtrain.stopping import StopRequests
 from ringtrain.variables import share_first_values
 from ringtrain.workloads.base import Workload
@@ -284,7 +285,7 @@ def run_steps(
                 batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count
             )
         if batches.is_counted:
-            batches.note(job.step.next_samples(returned))
+            batches.note(next_samples(returned))
         is_last = batches.is_last(step)
         in_flight.append(Trained(step, batch, returned, is_last))
         pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
@@ -328,10 +329,10 @@ def settle(
     """Look at a step's outcome, act where something is due, and say whether the training is to end."""
     step, batch, returned, is_last = trained
     guard.check(step, batch, returned)
-    job.times.note_communication(job.step.communication_seconds(returned))
+    job.times.note_communication(communication_seconds(returned))
     if job.batches.is_counted:
         progress.samples_seen += job.step.read(returned).samples
-    is_stopped = job.step.is_stop_wanted(returned) and not is_last
+    is_stopped = wants_stop(returned) and not is_last
     ending = Ending.PREEMPTED if is_stopped else last_ending
     due = [action for action in actions if action.is_due(step, is_last=is_last)]
     due = [action for action in due if not (ending and action.needs_weights)]

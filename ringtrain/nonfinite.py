@@ -20,7 +20,7 @@ from ringtrain.job import Job
 from ringtrain.loss_scale import MIN_LOSS_SCALE
 from ringtrain.progress import Progress
 from ringtrain.run_directory import RunDirectory
-from ringtrain.step import StepReport
+from ringtrain.step_report import StepReport, is_updated
 from ringtrain.workloads.values import per_sample
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -75,7 +75,7 @@ class NonfiniteGuard:
         Raises:
             DivergedError: on every rank, where the step changed nothing and the run is not to go on.
         """
-        if self._job.step.is_updated(returned):
+        if is_updated(returned):
             self._progress.skipped_in_a_row = 0
             return
         report = self._job.step.read(returned)

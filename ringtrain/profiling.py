@@ -19,7 +19,7 @@ from ringtrain.activity import Doing
 from ringtrain.data.pipeline import Batch
 from ringtrain.job import Job
 from ringtrain.run_directory import RunDirectory, RunDirectoryError
-from ringtrain.step import StepReport
+from ringtrain.step_report import StepReport
 
 DIRECTORY = "profile"
 

@@ -22,7 +22,7 @@ from ringtrain.job import Job, create_job
 from ringtrain.loop import run_steps
 from ringtrain.nonfinite import NonfiniteGuard
 from ringtrain.progress import Progress
-from ringtrain.step import StepReport
+from ringtrain.step_report import StepReport
 from ringtrain.variables import is_seed_state, share_first_values
 from ringtrain.workloads.base import Workload
 

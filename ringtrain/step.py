@@ -9,10 +9,8 @@ decision is taken from these reduced numbers, which are the same on every rank.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,51 +21,11 @@ from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import Precision
 from ringtrain.data.pipeline import Batch
 from ringtrain.loss_scale import LossScale
+from ringtrain.micro_batches import Forward, add_up
+from ringtrain.step_report import CONTROL_SUMS, NUM_TOLD, STEP_FACTS, StepReport, read_report
 from ringtrain.variables import is_seed_state, name_variables, named_weights
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
-
-# The control vector begins with these sums over all samples of all ranks; the metrics' sums follow in the order of
-# their names. Regularisation is weighted by samples, so that its mean is its value.
-CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes", "next_samples")
-NUM_TOLD = 2  # the last of them are what each rank tells the others, besides what it computes
-# What a step returns behind the control vector: already identical on every rank but for the last two.
-STEP_FACTS = ("is_finite", "gradient_norm", "learning_rate", "loss_scale", "local_data_loss", "communication_sec")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """How a step went, over all samples of all ranks.
-
-    Attributes:
-        samples: samples of the global batch.
-        loss: the objective: data_loss plus regularisation.
-        data_loss: mean of the samples' losses.
-        metrics: means of the workload's metrics.
-        is_finite: False where nothing was updated, because the loss or a gradient was not finite on some rank.
-        gradient_norm: Euclidean norm of the reduced gradient.
-        learning_rate: that of this step.
-        loss_scale: factor of the loss under mixed_float16, 1 otherwise.
-        local_data_loss: sum of the losses of this rank's samples.
-    """
-
-    samples: int
-    loss: float
-    data_loss: float
-    metrics: dict[str, float]
-    is_finite: bool
-    gradient_norm: float
-    learning_rate: float
-    loss_scale: float
-    local_data_loss: float
-
-
-class _Forward(NamedTuple):
-    """What the forward and backward pass of a rank's samples gave: sums that the other ranks' are added to."""
-
-    gradients: list[tf.Tensor | tf.IndexedSlices]
-    sums: tf.Tensor  # the control vector before the reduction, [5 + metrics]
-    state: list[tf.Tensor]  # new values of the variables that the forward pass itself updates
 
 
 class TrainStep:
@@ -176,10 +134,6 @@ class TrainStep:
             loss_scale=[(v.path, v) for v in self.loss_scale.variables],
         )
 
-    def is_updated(self, returned: tf.Tensor) -> bool:
-        """Whether the step that returned this changed anything; False where it was not finite on some rank."""
-        return bool(returned.numpy()[-len(STEP_FACTS)])
-
     def find_nonfinite_gradients(self, batch: Batch) -> list[str]:
         """The weights whose gradient by this rank's samples alone is not finite, in the order of the model.
 
@@ -192,36 +146,9 @@ class TrainStep:
             v.path for v, is_finite in zip(self.model.trainable_variables, are_finite, strict=True) if not is_finite
         ]
 
-    def is_stop_wanted(self, returned: tf.Tensor) -> bool:
-        """Whether some rank voted to end the training after the step that returned this."""
-        return bool(returned.numpy()[CONTROL_SUMS.index("stop_votes")])
-
-    def communication_seconds(self, returned: tf.Tensor) -> float:
-        """How long after this rank's last gradient the last of the sums was there; 0 where that is not timed."""
-        return float(returned.numpy()[-1])
-
-    def next_samples(self, returned: tf.Tensor) -> int:
-        """The sum of all ranks' ``next_count``."""
-        return int(returned.numpy()[CONTROL_SUMS.index("next_samples")])
-
     def read(self, returned: tf.Tensor) -> StepReport:
         """Bring to the host what a call returned."""
-        values = returned.numpy()
-        num_sums = len(values) - len(STEP_FACTS)
-        sums, facts = values[:num_sums], dict(zip(STEP_FACTS, values[num_sums:], strict=True))
-        samples = int(sums[0])
-        data_loss, regularization, _, _, *metrics = (_shortest(value / sums[0]) for value in sums[1:])
-        return StepReport(
-            samples=samples,
-            loss=_shortest(values.dtype.type(data_loss) + values.dtype.type(regularization)),
-            data_loss=data_loss,
-            metrics=dict(zip(self.metric_names, metrics, strict=True)),
-            is_finite=bool(facts["is_finite"]),
-            gradient_norm=_shortest(facts["gradient_norm"]),
-            learning_rate=_shortest(facts["learning_rate"]),
-            loss_scale=float(facts["loss_scale"]),
-            local_data_loss=float(facts["local_data_loss"]),
-        )
+        return read_report(returned, self.metric_names)
 
     def _train_samples(self, batch: Batch, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
         local_count = tf.shape(batch.indices, tf.int64)[0]
@@ -254,7 +181,7 @@ class TrainStep:
         ]
         state = [zeros(v.shape, _averaging_dtype(v)) for v in self._state]
         sums = zeros([len(CONTROL_SUMS) + len(self.metric_names)], self._dtype)
-        return self._reduce_and_update(_Forward(gradients, sums, state), learning_rate, told)
+        return self._reduce_and_update(Forward(gradients, sums, state), learning_rate, told)
 
     def _are_gradients_finite(self, batch: Batch) -> tf.Tensor:
         """For each trainable variable, bool [variables]."""
@@ -262,15 +189,28 @@ class TrainStep:
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         return tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
 
-    def _all_forward_and_backward(self, batch: Batch, local_count: tf.Tensor) -> _Forward:
+    def _all_forward_and_backward(self, batch: Batch, local_count: tf.Tensor) -> Forward:
         """Gradients and sums of all samples of this rank's batch."""
+        before = [tf.convert_to_tensor(v.value) for v in self._fixed_or_state]
         if self._accumulate == 1:
-            return self._forward_and_backward(batch, 0, local_count, self._initial_state(), tf.constant(0))
-        return self._accumulate_micro_batches(batch, local_count)
+            return self._forward_and_backward(batch, 0, local_count, before, tf.constant(0))
+
+        def compute(start: Any, end: Any, updated: Sequence[tf.Tensor], number: tf.Tensor) -> Forward:
+            newest = {id(v): value for v, value in zip(self._state, updated, strict=bool(updated))}
+            state = [newest.get(id(v), value) for v, value in zip(self._fixed_or_state, before, strict=True)]
+            return self._forward_and_backward(batch, start, end, state, number)
+
+        return add_up(
+            compute,
+            num_samples=local_count,
+            num_micro_batches=self._accumulate,
+            variables=self.model.trainable_variables,
+            needs_all=self._needs_every_rank,
+        )
 
     def _forward_and_backward(
         self, batch: Batch, start: Any, end: Any, state: Sequence[tf.Tensor], micro_batch: tf.Tensor
-    ) -> _Forward:
+    ) -> Forward:
         """Gradients and sums of the samples ``start`` to ``end`` of this rank's batch."""
         x, y = batch.x, batch.y
         if self._accumulate > 1:
@@ -303,7 +243,7 @@ class TrainStep:
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in self.metric_names]
         nothing_told = [tf.zeros([], self._dtype)] * NUM_TOLD  # added before the reduction, once for all micro-batches
         sums = tf.stack([count, data_loss_sum, regularization * count, *nothing_told, *metric_sums])
-        return _Forward(gradients, sums, [scope.get_current_value(v) for v in self._state])
+        return Forward(gradients, sums, [scope.get_current_value(v) for v in self._state])
 
     def _learn_structure(
         self, scope: keras.StatelessScope, state: Sequence[tf.Tensor], gradients: Sequence[Any], metrics: dict[str, Any]
@@ -317,42 +257,7 @@ class TrainStep:
             if scope.get_current_value(variable) is not before
         ]
 
-    def _initial_state(self) -> list[tf.Tensor]:
-        return [tf.convert_to_tensor(v.value) for v in self._fixed_or_state]
-
-    def _accumulate_micro_batches(self, batch: Batch, local_count: tf.Tensor) -> _Forward:
-        """Add up the gradients of micro-batches, one after the other, so that only one is in memory."""
-        size = -(-local_count // self._accumulate)  # the last ones may be smaller, or missing
-        state = self._initial_state()
-        first = self._forward_and_backward(batch, 0, tf.minimum(size, local_count), state, tf.constant(0))
-        positions = [i for i, v in enumerate(self._fixed_or_state) if any(v is updated for updated in self._state)]
-
-        def add(number: tf.Tensor, gradients: list[Any], sums: tf.Tensor, updated: list[tf.Tensor]) -> tuple[Any, ...]:
-            current = list(state)
-            for position, value in zip(positions, updated, strict=True):
-                current[position] = value
-            start = tf.minimum(tf.cast(number, tf.int64) * size, local_count)
-            more = self._forward_and_backward(batch, start, tf.minimum(start + size, local_count), current, number)
-            gradients = [_add(a, _unpack(b)) for a, b in zip(gradients, more.gradients, strict=True)]
-            return number + 1, gradients, sums + more.sums, more.state
-
-        gradients = [_unpack(gradient) for gradient in first.gradients]
-        loop_variables = (tf.constant(1), gradients, first.sums, first.state)
-        shapes = tf.nest.map_structure(lambda t: t.shape, loop_variables)
-        shapes[1][:] = [_growing_shape(gradient) for gradient in gradients]
-        _, gradients, sums, updated = tf.while_loop(
-            lambda number, *_: self._needs_every_rank or tf.cast(number, tf.int64) * size < local_count,
-            add,
-            loop_variables,
-            shape_invariants=shapes,
-            parallel_iterations=1,
-            maximum_iterations=self._accumulate - 1,
-        )
-        return _Forward(
-            [_pack(g, v) for g, v in zip(gradients, self.model.trainable_variables, strict=True)], sums, updated
-        )
-
-    def _reduce_and_update(self, forward: _Forward, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
+    def _reduce_and_update(self, forward: Forward, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
         end = len(CONTROL_SUMS)
         told = tf.pad(tf.cast(told, self._dtype), [[end - NUM_TOLD, forward.sums.shape[0] - end]])
         state = self._sum_state(forward.state)
@@ -379,8 +284,15 @@ class TrainStep:
         updated = tf.cond(is_finite, update, lambda: tf.constant(False))
         self.loss_scale.adapt(is_finite)
         norm = tf.cast(scaled_norm, self._dtype) / tf.cast(scale, self._dtype)
-        facts = [updated, norm, learning_rate, scale, forward.sums[1], communication_sec]
-        return tf.concat([sums, tf.stack(cast_all(facts, self._dtype))], axis=0)
+        facts = {
+            "is_finite": updated,
+            "gradient_norm": norm,
+            "learning_rate": learning_rate,
+            "loss_scale": scale,
+            "local_data_loss": forward.sums[1],
+            "communication_sec": communication_sec,
+        }
+        return tf.concat([sums, tf.stack(cast_all([facts[name] for name in STEP_FACTS], self._dtype))], axis=0)
 
     def _sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The mean over all samples of what the ranks' forward passes made of the state (BatchNorm's statistics)."""
@@ -472,31 +384,3 @@ def cast_all(tensors: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
 
 def _averaging_dtype(value: tf.Tensor | keras.Variable) -> tf.DType:
     return tf.float64 if tf.as_dtype(value.dtype) == tf.float64 else tf.float32
-
-
-def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
-    """A sparse gradient as a pair of tensors (values, indices), which a loop can carry."""
-    return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _pack(gradient: tf.Tensor | tuple[tf.Tensor, tf.Tensor], variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices:
-    return tf.IndexedSlices(*gradient, tf.constant(list(variable.shape))) if isinstance(gradient, tuple) else gradient
-
-
-def _add(a: Any, b: Any) -> Any:
-    """The sum of two unpacked gradients; the rows of sparse ones one after the other."""
-    if isinstance(a, tuple):
-        return tuple(tf.concat([left, right], axis=0) for left, right in zip(a, b, strict=True))
-    return a + b
-
-
-def _growing_shape(gradient: Any) -> Any:
-    """The shape of an unpacked gradient in a loop: the number of rows of a sparse one grows."""
-    if isinstance(gradient, tuple):
-        return tuple(tf.TensorShape([None, *part.shape[1:]]) for part in gradient)
-    return gradient.shape
-
-
-def _shortest(value: Any) -> float:
-    """A NumPy number as the float with the fewest digits that is the same in its own type: 0.1, not 0.10000000149."""
-    return float(str(value)) if math.isfinite(value) else float(value)

@@ -14,7 +14,8 @@ from ringtrain.collectives.solo import Solo
 from ringtrain.data.sources import from_arrays
 from ringtrain.evaluation import EvalStep, evaluate
 from ringtrain.loss_scale import INITIAL_LOSS_SCALE
-from ringtrain.step import StepReport, TrainStep
+from ringtrain.step import TrainStep
+from ringtrain.step_report import StepReport, is_updated, wants_stop
 from ringtrain.variables import is_seed_state, share_first_values
 from ringtrain.world import World
 from tests.world.group import GLOO, on_ranks
@@ -165,8 +166,8 @@ def test_a_vote_of_one_rank_reaches_all_in_steps_and_evaluations(collective: Col
     step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], batches.element_spec)
     is_last = collective.world.rank == collective.world.size - 1
     quiet, asked = (step(batch, 0.1, is_stop_wanted=is_last and bool(batch.step)) for batch in batches)
-    assert not step.is_stop_wanted(quiet)
-    assert step.is_stop_wanted(asked)
+    assert not wants_stop(quiet)
+    assert wants_stop(asked)
     eval_step = eval_step_of(step, collective, batches.element_spec)
     for global_batch_size in (1, 5):  # with one sample, the rank that votes has none
         answers = iter([False, True])
@@ -273,7 +274,7 @@ def test_a_step_that_is_not_finite_on_any_rank_changes_nothing_on_all(collective
     for bad_rank in range(world.size):
         for kind in ("nan", "inf", "gradient"):
             returned = step(batch(1, bad_rank, kind), 0.05)
-            assert not step.is_updated(returned)
+            assert not is_updated(returned)
             assert not step.read(returned).is_finite
             assert bits_of(step.variables) == before, f"{kind} on rank {bad_rank}"
     assert step.read(step(batch(1), 0.1)).is_finite

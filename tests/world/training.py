@@ -15,7 +15,8 @@ from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import ArraySource, from_arrays
-from ringtrain.step import StepReport, TrainStep, set_precision
+from ringtrain.step import TrainStep, set_precision
+from ringtrain.step_report import StepReport
 from ringtrain.variables import share_first_values
 from ringtrain.workloads.base import Sources, Workload
 

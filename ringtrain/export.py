@@ -16,8 +16,9 @@ import keras
 from ringtrain.checkpoint import Checkpoint, read_checkpoint
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.job import create_model, read_sources, set_up_keras
+from ringtrain.job import create_model, set_up_keras
 from ringtrain.run_directory import refuse_taken
+from ringtrain.training_data import read_sources
 from ringtrain.variables import name_variables, named_weights
 from ringtrain.workloads.base import Workload
 

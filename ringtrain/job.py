@@ -15,19 +15,19 @@ from ringtrain.activity import Doing
 from ringtrain.collectives import Collective, agree
 from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
-from ringtrain.data.cache import with_cache
 from ringtrain.data.feeding import fed_batches
 from ringtrain.data.order import FedOrder, SampleOrder
 from ringtrain.data.pipeline import Augment, Batch, local_batches
 from ringtrain.data.sources import Feed, Source, is_fallible
-from ringtrain.data.stepping import BAD_REMEDY, Batches, CountedBatches, PlannedBatches, describe_bad, explain_bad
-from ringtrain.errors import DataError, UsageError
+from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, explain_bad
+from ringtrain.errors import UsageError
 from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
-from ringtrain.guard.preflight import Facts, describe_training, require_same_sources, require_same_training
+from ringtrain.guard.preflight import Facts, describe_training, require_same_training
 from ringtrain.schedule import LearningRate
 from ringtrain.step import TrainStep, set_precision
 from ringtrain.step_times import StepTimes
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain.training_data import open_sources
+from ringtrain.workloads.base import Workload
 
 DEFAULT_EPOCHS = 10
 DEFAULT_BATCH_SIZE = 32
@@ -161,82 +161,12 @@ def describe_job(job: Job) -> Facts:
     )
 
 
-def open_sources(
-    workload: Workload, config: Config, collective: Collective, *, num_threads: int, former_size: int | None
-) -> Sources:
-    """The workload's data, the same on every rank, with the cache of the settings. Every rank must call it.
-
-    Raises:
-        DataError: they are missing, damaged, or not the same.
-        UsageError: the run was fed under another number of ranks.
-    """
-    sources = agree(collective, lambda: read_sources(workload, config), name="sources")
-    require_same_sources(collective, sources)
-    refuse_other_size(sources.train, collective.world.size, former_size)
-    return cache_sources(sources, config, collective, num_threads=num_threads)
-
-
-def read_sources(workload: Workload, config: Config) -> Sources:
-    """The workload's data; none of which is known to be damaged, unless such samples may be left out.
-
-    Raises:
-        DataError: they are missing or damaged.
-    """
-    sources = workload.create_sources(config.data_dir, synthetic=config.synthetic)
-    return refuse_damaged(sources) if config.on_bad_sample == "stop" else sources
-
-
-def refuse_damaged(sources: Sources) -> Sources:
-    """See that no sample is known already to be damaged.
-
-    Raises:
-        DataError: some are.
-    """
-    for source in sources:
-        damaged = list(getattr(source, "damaged", ()))
-        if damaged:
-            raise DataError(f"{describe_bad(damaged)} {BAD_REMEDY}", reach="node")
-    return sources
-
-
-def cache_sources(sources: Sources, config: Config, collective: Collective, *, num_threads: int) -> Sources:
-    """The sources with the cache of the settings."""
-    cached: dict[str, Source | Feed | None] = {}
-    for name, source in sources._asdict().items():
-        if source is None or isinstance(source, Feed):
-            cached[name] = source
-            continue
-        cached[name] = with_cache(
-            source,
-            config.cache,
-            collective,
-            name=name,
-            num_threads=num_threads,
-            reserved_bytes=sum(getattr(other, "num_bytes", 0) for other in cached.values()),
-        )
-    return Sources(**cached)  # type: ignore[arg-type]
-
-
 def set_up_keras(config: Config) -> None:
     """Precision, seeds and determinism, before anything is created."""
     set_precision(config.precision)
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
-
-
-def refuse_other_size(train: Source | Feed, size: int, former_size: int | None) -> None:
-    """See that each rank can go on with what it was fed before.
-
-    Raises:
-        UsageError: the run was fed under another number of ranks.
-    """
-    if isinstance(train, Feed) and former_size not in (None, size):
-        raise UsageError(
-            f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
-            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never.",
-            reach="run",
-        )
 
 
 def plan_steps(

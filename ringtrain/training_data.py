@@ -1,0 +1,82 @@
+"""The workload's data as the ranks of a run open them: the same on all, whole, with the cache of the settings."""
+
+from __future__ import annotations
+
+from ringtrain.collectives import Collective, agree
+from ringtrain.config import Config
+from ringtrain.data.cache import with_cache
+from ringtrain.data.sources import Feed, Source
+from ringtrain.data.stepping import BAD_REMEDY, describe_bad
+from ringtrain.errors import DataError, UsageError
+from ringtrain.guard.preflight import require_same_sources
+from ringtrain.workloads.base import Sources, Workload
+
+
+def open_sources(
+    workload: Workload, config: Config, collective: Collective, *, num_threads: int, former_size: int | None
+) -> Sources:
+    """The workload's data, the same on every rank, with the cache of the settings. Every rank must call it.
+
+    Raises:
+        DataError: they are missing, damaged, or not the same.
+        UsageError: the run was fed under another number of ranks.
+    """
+    sources = agree(collective, lambda: read_sources(workload, config), name="sources")
+    require_same_sources(collective, sources)
+    refuse_other_size(sources.train, collective.world.size, former_size)
+    return cache_sources(sources, config, collective, num_threads=num_threads)
+
+
+def read_sources(workload: Workload, config: Config) -> Sources:
+    """The workload's data; none of which is known to be damaged, unless such samples may be left out.
+
+    Raises:
+        DataError: they are missing or damaged.
+    """
+    sources = workload.create_sources(config.data_dir, synthetic=config.synthetic)
+    return refuse_damaged(sources) if config.on_bad_sample == "stop" else sources
+
+
+def refuse_damaged(sources: Sources) -> Sources:
+    """See that no sample is known already to be damaged.
+
+    Raises:
+        DataError: some are.
+    """
+    for source in sources:
+        damaged = list(getattr(source, "damaged", ()))
+        if damaged:
+            raise DataError(f"{describe_bad(damaged)} {BAD_REMEDY}", reach="node")
+    return sources
+
+
+def cache_sources(sources: Sources, config: Config, collective: Collective, *, num_threads: int) -> Sources:
+    """The sources with the cache of the settings."""
+    cached: dict[str, Source | Feed | None] = {}
+    for name, source in sources._asdict().items():
+        if source is None or isinstance(source, Feed):
+            cached[name] = source
+            continue
+        cached[name] = with_cache(
+            source,
+            config.cache,
+            collective,
+            name=name,
+            num_threads=num_threads,
+            reserved_bytes=sum(getattr(other, "num_bytes", 0) for other in cached.values()),
+        )
+    return Sources(**cached)  # type: ignore[arg-type]
+
+
+def refuse_other_size(train: Source | Feed, size: int, former_size: int | None) -> None:
+    """See that each rank can go on with what it was fed before.
+
+    Raises:
+        UsageError: the run was fed under another number of ranks.
+    """
+    if isinstance(train, Feed) and former_size not in (None, size):
+        raise UsageError(
+            f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
+            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never.",
+            reach="run",
+        )

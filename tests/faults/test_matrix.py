@@ -50,7 +50,7 @@ def matrix() -> list[Any]:
 @pytest.mark.timeout(REACH_SECONDS + LONG_SECONDS + ANSWER_SECONDS + 120)
 def test_a_fault_is_answered(case: Case, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
     out, here = tmp_path / "run", tmp_path / "here"
-    is_long = case.fault == "SIGSTOP" and case.moment in ("setup", "compile", "evaluation", "save", "end")
+    is_long = case.fault in ("SIGSTOP", "sleep") and case.moment in ("setup", "compile", "evaluation", "save", "end")
     env = {"RINGTRAIN_TEST_FAULT": hook_of(case), "RINGTRAIN_TEST_HERE": str(here)}
     env |= {"RINGTRAIN_TEST_LONG_SECONDS": str(LONG_SECONDS)} if is_long else {}
     # Before the fault each rank is to hear that the last step that might take long is done.

@@ -163,6 +163,9 @@ class Watchdog:
                 self._count(seconds)
                 for rank, message in came:
                     self._take(rank, message)
+                # Not where the training thread woke this one before: it is at work then, on any rank.
+                if seconds >= self._tick and self._world.size > 1:
+                    self._looks.look()
                 self._tell()
                 self._judge(seconds)
             self._star.send({"bye": True})
@@ -207,8 +210,6 @@ class Watchdog:
     def _tell(self) -> None:
         """Tell the others, and the process outside, that this rank is there, and what it does."""
         mine = self._my_state
-        if self._world.size > 1:
-            self._looks.look()
         looks = self._looks_at[self._world.rank] = (self._looks.times, self._looks.times_runnable)
         self._star.send({**mine.to_message(), "looks": looks})
         if self._outside is not None:

@@ -57,7 +57,7 @@ class DevicePlan:
         own_cores: cores for this rank alone; empty where the ranks share all of ``cores``.
         cores: the cores that this rank runs on: its own, and those that no rank has for itself.
         cores_source: who chose the cores.
-        why_shared: why no rank of this node has cores of its own; empty where each has, or where it is alone.
+        why_unpinned: why this rank has no cores of its own; empty where it has, or where it is alone on its node.
         intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
         settings: the environment variables for the communication and for TensorFlow.
     """
@@ -65,7 +65,7 @@ class DevicePlan:
     own_cores: tuple[int, ...]
     cores: tuple[int, ...]
     cores_source: Source
-    why_shared: str
+    why_unpinned: str
     intra_op_threads: int
     inter_op_threads: int
     settings: tuple[Setting, ...]
@@ -140,24 +140,24 @@ def plan_devices(
     own_cores: tuple[int, ...] = ()
     cores, cores_source = machine.cores, "launcher" if machine.bound_by_launcher else "environment"
     limit: float = len(machine.cores)
-    why_shared = ""
+    why_unpinned = ""
     if not machine.bound_by_launcher:
         limit = min(limit, machine.quota or math.inf) / world.local_size
         share = len(machine.cores) // world.local_size
         mine = machine.cores[world.local_rank * share : (world.local_rank + 1) * share]
         left_over = machine.cores[world.local_size * share :]
-        why_shared = why_shares_cores(world, machine)
-        if world.local_size > 1 and not why_shared:
+        why_unpinned = why_cannot_pin(world, machine)
+        if world.local_size > 1 and not why_unpinned:
             if claim_cores(mine):
                 own_cores, cores, cores_source = mine, mine + left_over, "ringtrain"
             else:
-                why_shared = "another run holds some of them"
+                why_unpinned = f"another run holds some of {format_cores(mine)}"
     intra_op_threads = max(1, math.floor(limit))
     return DevicePlan(
         own_cores=own_cores,
         cores=cores,
         cores_source=cores_source,  # type: ignore[arg-type]
-        why_shared=why_shared,
+        why_unpinned=why_unpinned,
         intra_op_threads=intra_op_threads,
         inter_op_threads=max(MIN_INTER_OP_THREADS, intra_op_threads),
         settings=plan_settings(
@@ -166,7 +166,7 @@ def plan_devices(
     )
 
 
-def why_shares_cores(world: World, machine: Machine) -> str:
+def why_cannot_pin(world: World, machine: Machine) -> str:
     """Why the ranks of this node cannot have cores of their own; empty where they can, or where there is one rank."""
     if world.local_size == 1:
         return ""
@@ -312,7 +312,7 @@ def describe_cores(plan: DevicePlan) -> str:
     cores = f"core{'s' if len(plan.cores) > 1 else ''} {format_cores(plan.cores)}"
     if plan.cores_source == "launcher":
         return f"{cores} (bound by the launcher)"
-    return f"{cores} (shared by the ranks: {plan.why_shared})" if plan.why_shared else cores
+    return f"{cores} (not pinned: {plan.why_unpinned})" if plan.why_unpinned else cores
 
 
 def format_cores(cores: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ class Forward(NamedTuple):
     """What the forward and backward pass of a rank's samples gave: sums that the other ranks' are added to."""
 
     gradients: list[tf.Tensor | tf.IndexedSlices]
-    sums: tf.Tensor  # the control vector before the reduction, [5 + metrics]
+    sums: tf.Tensor  # the control vector before the reduction, [CONTROL_SUMS + metrics]
     state: list[tf.Tensor]  # new values of the variables that the forward pass itself updates
 
 
@@ -30,7 +30,8 @@ def add_up(
     Args:
         compute: (first sample, end, state after the micro-batch before, number) -> what that micro-batch gave. The
             first one gets no state.
-        num_samples: of this rank's batch, int64 []. The last micro-batches may be smaller, or missing.
+        num_samples: of this rank's batch, int64 [].
+        num_micro_batches: at most so many, of equally many samples; the last ones may be smaller, or missing.
         variables: those that the gradients are of.
         needs_all: compute missing ones as well, without samples.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -159,7 +160,8 @@ def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping
 def describe_way_on(config: Config, run: Path) -> str:
     """What to start so that a run which was stopped goes on. ``run`` is its directory."""
     if config.resume == "never":
-        return f"To go on from there, start the same command with --out {run} in place of --resume never."
+        # The last flag wins, over a --config file's setting as well.
+        return f"To go on from there, add to the same command: --out {shlex.quote(str(run))} --resume auto"
     return "The same command goes on from there."
 
 

@@ -51,7 +51,7 @@ class CheckpointWriter:
         self._under_way = self._executor.submit(self._write, checkpoint, as_step=as_step, as_best=as_best)
 
     def finish(self, checkpoint: Checkpoint) -> str:
-        """Write the last checkpoint of this process, and return its path once it is there.
+        """Write the last checkpoint of this process, and return the directory of the checkpoints once it is there.
 
         Raises:
             RingtrainError: it cannot be written.

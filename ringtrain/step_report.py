@@ -1,4 +1,4 @@
-"""How a training step went: the numbers that it returns, the same on every rank, and what they say."""
+"""How a training step went: the numbers that it returns, and what they say."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def wants_stop(returned: tf.Tensor) -> bool:
 
 
 def communication_seconds(returned: tf.Tensor) -> float:
-    """How long after this rank's last gradient the last of the sums was there; 0 where that is not timed."""
+    """How long this rank waited for the sums after its own last gradient; 0 where that is not timed."""
     return float(returned.numpy()[-1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ examples:
 Each command's options: python -m launch slurm COMMAND --help
 """
 MANY = "may be given several times"
+TRAIN_HELP = "python -m ringtrain train --help"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,6 +71,10 @@ def submit(arguments: Sequence[str]) -> int:
     options, flags = create_request_parser("submit", "Submit a batch script to Slurm.").parse(arguments)
     request = read_request(options, flags)
     refuse_directory(request, Path.cwd())
+    if shutil.which("sbatch") is None:
+        raise UsageError(
+            "sbatch is not on PATH. Submit on a login node of the cluster, or write the script with render --to FILE."
+        )
     answer = submit_script(make_script(request))
     if not answer.is_good:
         raise UsageError(f"sbatch does not take the job: {answer.text}")
@@ -158,18 +164,32 @@ def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """See that ringtrain takes the flags, before a job waits in the queue to be told.
+    """See that ringtrain takes what follows ``--``, before a job waits in the queue to be told.
 
     Raises:
-        UsageError: there is no such flag, workload or configuration file, or a value is wrong.
+        UsageError: there is no such command, flag, workload or configuration file, or a value is wrong.
     """
-    from ringtrain.cli import check_settings  # here, so that help needs no parser of ringtrain's
+    from ringtrain.cli import COMMANDS as RINGTRAIN_COMMANDS  # here, so that help needs no parser of ringtrain's
+    from ringtrain.cli import check_settings
     from ringtrain.flags import create_train_parser, parse_arguments
     from ringtrain.world import read_world
 
-    explicit = parse_arguments(create_train_parser(), flags, read_world({}))
-    explicit.pop("data_dir", None)  # it may be on the nodes alone
-    check_settings(explicit)
+    words = list(flags)
+    if words and not words[0].startswith("-"):
+        command = words.pop(0)
+        find_command(command, RINGTRAIN_COMMANDS, of="of ringtrain's named ")
+        if command != "train":
+            return
+    no_launcher = read_world({})
+    try:
+        explicit = parse_arguments(create_train_parser(), words, no_launcher)
+        # These may be on the nodes alone; and what prints settings trains nothing.
+        for name in ("data_dir", "init_from", "print_config"):
+            explicit.pop(name, None)
+        check_settings(explicit)
+    except UsageError as error:
+        message = str(error).removesuffix("See --help.").strip()
+        raise UsageError(f"what follows -- is for ringtrain, and wrong: {message} See {TRAIN_HELP}.") from None
 
 
 def read_variable(text: str) -> tuple[str, str]:

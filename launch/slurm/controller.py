@@ -93,7 +93,7 @@ def ask_once(command: Sequence[str], environ: Mapping[str, str] | None = None, t
     except subprocess.TimeoutExpired:
         return Answer(False, f"{command[0]} did not answer in {ANSWER_SECONDS:.0f} s")
     except FileNotFoundError:
-        return Answer(False, f"{command[0]} is not on PATH; Slurm's programs are on the cluster's login nodes")
+        return Answer(False, f"{command[0]} is not on PATH")
     except OSError as error:
         return Answer(False, f"{command[0]} cannot be started: {error.strerror}")
     if finished.returncode == 0:

@@ -154,8 +154,9 @@ class Watchdog:
     def _run(self) -> None:
         try:
             last = time.monotonic()
+            next_look = last + self._tick
             while not self._is_stopped:
-                came = self._star.receive(self._tick)
+                came = self._star.receive(max(0.0, next_look - time.monotonic()))
                 now = time.monotonic()
                 seconds, last = min(now - last, 2 * self._tick), now
                 while self._to_do:
@@ -163,9 +164,10 @@ class Watchdog:
                 self._count(seconds)
                 for rank, message in came:
                     self._take(rank, message)
-                # Not where the training thread woke this one before: it is at work then, on any rank.
-                if seconds >= self._tick and self._world.size > 1:
-                    self._looks.look()
+                if now >= next_look:  # not where the training thread woke this one: it is at work at that moment
+                    next_look = now + self._tick
+                    if self._world.size > 1:
+                        self._looks.look()
                 self._tell()
                 self._judge(seconds)
             self._star.send({"bye": True})

@@ -71,14 +71,14 @@ def test_a_process_alone_keeps_all_cores_and_pins_nothing() -> None:
 def test_more_ranks_than_cores_share_all_of_them() -> None:
     shared = plan(2, 3, machine(2))
     assert (shared.own_cores, shared.cores, shared.intra_op_threads) == ((), (0, 1), 1)
-    assert describe_cores(shared) == "cores 0-1 (shared by the ranks: there are 3 ranks)"
+    assert describe_cores(shared) == "cores 0-1 (not pinned: there are 3 ranks)"
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(4.0, 2), (3.0, 1), (0.5, 1)])
 def test_a_quota_limits_threads_and_forbids_pinning(quota: float, threads: int) -> None:
     limited = plan(1, 2, machine(8, quota))
     assert limited.own_cores == ()
-    assert limited.why_shared == f"the cgroup's quota is {quota:g} cores"
+    assert limited.why_unpinned == f"the cgroup's quota is {quota:g} cores"
     assert limited.intra_op_threads == threads
 
 
@@ -106,7 +106,7 @@ def test_cores_that_another_run_has_are_not_taken() -> None:
     second = plan(1, 2, machine(4), claim_cores=refuse)
     assert asked == [(2, 3)]
     assert (second.own_cores, second.cores, second.intra_op_threads) == ((), (0, 1, 2, 3), 2)
-    assert second.why_shared == "another run holds some of them"
+    assert second.why_unpinned == "another run holds some of 2-3"
 
 
 HOLD_CORES = """
@@ -174,7 +174,7 @@ def one_setting(name: str, value: str) -> DevicePlan:
         own_cores=(),
         cores=(0,),
         cores_source="environment",
-        why_shared="",
+        why_unpinned="",
         intra_op_threads=1,
         inter_op_threads=2,
         settings=(setting,),

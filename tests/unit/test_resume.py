@@ -474,5 +474,5 @@ def test_a_run_that_was_begun_beside_another_names_itself_to_go_on() -> None:
     run = Path("runs/digits-2")
     assert describe_way_on(Config(), run) == "The same command goes on from there."
     assert describe_way_on(Config(resume="never"), run) == (
-        "To go on from there, start the same command with --out runs/digits-2 in place of --resume never."
+        "To go on from there, add to the same command: --out runs/digits-2 --resume auto"
     )

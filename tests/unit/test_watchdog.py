@@ -289,3 +289,21 @@ watchdog.stop()
 """
     _, out, _ = run(body, limit=60.0).end()
     assert out == "TOLD\n"
+
+
+def test_a_rank_is_looked_at_once_a_tick_however_often_its_watchdog_is_woken() -> None:
+    """At the moment when the training thread wakes it, that thread is at work on any rank."""
+    body = """
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    activity.note(Doing.SAVE, 7, takes_long=True)
+    activity.note(Doing.STEP, 7)
+    time.sleep(0.01)
+print(watchdog._looks.times, flush=True)
+os._exit(0)
+"""
+    program = f"LIMIT = 1.0\n{PROGRAM.replace('size=1', 'size=2')}{body}"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert finished.returncode == 0, finished.stderr
+    num_ticks = 2 / 0.125
+    assert num_ticks / 4 <= int(finished.stdout.split()[-1]) <= num_ticks + 1

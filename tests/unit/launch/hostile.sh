@@ -40,7 +40,7 @@ done
 # --export=ALL: the environment above reaches the ranks even where sbatch was told to pass none on.
 # --kill-on-bad-exit: a rank that fails ends the others, which would wait for it for ever.
 srun --mpi=pmix --export=ALL --kill-on-bad-exit=1 \
-    '/opt/my python/bin/python3' -m ringtrain --out 'runs/a b' '$(touch flag)' '`touch flag`' ''"'"'' '"' '\' $'\012#SBATCH --nodes=9' $'\015' - &
+    '/opt/my python/bin/python3' -m ringtrain '--out=$(touch flag)' '--out=`touch flag`' '--out='"'"'' '--out="' '--out=\' $'--out=\012#SBATCH --nodes=9' $'--out=\015' --out=- --out 'runs/a b' --data_dir '$(touch flag)' &
 ranks=$!
 
 # A signal for this shell is meant for the ranks, which then save at the same step and leave with exit code 75. It is

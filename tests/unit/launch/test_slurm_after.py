@@ -389,3 +389,10 @@ def test_submit_says_why_sbatch_refuses(site: Site, monkeypatch: pytest.MonkeyPa
     site.set("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
     with pytest.raises(UsageError, match="invalid partition specified: x"):
         main(["submit", "--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix", "--partition", "x"])
+
+
+def test_submit_names_a_missing_sbatch_and_what_to_do(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    (site.programs / "sbatch").unlink()
+    monkeypatch.setenv("PATH", str(site.programs))
+    with pytest.raises(UsageError, match=r"sbatch is not on PATH.*login node.*render --to"):
+        main(["submit", "--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix"])

@@ -50,9 +50,10 @@ WRONG = [
     ([*SHAPE, "--", "--resume=never"], ["resume is 'never'"]),
     ([*SHAPE, "--workload", "digits"], ["'--workload'", "after --"]),
     ([*SHAPE, "--", "--workload", "digit"], ["no workload 'digit'", "Did you mean 'digits'?"]),
-    ([*SHAPE, "--", "--epoch", "3"], ["--epoch", "--epochs"]),
+    ([*SHAPE, "--", "--epoch", "3"], ["no flag --epoch", "Did you mean --epochs?", "python -m ringtrain train --help"]),
     ([*SHAPE, "--", "--batch_size", "0"], ["batch_size is 0"]),
     ([*SHAPE, "--", "--config", "none.yaml"], ["none.yaml"]),
+    ([*SHAPE, "--", "evil", "runs/a"], ["no command of ringtrain's named 'evil'", "Did you mean 'eval'?"]),
 ]
 
 
@@ -62,6 +63,15 @@ def test_what_is_wrong_is_named_with_its_value_and_the_remedy(arguments: list[st
         main(["render", *arguments])
     for text in expected:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["eval", "runs/a"], ["train", "--epochs", "3"], ["--data_dir", "none", "--init_from", "none"], ["--print_config"]],
+    ids=" ".join,
+)
+def test_other_commands_and_what_only_the_nodes_have_are_taken(flags: list[str]) -> None:
+    assert main(["render", *SHAPE, "--", *flags]) == 0
 
 
 def test_a_node_has_a_rank_for_each_gpu() -> None:

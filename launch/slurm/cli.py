@@ -217,11 +217,14 @@ def advise(request: JobRequest, number: str) -> list[str]:
         if run
         else "touch RUN/stop, where RUN is its run directory (--out)"
     )
+    # Under horovodrun the ranks are in no step of Slurm's: the script hears of it for them.
+    signal = f"scancel {'--batch ' if request.mpi == 'horovodrun' else ''}--signal=USR1 {number}"
+    again = [f"  save and start again:  {signal}"] if request.can_requeue else []
     return [
         f"job {number} is submitted; it writes into {output}",
         f"  follow it:             tail -F {output}",
         f"  save and stop it:      {stop}",
-        f"  save and start again:  scancel --signal=USR1 {number}",
+        *again,
         f"  end it in seconds:     scancel {number}",
     ]
 

@@ -42,6 +42,16 @@ def explaining_memory(config: Config) -> Iterator[None]:
         raise OutOfMemoryError(message) from error
 
 
+def in_smaller_pieces(config: Config) -> str:
+    """The flags under which the same global batch is computed in pieces of half the size."""
+    pieces = f"--accumulate {2 * config.accumulate}"
+    if config.batch_size and not config.global_batch_size:
+        if config.batch_size == 1:
+            return "fewer or smaller layers or samples (the batch is one sample)"
+        pieces = f"--batch_size {config.batch_size // 2} {pieces}"
+    return f"{pieces}, which trains the same global batch in smaller pieces (as a new run: --resume never)"
+
+
 def explain(error: Exception, config: Config) -> str | None:
     """What ran out of memory and what helps; None where an error says something else."""
     text = str(error)
@@ -52,10 +62,9 @@ def explain(error: Exception, config: Config) -> str | None:
     request = REQUEST.search(text)
     size = f"{config.batch_size or config.global_batch_size} samples"
     size += " a rank and micro-batch" if config.batch_size else " in the global batch"
-    smaller = "a smaller --batch_size; --accumulate 2 or more, which trains the same batch in smaller pieces"
-    remedies = [smaller, "--precision mixed_bfloat16"]
+    remedies = [in_smaller_pieces(config), "--precision mixed_bfloat16"]
     if not is_gpu:
-        remedies = [smaller, "fewer ranks on a node", "--cache none or node instead of memory"]
+        remedies = [in_smaller_pieces(config), "fewer ranks on a node", "--cache none or node instead of memory"]
     return (
         f"out of memory {'on the GPU' if is_gpu else 'on the host'} while it {activity.current()[0].words_of_one}, "
         f"with {size}{f' ({request[0]})' if request else ''}. What helps: {'; '.join(remedies)}."

@@ -25,6 +25,7 @@ def test_a_real_tensor_that_does_not_fit_is_explained() -> None:
     message = str(caught.value)
     assert message.startswith("out of memory on the host while it stands in step 12, with 512 samples a rank")
     assert "OOM when allocating tensor with shape[1125899906842624]" in message
+    assert "--batch_size 256 --accumulate 2, which trains the same global batch" in message
     assert "fewer ranks on a node" in message
     assert caught.value.exit_code == 1
 
@@ -35,7 +36,7 @@ def test_on_a_gpu_it_is_the_batch_and_the_precision_that_help() -> None:
     assert message is not None
     assert message.startswith("out of memory on the GPU")
     assert "with 1024 samples in the global batch (OOM when allocating tensor with shape[512,64,224,224]" in message
-    assert "--accumulate 2" in message
+    assert "What helps: --accumulate 2, which trains the same global batch" in message
     assert "--precision mixed_bfloat16" in message
     assert "--cache" not in message
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,3 +43,10 @@ def test_the_messages_that_are_explained_are_ringtrain_s(message: str) -> None:
 def test_what_submit_says_is_shown() -> None:
     request = JobRequest(nodes=1, gpus_per_node=4, flags=("--out", "runs/resnet"))
     assert "\n".join(advise(request, "4711")) in README
+
+
+def test_only_a_job_that_is_started_again_is_said_to_be() -> None:
+    shape: dict[str, Any] = {"nodes": 1, "ranks_per_node": 2}
+    assert "scancel --signal=USR1 7" in "\n".join(advise(JobRequest(**shape, mpi="pmix"), "7"))
+    assert "scancel --batch --signal=USR1 7" in "\n".join(advise(JobRequest(**shape, mpi="horovodrun"), "7"))
+    assert "USR1" not in "\n".join(advise(JobRequest(**shape, mpi="pmix", can_requeue=False), "7"))

@@ -60,7 +60,7 @@ class MANY(BenchmarkWorkload):
 
 
 class TINY(BenchmarkWorkload):
-    """A step of about 2 ms."""
+    """A step of 2 to 3 ms."""
 
     name = "TINY"
     defaults = _defaults(name)

@@ -91,7 +91,7 @@ def create_many() -> Any:
 
 
 def create_tiny() -> Any:
-    """A small perceptron: a step of about 2 ms, most of which is not computation."""
+    """A small perceptron: a step of 2 to 3 ms, most of which is not computation."""
     import keras
     from keras import layers
 

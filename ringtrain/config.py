@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from ringtrain.errors import UsageError
 
+DEFAULT_BATCH_SIZE = 32  # of a rank, where neither the user nor the workload says another
 # Keras 3's optimizers by the names of their classes, so that a wrong name is found before TensorFlow is imported.
 OPTIMIZER_CLASSES = {
     "sgd": "SGD",

@@ -14,7 +14,7 @@ from ringtrain import activity
 from ringtrain.activity import Doing
 from ringtrain.collectives import Collective, agree
 from ringtrain.collectives.reduce import GradientReduction
-from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
+from ringtrain.config import DEFAULT_BATCH_SIZE, OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.data.feeding import fed_batches
 from ringtrain.data.order import FedOrder, SampleOrder
 from ringtrain.data.pipeline import Augment, Batch, local_batches
@@ -30,7 +30,6 @@ from ringtrain.training_data import open_sources
 from ringtrain.workloads.base import Workload
 
 DEFAULT_EPOCHS = 10
-DEFAULT_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ringtrain import activity
-from ringtrain.config import Config
+from ringtrain.config import DEFAULT_BATCH_SIZE, Config
 from ringtrain.errors import RingtrainError
 
 # What TensorFlow's allocators, XLA, CUDA's driver, Python and NumPy say.
@@ -45,10 +45,11 @@ def explaining_memory(config: Config) -> Iterator[None]:
 def in_smaller_pieces(config: Config) -> str:
     """The flags under which the same global batch is computed in pieces of half the size."""
     pieces = f"--accumulate {2 * config.accumulate}"
-    if config.batch_size and not config.global_batch_size:
-        if config.batch_size == 1:
-            return "fewer or smaller layers or samples (the batch is one sample)"
-        pieces = f"--batch_size {config.batch_size // 2} {pieces}"
+    if not config.global_batch_size:
+        batch_size = config.batch_size or DEFAULT_BATCH_SIZE
+        if batch_size == 1:
+            return "a smaller model, or smaller samples: the batch is one sample already"
+        pieces = f"--batch_size {batch_size // 2} {pieces}"
     return f"{pieces}, which trains the same global batch in smaller pieces (as a new run: --resume never)"
 
 
@@ -60,8 +61,9 @@ def explain(error: Exception, config: Config) -> str | None:
         return None
     is_gpu = bool(ON_GPU.search(text))
     request = REQUEST.search(text)
-    size = f"{config.batch_size or config.global_batch_size} samples"
-    size += " a rank and micro-batch" if config.batch_size else " in the global batch"
+    size = f"{config.batch_size or DEFAULT_BATCH_SIZE} samples a rank and micro-batch"
+    if config.global_batch_size:
+        size = f"{config.global_batch_size} samples in the global batch"
     remedies = [in_smaller_pieces(config), "--precision mixed_bfloat16"]
     if not is_gpu:
         remedies = [in_smaller_pieces(config), "fewer ranks on a node", "--cache none or node instead of memory"]

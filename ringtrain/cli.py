@@ -226,17 +226,20 @@ def bench_command(arguments: Sequence[str], world: World) -> int:
     """Measure ringtrain against plain Horovod and others."""
     wanted = parse_arguments(create_bench_parser(), arguments, world)
     refuse_launcher("bench", world)
-    from ringtrain.bench.command import MODES, BenchOptions, bench, show
+    from ringtrain.bench.command import MODES, BenchOptions, bench, show, write_page
 
     mode, file = wanted.pop("mode"), wanted.pop("file", None)
     say = functools.partial(print, flush=True)
     if mode == "show" and file is not None:
         show(file, say)
         return 0
+    if mode == "page" and file is None:
+        write_page(say)
+        return 0
     if mode not in (*MODES, "all") or file is not None:
         raise UsageError(
             f"there is nothing like bench {mode}{' FILE' if file else ''}; it is bench {', '.join(MODES)} or all, or "
-            "bench show FILE.",
+            "bench show FILE or bench page.",
             reach="run",
         )
     return bench(mode, BenchOptions(**wanted), arguments, say)

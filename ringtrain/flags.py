@@ -262,7 +262,7 @@ def create_bench_parser() -> ArgumentParser:
         """,
         usage="MODE [FILE] [--NAME VALUE ...]",
     )
-    parser.add_argument("mode", type=str, metavar="MODE", help=f"{', '.join(MODES)}, all, or show")
+    parser.add_argument("mode", type=str, metavar="MODE", help=f"{', '.join(MODES)}, all, show, or page")
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="for show: a result file")
     parser.add_class_arguments(BenchOptions, help="settings")
     return parser

@@ -17,6 +17,7 @@ from ringtrain.bench.children import clean_environment
 from ringtrain.bench.contenders import Experiment
 from ringtrain.bench.inputs import plan_inputs
 from ringtrain.bench.origin import ROOT, describe_commit, describe_machine, find_claimed_cores, read_load
+from ringtrain.bench.page import make_page, read_results
 from ringtrain.bench.peers.peer_models import MODELS
 from ringtrain.bench.plot import draw_result
 from ringtrain.bench.rounds import Runner, find_faults, measure, measure_once
@@ -32,6 +33,7 @@ from ringtrain.errors import RingtrainError, UsageError
 
 MODES = ("step", "allreduce", "input", "startup", "checkpoint", "guards", "settings")
 FORMAT = 1
+PAGE = Path("docs/benchmarks.md")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,31 @@ def show(path: Path, say: Callable[[str], None]) -> None:
     for line in lines:
         say(line)
     say(f"{path}, {plot}")
+
+
+def write_page(say: Callable[[str], None]) -> None:
+    """Write the page of all results that are in ``results``, below the current directory.
+
+    Raises:
+        UsageError: there are none, one is no result file, or the page cannot be written.
+    """
+    try:
+        results = read_results(Path("results"))
+        page = make_page(results)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"results/ holds a file that is no result of ringtrain bench ({type(error).__name__}: {error}).",
+            reach="run",
+        ) from error
+    if not results:
+        raise UsageError(
+            "there is no results/bench-MODE.json here. Measure first, or go to the directory of the repository.",
+            reach="run",
+        )
+    with explaining_files(PAGE):
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(page, encoding="utf-8")
+    say(f"{PAGE}: {', '.join(results)}")
 
 
 def describe_last_run(measured: Mapping[str, Any]) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ringtrain.bench.command import MODES
+from ringtrain.bench.page import QUESTIONS, make_page, read_results
 from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
 from tests.faults.summary import markdown, summarize
 
@@ -84,3 +86,12 @@ def test_the_readme_says_of_the_guards_what_their_result_does(experiment: str, s
     cost, control = ratio("guards_on", "guards_off"), ratio("guards_on_again", "guards_on")
     said = sentence.format(f"{cost.median:.3f}", f"{cost.low:.3f} to {cost.high:.3f}")
     assert f"{said}A/A control {control.low:.3f} to {control.high:.3f})" in README
+
+
+def test_the_page_of_the_benchmarks_is_what_its_command_writes() -> None:
+    assert (ROOT / "docs/benchmarks.md").read_text() == make_page(read_results(ROOT / "results"))
+
+
+def test_the_page_says_what_is_not_measured() -> None:
+    assert set(QUESTIONS) == set(MODES)
+    assert make_page({}).endswith(f"## Not measured yet\n\n{', '.join(f'`{mode}`' for mode in QUESTIONS)}\n")

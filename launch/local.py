@@ -104,7 +104,7 @@ def supervise(
         command = plan_group(
             num_ranks,
             controller,
-            plan_restart(flags, run),
+            plan_restart(flags, run, here=Path.cwd()),
             listener=listener,
             python=sys.executable,
             is_root=os.geteuid() == 0,

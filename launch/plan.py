@@ -36,11 +36,12 @@ def plan_group(
     return ["mpirun", *as_root, "-np", str(num_ranks), "--host", hosts, "--map-by", "slot", "--bind-to", "none", *rank]
 
 
-def plan_restart(flags: Sequence[str], run: Path | None) -> list[str]:
+def plan_restart(flags: Sequence[str], run: Path | None, *, here: Path) -> list[str]:
     """The flags of a restart: those of the first start, and where that one had its run directory.
 
     ``--resume never`` would otherwise begin anew beside it, each time.
     """
     if run is None:
         return list(flags)
-    return [*flags, "--out", str(run), "--resume", "auto"]
+    out = run.relative_to(here) if run.is_relative_to(here) else run  # for the lines that name it to the user
+    return [*flags, "--out", str(out), "--resume", "auto"]

@@ -26,10 +26,14 @@ def test_gloo_needs_no_mpi() -> None:
 
 
 def test_a_restart_goes_on_where_the_first_start_was() -> None:
-    assert plan_restart(["--resume", "never"], Path("/runs/digits-2")) == [
+    assert plan_restart(["--resume", "never"], Path("/runs/digits-2"), here=Path("/home")) == [
         "--resume", "never", "--out", "/runs/digits-2", "--resume", "auto"
     ]  # fmt: skip
 
 
+def test_a_run_below_the_current_directory_is_named_from_there() -> None:
+    assert plan_restart([], Path("/home/runs/digits"), here=Path("/home"))[:2] == ["--out", "runs/digits"]
+
+
 def test_where_no_run_was_opened_the_command_is_the_same() -> None:
-    assert plan_restart(["eval", "runs/digits"], None) == ["eval", "runs/digits"]
+    assert plan_restart(["eval", "runs/digits"], None, here=Path("/home")) == ["eval", "runs/digits"]

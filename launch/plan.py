@@ -39,7 +39,7 @@ def plan_group(
 def plan_restart(flags: Sequence[str], run: Path | None, *, here: Path) -> list[str]:
     """The flags of a restart: those of the first start, and where that one had its run directory.
 
-    ``--resume never`` would otherwise begin anew beside it, each time.
+    ``--resume never`` would otherwise begin anew beside it, each time. ``here`` is the ranks' current directory.
     """
     if run is None:
         return list(flags)

@@ -24,8 +24,8 @@ HEAD = """\
 What is compared with what, in which order, how often, and what each word in the tables means is in
 [ringtrain/bench/README.md](../ringtrain/bench/README.md). Each section is what `python -m ringtrain bench show FILE`
 shows of a committed file, which holds the command, the commit, the machine and each single run;
-`python -m ringtrain bench page` writes this page from those files. In the pictures each run is a
-dot, and a tick the median.
+`python -m ringtrain bench page` writes this page from those files. In the pictures each run is a dot, and a tick the
+median.
 """
 
 

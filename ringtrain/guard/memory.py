@@ -64,10 +64,11 @@ def explain(error: Exception, config: Config) -> str | None:
     size = f"{config.batch_size or DEFAULT_BATCH_SIZE} samples a rank and micro-batch"
     if config.global_batch_size:
         size = f"{config.global_batch_size} samples in the global batch"
-    remedies = [in_smaller_pieces(config), "--precision mixed_bfloat16"]
+    more = ["--precision mixed_bfloat16"]
     if not is_gpu:
-        remedies = [in_smaller_pieces(config), "fewer ranks on a node", "--cache none or node instead of memory"]
+        more = ["fewer ranks on a node", "--cache none or node instead of memory"]
+    remedies = "; ".join([in_smaller_pieces(config), *more])
     return (
         f"out of memory {'on the GPU' if is_gpu else 'on the host'} while it {activity.current()[0].words_of_one}, "
-        f"with {size}{f' ({request[0]})' if request else ''}. What helps: {'; '.join(remedies)}."
+        f"with {size}{f' ({request[0]})' if request else ''}. What helps: {remedies}."
     )

@@ -303,7 +303,8 @@ print(watchdog._looks.times, flush=True)
 os._exit(0)
 """
     program = f"LIMIT = 1.0\n{PROGRAM.replace('size=1', 'size=2')}{body}"
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    command = [sys.executable, "-c", program]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
     assert finished.returncode == 0, finished.stderr
     num_ticks = 2 / 0.125
     assert num_ticks / 4 <= int(finished.stdout.split()[-1]) <= num_ticks + 1

@@ -354,7 +354,8 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
     """
     progress.finished = None if ending is Ending.PREEMPTED else ending.value
     actions.check.act(step)
-    require_finite_values(job.step.named_variables, job.collective, step=step)
+    are_alike = job.config.check_replicas_every > 0
+    require_finite_values(job.step.named_variables, job.collective, step=step, are_alike=are_alike)
 
     def save_on_first() -> str:
         assert actions.writer is not None

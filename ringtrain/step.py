@@ -8,6 +8,7 @@ decision is taken from these reduced numbers, which are the same on every rank.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -104,8 +105,7 @@ class TrainStep:
         Returns:
             The control vector and the step's facts, for ``read``; computed once the device gets there.
         """
-        told = tf.constant([is_stop_wanted, next_count], tf.float64)
-        return self._function_for(batch)(batch, tf.constant(learning_rate, tf.float64), told)
+        return self._function_for(batch)(batch, constant(learning_rate), constant((is_stop_wanted, next_count)))
 
     def is_traced_for(self, batch: Batch) -> bool:
         """Whether a step with this rank's batch begins at once; else TensorFlow traces a function for it before."""
@@ -260,11 +260,13 @@ class TrainStep:
     def _reduce_and_update(self, forward: Forward, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
         end = len(CONTROL_SUMS)
         told = tf.pad(tf.cast(told, self._dtype), [[end - NUM_TOLD, forward.sums.shape[0] - end]])
+        # TensorFlow runs what is stateful in the order in which it is written here: a clock, and a sum by MPI itself.
+        begin = moment_after([*forward.state, *forward.gradients]) if self._times_communication else None
         state = self._sum_state(forward.state)
         gradients, gradients_finite, scaled_norm, sums = self._reduction(forward.gradients, forward.sums + told)
         communication_sec = tf.constant(0.0, tf.float64)
-        if self._times_communication:
-            communication_sec = seconds_between([*forward.state, *forward.gradients], [sums, *state, *gradients])
+        if begin is not None:
+            communication_sec = moment_after([sums, *state, *gradients]) - begin
         is_finite = tf.reduce_all(
             [gradients_finite, *(tf.reduce_all(tf.math.is_finite(value)) for value in [sums, *state])]
         )
@@ -352,16 +354,17 @@ def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int)
     return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)
 
 
-def seconds_between(
-    begin: Sequence[tf.Tensor | tf.IndexedSlices], end: Sequence[tf.Tensor | tf.IndexedSlices]
-) -> tf.Tensor:
-    """From when the last of these is there until the last of those is: float64 [], by the clock of the host."""
-    moments = []
-    for values in (begin, end):
-        tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
-        with tf.control_dependencies(tensors):
-            moments.append(tf.timestamp())
-    return moments[1] - moments[0]
+@functools.lru_cache(maxsize=8)
+def constant(values: float | tuple[float, ...]) -> tf.Tensor:
+    """These as float64: mostly those of the step before, and to make them anew costs as much as some operations."""
+    return tf.constant(values, tf.float64)
+
+
+def moment_after(values: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
+    """When the last of these is there, by the clock of the host: seconds, float64 []."""
+    tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
+    with tf.control_dependencies(tensors):
+        return tf.timestamp()
 
 
 def fix_batch_size(batch_spec: Batch, size: int) -> Batch:

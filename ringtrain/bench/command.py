@@ -24,14 +24,14 @@ from ringtrain.bench.rounds import Runner, find_faults, measure, measure_once
 from ringtrain.bench.saves import plan_saves
 from ringtrain.bench.settings import Settings, choose_settings
 from ringtrain.bench.starts import plan_begun, plan_starts
-from ringtrain.bench.steps import DESCRIPTIONS, Length, plan_guards, plan_steps
+from ringtrain.bench.steps import STEP_CONTENDERS, Length, plan_guards, plan_loops, plan_steps
 from ringtrain.bench.sums import plan_sums
 from ringtrain.bench.table import describe_result
 from ringtrain.bench.variations import plan_variations
 from ringtrain.devices import read_machine
 from ringtrain.errors import RingtrainError, UsageError
 
-MODES = ("step", "allreduce", "input", "startup", "checkpoint", "guards", "settings")
+MODES = ("step", "loop", "allreduce", "input", "startup", "checkpoint", "guards", "settings")
 FORMAT = 1
 PAGE = Path("docs/benchmarks.md")
 
@@ -81,7 +81,7 @@ class BenchOptions:
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.", reach="run")
         _known("models", self.model_names, MODELS)
-        _known("contenders", self.contender_names, DESCRIPTIONS)
+        _known("contenders", self.contender_names, STEP_CONTENDERS)
         for name, model in MODELS.items():
             if model.num_samples % (model.local_batch_size * self.size):
                 raise UsageError(
@@ -173,6 +173,8 @@ def plan(mode: str, options: BenchOptions, settings: Settings, runner: Runner, d
     size, length = options.size, options.length
     if mode == "step":
         yield from plan_steps(options.model_names, options.contender_names, size, settings, length)
+    elif mode == "loop":
+        yield from plan_loops(size, settings, length)
     elif mode == "allreduce":
         yield plan_sums(size, settings)
     elif mode == "input":

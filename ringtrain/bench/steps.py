@@ -1,4 +1,4 @@
-"""``bench step`` and ``bench guards``: the time of a training step."""
+"""``bench step``, ``bench loop`` and ``bench guards``: the time of a training step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ GOALS = {
         Comparison(name="ringtrain", other="bound", goal=0.97),
         Comparison(name="ringtrain", other="tf_distribute", goal=1.10),
         Comparison(name="ringtrain", other="minimal_stock", goal=1.5),
-        Comparison(name="ringtrain_saving", other="minimal", goal=1 / 1.01),
     ),
     "WIDE": (
         Comparison(name="ringtrain", other="bound", goal=0.75),
@@ -57,12 +56,15 @@ GOALS = {
         Comparison(name="ringtrain", other="minimal_no_fusion", goal=1.3),
         Comparison(name="ringtrain", other="minimal", goal=1.0),
     ),
-    "TINY": (Comparison(name="ringtrain_saving", other="minimal", goal=1 / 1.05),),
+    "TINY": (),
 }
+LOOP_GOALS = {"CNN": 1 / 1.01, "TINY": 1 / 1.05}
+LOOP_CONTENDERS = ("ringtrain_saving", "ringtrain_saving_again", "minimal")
 DESCRIPTIONS = {
     "ringtrain": "stock horovodrun python -m ringtrain",
     "ringtrain_again": "the same once more (A/A)",
-    "ringtrain_saving": f"the same with a checkpoint every {SAVE_EVERY_STEPS} steps",
+    "ringtrain_saving": f"ringtrain with logs, guards and a checkpoint every {SAVE_EVERY_STEPS} steps",
+    "ringtrain_saving_again": "the same once more (A/A)",
     "bound": "plain TensorFlow processes pinned apart, without communication",
     "minimal": "hand-written Horovod loop with ringtrain's cores, threads and variables",
     "minimal_stock": "hand-written Horovod loop under stock horovodrun",
@@ -71,6 +73,7 @@ DESCRIPTIONS = {
     "tf_distribute": "tf.distribute MultiWorkerMirroredStrategy, pinned as ringtrain is",
     "one_process": "plain TensorFlow in one process on all cores",
 }
+STEP_CONTENDERS = tuple(name for name in DESCRIPTIONS if not name.startswith("ringtrain_saving"))
 
 
 def plan_steps(
@@ -79,20 +82,20 @@ def plan_steps(
     """An experiment for each model.
 
     Args:
-        names: which contenders; empty: all.
+        names: which of ``STEP_CONTENDERS``; empty: all.
         length: instead of each model's own.
     """
     experiments = []
     for model in models:
         chosen = length or LENGTHS[model]
         contenders = plan_contenders(model, size, settings, chosen)
-        wanted = [contender for name, contender in contenders.items() if name in (names or contenders)]
+        wanted = [contenders[name] for name in STEP_CONTENDERS if name in (names or STEP_CONTENDERS)]
         kept = {contender.name for contender in wanted}
         others = [Comparison(name="ringtrain_again", other="ringtrain"), *GOALS[model]]
         compared = {(each.name, each.other) for each in others}
         others += [
             Comparison(name="ringtrain", other=name)
-            for name in DESCRIPTIONS
+            for name in STEP_CONTENDERS
             if name not in ("ringtrain", "ringtrain_again") and ("ringtrain", name) not in compared
         ]
         experiments.append(
@@ -101,6 +104,26 @@ def plan_steps(
                 unit="a step",
                 contenders=tuple(wanted),
                 comparisons=tuple(each for each in others if {each.name, each.other} <= kept),
+                reference=contenders["one_process"],
+            )
+        )
+    return experiments
+
+
+def plan_loops(size: int, settings: Settings, length: Length | None) -> list[Experiment]:
+    """ringtrain with all that it does beside training, against the hand-written loop, which does nothing else."""
+    experiments = []
+    for model, goal in LOOP_GOALS.items():
+        contenders = plan_contenders(model, size, settings, length or LENGTHS[model])
+        experiments.append(
+            Experiment(
+                name=model,
+                unit="a step",
+                contenders=tuple(contenders[name] for name in LOOP_CONTENDERS),
+                comparisons=(
+                    Comparison(name="ringtrain_saving", other="minimal", goal=goal),
+                    Comparison(name="ringtrain_saving_again", other="ringtrain_saving"),
+                ),
                 reference=contenders["one_process"],
             )
         )
@@ -129,10 +152,12 @@ def plan_commands(model: str, size: int, settings: Settings, length: Length) -> 
     minimal = launch(size, [sys.executable, str(PEERS / "horovod_minimal.py"), *pinned])
     training = plan_training(size, workload_flags(model), length)
     saves = ["--checkpoint_every", str(SAVE_EVERY_STEPS)]
+    saving = plan_training(size, [*workload_flags(model), *saves], length)
     return {
         "ringtrain": (training,),
         "ringtrain_again": (training,),
-        "ringtrain_saving": (plan_training(size, [*workload_flags(model), *saves], length),),
+        "ringtrain_saving": (saving,),
+        "ringtrain_saving_again": (saving,),
         "bound": plan_ranks("unconnected.py", size, pinned),
         "minimal": (Command(argv=minimal, env=settings.env),),
         "minimal_stock": (Command(argv=launch(size, [sys.executable, str(PEERS / "horovod_minimal.py"), *flags])),),

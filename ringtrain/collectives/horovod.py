@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringtrain.collectives import gather_objects
+from ringtrain.collectives.shared_memory import DTYPES, SharedSums, share_window
 from ringtrain.devices import DYNAMIC_TIMELINE
 from ringtrain.errors import UsageError
 from ringtrain.world import World
@@ -45,11 +47,39 @@ class HorovodCollective:
         self.world = world
         self.description = describe(hvd)
         self._hvd = hvd
+        self._shared: SharedSums | None = None  # carries what is summed alone; on every rank or on none
 
     def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         if len(tensors) == 1:  # a lone tensor is reduced in place, without the copies into a fusion buffer
             return _keep_apart([self._hvd.allreduce(tensors[0], op=self._hvd.Sum, name=name)], name)
         return _keep_apart(self._hvd.grouped_allreduce(list(tensors), op=self._hvd.Sum, name=name), name)
+
+    @property
+    def sums_at_once(self) -> bool:
+        return self._shared is not None and self._shared.carries_all
+
+    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        if self._shared is None or any(tensor.dtype.name not in DTYPES for tensor in tensors):
+            return self.sum(tensors, name=name)
+        return self._shared(tensors)
+
+    def share_memory(self) -> None:
+        """Sum alone through shared memory, where all ranks can. Every rank must call it."""
+        import tensorflow as tf
+
+        def on_all(value: Any) -> list[Any]:
+            return gather_objects(self, value, name="shared_memory")
+
+        world = self.world
+        if world.size == 1 or world.local_size < world.size:
+            return
+        facts = on_all([bool(tf.config.get_visible_devices("GPU")), len(os.sched_getaffinity(0))])
+        if any(has_gpu for has_gpu, _ in facts):
+            return
+        window = share_window(world.rank, world.size, on_all)
+        if window is not None:
+            carries_all = all(num_cores == 1 for _, num_cores in facts)
+            self._shared = SharedSums(window, world.rank, world.size, carries_all=carries_all)
 
     def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         return _keep_apart([self._hvd.allgather(tensor, name=name)], name)[0]
@@ -83,8 +113,11 @@ class HorovodCollective:
         os._exit(exit_code)
 
 
-def connect_horovod(world: World) -> HorovodCollective:
+def connect_horovod(world: World, *, shares_memory: bool) -> HorovodCollective:
     """Start Horovod and hold what it sees against what the launcher said.
+
+    Args:
+        shares_memory: whether ranks of one node may sum through memory; else all is left to Horovod.
 
     Raises:
         UsageError: Horovod cannot be loaded, or sees another world than the launcher.
@@ -121,7 +154,10 @@ def connect_horovod(world: World) -> HorovodCollective:
         )
     if hvd.mpi_enabled():
         _require_same_settings(world, os.environ)
-    return HorovodCollective(world, hvd)
+    collective = HorovodCollective(world, hvd)
+    if shares_memory:
+        collective.share_memory()
+    return collective
 
 
 def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:

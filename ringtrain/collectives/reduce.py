@@ -4,8 +4,8 @@ Each rank brings the gradient of (sum of its samples' losses) / (samples of the 
 ranks is the gradient of the mean over the global batch, and nothing is divided afterwards.
 
 Gradients leave in a few groups, in the order in which the backward pass makes them (the last layer's first), so that
-the first groups travel while the rest is still computed. Those of a small model leave together, with the step's other
-sums: what is ready at another time waits for another cycle of Horovod's, and a cycle is long beside such a step.
+the first groups travel while the rest is still computed. Those of a small model, and all where a rank has one core,
+leave at once, with the step's other sums: then nobody has to agree on an order (``sum_alone``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Compression = Literal["none", "fp16"]
 
-# Gradients of up to ONE_MESSAGE_BYTES in all are one message. Otherwise a group is closed once it holds this share of
+# Gradients of up to ONE_MESSAGE_BYTES in all leave at once. Otherwise a group is closed once it holds this share of
 # all bytes, or this many bytes: small models want few messages, large ones an early start (ringtrain/bench/README.md).
 ONE_MESSAGE_BYTES = 1024 * 1024
 MAX_GROUPS = 6
@@ -79,12 +79,11 @@ class GradientReduction:
         Args:
             control: a short vector of sums, which is reduced as well; the verdict is on the gradients alone.
         """
-        if control is not None and self._is_one_message([*gradients, control]):
-            *sums, control = self.sum([*gradients, control])
-        else:
-            if control is not None:  # issued once the forward pass has it: it travels while the backward pass computes
-                [control] = self.collective.sum([control], name="control")
-            sums = self.sum(gradients)
+        if control is not None and self._leaves_at_once([*gradients, control]):
+            return self._sum_at_once(gradients, control)
+        if control is not None:  # issued once the forward pass has it: it travels while the backward pass computes
+            [control] = self.collective.sum([control], name="control")
+        sums = self.sum(gradients)
         is_finite, global_norm = verdict(sums)
         return Reduced(sums, is_finite, global_norm, control)
 
@@ -102,10 +101,31 @@ class GradientReduction:
                     sums[index] = total
         return sums
 
-    def _is_one_message(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
-        """Whether these travel together, each as it is: short ones of the same type, none of them sparse."""
-        groups = plan_groups([gradient_spec(tensor) for tensor in tensors])
-        return self.groups is None and self.compression == "none" and len(groups) == 1
+    def _sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor) -> Reduced:
+        """All as one vector, which the verdict reads at once as well; large ones as they are, where that is much."""
+        import tensorflow as tf
+
+        GradientReduction.calls += 1
+        specs = [gradient_spec(gradient) for gradient in gradients]
+        is_much = sum(spec.num_bytes for spec in specs) > ONE_MESSAGE_BYTES
+        large = [index for index, spec in enumerate(specs) if is_much and spec.num_bytes >= MIN_GROUP_BYTES]
+        short = [index for index in range(len(specs)) if index not in large]
+        vector = tf.concat([*(tf.reshape(gradients[i], [-1]) for i in short), control], axis=0)
+        *of_large, total = self.collective.sum_alone([*(gradients[i] for i in large), vector], name=f"{self.name}/0")
+        lengths = [gradients[i].shape.num_elements() for i in short]
+        of_short, control = tf.split(total, [sum(lengths), control.shape[0]])
+        is_finite, global_norm = verdict([*of_large, of_short])
+        sums = dict(zip(large, of_large, strict=True))
+        for index, part in zip(short, tf.split(of_short, lengths) if short else [], strict=True):
+            sums[index] = tf.reshape(part, gradients[index].shape)
+        return Reduced([sums[index] for index in range(len(gradients))], is_finite, global_norm, control)
+
+    def _leaves_at_once(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
+        """Whether these are summed together, each as it is: of the same type, none of them sparse."""
+        specs = [gradient_spec(tensor) for tensor in tensors]
+        if self.groups is not None or self.compression != "none" or len({(s.dtype, s.is_sparse) for s in specs}) > 1:
+            return False
+        return self.collective.sums_at_once or sum(spec.num_bytes for spec in specs) <= ONE_MESSAGE_BYTES
 
     def _sum_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         packed = [self._compress(gradient) for gradient in gradients]

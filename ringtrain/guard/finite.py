@@ -12,8 +12,14 @@ if TYPE_CHECKING:
     import keras
 
 
-def require_finite_values(variables: Mapping[str, keras.Variable], collective: Collective, *, step: int) -> None:
+def require_finite_values(
+    variables: Mapping[str, keras.Variable], collective: Collective, *, step: int, are_alike: bool
+) -> None:
     """See that no weight or slot is infinite or NaN when ``step`` steps are done. Every rank must call it.
+
+    Args:
+        are_alike: whether it is known that all ranks hold the same values. What one sees then all see, and nobody has
+            to be asked.
 
     Raises:
         DivergedError: on every rank, where one is.
@@ -26,10 +32,14 @@ def require_finite_values(variables: Mapping[str, keras.Variable], collective: C
             raise DivergedError(
                 f"after step {step} not all values of {bad[0]}{more} are finite, though its loss and gradients were; "
                 "nothing is saved of it. Lower --optimizer.lr, or add --optimizer.clip_global_norm; what was saved "
-                "before is whole."
+                "before is whole.",
+                reach="run",
             )
 
-    agree(collective, look, name="finite_values")
+    if are_alike:
+        look()
+    else:
+        agree(collective, look, name="finite_values")
 
 
 def _is_finite(value: Any) -> bool:

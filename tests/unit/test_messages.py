@@ -30,6 +30,9 @@ class Recording(Solo):
         self.sent.append((name, [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]))
         return list(tensors)
 
+    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        return self.sum(tensors, name=name)
+
     sent: list[Message]
 
 

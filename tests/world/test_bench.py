@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.bench.steps import DESCRIPTIONS
+from ringtrain.bench.steps import STEP_CONTENDERS
 from tests.world.processes import REPOSITORY, clean_environment
 
 CONTENDERS = ("ringtrain", "bound", "minimal", "tf_distribute")
@@ -33,7 +33,7 @@ def test_every_contender_trains_what_one_process_trains(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     result = json.loads(output.read_text())
     [experiment] = result["experiments"]
-    assert set(CONTENDERS) < set(DESCRIPTIONS)
+    assert set(CONTENDERS) < set(STEP_CONTENDERS)
     assert not experiment["reference"]["fault"]
     [only] = experiment["rounds"]
     assert sorted(only["order"]) == sorted(only["runs"]) == sorted(CONTENDERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,65 @@ def test_sum_works_in_a_graph(collective: Collective) -> None:
         once, twice = add(tf.constant([float(rank + step)]))
         assert float(once[0]) == sum(range(size)) + step * size
         assert float(twice[0]) == 2 * float(once[0])
+
+
+@on_ranks(1, 2, 3, GLOO)
+def test_what_is_summed_alone_is_the_same_sum(collective: Collective) -> None:
+    """Through shared memory, by Horovod for other types, and by nobody for one: eagerly and in a graph."""
+    world = collective.world
+    shapes = [(0,), (1,), (7, 3), (1200, 1100)]
+    for dtype in ("float16", "float32", "float64"):
+        mine = [tf.constant(values_of_rank(world.rank, shape, dtype)) for shape in shapes]
+        expected = [np.sum(values_of_all(world.size, shape, dtype), axis=0, dtype=dtype) for shape in shapes]
+        add = tf.function(functools.partial(collective.sum_alone, name=f"alone/{dtype}/graph"), autograph=False)
+        for totals in (collective.sum_alone(mine, name=f"alone/{dtype}"), add(mine), add(mine)):
+            for tensor, total, sum_of_all in zip(mine, totals, expected, strict=True):
+                assert (total.dtype, total.shape) == (tensor.dtype, tensor.shape)
+                np.testing.assert_array_equal(total, sum_of_all)
+
+
+@on_ranks(2)
+def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) -> None:
+    """Memory of results is used again, but not of those that somebody has."""
+    add = tf.function(lambda tensor: collective.sum_alone([tensor], name="kept")[0], autograph=False)
+    variable = tf.Variable(tf.zeros([1000]))
+    kept = []
+    for step in range(20):
+        total = add(tf.fill([1000], float(step)))
+        variable.assign(total)
+        kept.append((total if step % 3 else tf.identity(total), np.full(1000, 2.0 * step)))
+        for earlier, expected in kept:
+            np.testing.assert_array_equal(earlier, expected)
+        np.testing.assert_array_equal(variable, kept[-1][1])
+
+
+@on_ranks(2, 3)
+def test_what_is_summed_alone_may_be_on_its_way_beside_sums_of_horovod(collective: Collective) -> None:
+    rank, size = collective.world.rank, collective.world.size
+
+    @tf.function(autograph=False)
+    def add(step: tf.Tensor) -> list[tf.Tensor]:
+        parts = [collective.sum([step + rank + number], name=f"beside/{number}")[0] for number in range(4)]
+        return [collective.sum_alone([tf.reshape(step + rank, [1])], name="beside/alone")[0], *parts]
+
+    for step in range(50):
+        alone, *parts = add(tf.constant(float(step)))
+        assert float(alone) == step * size + sum(range(size))
+        assert [float(part) for part in parts] == [float(alone) + number * size for number in range(4)]
+
+
+@on_ranks(2, 3, GLOO)
+def test_only_where_horovod_is_asked_for_it_carries_everything(collective: Collective) -> None:
+    from ringtrain.collectives.horovod import HorovodCollective
+
+    assert isinstance(collective, HorovodCollective)
+    assert collective._shared is not None
+    asked_for = connect("horovod", collective.world)
+    assert isinstance(asked_for, HorovodCollective)
+    assert asked_for._shared is None
+    mine = tf.constant(values_of_rank(collective.world.rank, (5,)))
+    [by_horovod], [by_memory] = (each.sum_alone([mine], name="asked") for each in (asked_for, collective))
+    np.testing.assert_array_equal(by_horovod, by_memory)
 
 
 @on_ranks(1, 2, 3, GLOO)

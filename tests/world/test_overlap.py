@@ -1,4 +1,4 @@
-"""The reduction travels while the backward pass computes, as Horovod's own timeline shows."""
+"""The reduction by Horovod travels while the backward pass computes, as Horovod's own timeline shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from tests.world.conftest import RunRingtrain
 
 STEPS = 40
-WORKLOAD = "ringtrain.bench.workloads:CNN"
+FLAGS = ["--workload", "ringtrain.bench.workloads:CNN", "--batch_size", "32", "--backend", "horovod"]
 
 
 def test_first_group_is_reduced_before_the_last_gradient_is_ready(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def overlap_of_a_run(run_ringtrain: RunRingtrain, directory: Path) -> tuple[floa
     directory.mkdir()
     timeline = directory / "timeline.json"
     finished = run_ringtrain(
-        ["--workload", WORKLOAD, "--steps", STEPS, "--batch_size", 32, "--out", directory / "run"],
+        [*FLAGS, "--steps", STEPS, "--out", directory / "run"],
         launcher="horovodrun",
         env={"HOROVOD_TIMELINE": str(timeline)},
         timeout=200,

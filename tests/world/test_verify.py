@@ -143,11 +143,12 @@ def findings_of(workload: Any, collective: Any, *, defect: str | None = None) ->
 def planted(defect: str | None, rank: int) -> Iterator[None]:
     """Plant a defect in this rank's ringtrain."""
     from ringtrain import record, step, variables
-    from ringtrain.collectives.reduce import GradientReduction
+    from ringtrain.collectives.horovod import HorovodCollective
     from ringtrain.data import augment, pipeline
     from ringtrain.data.order import SampleOrder
 
     right_plan, right_sharing = SampleOrder._plan, variables.share_first_values
+    right_sum = HorovodCollective.sum_alone
 
     def mean_of_means(self: Any, *steps: int, rank: int, size: int) -> Any:
         planned = right_plan(self, *steps, rank=rank, size=size)
@@ -169,8 +170,11 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     def keys_of_each_rank(seed: int, epoch: Any, indices: Any) -> Any:
         return augment.sample_keys(seed + rank, epoch, indices)
 
+    def its_input(self: Any, tensors: Any, *, name: str) -> list[Any]:
+        return list(tensors) if name.startswith("gradients") else right_sum(self, tensors, name=name)
+
     defects = {
-        "a reduction that returns its input": (GradientReduction, "sum", lambda self, gradients: list(gradients)),
+        "a reduction that returns its input": (HorovodCollective, "sum_alone", its_input),
         "a mean of means": (SampleOrder, "_plan", mean_of_means),
         "a duplicated sample": (SampleOrder, "_plan", duplicated_sample),
         "augmentation seeded by rank": (pipeline, "sample_keys", keys_of_each_rank),

@@ -19,9 +19,18 @@ from ringtrain.bench.rounds import plan_orders
 from ringtrain.bench.saves import plan_saves
 from ringtrain.bench.settings import Settings, choose_settings
 from ringtrain.bench.starts import plan_starts
-from ringtrain.bench.steps import DESCRIPTIONS, GOALS, ORDER_FILE, Length, plan_guards, plan_steps, write_order
+from ringtrain.bench.steps import (
+    GOALS,
+    ORDER_FILE,
+    STEP_CONTENDERS,
+    Length,
+    plan_guards,
+    plan_loops,
+    plan_steps,
+    write_order,
+)
 from ringtrain.bench.sums import bus_bandwidth, plan_sums
-from ringtrain.bench.variations import VARIATIONS, plan_variations
+from ringtrain.bench.variations import BY_FLAGS, VARIATIONS, plan_variations
 from ringtrain.data.order import SampleOrder
 from ringtrain.devices import Machine
 from ringtrain.errors import UsageError
@@ -103,7 +112,7 @@ def test_workers_agree_on_the_cluster_and_each_has_its_own_place() -> None:
 def test_each_goal_compares_contenders_that_are_measured(model: str) -> None:
     experiment = plan(model)
     names = {each.name for each in experiment.contenders}
-    assert names == set(DESCRIPTIONS)
+    assert names == set(STEP_CONTENDERS)
     assert [each for each in experiment.comparisons if each.goal] == list(GOALS[model])
     assert all({each.name, each.other} <= names for each in experiment.comparisons)
 
@@ -120,6 +129,7 @@ def test_every_experiment_has_a_control() -> None:
         plan_starts(2, SETTINGS, Path("begun")),
         *plan_saves(2, None),
         *plan_guards(2, None),
+        *plan_loops(2, SETTINGS, None),
         *plan_variations(["WIDE"], 2, None),
     ]
     for experiment in experiments:
@@ -146,12 +156,25 @@ def without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
     return [word for number, word in enumerate(argv) if not {word, argv[number - 1]} & set(names)]
 
 
-def test_variations_differ_by_their_variables_alone() -> None:
+def test_everything_is_on_in_the_loop_that_is_held_against_a_plain_one() -> None:
+    for experiment in plan_loops(2, SETTINGS, None):
+        [command] = commands(experiment, "ringtrain_saving")
+        assert command.env == {}
+        assert flags_of(command.argv, ["--checkpoint_every"]) == {"--checkpoint_every": "100"}
+        assert not set(command.argv) & {"--check_replicas_every", "--hang_timeout"}, "they are on by default"
+        [comparison] = [each for each in experiment.comparisons if each.other == "minimal"]
+        assert comparison.goal == {"CNN": 1 / 1.01, "TINY": 1 / 1.05}[experiment.name]
+
+
+def test_variations_differ_by_their_variables_and_flags_alone() -> None:
     [experiment] = plan_variations(["WIDE"], 2, None)
     [as_it_is] = commands(experiment, "ringtrain")
-    for name, env in VARIATIONS.items():
+    for name in (*VARIATIONS, *BY_FLAGS):
         [command] = commands(experiment, name)
-        assert (command.argv, command.env) == (as_it_is.argv, env)
+        flags = BY_FLAGS.get(name, [])
+        assert command.env == VARIATIONS.get(name, {})
+        assert flags_of(command.argv, flags[::2]) == dict(zip(flags[::2], flags[1::2], strict=True))
+        assert without(command.argv, flags[::2]) == list(as_it_is.argv)
 
 
 def test_each_variable_that_ringtrain_chooses_is_undone_in_some_variation() -> None:
@@ -176,7 +199,7 @@ def test_each_round_has_every_contender_once_in_an_order_of_the_seed() -> None:
     contenders = plan().contenders
     orders = plan_orders(contenders, 20, seed=3)
     names = [[each.name for each in order] for order in orders]
-    assert all(sorted(each) == sorted(DESCRIPTIONS) for each in names)
+    assert all(sorted(each) == sorted(STEP_CONTENDERS) for each in names)
     assert len({tuple(each) for each in names}) > 10
     assert orders == plan_orders(contenders, 20, seed=3)
     assert orders != plan_orders(contenders, 20, seed=4)

@@ -1,0 +1,242 @@
+"""Sums of the ranks of one node, on cores, through memory that they share.
+
+Horovod's own thread looks once a cycle (``HOROVOD_CYCLE_TIME``) at what is ready on all ranks, so that a sum takes that
+long at least, however short it is. That is how it finds an order for many sums that become ready in any order. Where a
+step makes all its sums at one place, the ranks need no order: whoever comes there waits for the others, and for nothing
+else. And memory that all can read saves the copies from one process to the other.
+
+What is to be added is cut into chunks that stay in a core's cache, and each chunk into a segment for each rank: rank r
+adds everybody's segment r, and everybody takes its sum (a reduce-scatter and an all-gather, as in a ring, where every
+neighbour is as near). So each sum is made once, in the order of the ranks, and all have the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+Array = npt.NDArray[Any]
+
+NAME = "ringtrain"  # of the memory, in /proc
+DTYPES = ("float32", "float64")
+TRACE = "sum in shared memory"  # what TensorFlow's profile calls it
+CHUNK_BYTES = 1024 * 1024
+SLOTS = 2  # chunks that are under way at the same time
+LINE_BYTES = 64  # of a core's cache; TensorFlow takes over arrays that begin at such an address without a copy
+TOKEN_BYTES = 16
+# A rank that waits looks again at once for so long, and then sleeps in between: others may need its core.
+SECONDS_AWAKE = 20e-6
+FIRST_PAUSE_SECONDS = 10e-6
+LONGEST_PAUSE_SECONDS = 500e-6
+PAUSE_GROWTH = 1.2
+
+
+class Window:
+    """Memory of all ranks of a node. It belongs to no file, and is gone with the last process that has it."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        """Map it.
+
+        Args:
+            descriptor: of the open memory.
+            size: number of ranks.
+        """
+        self._memory = mmap.mmap(descriptor, self.num_bytes(size))
+        content = np.frombuffer(self._memory, np.uint8)
+        self.token = content[:TOKEN_BYTES]
+        places = content[LINE_BYTES : LINE_BYTES + 3 * size * LINE_BYTES].view(np.int64)
+        # How many chunks each rank has given, added and taken so far; each number in a line of its own.
+        self.given, self.added, self.taken = places.reshape(3, size, -1)[:, :, 0]
+        chunks = content[LINE_BYTES + 3 * size * LINE_BYTES :].reshape(size + 1, SLOTS, CHUNK_BYTES)
+        self.gifts, self.sums = chunks[:size], chunks[size]
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """Of the window of so many ranks."""
+        return LINE_BYTES + 3 * size * LINE_BYTES + (size + 1) * SLOTS * CHUNK_BYTES
+
+
+class SharedSums:
+    """Adds tensors over all ranks, in one call at a time."""
+
+    def __init__(self, window: Window, rank: int, size: int, *, carries_all: bool) -> None:
+        """Every rank has the same window.
+
+        Args:
+            carries_all: whether it is better than Horovod at sums of any size, too: where a rank has one core, nothing
+                is computed while gradients travel, since that takes the core as well.
+        """
+        self.carries_all = carries_all
+        self._window, self._rank, self._size = window, rank, size
+        self._num_chunks = 0  # that were added in all calls so far
+        self._buffers = Buffers()
+
+    def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sums over all ranks of tensors of ``DTYPES`` and of one dimension at least; in graphs and eagerly."""
+        import tensorflow as tf
+
+        dtypes = [tensor.dtype for tensor in tensors]
+        totals = tf.nest.flatten(tf.numpy_function(self.add_up, tensors, dtypes))  # eagerly one is no list
+        for tensor, total in zip(tensors, totals, strict=True):
+            total.set_shape(tensor.shape)
+        return list(totals)
+
+    def add_up(self, *arrays: Array) -> list[Array]:
+        """The same of arrays."""
+        import tensorflow as tf
+
+        totals = [self._buffers.take(array.shape, array.dtype) for array in arrays]
+        with tf.profiler.experimental.Trace(TRACE):
+            self._add_chunks([pair for each in zip(arrays, totals, strict=True) for pair in cut(*each)])
+        return totals
+
+    def _add_chunks(self, chunks: Sequence[tuple[Array, Array]]) -> None:
+        """Give, add and take each chunk: while the others give one, this rank adds the one before."""
+        first, self._num_chunks = self._num_chunks, self._num_chunks + len(chunks)
+        for number in range(len(chunks) + 2):
+            if number < len(chunks):
+                self._give(first + number, chunks[number][0])
+            if 0 <= number - 1 < len(chunks):
+                self._add(first + number - 1, *chunks[number - 1])
+            if 0 <= number - 2 < len(chunks):
+                self._take(first + number - 2, chunks[number - 2][1])
+
+    def _give(self, number: int, mine: Array) -> None:
+        """Let the others read their segments of a chunk."""
+        window = self._window
+        wait_until(lambda: window.added.min() > number - SLOTS)
+        gift = view_as(window.gifts[self._rank, number % SLOTS], mine)
+        begin, end = self._segment(mine.size, self._rank)
+        gift[:begin], gift[end:] = mine[:begin], mine[end:]
+        window.given[self._rank] = number + 1
+
+    def _add(self, number: int, mine: Array, total: Array) -> None:
+        """Add everybody's segment of this rank."""
+        window = self._window
+        wait_until(lambda: window.given.min() > number and window.taken.min() > number - SLOTS)
+        begin, end = self._segment(mine.size, self._rank)
+        parts = [
+            mine[begin:end] if rank == self._rank else view_as(window.gifts[rank, number % SLOTS], mine)[begin:end]
+            for rank in range(self._size)
+        ]
+        ours = total[begin:end]
+        np.add(parts[0], parts[1], out=ours)
+        for part in parts[2:]:
+            np.add(ours, part, out=ours)
+        view_as(window.sums[number % SLOTS], mine)[begin:end] = ours
+        window.added[self._rank] = number + 1
+
+    def _take(self, number: int, total: Array) -> None:
+        """Take the sums of the other segments."""
+        window = self._window
+        wait_until(lambda: window.added.min() > number)
+        sums = view_as(window.sums[number % SLOTS], total)
+        begin, end = self._segment(total.size, self._rank)
+        total[:begin], total[end:] = sums[:begin], sums[end:]
+        window.taken[self._rank] = number + 1
+
+    def _segment(self, length: int, rank: int) -> tuple[int, int]:
+        return length * rank // self._size, length * (rank + 1) // self._size
+
+
+def cut(array: Array, total: Array) -> Iterator[tuple[Array, Array]]:
+    """Chunks of an array, each with where its sum goes."""
+    flat, flat_total = array.reshape(-1), total.reshape(-1)
+    length = CHUNK_BYTES // array.itemsize
+    for start in range(0, flat.size, length):
+        yield flat[start : start + length], flat_total[start : start + length]
+
+
+def view_as(slot: Array, chunk: Array) -> Array:
+    """A slot as an array like a chunk."""
+    return slot[: chunk.nbytes].view(chunk.dtype)
+
+
+def wait_until(is_so: Callable[[], Any]) -> None:
+    """Wait for the other ranks; whether they move is the watchdog's to see."""
+    if is_so():
+        return
+    asleep_from = time.perf_counter() + SECONDS_AWAKE
+    pause = FIRST_PAUSE_SECONDS
+    while not is_so():
+        if time.perf_counter() > asleep_from:
+            time.sleep(pause)
+            pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE_SECONDS)
+
+
+class Buffers:
+    """Memory for results, used again once nobody has it: new memory costs more than what is done with it."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, list[Array]] = {}  # by bytes; every array that is made of one refers to it
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array of any content, which TensorFlow can take over without a copy."""
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        kept = self._memory.setdefault(num_bytes, [])
+        free = next((memory for memory in kept if sys.getrefcount(memory) == REFERENCES_WHILE_FREE), None)
+        if free is None:
+            free = np.empty(num_bytes + LINE_BYTES, np.uint8)
+            kept.append(free)
+        begin = -free.ctypes.data % LINE_BYTES
+        return free[begin : begin + num_bytes].view(dtype).reshape(shape)
+
+
+REFERENCES_WHILE_FREE = 3  # the list's, the loop's, and that of the question
+
+
+def share_window(rank: int, size: int, on_all: Callable[[Any], list[Any]]) -> Window | None:
+    """A window that all ranks have mapped; None, on every rank, where some cannot. Every rank must call it.
+
+    Args:
+        on_all: gives everybody's JSON value to everybody, in the order of the ranks.
+    """
+    place: list[Any] | None = None
+    window, descriptor = None, -1
+    # What one core writes first another must not see later than what it writes after that: x86 holds this by itself.
+    if rank == 0 and platform.machine() == "x86_64" and hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(NAME)
+        os.ftruncate(descriptor, Window.num_bytes(size))
+        place = [os.getpid(), descriptor, secrets.token_hex(TOKEN_BYTES)]
+    [place, *_] = on_all(place)
+    if place is None:
+        return None
+    pid, number, token = place
+    with contextlib.suppress(OSError, ValueError):  # what has this number may be another container's process
+        window = open_window(Path(f"/proc/{pid}/fd/{number}"), size)
+    if rank == 0 and window is not None:
+        window.token[:] = np.frombuffer(bytes.fromhex(token), np.uint8)
+    on_all(None)  # the token is written
+    all_have_it = all(on_all(window is not None and window.token.tobytes().hex() == token))
+    if rank == 0:
+        os.close(descriptor)  # all have opened it that ever will
+    return window if all_have_it else None
+
+
+def open_window(path: Path, size: int) -> Window:
+    """Map the memory that a process has open.
+
+    Raises:
+        OSError, ValueError: there is none.
+    """
+    if not str(path.readlink()).startswith(f"/memfd:{NAME}"):
+        raise ValueError(f"{path} is something else")
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return Window(descriptor, size)
+    finally:
+        os.close(descriptor)

@@ -187,8 +187,8 @@ class Config:
     """checkpoint, or run directory, whose weights a new run starts from"""
 
     backend: Literal["auto", "horovod", "solo"] = "auto"
-    """who carries the reductions: auto is solo without a launcher, else Horovod, and memory that the ranks of one node
-    share for what is short; horovod is Horovod for everything"""
+    """who carries the reductions: auto is solo without a launcher, else Horovod, and among the cores of a single node
+    memory for what is short, or for all where each rank has one core; horovod is Horovod for everything"""
 
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients travel"""

@@ -22,6 +22,7 @@ from ringtrain.data.sources import Feed, Source, is_fallible
 from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, explain_bad
 from ringtrain.errors import UsageError
 from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
+from ringtrain.fused import FUSED
 from ringtrain.guard.preflight import Facts, describe_training, require_same_training
 from ringtrain.schedule import LearningRate
 from ringtrain.step import TrainStep, set_precision
@@ -347,5 +348,5 @@ def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
         )
         if value
     }
-    optimizer_class = getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
+    optimizer_class = FUSED.get(settings.name) or getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
     return optimizer_class(learning_rate=settings.lr, **options)

@@ -312,7 +312,7 @@ def catch_up(job: Job, actions: Sequence[Action], progress: Progress) -> Ending 
     is_last = job.batches.is_last(step)
     if not step or progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
         return None
-    endings = [action.act(step) for action in actions if isinstance(action, Evaluate | Save)]
+    endings = [action.act(step) for action in actions if isinstance(action, CheckReplicas | Evaluate | Save)]
     activity.note(Doing.DATA, step + 1, takes_long=True)
     return next((ending for ending in endings if ending), None)
 

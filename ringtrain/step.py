@@ -260,7 +260,7 @@ class TrainStep:
     def _reduce_and_update(self, forward: Forward, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
         end = len(CONTROL_SUMS)
         told = tf.pad(tf.cast(told, self._dtype), [[end - NUM_TOLD, forward.sums.shape[0] - end]])
-        # TensorFlow runs what is stateful in the order in which it is written here: a clock, and a sum by MPI itself.
+        # TensorFlow runs what is stateful in the order in which it is written here: a clock, a sum in shared memory.
         begin = moment_after([*forward.state, *forward.gradients]) if self._times_communication else None
         state = self._sum_state(forward.state)
         gradients, gradients_finite, scaled_norm, sums = self._reduction(forward.gradients, forward.sums + told)

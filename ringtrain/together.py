@@ -86,6 +86,8 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
         collective = connect(config.backend, world)
         try:
             require_same_start(collective, config, prepared.workload, command=command, environ=os.environ)
+            if config.backend == "auto":
+                collective.share_memory()
             watchdog.meet(collective)
             yield collective, watchdog
         except RingtrainError as error:

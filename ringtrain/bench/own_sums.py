@@ -1,4 +1,4 @@
-"""ringtrain's own collective, by sizes: a rank of ``bench allreduce``.
+"""ringtrain's own collective for what leaves at once, by sizes: a rank of ``bench allreduce``.
 
 horovodrun -np 2 python -m ringtrain.bench.own_sums --sizes 4096,65536 --output DIR
 """
@@ -31,13 +31,14 @@ def main() -> None:
     from ringtrain.collectives import connect
 
     collective = connect("auto", world)
+    collective.share_memory()
 
     def prepare(values: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         tensor = tf.Variable(values)
 
         @tf.function(jit_compile=False)
         def add() -> Any:
-            return collective.sum([tensor.read_value()], name=f"sum_{len(values)}")[0]
+            return collective.sum_alone([tensor.read_value()], name=f"sum_{len(values)}")[0]
 
         return add, lambda total: total.numpy()
 

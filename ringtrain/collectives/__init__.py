@@ -40,6 +40,12 @@ class Collective(Protocol):
             name: unique in a graph; ranks with the same name meet.
         """
 
+    def share_memory(self) -> None:
+        """From now on ``sum_alone`` goes through memory, where all ranks are on the cores of one node.
+
+        Every rank must call it, after they have met.
+        """
+
     @property
     def sums_at_once(self) -> bool:
         """Whether what a step has to sum best goes through ``sum_alone``, of any size; alike on all ranks."""
@@ -47,8 +53,11 @@ class Collective(Protocol):
     def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         """Like ``sum``, while no other call of this is under way on any rank.
 
-        So nothing has to be agreed on before, and what is short is there at once. The tensors have one dimension at
-        least.
+        So nothing has to be agreed on before, and what is short is there at once.
+
+        Args:
+            tensors: of one dimension at least, and of the same shapes and types on every rank.
+            name: as in ``sum``.
         """
 
     def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
@@ -73,10 +82,6 @@ class Collective(Protocol):
 def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collective:
     """Join the other ranks.
 
-    Args:
-        backend: who carries the communication. ``auto``: Horovod where there are several ranks, and memory that they
-            share where they can; ``horovod``: Horovod, for everything; ``solo``: nobody.
-
     Raises:
         UsageError: the backend is not installed, or it sees another world than the launcher.
     """
@@ -89,7 +94,7 @@ def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collec
     if backend == "horovod" or (backend == "auto" and world.size > 1):
         from ringtrain.collectives.horovod import connect_horovod
 
-        return connect_horovod(world, shares_memory=backend == "auto")
+        return connect_horovod(world)
     from ringtrain.collectives.solo import Solo
 
     return Solo(world)

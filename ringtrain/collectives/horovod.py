@@ -61,10 +61,9 @@ class HorovodCollective:
     def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         if self._shared is None or any(tensor.dtype.name not in DTYPES for tensor in tensors):
             return self.sum(tensors, name=name)
-        return self._shared(tensors)
+        return self._shared(tensors, name)
 
     def share_memory(self) -> None:
-        """Sum alone through shared memory, where all ranks can. Every rank must call it."""
         import tensorflow as tf
 
         def on_all(value: Any) -> list[Any]:
@@ -80,6 +79,7 @@ class HorovodCollective:
         if window is not None:
             carries_all = all(num_cores == 1 for _, num_cores in facts)
             self._shared = SharedSums(window, world.rank, world.size, carries_all=carries_all)
+            self.description += ", short sums through memory"
 
     def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         return _keep_apart([self._hvd.allgather(tensor, name=name)], name)[0]
@@ -113,11 +113,8 @@ class HorovodCollective:
         os._exit(exit_code)
 
 
-def connect_horovod(world: World, *, shares_memory: bool) -> HorovodCollective:
+def connect_horovod(world: World) -> HorovodCollective:
     """Start Horovod and hold what it sees against what the launcher said.
-
-    Args:
-        shares_memory: whether ranks of one node may sum through memory; else all is left to Horovod.
 
     Raises:
         UsageError: Horovod cannot be loaded, or sees another world than the launcher.
@@ -154,10 +151,7 @@ def connect_horovod(world: World, *, shares_memory: bool) -> HorovodCollective:
         )
     if hvd.mpi_enabled():
         _require_same_settings(world, os.environ)
-    collective = HorovodCollective(world, hvd)
-    if shares_memory:
-        collective.share_memory()
-    return collective
+    return HorovodCollective(world, hvd)
 
 
 def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:

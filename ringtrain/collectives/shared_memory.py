@@ -13,12 +13,14 @@ neighbour is as near). So each sum is made once, in the order of the ranks, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import platform
 import secrets
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,10 @@ CHUNK_BYTES = 1024 * 1024
 SLOTS = 2  # chunks that are under way at the same time
 LINE_BYTES = 64  # of a core's cache; TensorFlow takes over arrays that begin at such an address without a copy
 TOKEN_BYTES = 16
+NUM_LISTS = 5  # of a number for each rank, in a window
+LOOK_SECONDS = 1.0  # between two looks whether the processes of the other ranks are there
+SWITCH_SECONDS = 500e-6
+LOST_SIGN = "a rank has ended that others wait for"
 # A rank that waits looks again at once for so long, and then sleeps in between: others may need its core.
 SECONDS_AWAKE = 20e-6
 FIRST_PAUSE_SECONDS = 10e-6
@@ -58,16 +64,21 @@ class Window:
         self._memory = mmap.mmap(descriptor, self.num_bytes(size))
         content = np.frombuffer(self._memory, np.uint8)
         self.token = content[:TOKEN_BYTES]
-        places = content[LINE_BYTES : LINE_BYTES + 3 * size * LINE_BYTES].view(np.int64)
-        # How many chunks each rank has given, added and taken so far; each number in a line of its own.
-        self.given, self.added, self.taken = places.reshape(3, size, -1)[:, :, 0]
-        chunks = content[LINE_BYTES + 3 * size * LINE_BYTES :].reshape(size + 1, SLOTS, CHUNK_BYTES)
+        places = content[LINE_BYTES : LINE_BYTES + NUM_LISTS * size * LINE_BYTES].view(np.int64)
+        # How many chunks each rank has given, added and taken so far; what it sums; its process. Each number has a line
+        # of its own.
+        self.given, self.added, self.taken, self.summed, self.processes = places.reshape(NUM_LISTS, size, -1)[:, :, 0]
+        chunks = content[LINE_BYTES + NUM_LISTS * size * LINE_BYTES :].reshape(size + 1, SLOTS, CHUNK_BYTES)
         self.gifts, self.sums = chunks[:size], chunks[size]
 
     @staticmethod
     def num_bytes(size: int) -> int:
         """Of the window of so many ranks."""
-        return LINE_BYTES + 3 * size * LINE_BYTES + (size + 1) * SLOTS * CHUNK_BYTES
+        return LINE_BYTES + NUM_LISTS * size * LINE_BYTES + (size + 1) * SLOTS * CHUNK_BYTES
+
+    def find_lost(self) -> int | None:
+        """A rank whose process has ended; None where there is none."""
+        return next((rank for rank, process in enumerate(self.processes.tolist()) if not is_alive(process)), None)
 
 
 class SharedSums:
@@ -81,24 +92,37 @@ class SharedSums:
                 is computed while gradients travel, since that takes the core as well.
         """
         self.carries_all = carries_all
+        # Where a thread of Python computes all the time, such as one that feeds samples, the others get the interpreter
+        # after this long; a sum needs it some times.
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._window, self._rank, self._size = window, rank, size
         self._num_chunks = 0  # that were added in all calls so far
         self._buffers = Buffers()
 
-    def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def __call__(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """The sums over all ranks of tensors of ``DTYPES`` and of one dimension at least; in graphs and eagerly."""
         import tensorflow as tf
 
+        what = zlib.crc32(repr([name, *((tuple(tensor.shape), tensor.dtype.name) for tensor in tensors)]).encode())
         dtypes = [tensor.dtype for tensor in tensors]
-        totals = tf.nest.flatten(tf.numpy_function(self.add_up, tensors, dtypes))  # eagerly one is no list
+        add_up = functools.partial(self.add_up, what)
+        totals = tf.nest.flatten(tf.numpy_function(add_up, tensors, dtypes))  # eagerly one is no list
         for tensor, total in zip(tensors, totals, strict=True):
             total.set_shape(tensor.shape)
         return list(totals)
 
-    def add_up(self, *arrays: Array) -> list[Array]:
-        """The same of arrays."""
+    def add_up(self, what: int, *arrays: Array) -> list[Array]:
+        """The same of arrays.
+
+        Args:
+            what: a number that says what is summed.
+
+        Raises:
+            RuntimeError: another rank sums something else, or has ended.
+        """
         import tensorflow as tf
 
+        self._window.summed[self._rank] = what  # seen by the others with the first chunk
         totals = [self._buffers.take(array.shape, array.dtype) for array in arrays]
         with tf.profiler.experimental.Trace(TRACE):
             self._add_chunks([pair for each in zip(arrays, totals, strict=True) for pair in cut(*each)])
@@ -118,7 +142,7 @@ class SharedSums:
     def _give(self, number: int, mine: Array) -> None:
         """Let the others read their segments of a chunk."""
         window = self._window
-        wait_until(lambda: window.added.min() > number - SLOTS)
+        self._wait_until(lambda: window.added.min() > number - SLOTS)
         gift = view_as(window.gifts[self._rank, number % SLOTS], mine)
         begin, end = self._segment(mine.size, self._rank)
         gift[:begin], gift[end:] = mine[:begin], mine[end:]
@@ -127,7 +151,9 @@ class SharedSums:
     def _add(self, number: int, mine: Array, total: Array) -> None:
         """Add everybody's segment of this rank."""
         window = self._window
-        wait_until(lambda: window.given.min() > number and window.taken.min() > number - SLOTS)
+        self._wait_until(lambda: window.given.min() > number and window.taken.min() > number - SLOTS)
+        if (window.summed != window.summed[self._rank]).any():
+            raise RuntimeError("the ranks are at different places of the program: they sum different things.")
         begin, end = self._segment(mine.size, self._rank)
         parts = [
             mine[begin:end] if rank == self._rank else view_as(window.gifts[rank, number % SLOTS], mine)[begin:end]
@@ -143,11 +169,27 @@ class SharedSums:
     def _take(self, number: int, total: Array) -> None:
         """Take the sums of the other segments."""
         window = self._window
-        wait_until(lambda: window.added.min() > number)
+        self._wait_until(lambda: window.added.min() > number)
         sums = view_as(window.sums[number % SLOTS], total)
         begin, end = self._segment(total.size, self._rank)
         total[:begin], total[end:] = sums[:begin], sums[end:]
         window.taken[self._rank] = number + 1
+
+    def _wait_until(self, is_so: Callable[[], Any]) -> None:
+        """Wait for the other ranks. Whether they move is the watchdog's to see; here, whether they are there."""
+        if is_so():
+            return
+        begin = last_look = time.perf_counter()
+        pause = FIRST_PAUSE_SECONDS
+        while not is_so():
+            now = time.perf_counter()
+            if now - last_look > LOOK_SECONDS:
+                last_look, lost = now, self._window.find_lost()
+                if lost is not None and not is_so():
+                    raise RuntimeError(f"{LOST_SIGN}: rank {lost}")
+            if now - begin > SECONDS_AWAKE:
+                time.sleep(pause)
+                pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE_SECONDS)
 
     def _segment(self, length: int, rank: int) -> tuple[int, int]:
         return length * rank // self._size, length * (rank + 1) // self._size
@@ -166,16 +208,15 @@ def view_as(slot: Array, chunk: Array) -> Array:
     return slot[: chunk.nbytes].view(chunk.dtype)
 
 
-def wait_until(is_so: Callable[[], Any]) -> None:
-    """Wait for the other ranks; whether they move is the watchdog's to see."""
-    if is_so():
-        return
-    asleep_from = time.perf_counter() + SECONDS_AWAKE
-    pause = FIRST_PAUSE_SECONDS
-    while not is_so():
-        if time.perf_counter() > asleep_from:
-            time.sleep(pause)
-            pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE_SECONDS)
+def is_alive(process: int) -> bool:
+    """Whether a process of this node is there."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class Buffers:
@@ -196,7 +237,7 @@ class Buffers:
         return free[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
-REFERENCES_WHILE_FREE = 3  # the list's, the loop's, and that of the question
+REFERENCES_WHILE_FREE = 3  # the list's, the loop's, and that of the question, in CPython 3.10 to 3.12
 
 
 def share_window(rank: int, size: int, on_all: Callable[[Any], list[Any]]) -> Window | None:
@@ -208,12 +249,15 @@ def share_window(rank: int, size: int, on_all: Callable[[Any], list[Any]]) -> Wi
     place: list[Any] | None = None
     window, descriptor = None, -1
     # What one core writes first another must not see later than what it writes after that: x86 holds this by itself.
-    if rank == 0 and platform.machine() == "x86_64" and hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(NAME)
-        os.ftruncate(descriptor, Window.num_bytes(size))
-        place = [os.getpid(), descriptor, secrets.token_hex(TOKEN_BYTES)]
+    if rank == 0 and platform.machine() == "x86_64":
+        with contextlib.suppress(OSError):  # a limit of the process, or of its container
+            descriptor = os.memfd_create(NAME)
+            os.ftruncate(descriptor, Window.num_bytes(size))
+            place = [os.getpid(), descriptor, secrets.token_hex(TOKEN_BYTES)]
     [place, *_] = on_all(place)
     if place is None:
+        if descriptor >= 0:
+            os.close(descriptor)
         return None
     pid, number, token = place
     with contextlib.suppress(OSError, ValueError):  # what has this number may be another container's process
@@ -221,7 +265,10 @@ def share_window(rank: int, size: int, on_all: Callable[[Any], list[Any]]) -> Wi
     if rank == 0 and window is not None:
         window.token[:] = np.frombuffer(bytes.fromhex(token), np.uint8)
     on_all(None)  # the token is written
-    all_have_it = all(on_all(window is not None and window.token.tobytes().hex() == token))
+    has_it = window is not None and window.token.tobytes().hex() == token
+    if window is not None and has_it:
+        window.processes[rank] = os.getpid()
+    all_have_it = all(on_all(has_it))
     if rank == 0:
         os.close(descriptor)  # all have opened it that ever will
     return window if all_have_it else None

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 from ringtrain import activity
+from ringtrain.collectives.shared_memory import LOST_SIGN
 from ringtrain.errors import RingtrainError
 
 # What Horovod 0.28 gives every pending collective once its background thread has ended (common.h: SHUT_DOWN_ERROR).
-SIGN = "Horovod has been shut down"
+SIGNS = ("Horovod has been shut down", LOST_SIGN)
 
 
 class LostRanksError(RingtrainError):
@@ -26,7 +27,7 @@ def explaining_lost_ranks() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, RingtrainError) or SIGN not in str(error):
+        if isinstance(error, RingtrainError) or not any(sign in str(error) for sign in SIGNS):
             raise
         raise LostRanksError(
             f"lost the other ranks while it {activity.current()[0].words_of_one}: one of them has ended, or the "

@@ -41,7 +41,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         _apply_settings(world)
         hvd.init(comm, process_sets)
     if comm is None and world.launcher != "no launcher":
-        connect_horovod(world, shares_memory=False)  # started already: it compares what Horovod and the launcher say
+        connect_horovod(world)  # started already: it compares what Horovod and the launcher say
     hooks.install()
 
 

@@ -36,6 +36,14 @@ class Recording(Solo):
     sent: list[Message]
 
 
+class RecordingAtOnce(Recording):
+    """One whose messages leave at once, of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "sums_at_once", True)
+
+
 @tf.custom_gradient
 def with_own_gradient(weights: tf.Tensor) -> tuple[tf.Tensor, Any]:
     """The weights; TensorFlow does not know the shape of what Python makes of their gradient."""
@@ -56,9 +64,8 @@ def model_of(layer: Any, units: int) -> keras.Model:
     )
 
 
-def messages(layer: Any, units: int) -> tuple[list[Message], list[Message]]:
+def messages(layer: Any, units: int, collective: Recording) -> tuple[list[Message], list[Message]]:
     """Those of the step with samples, and those of the step without any."""
-    collective = Recording()
     spec = batches_of(dense_samples(8), collective, global_batch_size=4, steps=1).element_spec
     step = create_step(collective, lambda: model_of(layer, units), lambda: keras.optimizers.SGD(0.1), spec)
     with_samples = list(collective.sent)
@@ -71,8 +78,17 @@ LARGE = ONE_MESSAGE_BYTES // 8 // NUM_FEATURES + 1  # units of float64 with whic
 
 
 @pytest.mark.parametrize("layer", [keras.layers.Dense, OwnGradient])
-@pytest.mark.parametrize(("units", "names"), [(4, ["gradients/0"]), (LARGE, ["control", "gradients/0", "gradients/1"])])
-def test_a_rank_without_samples_sends_the_same_messages(layer: Any, units: int, names: list[str]) -> None:
-    with_samples, without = messages(layer, units)
+@pytest.mark.parametrize(
+    ("units", "recording", "names"),
+    [
+        (4, Recording, ["gradients/0"]),
+        (LARGE, Recording, ["control", "gradients/0", "gradients/1"]),
+        (LARGE, RecordingAtOnce, ["gradients/0"]),
+    ],
+)
+def test_a_rank_without_samples_sends_the_same_messages(
+    layer: Any, units: int, recording: type[Recording], names: list[str]
+) -> None:
+    with_samples, without = messages(layer, units, recording())
     assert with_samples == without
     assert sorted(name for name, _ in with_samples) == names

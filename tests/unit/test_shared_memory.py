@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +14,15 @@ import numpy as np
 import pytest
 
 from ringtrain.collectives import shared_memory
-from ringtrain.collectives.shared_memory import LINE_BYTES, Buffers, Window, cut, open_window, share_window
+from ringtrain.collectives.shared_memory import (
+    LINE_BYTES,
+    Buffers,
+    SharedSums,
+    Window,
+    cut,
+    open_window,
+    share_window,
+)
 
 
 def open_descriptors() -> set[str]:
@@ -29,10 +40,28 @@ def test_the_only_rank_gets_a_window_which_is_gone_with_it() -> None:
     assert "/memfd:ringtrain" not in Path("/proc/self/maps").read_text()
 
 
-@pytest.mark.parametrize("place", [[os.getpid(), 0, "00"], [os.getpid(), 10**6, "00"], [2**22 + 1, 3, "00"]])
-def test_what_is_not_the_memory_of_rank_0_is_not_taken_for_it(place: list[Any]) -> None:
+@pytest.mark.parametrize("which", ["a plain file", "no file", "no process"])
+def test_what_is_not_the_memory_of_rank_0_is_not_taken_for_it(which: str, tmp_path: Path) -> None:
     """Another container's process may have the number that rank 0 has in its own."""
-    assert share_window(1, 2, lambda value: [place, None] if value is None else [True, value]) is None
+    with (tmp_path / "file").open("wb+") as file:
+        file.truncate(Window.num_bytes(2))
+        process = 2**22 + 1 if which == "no process" else os.getpid()
+        place = [process, 10**6 if which == "no file" else file.fileno(), "00" * 16]
+        assert share_window(1, 2, lambda value: [place, None] if value is None else [True, value]) is None
+
+
+@pytest.mark.parametrize("function", ["memfd_create", "ftruncate"])
+def test_memory_that_cannot_be_had_ends_nothing(function: str) -> None:
+    before, said = open_descriptors(), []
+
+    def on_all(value: Any) -> list[Any]:
+        said.append(value)
+        return [value, None]
+
+    with mock.patch.object(os, function, side_effect=OSError(27, "File too large")):
+        assert share_window(0, 2, on_all) is None
+    assert said == [None], "the others are told, and wait for nothing more"
+    assert open_descriptors() == before
 
 
 def test_nobody_takes_a_window_that_some_rank_does_not_get() -> None:
@@ -84,3 +113,56 @@ def test_chunks_hold_each_value_once() -> None:
         assert mine.nbytes <= shared_memory.CHUNK_BYTES
         place[:] += mine
     np.testing.assert_array_equal(total, values)
+
+
+def add_up_together(windows: Sequence[Window], arrays: Sequence[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """Ranks that are threads: what each gets."""
+    size = len(windows)
+    ranks = [SharedSums(window, rank, size, carries_all=True) for rank, window in enumerate(windows)]
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        calls = [pool.submit(rank.add_up, 7, *mine) for rank, mine in zip(ranks, arrays, strict=True)]
+        return [call.result(timeout=60) for call in calls]
+
+
+def windows_of(size: int) -> list[Window]:
+    descriptor = os.memfd_create("test")
+    try:
+        os.ftruncate(descriptor, Window.num_bytes(size))
+        return [Window(descriptor, size) for _ in range(size)]
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_many_chunks_of_different_types_are_added_in_one_call(size: int) -> None:
+    """Also chunks with fewer values than ranks, and none at all."""
+    shapes = [((900_000,), "float32"), ((3,), "float64"), ((0, 4), "float32"), ((400, 700), "float64")]
+    arrays = [
+        [np.random.default_rng([rank, number]).integers(0, 100, shape).astype(dtype)
+         for number, (shape, dtype) in enumerate(shapes)]
+        for rank in range(size)
+    ]  # fmt: skip
+    expected = [np.sum(parts, axis=0, dtype=parts[0].dtype) for parts in zip(*arrays, strict=True)]
+    for totals in add_up_together(windows_of(size), arrays):
+        for total, right in zip(totals, expected, strict=True):
+            assert (total.dtype, total.shape) == (right.dtype, right.shape)
+            np.testing.assert_array_equal(total, right)
+
+
+def test_a_rank_that_sums_something_else_is_told() -> None:
+    window = windows_of(2)[0]
+    window.given[1], window.summed[1] = 1, 8
+    with pytest.raises(RuntimeError, match="at different places of the program"):
+        SharedSums(window, 0, 2, carries_all=True).add_up(7, np.zeros(3))
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
+    window = windows_of(2)[0]
+    child = subprocess.Popen(["true"])
+    child.wait()
+    window.processes[:] = [os.getpid(), child.pid]
+    with (
+        mock.patch.object(shared_memory, "LOOK_SECONDS", 0.01),
+        pytest.raises(RuntimeError, match=f"{shared_memory.LOST_SIGN}: rank 1"),
+    ):
+        SharedSums(window, 0, 2, carries_all=True).add_up(7, np.zeros(3))

@@ -46,7 +46,9 @@ def join(world: World) -> Any:
         start_tensorflow(plan, world)
     from ringtrain.collectives import connect
 
-    return connect("auto", world)
+    collective = connect("auto", world)
+    collective.share_memory()
+    return collective
 
 
 def serve(connection: socket.socket, collective: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, agree, connect, gather_objects, on_first
+from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.collectives.reduce import GradientReduction, merge_rows, verdict
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.variables import share_first_values
@@ -77,6 +78,13 @@ def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) ->
         for earlier, expected in kept:
             np.testing.assert_array_equal(earlier, expected)
         np.testing.assert_array_equal(variable, kept[-1][1])
+    assert isinstance(collective, HorovodCollective)
+    assert collective._shared is not None
+    kept_memory = collective._shared._buffers._memory[4000]
+    before = len(kept_memory)
+    for step in range(50):
+        add(tf.fill([1000], float(step)))
+    assert len(kept_memory) <= before + 2, "what nobody has is used again"
 
 
 @on_ranks(2, 3)
@@ -96,8 +104,6 @@ def test_what_is_summed_alone_may_be_on_its_way_beside_sums_of_horovod(collectiv
 
 @on_ranks(2, 3, GLOO)
 def test_only_where_horovod_is_asked_for_it_carries_everything(collective: Collective) -> None:
-    from ringtrain.collectives.horovod import HorovodCollective
-
     assert isinstance(collective, HorovodCollective)
     assert collective._shared is not None
     asked_for = connect("horovod", collective.world)

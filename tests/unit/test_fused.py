@@ -1,0 +1,73 @@
+"""Optimizers with fused updates do what Keras' do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.fused import FusedAdam, FusedAdamW, FusedSGD
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "sgd": (FusedSGD, keras.optimizers.SGD, {}),
+    "momentum": (FusedSGD, keras.optimizers.SGD, {"momentum": 0.9}),
+    "nesterov": (FusedSGD, keras.optimizers.SGD, {"momentum": 0.9, "nesterov": True, "global_clipnorm": 1.0}),
+    "adam": (FusedAdam, keras.optimizers.Adam, {"epsilon": 1e-3}),
+    "amsgrad": (FusedAdam, keras.optimizers.Adam, {"amsgrad": True}),
+    "adamw": (FusedAdamW, keras.optimizers.AdamW, {"weight_decay": 0.1}),
+}
+SHAPES = [(5, 4), (3,), ()]
+STEPS = 20
+
+
+def train(optimizer_class: Any, options: dict[str, Any], *, dtype: str, is_sparse: bool) -> dict[str, np.ndarray]:
+    """What becomes of some variables, and of the optimizer's own, by their names."""
+    generator = np.random.default_rng(0)
+    variables = [
+        keras.Variable(generator.normal(size=shape), dtype=dtype, name=f"v{number}")
+        for number, shape in enumerate(SHAPES)
+    ]
+    optimizer = optimizer_class(learning_rate=0.1, **options)
+    optimizer.build(variables)
+
+    @tf.function(autograph=False)
+    def apply(gradients: list[Any], learning_rate: tf.Tensor) -> None:
+        optimizer.learning_rate = learning_rate
+        optimizer.apply(gradients, variables)
+
+    for step in range(STEPS):
+        gradients: list[Any] = [tf.constant(generator.normal(size=shape), dtype) for shape in SHAPES]
+        if is_sparse:
+            gradients[0] = tf.IndexedSlices(gradients[0][:2], tf.constant([3, 1]), tf.constant([5, 4]))
+        apply(gradients, tf.constant(0.1 / (1 + step), tf.float64))
+    return {v.path: np.asarray(v.value, np.float64) for v in [*variables, *optimizer.variables]}
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_is_that_of_keras(case: str, is_sparse: bool) -> None:
+    fused, plain, options = CASES[case]
+    ours = train(fused, options, dtype="float64", is_sparse=is_sparse)
+    theirs = train(plain, options, dtype="float64", is_sparse=is_sparse)
+    assert list(ours) == list(theirs), "checkpoints hold the same names"
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value, rtol=1e-12, atol=1e-14, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["nesterov", "adamw"])
+def test_other_types_are_updated_as_well(case: str, dtype: str) -> None:
+    fused, plain, options = CASES[case]
+    ours, theirs = (train(each, options, dtype=dtype, is_sparse=False) for each in (fused, plain))
+    tolerance = {"float32": 1e-4, "bfloat16": 0.1}[dtype]
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_are_those_of_keras(case: str) -> None:
+    fused, plain, options = CASES[case]
+    assert fused(learning_rate=0.1, **options).get_config() == plain(learning_rate=0.1, **options).get_config()

@@ -64,7 +64,9 @@ class RunJob:
     def _wait_for(self, what: str, is_there: Callable[[], bool]) -> None:
         def is_there_or_never() -> bool:
             there = is_there()
-            assert there or self.cluster.state(self.number) not in ENDED, f"ended before {what}:\n{self.output}"
+            if not there and self.cluster.state(self.number) in ENDED:
+                record = self.cluster.ask("scontrol", "show", "job", str(self.number))
+                raise AssertionError(f"ended before {what}:\n{self.output}\n{record}")
             return there
 
         self.cluster.wait_for(what, is_there_or_never, self.number, timeout=START_SECONDS)

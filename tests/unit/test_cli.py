@@ -63,7 +63,7 @@ WRONG = [
     (["trian"], ["there is no command 'trian'", "Did you mean 'train'?"]),
     (["--epochs"], ["epochs"]),
     (["verify", "--world_sizes", "2"], ["world_sizes is '2'"]),
-    (["bench", "stpe"], ["there is nothing like bench stpe", "bench step, allreduce"]),
+    (["bench", "stpe"], ["there is nothing like bench stpe", "bench step, loop, allreduce"]),
     (["bench", "step", "--round", "3"], ["there is no flag --round", "Did you mean --rounds?"]),
     (["bench", "step", "--rounds", "0"], ["rounds is 0; it must be at least 1"]),
     (["bench", "step", "--rounds", "few"], ["few"]),

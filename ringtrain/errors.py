@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+# In the errors of sums in shared memory, which pass through TensorFlow and lose their type there.
+LOST_RANK_SIGN = "a rank has ended that others wait for"
+
 Cause = Literal["signal", "file", "time"]
 Reach = Literal["run", "node", "rank"]
 

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ringtrain.errors import LOST_RANK_SIGN
+
 if TYPE_CHECKING:
     import tensorflow as tf
 
@@ -43,7 +45,6 @@ TOKEN_BYTES = 16
 NUM_LISTS = 5  # of a number for each rank, in a window
 LOOK_SECONDS = 1.0  # between two looks whether the processes of the other ranks are there
 SWITCH_SECONDS = 500e-6
-LOST_SIGN = "a rank has ended that others wait for"
 # A rank that waits looks again at once for so long, and then sleeps in between: others may need its core.
 SECONDS_AWAKE = 20e-6
 FIRST_PAUSE_SECONDS = 10e-6
@@ -186,7 +187,7 @@ class SharedSums:
             if now - last_look > LOOK_SECONDS:
                 last_look, lost = now, self._window.find_lost()
                 if lost is not None and not is_so():
-                    raise RuntimeError(f"{LOST_SIGN}: rank {lost}")
+                    raise RuntimeError(f"{LOST_RANK_SIGN}: rank {lost}")
             if now - begin > SECONDS_AWAKE:
                 time.sleep(pause)
                 pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE_SECONDS)

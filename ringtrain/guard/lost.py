@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 from ringtrain import activity
-from ringtrain.collectives.shared_memory import LOST_SIGN
-from ringtrain.errors import RingtrainError
+from ringtrain.errors import LOST_RANK_SIGN, RingtrainError
 
 # What Horovod 0.28 gives every pending collective once its background thread has ended (common.h: SHUT_DOWN_ERROR).
-SIGNS = ("Horovod has been shut down", LOST_SIGN)
+SIGNS = ("Horovod has been shut down", LOST_RANK_SIGN)
 
 
 class LostRanksError(RingtrainError):

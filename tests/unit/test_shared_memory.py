@@ -23,6 +23,7 @@ from ringtrain.collectives.shared_memory import (
     open_window,
     share_window,
 )
+from ringtrain.errors import LOST_RANK_SIGN
 
 
 def open_descriptors() -> set[str]:
@@ -163,6 +164,6 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
     window.processes[:] = [os.getpid(), child.pid]
     with (
         mock.patch.object(shared_memory, "LOOK_SECONDS", 0.01),
-        pytest.raises(RuntimeError, match=f"{shared_memory.LOST_SIGN}: rank 1"),
+        pytest.raises(RuntimeError, match=f"{LOST_RANK_SIGN}: rank 1"),
     ):
         SharedSums(window, 0, 2, carries_all=True).add_up(7, np.zeros(3))

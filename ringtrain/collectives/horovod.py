@@ -79,7 +79,7 @@ class HorovodCollective:
         if window is not None:
             carries_all = all(num_cores == 1 for _, num_cores in facts)
             self._shared = SharedSums(window, world.rank, world.size, carries_all=carries_all)
-            self.description += ", short sums through memory"
+            self.description += f", {'gradients' if carries_all else 'short sums'} through shared memory"
 
     def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         return _keep_apart([self._hvd.allgather(tensor, name=name)], name)[0]

@@ -44,6 +44,8 @@ LINE_BYTES = 64  # of a core's cache; TensorFlow takes over arrays that begin at
 TOKEN_BYTES = 16
 NUM_LISTS = 5  # of a number for each rank, in a window
 LOOK_SECONDS = 1.0  # between two looks whether the processes of the other ranks are there
+# After this long a thread of Python that computes all the time, such as one that feeds samples, hands over the
+# interpreter, which a sum needs for each of its chunks. Python's own interval is as long as some whole steps.
 SWITCH_SECONDS = 500e-6
 # A rank that waits looks again at once for so long, and then sleeps in between: others may need its core.
 SECONDS_AWAKE = 20e-6
@@ -93,8 +95,6 @@ class SharedSums:
                 is computed while gradients travel, since that takes the core as well.
         """
         self.carries_all = carries_all
-        # Where a thread of Python computes all the time, such as one that feeds samples, the others get the interpreter
-        # after this long; a sum needs it some times.
         sys.setswitchinterval(SWITCH_SECONDS)
         self._window, self._rank, self._size = window, rank, size
         self._num_chunks = 0  # that were added in all calls so far
@@ -215,8 +215,8 @@ def is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it is there, and another user's
+        pass
     return True
 
 

@@ -1,0 +1,28 @@
+"""An error that another rank's end brings about is told as what it is."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from ringtrain.errors import LOST_RANK_SIGN, DataError
+from ringtrain.guard.lost import LostRanksError, explaining_lost_ranks
+
+
+@pytest.mark.parametrize("sign", ["Horovod has been shut down", f"{LOST_RANK_SIGN}: rank 1"])
+def test_a_sum_that_fails_because_a_rank_has_ended_says_so(sign: str) -> None:
+    """Also where the error has passed through a compiled step, in which it loses its type."""
+
+    def fail(values: object) -> object:
+        raise RuntimeError(sign)
+
+    step = tf.function(lambda: tf.numpy_function(fail, [tf.zeros([1])], tf.float32), autograph=False)
+    with pytest.raises(LostRanksError, match="one of them has ended"), explaining_lost_ranks():
+        step()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the ranks are at different places"), DataError(LOST_RANK_SIGN)])
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, explaining_lost_ranks():
+        raise error
+    assert caught.value is error

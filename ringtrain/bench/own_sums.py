@@ -38,7 +38,7 @@ def main() -> None:
 
         @tf.function(jit_compile=False)
         def add() -> Any:
-            return collective.sum_alone([tensor.read_value()], name=f"sum_{len(values)}")[0]
+            return collective.sum_alone([tensor.read_value()], name=f"sum_{len(values)}").tensors[0]
 
         return add, lambda total: total.numpy()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 Result = TypeVar("Result")
+
+
+class Totals(NamedTuple):
+    """What was summed over all ranks, the same on each.
+
+    Attributes:
+        tensors: in the order given.
+        squares: float64 [len(tensors)], the sum of squares of each; None where it takes another pass over them.
+    """
+
+    tensors: list[tf.Tensor]
+    squares: tf.Tensor | None = None
 
 
 class Collective(Protocol):
@@ -50,7 +62,7 @@ class Collective(Protocol):
     def sums_at_once(self) -> bool:
         """Whether what a step has to sum best goes through ``sum_alone``, of any size; alike on all ranks."""
 
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> Totals:
         """Like ``sum``, while no other call of this is under way on any rank.
 
         So nothing has to be agreed on before, and what is short is there at once.

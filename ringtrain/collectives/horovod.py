@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.collectives import gather_objects
+from ringtrain.collectives import Totals, gather_objects
 from ringtrain.collectives.shared_memory import DTYPES, SharedSums, share_window
 from ringtrain.devices import DYNAMIC_TIMELINE
 from ringtrain.errors import UsageError
@@ -58,9 +58,9 @@ class HorovodCollective:
     def sums_at_once(self) -> bool:
         return self._shared is not None and self._shared.carries_all
 
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> Totals:
         if self._shared is None or any(tensor.dtype.name not in DTYPES for tensor in tensors):
-            return self.sum(tensors, name=name)
+            return Totals(self.sum(tensors, name=name))
         return self._shared(tensors, name)
 
     def share_memory(self) -> None:

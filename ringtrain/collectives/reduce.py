@@ -111,10 +111,12 @@ class GradientReduction:
         large = [index for index, spec in enumerate(specs) if is_much and spec.num_bytes >= MIN_GROUP_BYTES]
         short = [index for index in range(len(specs)) if index not in large]
         vector = tf.concat([*(tf.reshape(gradients[i], [-1]) for i in short), control], axis=0)
-        *of_large, total = self.collective.sum_alone([*(gradients[i] for i in large), vector], name=f"{self.name}/0")
+        totals = self.collective.sum_alone([*(gradients[i] for i in large), vector], name=f"{self.name}/0")
+        *of_large, total = totals.tensors
         lengths = [gradients[i].shape.num_elements() for i in short]
         of_short, control = tf.split(total, [sum(lengths), control.shape[0]])
-        is_finite, global_norm = verdict([*of_large, of_short])
+        squares = None if totals.squares is None else totals.squares[:-1]  # the vector's hold the control's as well
+        is_finite, global_norm = verdict([*of_large, of_short], squares)
         sums = dict(zip(large, of_large, strict=True))
         for index, part in zip(short, tf.split(of_short, lengths) if short else [], strict=True):
             sums[index] = tf.reshape(part, gradients[index].shape)
@@ -201,11 +203,16 @@ def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) ->
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def verdict(tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> tuple[tf.Tensor, tf.Tensor]:
+def verdict(
+    tensors: Sequence[tf.Tensor | tf.IndexedSlices], squares: tf.Tensor | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Whether all values are finite (bool []) and the norm of all of them together (float []).
 
     One pass over the data yields both. Only where the sum of squares is not finite, which large finite values can bring
     about as well, is each value looked at.
+
+    Args:
+        squares: [k], the sums of squares of the first k tensors, where they are known: none of these is passed over.
     """
     import tensorflow as tf
 
@@ -213,7 +220,9 @@ def verdict(tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> tuple[tf.Tensor,
     norm_dtype = tf.float64 if any(value.dtype == tf.float64 for value in values) else tf.float32
     # Squares of half precision would overflow, or round to a thousandth.
     wide = [tf.cast(value, norm_dtype) if value.dtype.size < 4 else value for value in values]
-    half_squares = tf.add_n([tf.cast(tf.nn.l2_loss(value), norm_dtype) for value in wide])
+    known = [] if squares is None else [tf.cast(tf.reduce_sum(squares) / 2, norm_dtype)]
+    num_known = 0 if squares is None else squares.shape[0]
+    half_squares = tf.add_n([*known, *(tf.cast(tf.nn.l2_loss(value), norm_dtype) for value in wide[num_known:])])
     is_finite = tf.cond(
         tf.math.is_finite(half_squares),
         lambda: tf.constant(True),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import mmap
 import os
 import platform
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ringtrain.collectives import Totals
 from ringtrain.errors import LOST_RANK_SIGN
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ SLOTS = 2  # chunks that are under way at the same time
 LINE_BYTES = 64  # of a core's cache; TensorFlow takes over arrays that begin at such an address without a copy
 TOKEN_BYTES = 16
 NUM_LISTS = 5  # of a number for each rank, in a window
+ROW = 2048  # values
+SQUARES_DTYPE = np.dtype(np.float64)
 LOOK_SECONDS = 1.0  # between two looks whether the processes of the other ranks are there
 # After this long a thread of Python that computes all the time, such as one that feeds samples, hands over the
 # interpreter, which a sum needs for each of its chunks. Python's own interval is as long as some whole steps.
@@ -71,13 +75,17 @@ class Window:
         # How many chunks each rank has given, added and taken so far; what it sums; its process. Each number has a line
         # of its own.
         self.given, self.added, self.taken, self.summed, self.processes = places.reshape(NUM_LISTS, size, -1)[:, :, 0]
-        chunks = content[LINE_BYTES + NUM_LISTS * size * LINE_BYTES :].reshape(size + 1, SLOTS, CHUNK_BYTES)
+        rest = content[LINE_BYTES + NUM_LISTS * size * LINE_BYTES :]
+        # Of each chunk under way, what each rank found as the sum of squares of its segment; a line for each.
+        squares, chunks = rest[: SLOTS * size * LINE_BYTES], rest[SLOTS * size * LINE_BYTES :]
+        self.squares = squares.view(SQUARES_DTYPE).reshape(SLOTS, size, -1)[:, :, 0]
+        chunks = chunks.reshape(size + 1, SLOTS, CHUNK_BYTES)
         self.gifts, self.sums = chunks[:size], chunks[size]
 
     @staticmethod
     def num_bytes(size: int) -> int:
         """Of the window of so many ranks."""
-        return LINE_BYTES + NUM_LISTS * size * LINE_BYTES + (size + 1) * SLOTS * CHUNK_BYTES
+        return LINE_BYTES + (NUM_LISTS + SLOTS) * size * LINE_BYTES + (size + 1) * SLOTS * CHUNK_BYTES
 
     def find_lost(self) -> int | None:
         """A rank whose process has ended; None where there is none."""
@@ -100,23 +108,26 @@ class SharedSums:
         self._num_chunks = 0  # that were added in all calls so far
         self._buffers = Buffers()
 
-    def __call__(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """The sums over all ranks of tensors of ``DTYPES`` and of one dimension at least; in graphs and eagerly."""
+    def __call__(self, tensors: Sequence[tf.Tensor], name: str) -> Totals:
+        """Of tensors of ``DTYPES`` and of one dimension at least; in graphs and eagerly."""
         import tensorflow as tf
 
         what = zlib.crc32(repr([name, *((tuple(tensor.shape), tensor.dtype.name) for tensor in tensors)]).encode())
-        dtypes = [tensor.dtype for tensor in tensors]
-        add_up = functools.partial(self.add_up, what)
-        totals = tf.nest.flatten(tf.numpy_function(add_up, tensors, dtypes))  # eagerly one is no list
+        dtypes = [*(tensor.dtype for tensor in tensors), SQUARES_DTYPE]
+        *totals, squares = tf.numpy_function(functools.partial(self.add_up, what), tensors, dtypes)
         for tensor, total in zip(tensors, totals, strict=True):
             total.set_shape(tensor.shape)
-        return list(totals)
+        squares.set_shape([len(tensors)])
+        return Totals(totals, squares)
 
     def add_up(self, what: int, *arrays: Array) -> list[Array]:
         """The same of arrays.
 
         Args:
             what: a number that says what is summed.
+
+        Returns:
+            The sum of each, and ``[len(arrays)]``, the sum of squares of each of these.
 
         Raises:
             RuntimeError: another rank sums something else, or has ended.
@@ -125,20 +136,29 @@ class SharedSums:
 
         self._window.summed[self._rank] = what  # seen by the others with the first chunk
         totals = [self._buffers.take(array.shape, array.dtype) for array in arrays]
-        with tf.profiler.experimental.Trace(TRACE):
-            self._add_chunks([pair for each in zip(arrays, totals, strict=True) for pair in cut(*each)])
-        return totals
+        chunks = [list(cut(*each)) for each in zip(arrays, totals, strict=True)]
+        # What is not finite shows in the sum, as it does in TensorFlow, and needs no warning.
+        with tf.profiler.experimental.Trace(TRACE), np.errstate(all="ignore"):
+            of_chunks = iter(self._add_chunks([pair for of_array in chunks for pair in of_array]))
+        squares = [sum(itertools.islice(of_chunks, len(of_array))) for of_array in chunks]
+        return [*totals, np.array(squares, SQUARES_DTYPE)]
 
-    def _add_chunks(self, chunks: Sequence[tuple[Array, Array]]) -> None:
-        """Give, add and take each chunk: while the others give one, this rank adds the one before."""
+    def _add_chunks(self, chunks: Sequence[tuple[Array, Array]]) -> list[float]:
+        """Give, add and take each chunk: while the others give one, this rank adds the one before.
+
+        Returns:
+            The sum of squares of each chunk's sum.
+        """
         first, self._num_chunks = self._num_chunks, self._num_chunks + len(chunks)
+        squares = []
         for number in range(len(chunks) + 2):
             if number < len(chunks):
                 self._give(first + number, chunks[number][0])
             if 0 <= number - 1 < len(chunks):
                 self._add(first + number - 1, *chunks[number - 1])
             if 0 <= number - 2 < len(chunks):
-                self._take(first + number - 2, chunks[number - 2][1])
+                squares.append(self._take(first + number - 2, chunks[number - 2][1]))
+        return squares
 
     def _give(self, number: int, mine: Array) -> None:
         """Let the others read their segments of a chunk."""
@@ -165,16 +185,19 @@ class SharedSums:
         for part in parts[2:]:
             np.add(ours, part, out=ours)
         view_as(window.sums[number % SLOTS], mine)[begin:end] = ours
+        window.squares[number % SLOTS, self._rank] = sum_of_squares(ours)  # while the core's cache has it
         window.added[self._rank] = number + 1
 
-    def _take(self, number: int, total: Array) -> None:
-        """Take the sums of the other segments."""
+    def _take(self, number: int, total: Array) -> float:
+        """Take the sums of the other segments, and the squares of all."""
         window = self._window
         self._wait_until(lambda: window.added.min() > number)
         sums = view_as(window.sums[number % SLOTS], total)
         begin, end = self._segment(total.size, self._rank)
         total[:begin], total[end:] = sums[:begin], sums[end:]
+        squares = float(window.squares[number % SLOTS].sum())
         window.taken[self._rank] = number + 1
+        return squares
 
     def _wait_until(self, is_so: Callable[[], Any]) -> None:
         """Wait for the other ranks. Whether they move is the watchdog's to see; here, whether they are there."""
@@ -207,6 +230,13 @@ def cut(array: Array, total: Array) -> Iterator[tuple[Array, Array]]:
 def view_as(slot: Array, chunk: Array) -> Array:
     """A slot as an array like a chunk."""
     return slot[: chunk.nbytes].view(chunk.dtype)
+
+
+def sum_of_squares(values: Array) -> float:
+    """Of a vector: of rows first, since float32 would lose digits in a sum of them all."""
+    num_in_rows = values.size - values.size % ROW
+    rows, rest = values[:num_in_rows].reshape(-1, ROW), values[num_in_rows:]
+    return float((rows[:, np.newaxis] @ rows[:, :, np.newaxis]).sum(dtype=np.float64)) + float(rest @ rest)
 
 
 def is_alive(process: int) -> bool:

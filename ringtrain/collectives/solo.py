@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ringtrain.collectives import Totals
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ class Solo:
     def share_memory(self) -> None:
         """There is nobody to share it with."""
 
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        return list(tensors)
+    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> Totals:
+        return Totals(list(tensors))
 
     def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         return tensor

@@ -9,6 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 
+from ringtrain.collectives import Totals
 from ringtrain.collectives.reduce import ONE_MESSAGE_BYTES
 from ringtrain.collectives.solo import Solo
 from ringtrain.world import World
@@ -30,8 +31,8 @@ class Recording(Solo):
         self.sent.append((name, [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]))
         return list(tensors)
 
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        return self.sum(tensors, name=name)
+    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> Totals:
+        return Totals(self.sum(tensors, name=name))
 
     sent: list[Message]
 

@@ -144,10 +144,21 @@ def test_many_chunks_of_different_types_are_added_in_one_call(size: int) -> None
         for rank in range(size)
     ]  # fmt: skip
     expected = [np.sum(parts, axis=0, dtype=parts[0].dtype) for parts in zip(*arrays, strict=True)]
-    for totals in add_up_together(windows_of(size), arrays):
+    for *totals, squares in add_up_together(windows_of(size), arrays):
+        np.testing.assert_allclose(squares, [np.sum(np.square(right)) for right in expected], rtol=1e-6)
         for total, right in zip(totals, expected, strict=True):
             assert (total.dtype, total.shape) == (right.dtype, right.shape)
             np.testing.assert_array_equal(total, right)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_not_finite_shows_in_the_squares() -> None:
+    values = [[[sign * np.inf, 1], [3e38, 0], [sign, 2]] for sign in (1, -1)]
+    arrays = [[np.array(each, np.float32) for each in mine] for mine in values]
+    for *totals, squares in add_up_together(windows_of(2), arrays):
+        assert np.isnan(totals[0][0])
+        assert np.isposinf(totals[1][0])
+        assert np.isfinite(squares).tolist() == [False, False, True]
 
 
 def test_a_rank_that_sums_something_else_is_told() -> None:

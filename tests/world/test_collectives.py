@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,13 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, agree, connect, gather_objects, on_first
 from ringtrain.collectives.horovod import HorovodCollective
-from ringtrain.collectives.reduce import GradientReduction, merge_rows, verdict
+from ringtrain.collectives.reduce import (
+    MIN_GROUP_BYTES,
+    ONE_MESSAGE_BYTES,
+    GradientReduction,
+    merge_rows,
+    verdict,
+)
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.variables import share_first_values
 from tests.world.group import GLOO, on_ranks
@@ -60,15 +67,18 @@ def test_what_is_summed_alone_is_the_same_sum(collective: Collective) -> None:
         expected = [np.sum(values_of_all(world.size, shape, dtype), axis=0, dtype=dtype) for shape in shapes]
         add = tf.function(functools.partial(collective.sum_alone, name=f"alone/{dtype}/graph"), autograph=False)
         for totals in (collective.sum_alone(mine, name=f"alone/{dtype}"), add(mine), add(mine)):
-            for tensor, total, sum_of_all in zip(mine, totals, expected, strict=True):
+            for tensor, total, sum_of_all in zip(mine, totals.tensors, expected, strict=True):
                 assert (total.dtype, total.shape) == (tensor.dtype, tensor.shape)
                 np.testing.assert_array_equal(total, sum_of_all)
+            if totals.squares is not None:
+                np.testing.assert_allclose(totals.squares, [np.sum(np.square(e)) for e in expected], rtol=1e-6)
+            assert (totals.squares is not None) == (world.size > 1 and dtype != "float16")
 
 
 @on_ranks(2)
 def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) -> None:
     """Memory of results is used again, but not of those that somebody has."""
-    add = tf.function(lambda tensor: collective.sum_alone([tensor], name="kept")[0], autograph=False)
+    add = tf.function(lambda tensor: collective.sum_alone([tensor], name="kept").tensors[0], autograph=False)
     variable = tf.Variable(tf.zeros([1000]))
     kept = []
     for step in range(20):
@@ -94,7 +104,7 @@ def test_what_is_summed_alone_may_be_on_its_way_beside_sums_of_horovod(collectiv
     @tf.function(autograph=False)
     def add(step: tf.Tensor) -> list[tf.Tensor]:
         parts = [collective.sum([step + rank + number], name=f"beside/{number}")[0] for number in range(4)]
-        return [collective.sum_alone([tf.reshape(step + rank, [1])], name="beside/alone")[0], *parts]
+        return [collective.sum_alone([tf.reshape(step + rank, [1])], name="beside/alone").tensors[0], *parts]
 
     for step in range(50):
         alone, *parts = add(tf.constant(float(step)))
@@ -110,7 +120,7 @@ def test_only_where_horovod_is_asked_for_it_carries_everything(collective: Colle
     assert isinstance(asked_for, HorovodCollective)
     assert asked_for._shared is None
     mine = tf.constant(values_of_rank(collective.world.rank, (5,)))
-    [by_horovod], [by_memory] = (each.sum_alone([mine], name="asked") for each in (asked_for, collective))
+    [by_horovod], [by_memory] = (each.sum_alone([mine], name="asked").tensors for each in (asked_for, collective))
     np.testing.assert_array_equal(by_horovod, by_memory)
 
 
@@ -306,6 +316,33 @@ def poison(gradient: Any, bad: float) -> Any:
     values = gradient.numpy()
     values.flat[-1] = bad
     return tf.constant(values)
+
+
+@on_ranks(2, 3)
+def test_what_leaves_at_once_is_judged_as_it_is_summed(collective: Collective) -> None:
+    """The control vector is no gradient; what is large is judged chunk by chunk, what is short as one."""
+    rank, size = collective.world.rank, collective.world.size
+    shapes = [(4,), (MIN_GROUP_BYTES, 2), (3, 2), (ONE_MESSAGE_BYTES,)]
+    control = tf.fill([3], 1e20)
+    assert isinstance(collective, HorovodCollective)
+    with mock.patch.object(collective._shared, "carries_all", True):
+        reduce = tf.function(GradientReduction(collective=collective), autograph=False)
+        gradients = [values_of_rank(rank, shape, "float32") for shape in shapes]
+        reduced = reduce([tf.constant(gradient) for gradient in gradients], control)
+        expected = [np.sum(values_of_all(size, shape), axis=0) for shape in shapes]
+        for total, right in zip(reduced.gradients, expected, strict=True):
+            np.testing.assert_array_equal(total, right)
+        np.testing.assert_array_equal(reduced.control, size * control)
+        norm = np.sqrt(sum(np.sum(np.square(right)) for right in expected))
+        np.testing.assert_allclose(reduced.global_norm, norm, rtol=1e-6)
+        assert bool(reduced.is_finite)
+        for index, bad in ((0, np.nan), (1, np.nan), (1, np.inf), (3, -np.inf), (3, 1e30)):
+            mine = [tf.constant(gradient) for gradient in gradients]
+            if rank == size - 1:
+                mine[index] = poison(mine[index], bad)
+            reduced = reduce(mine, control)
+            assert bool(reduced.is_finite) == np.isfinite(bad), (index, bad)
+            assert reduced.gradients[index].numpy().flat[-1] == pytest.approx(bad, nan_ok=True)
 
 
 @on_ranks(1, 2, 3)

@@ -143,6 +143,7 @@ def findings_of(workload: Any, collective: Any, *, defect: str | None = None) ->
 def planted(defect: str | None, rank: int) -> Iterator[None]:
     """Plant a defect in this rank's ringtrain."""
     from ringtrain import record, step, variables
+    from ringtrain.collectives import Totals
     from ringtrain.collectives.horovod import HorovodCollective
     from ringtrain.data import augment, pipeline
     from ringtrain.data.order import SampleOrder
@@ -170,8 +171,8 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     def keys_of_each_rank(seed: int, epoch: Any, indices: Any) -> Any:
         return augment.sample_keys(seed + rank, epoch, indices)
 
-    def its_input(self: Any, tensors: Any, *, name: str) -> list[Any]:
-        return list(tensors) if name.startswith("gradients") else right_sum(self, tensors, name=name)
+    def its_input(self: Any, tensors: Any, *, name: str) -> Totals:
+        return Totals(list(tensors)) if name.startswith("gradients") else right_sum(self, tensors, name=name)
 
     defects = {
         "a reduction that returns its input": (HorovodCollective, "sum_alone", its_input),

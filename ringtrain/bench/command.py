@@ -47,7 +47,7 @@ class BenchOptions:
     """ranks"""
 
     models: str = ",".join(MODELS)
-    """models of step and settings, such as CNN,WIDE"""
+    """models of step, loop (CNN and TINY alone) and settings, such as CNN,WIDE"""
 
     contenders: str = ""
     """contenders of step, such as ringtrain,ringtrain_again,bound; by default all"""
@@ -174,7 +174,7 @@ def plan(mode: str, options: BenchOptions, settings: Settings, runner: Runner, d
     if mode == "step":
         yield from plan_steps(options.model_names, options.contender_names, size, settings, length)
     elif mode == "loop":
-        yield from plan_loops(size, settings, length)
+        yield from plan_loops(options.model_names, size, settings, length)
     elif mode == "allreduce":
         yield plan_sums(size, settings)
     elif mode == "input":

@@ -16,6 +16,7 @@ from ringtrain.bench.outcomes import RUN, read_own_data, read_peer, read_trainin
 from ringtrain.bench.peers.peer_models import MODELS
 from ringtrain.bench.settings import Settings
 from ringtrain.data.order import SampleOrder
+from ringtrain.errors import UsageError
 
 PEERS = Path(__file__).resolve().parent / "peers"
 NO_FUSION = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_DISABLE_GROUP_FUSION": "1"}
@@ -110,10 +111,16 @@ def plan_steps(
     return experiments
 
 
-def plan_loops(size: int, settings: Settings, length: Length | None) -> list[Experiment]:
-    """ringtrain with all that it does beside training, against the hand-written loop, which does nothing else."""
+def plan_loops(models: Sequence[str], size: int, settings: Settings, length: Length | None) -> list[Experiment]:
+    """ringtrain with all that it does beside training, against the hand-written loop, which does nothing else.
+
+    Raises:
+        UsageError: none of ``models`` has a goal here.
+    """
     experiments = []
     for model, goal in LOOP_GOALS.items():
+        if model not in models:
+            continue
         contenders = plan_contenders(model, size, settings, length or LENGTHS[model])
         experiments.append(
             Experiment(
@@ -127,6 +134,8 @@ def plan_loops(size: int, settings: Settings, length: Length | None) -> list[Exp
                 reference=contenders["one_process"],
             )
         )
+    if not experiments:
+        raise UsageError(f"models is {', '.join(models)}; loop measures {' and '.join(LOOP_GOALS)}.", reach="run")
     return experiments
 
 

@@ -30,7 +30,7 @@ from ringtrain.bench.steps import (
     write_order,
 )
 from ringtrain.bench.sums import bus_bandwidth, plan_sums
-from ringtrain.bench.variations import BY_FLAGS, VARIATIONS, plan_variations
+from ringtrain.bench.variations import VARIATIONS, plan_variations
 from ringtrain.data.order import SampleOrder
 from ringtrain.devices import Machine
 from ringtrain.errors import UsageError
@@ -129,7 +129,7 @@ def test_every_experiment_has_a_control() -> None:
         plan_starts(2, SETTINGS, Path("begun")),
         *plan_saves(2, None),
         *plan_guards(2, None),
-        *plan_loops(2, SETTINGS, None),
+        *plan_loops(["CNN", "TINY"], 2, SETTINGS, None),
         *plan_variations(["WIDE"], 2, None),
     ]
     for experiment in experiments:
@@ -157,7 +157,7 @@ def without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def test_everything_is_on_in_the_loop_that_is_held_against_a_plain_one() -> None:
-    for experiment in plan_loops(2, SETTINGS, None):
+    for experiment in plan_loops(["CNN", "WIDE", "TINY"], 2, SETTINGS, None):
         [command] = commands(experiment, "ringtrain_saving")
         assert command.env == {}
         assert flags_of(command.argv, ["--checkpoint_every"]) == {"--checkpoint_every": "100"}
@@ -166,19 +166,26 @@ def test_everything_is_on_in_the_loop_that_is_held_against_a_plain_one() -> None
         assert comparison.goal == {"CNN": 1 / 1.01, "TINY": 1 / 1.05}[experiment.name]
 
 
+def test_a_loop_of_models_that_have_no_goal_is_refused() -> None:
+    assert [experiment.name for experiment in plan_loops(["TINY"], 2, SETTINGS, None)] == ["TINY"]
+    with pytest.raises(UsageError, match="models is WIDE, MANY; loop measures CNN and TINY"):
+        plan_loops(["WIDE", "MANY"], 2, SETTINGS, None)
+
+
 def test_variations_differ_by_their_variables_and_flags_alone() -> None:
     [experiment] = plan_variations(["WIDE"], 2, None)
     [as_it_is] = commands(experiment, "ringtrain")
-    for name in (*VARIATIONS, *BY_FLAGS):
+    for name, variation in VARIATIONS.items():
         [command] = commands(experiment, name)
-        flags = BY_FLAGS.get(name, [])
-        assert command.env == VARIATIONS.get(name, {})
-        assert flags_of(command.argv, flags[::2]) == dict(zip(flags[::2], flags[1::2], strict=True))
-        assert without(command.argv, flags[::2]) == list(as_it_is.argv)
+        assert command.env == variation.env
+        assert ("--backend" in command.argv) == variation.by_horovod == name.startswith("horovod")
+        assert flags_of(command.argv, ["--backend"]).get("--backend", "horovod") == "horovod"
+        assert without(command.argv, ["--backend"]) == list(as_it_is.argv)
+        assert sum({each.name, each.other} == {name, variation.other} for each in experiment.comparisons) == 1
 
 
 def test_each_variable_that_ringtrain_chooses_is_undone_in_some_variation() -> None:
-    varied = {variable for env in VARIATIONS.values() for variable in env}
+    varied = {variable for variation in VARIATIONS.values() for variable in variation.env}
     assert {"HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle"} <= varied & set(SETTINGS.env)
 
 

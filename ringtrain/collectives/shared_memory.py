@@ -51,8 +51,9 @@ LOOK_SECONDS = 1.0  # between two looks whether the processes of the other ranks
 # After this long a thread of Python that computes all the time, such as one that feeds samples, hands over the
 # interpreter, which a sum needs for each of its chunks. Python's own interval is as long as some whole steps.
 SWITCH_SECONDS = 500e-6
-# A rank that waits looks again at once for so long, and then sleeps in between: others may need its core.
-SECONDS_AWAKE = 20e-6
+# A rank that waits looks again at once for so long, and then sleeps in between: others may need its core. It is longer
+# than another rank takes for a chunk, since the shortest sleep takes a third of that.
+SECONDS_AWAKE = 500e-6
 FIRST_PAUSE_SECONDS = 10e-6
 LONGEST_PAUSE_SECONDS = 500e-6
 PAUSE_GROWTH = 1.2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, agree, connect, gather_objects, on_first
-from ringtrain.collectives.horovod import HorovodCollective
+from ringtrain.collectives.horovod import LOWEST_PRIORITY, HorovodCollective, running_threads
 from ringtrain.collectives.reduce import (
     MIN_GROUP_BYTES,
     ONE_MESSAGE_BYTES,
@@ -110,6 +112,30 @@ def test_what_is_summed_alone_may_be_on_its_way_beside_sums_of_horovod(collectiv
         alone, *parts = add(tf.constant(float(step)))
         assert float(alone) == step * size + sum(range(size))
         assert [float(part) for part in parts] == [float(alone) + number * size for number in range(4)]
+
+
+@on_ranks(2, 3)
+def test_horovods_threads_give_way_on_the_only_core_of_a_rank(collective: Collective) -> None:
+    import horovod.tensorflow as hvd
+
+    before = {thread: priority_of(thread) for thread in running_threads()}
+    end = threading.Event()
+    waiting = threading.Thread(target=end.wait, args=(60,))
+    waiting.start()
+    assert waiting.native_id is not None
+    for cores, expected in (({0, 1}, before[os.getpid()]), ({0}, LOWEST_PRIORITY)):
+        its = HorovodCollective(collective.world, hvd, {waiting.native_id, 2**22 + 1})  # one has ended
+        with mock.patch("os.sched_getaffinity", return_value=cores):
+            its.share_memory()
+        assert its.sums_at_once == (len(cores) == 1)
+        assert priority_of(waiting.native_id) == expected
+    assert {thread: priority_of(thread) for thread in before} == before
+    end.set()
+    waiting.join()
+
+
+def priority_of(thread: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, thread)
 
 
 @on_ranks(2, 3, GLOO)

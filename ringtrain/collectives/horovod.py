@@ -131,8 +131,8 @@ def running_threads() -> set[int]:
 def give_way(threads: Collection[int]) -> None:
     """Let threads run when nothing else of this process wants the core.
 
-    Horovod's thread meets those of the other ranks in every cycle, whether there is anything to sum or not. On the only
-    core of a rank this takes a fiftieth of the time from what computes. When that waits for a sum, the core is free.
+    Horovod's thread meets those of the other ranks in every cycle, whether there is anything to sum or not, and takes
+    the only core of a rank from what computes. When that waits for a sum of Horovod's, the core is free.
     """
     for thread in threads:
         with contextlib.suppress(OSError):  # it has ended

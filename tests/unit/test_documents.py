@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -76,16 +78,50 @@ def test_the_readme_shows_the_table_of_the_injected_faults() -> None:
     [("cifar10", "a step of `cifar10` takes {} of the time without them ({}; "), ("TINY", "a step of 2.7 ms {} ({}; ")],
 )
 def test_the_readme_says_of_the_guards_what_their_result_does(experiment: str, sentence: str) -> None:
-    result = json.loads((ROOT / "results/bench-guards.json").read_text())
-    [rounds] = [found["rounds"] for found in result["experiments"] if found["name"] == experiment]
-
-    def ratio(name: str, other: str) -> Spread:
-        seconds = [[each["runs"][who]["figures"]["step"] for each in rounds] for who in (name, other)]
-        return describe_spread(paired_ratios(*seconds))
-
-    cost, control = ratio("guards_on", "guards_off"), ratio("guards_on_again", "guards_on")
+    rounds = rounds_of("bench-guards", experiment)
+    cost, control = (ratio(rounds, *pair) for pair in (("guards_on", "guards_off"), ("guards_on_again", "guards_on")))
     said = sentence.format(f"{cost.median:.3f}", f"{cost.low:.3f} to {cost.high:.3f}")
     assert f"{said}A/A control {control.low:.3f} to {control.high:.3f})" in README
+
+
+COLUMNS = {
+    "unconnected processes": "bound",
+    "tf.distribute": "tf_distribute",
+    "Horovod, our settings": "minimal",
+    "stock Horovod": "minimal_stock",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "model"), [("tutorial's network", "CNN"), ("perceptron of 21.9 M parameters", "WIDE")]
+)
+def test_the_readmes_table_of_steps_is_that_of_the_results(words: str, model: str) -> None:
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("|")
+    ]
+    [head] = [cells[1:] for cells in lines if cells[0] == "a step of"]
+    [shown] = [cells[1:] for cells in lines if words in cells[0]]
+    rounds = rounds_of(f"bench-step-{model}", model)
+    assert head == list(COLUMNS)
+    assert len(rounds) >= 7
+    for column, cell in zip(head, shown, strict=True):
+        other = COLUMNS[column]
+        expected = f"{ratio(rounds, other, 'ringtrain').median:.3g}" if other in rounds[0]["runs"] else ""
+        assert cell == expected, column
+
+
+def rounds_of(result: str, experiment: str) -> list[dict[str, Any]]:
+    experiments = json.loads((ROOT / f"results/{result}.json").read_text())["experiments"]
+    [rounds] = [found["rounds"] for found in experiments if found["name"] == experiment]
+    return list(rounds)
+
+
+def ratio(rounds: Sequence[dict[str, Any]], name: str, other: str) -> Spread:
+    """Of their seconds, round by round."""
+    seconds = [[each["runs"][who]["figures"]["step"] for each in rounds] for who in (name, other)]
+    return describe_spread(paired_ratios(*seconds))
 
 
 def test_the_page_of_the_benchmarks_is_what_its_command_writes() -> None:

@@ -108,7 +108,7 @@ def test_the_readmes_table_of_steps_is_that_of_the_results(words: str, model: st
     assert len(rounds) >= 7
     for column, cell in zip(head, shown, strict=True):
         other = COLUMNS[column]
-        expected = f"{ratio(rounds, other, 'ringtrain').median:.3g}" if other in rounds[0]["runs"] else ""
+        expected = f"{ratio(rounds, other, 'ringtrain').median:.2f}" if other in rounds[0]["runs"] else ""
         assert cell == expected, column
 
 

@@ -227,7 +227,7 @@ class Cluster:
         while not is_there():
             if time.monotonic() > end:
                 raise AssertionError(
-                    f"no {what} after {timeout:.0f} s:\n{self.describe(job)}\n{self.output(job)}\n{self._logs()}"
+                    f"no {what} after {timeout:.0f} s:\n{self.describe(job)}\n{self.output(job)}\n{self.logs()}"
                 )
             time.sleep(0.1)
 
@@ -249,7 +249,7 @@ class Cluster:
         end = time.monotonic() + START_SECONDS
         while not is_so():
             if time.monotonic() > end:
-                raise AssertionError(f"no {what} after {START_SECONDS:.0f} s:\n{self._logs()}")
+                raise AssertionError(f"no {what} after {START_SECONDS:.0f} s:\n{self.logs()}")
             time.sleep(0.1)
 
     def _registered(self, node: str) -> float:
@@ -336,7 +336,7 @@ class Cluster:
         end = time.monotonic() + START_SECONDS
         while not _children(self._hosts[name].pid):
             if self._hosts[name].poll() is not None or time.monotonic() > end:
-                raise PermissionError(f"host {name} cannot be started (see unshare(1)):\n{self._logs()}")
+                raise PermissionError(f"host {name} cannot be started (see unshare(1)):\n{self.logs()}")
             time.sleep(0.01)
 
     def _end_host(self, name: str) -> None:
@@ -365,7 +365,7 @@ class Cluster:
         space = _pid_space(self._first_pid(name))
         return [pid for pid in _all_pids() if _pid_space(pid) == space]
 
-    def _logs(self) -> str:
+    def logs(self) -> str:
         """The last lines of every log."""
         paths = [path for path in sorted(self.site.rglob("*.log")) if path.stat().st_size]
         return "\n".join(f"{path}:\n" + "\n".join(path.read_text().splitlines()[-15:]) for path in paths)

@@ -65,8 +65,8 @@ class RunJob:
         def is_there_or_never() -> bool:
             there = is_there()
             if not there and self.cluster.state(self.number) in ENDED:
-                record = self.cluster.ask("scontrol", "show", "job", str(self.number))
-                raise AssertionError(f"ended before {what}:\n{self.output}\n{record}")
+                record = self.cluster.describe(self.number)
+                raise AssertionError(f"ended before {what}:\n{self.output}\n{record}\n{self.cluster.logs()}")
             return there
 
         self.cluster.wait_for(what, is_there_or_never, self.number, timeout=START_SECONDS)

@@ -24,7 +24,7 @@ from ringtrain.bench.rounds import Runner, find_faults, measure, measure_once
 from ringtrain.bench.saves import plan_saves
 from ringtrain.bench.settings import Settings, choose_settings
 from ringtrain.bench.starts import plan_begun, plan_starts
-from ringtrain.bench.steps import STEP_CONTENDERS, Length, plan_guards, plan_loops, plan_steps
+from ringtrain.bench.steps import LOOP_GOALS, STEP_CONTENDERS, Length, plan_guards, plan_loops, plan_steps
 from ringtrain.bench.sums import plan_sums
 from ringtrain.bench.table import describe_result
 from ringtrain.bench.variations import plan_variations
@@ -120,16 +120,33 @@ class BenchOptions:
 
 def bench(mode: str, options: BenchOptions, arguments: Sequence[str], say: Callable[[str], None]) -> int:
     """Measure one mode, or all; the exit code is 1 where a contender failed or its result was wrong."""
-    modes = [name for name in MODES if name != "input" or options.data_dir] if mode == "all" else [mode]
-    if mode == "input" and options.data_dir is None:
-        raise UsageError("bench input needs --data_dir DIR with CIFAR-10's files.", reach="run")
     if mode == "all" and options.output is not None:
         raise UsageError("bench all writes a file for each mode into results/; leave --output out.", reach="run")
+    modes = []
+    for name in MODES if mode == "all" else [mode]:
+        obstacle = find_obstacle(name, options)
+        if not obstacle:
+            modes.append(name)
+        elif mode == "all":
+            say(f"{name} is left out: {obstacle}")
+        else:
+            raise UsageError(obstacle, reach="run")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # on whose way out children are ended
     say(f"the orders within the rounds are drawn with seed {options.seed}")
     for core in find_claimed_cores():
         say(f"warning: another run of ringtrain has core {core}: the figures will say nothing")
     return max([bench_one(name, options, arguments, say) for name in modes])
+
+
+def find_obstacle(mode: str, options: BenchOptions) -> str:
+    """Why a mode cannot be measured with these options; nothing where it can."""
+    if mode == "input" and options.data_dir is None:
+        return "bench input needs --data_dir DIR with CIFAR-10's files."
+    if mode == "loop" and not LOOP_GOALS.keys() & set(options.model_names):
+        return (
+            f"models is {options.models!r}; bench loop measures {' and '.join(LOOP_GOALS)} alone. Choose one of them."
+        )
+    return ""
 
 
 def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], say: Callable[[str], None]) -> int:

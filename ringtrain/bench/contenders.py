@@ -113,9 +113,7 @@ class Experiment:
 
 
 LOSS_TOLERANCE = 1e-4  # relative, after all steps in float32
-# Of the way that the training went: ranks that train apart differ by as much as they moved. Rounding alone is up to a
-# third of this in a short run of CNN, in which the weights hardly move.
-WEIGHTS_TOLERANCE = 1e-2
+WEIGHTS_TOLERANCE = 1e-3  # of the way that the training went; ranks that train apart differ by as much as they moved
 
 
 def check_outcome(outcome: Outcome, reference: Outcome | None) -> tuple[str, str]:

@@ -52,7 +52,7 @@ LOOK_SECONDS = 1.0  # between two looks whether the processes of the other ranks
 # interpreter, which a sum needs for each of its chunks. Python's own interval is as long as some whole steps.
 SWITCH_SECONDS = 500e-6
 # A rank that waits looks again at once for so long, and then sleeps in between: others may need its core. It is longer
-# than another rank takes for a chunk, since the shortest sleep takes a third of that.
+# than another rank takes for a chunk, since even the shortest sleep would often end later than that.
 SECONDS_AWAKE = 500e-6
 FIRST_PAUSE_SECONDS = 10e-6
 LONGEST_PAUSE_SECONDS = 500e-6

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
+from collections.abc import Collection
 from typing import Any
 from unittest import mock
 
@@ -118,24 +120,33 @@ def test_what_is_summed_alone_may_be_on_its_way_beside_sums_of_horovod(collectiv
 def test_horovods_threads_give_way_on_the_only_core_of_a_rank(collective: Collective) -> None:
     import horovod.tensorflow as hvd
 
-    before = {thread: priority_of(thread) for thread in running_threads()}
+    before = priorities_of(running_threads())
     end = threading.Event()
     waiting = threading.Thread(target=end.wait, args=(60,))
     waiting.start()
     assert waiting.native_id is not None
-    for cores, expected in (({0, 1}, before[os.getpid()]), ({0}, LOWEST_PRIORITY)):
-        its = HorovodCollective(collective.world, hvd, {waiting.native_id, 2**22 + 1})  # one has ended
-        with mock.patch("os.sched_getaffinity", return_value=cores):
-            its.share_memory()
-        assert its.sums_at_once == (len(cores) == 1)
-        assert priority_of(waiting.native_id) == expected
-    assert {thread: priority_of(thread) for thread in before} == before
-    end.set()
-    waiting.join()
+    try:
+        for cores, expected in (({0, 1}, before[os.getpid()]), ({0}, LOWEST_PRIORITY)):
+            its = HorovodCollective(collective.world, hvd, {waiting.native_id, 2**22 + 1})  # one has ended
+            with mock.patch("os.sched_getaffinity", return_value=cores):
+                its.share_memory()
+            assert its.sums_at_once == (len(cores) == 1)
+            assert priorities_of({waiting.native_id}) == {waiting.native_id: expected}
+        after = priorities_of(before)
+        assert os.getpid() in after
+        assert after == {thread: before[thread] for thread in after}
+    finally:
+        end.set()
+        waiting.join()
 
 
-def priority_of(thread: int) -> int:
-    return os.getpriority(os.PRIO_PROCESS, thread)
+def priorities_of(threads: Collection[int]) -> dict[int, int]:
+    """Of those that have not ended."""
+    priorities = {}
+    for thread in threads:
+        with contextlib.suppress(ProcessLookupError):
+            priorities[thread] = os.getpriority(os.PRIO_PROCESS, thread)
+    return priorities
 
 
 @on_ranks(2, 3, GLOO)

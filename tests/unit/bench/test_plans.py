@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import ringtrain
 from ringtrain.bench.children import clean_environment, fill_in
-from ringtrain.bench.command import BenchOptions, shorten
+from ringtrain.bench.command import MODES, BenchOptions, bench, shorten
 from ringtrain.bench.contenders import DIRECTORY, Command, Experiment
 from ringtrain.bench.peers.peer_models import MODELS
 from ringtrain.bench.rounds import plan_orders
@@ -167,9 +169,20 @@ def test_everything_is_on_in_the_loop_that_is_held_against_a_plain_one() -> None
 
 
 def test_a_loop_of_models_that_have_no_goal_is_refused() -> None:
-    assert [experiment.name for experiment in plan_loops(["TINY"], 2, SETTINGS, None)] == ["TINY"]
-    with pytest.raises(UsageError, match="models is WIDE, MANY; loop measures CNN and TINY"):
-        plan_loops(["WIDE", "MANY"], 2, SETTINGS, None)
+    assert [experiment.name for experiment in plan_loops(["TINY", "MANY"], 2, SETTINGS, None)] == ["TINY"]
+    with pytest.raises(UsageError, match="models is 'WIDE,MANY'; bench loop measures CNN and TINY alone"):
+        bench("loop", BenchOptions(models="WIDE,MANY"), [], print)
+
+
+def test_all_modes_leave_out_what_the_options_rule_out_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench_one = mock.Mock(return_value=0)
+    monkeypatch.setattr("ringtrain.bench.command.bench_one", bench_one)
+    monkeypatch.setattr(signal, "signal", mock.Mock())
+    said: list[str] = []
+    assert bench("all", BenchOptions(models="WIDE"), [], said.append) == 0
+    begun = [call.args[0] for call in bench_one.mock_calls]
+    assert begun == [mode for mode in MODES if mode not in ("loop", "input")]
+    assert sum("is left out: " in line for line in said) == 2
 
 
 def test_variations_differ_by_their_variables_and_flags_alone() -> None:

@@ -36,7 +36,7 @@ def test_an_outcome_that_is_one_processs_is_right() -> None:
     [
         (outcome(loss=2.001), "the loss differs"),
         (outcome(loss=float("nan")), "the loss differs"),
-        (outcome(weights=[LAST[0] * 1.1, LAST[1]]), "the weights differ"),
+        (outcome(weights=[LAST[0] * 1.01, LAST[1]]), "the weights differ"),
         (outcome(weights=FIRST), "the weights differ"),
         (outcome(weights=LAST[:1]), "the weights differ"),
         (outcome(weights=[LAST[0] * np.nan, LAST[1]]), "the weights differ"),

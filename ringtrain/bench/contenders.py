@@ -113,7 +113,7 @@ class Experiment:
 
 
 LOSS_TOLERANCE = 1e-4  # relative, after all steps in float32
-WEIGHTS_TOLERANCE = 1e-3  # of the way that the training went; ranks that train apart differ by as much as they moved
+WEIGHTS_TOLERANCE = 1e-3  # of the way that the training went; ranks that train apart differ by many times that
 
 
 def check_outcome(outcome: Outcome, reference: Outcome | None) -> tuple[str, str]:

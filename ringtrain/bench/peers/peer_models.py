@@ -33,10 +33,16 @@ class Model(NamedTuple):
 
 
 def make_samples(model: Model) -> tuple[np.ndarray, np.ndarray]:
-    """x [n, *sample_shape] float32 and labels [n] int64."""
+    """x [n, *sample_shape] float32 and labels [n] int64.
+
+    A class can be learnt: it has a centre, with noise around it. From noise alone the gradients of the samples would
+    cancel, and what moves the weights would be rounding as much as anything.
+    """
     generator = np.random.default_rng(0)
-    x = generator.standard_normal((model.num_samples, *model.sample_shape), np.float32)
-    return x, generator.integers(0, NUM_CLASSES, model.num_samples)
+    centres = generator.standard_normal((NUM_CLASSES, *model.sample_shape), np.float32)
+    labels = generator.integers(0, NUM_CLASSES, model.num_samples)
+    noise = generator.standard_normal((model.num_samples, *model.sample_shape), np.float32)
+    return centres[labels] + noise, labels
 
 
 def create_cnn() -> Any:
@@ -110,7 +116,7 @@ def _kernels() -> Iterator[Any]:
 
 
 MODELS = {
-    "CNN": Model(create_cnn, (24, 24, 3), num_samples=15_360, local_batch_size=128, learning_rate=1e-3),
+    "CNN": Model(create_cnn, (24, 24, 3), num_samples=15_360, local_batch_size=128, learning_rate=1e-4),
     "WIDE": Model(create_wide, (WIDE_WIDTH,), num_samples=3_840, local_batch_size=32, learning_rate=1e-3),
     "MANY": Model(create_many, (MANY_WIDTH,), num_samples=15_360, local_batch_size=64, learning_rate=1e-5),
     "TINY": Model(create_tiny, (TINY_WIDTH,), num_samples=15_360, local_batch_size=64, learning_rate=1e-3),

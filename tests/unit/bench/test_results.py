@@ -7,12 +7,15 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ringtrain.bench.command import BenchOptions, bench_one, show
 from ringtrain.bench.contenders import Finished, Outcome, UnreadableError, check_outcome
 from ringtrain.bench.outcomes import read_own_data, read_start, read_unconnected
+from ringtrain.bench.peers.peer_models import MODELS, make_samples
 from ringtrain.bench.plot import choose_ticks, draw_result
 from ringtrain.bench.table import describe_result
 from ringtrain.errors import UsageError
@@ -45,6 +48,28 @@ def test_an_outcome_that_is_one_processs_is_right() -> None:
 def test_a_wrong_outcome_is_named(wrong: Outcome, words: str) -> None:
     fault, _ = check_outcome(wrong, REFERENCE)
     assert words in fault
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_that_train_apart_are_found(name: str) -> None:
+    together, alone = train(name, slice(None)), train(name, slice(MODELS[name].local_batch_size))
+    assert not check_outcome(together, together)[0]
+    fault, _ = check_outcome(Outcome(figures={}, loss=together.loss, weights=alone.weights), together)
+    assert "the weights differ" in fault
+
+
+def train(name: str, part: slice) -> Outcome:
+    """A few steps on this part of each global batch of two ranks."""
+    spec = MODELS[name]
+    model, optimizer = spec.create(), keras.optimizers.SGD(spec.learning_rate)
+    first = [np.copy(weights) for weights in model.get_weights()]
+    x, y = make_samples(spec)
+    for step in range(3):
+        batch = np.arange(2 * spec.local_batch_size)[part] + 2 * spec.local_batch_size * step
+        with tf.GradientTape() as tape:
+            loss = keras.losses.sparse_categorical_crossentropy(y[batch], model(x[batch]), from_logits=True)
+        optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+    return Outcome(figures={}, loss=1.0, weights=model.get_weights(), first_weights=first)
 
 
 def test_a_step_is_the_median_of_what_came_after_the_warm_up(tmp_path: Path) -> None:

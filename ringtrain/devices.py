@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ringtrain import huge_pages
 from ringtrain.activity import limit_seconds
 from ringtrain.errors import UsageError
 from ringtrain.world import World
@@ -216,12 +217,17 @@ def plan_settings(
             "HOROVOD_DISABLE_GROUP_FUSION": "1",
             "TF_DETERMINISTIC_OPS": "1",
         }
-    return tuple(
+    settings = [
         Setting(name=name, value=environ[name], source="environment")
         if name in environ
         else Setting(name=name, value=value, source="ringtrain")
         for name, value in wanted.items()
-    )
+    ]
+    if huge_pages.VARIABLE in environ:
+        tunables = environ[huge_pages.VARIABLE]
+        source: Source = "ringtrain" if environ.get(huge_pages.RESTARTED) == tunables else "environment"
+        settings.append(Setting(name=huge_pages.VARIABLE, value=tunables, source=source))
+    return tuple(settings)
 
 
 def apply_plan(plan: DevicePlan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ringtrain import huge_pages
 from ringtrain.config import Config
 from ringtrain.devices import Machine, plan_devices
 from ringtrain.world import World
@@ -16,7 +17,7 @@ class Settings:
 
     Attributes:
         cores: of each rank.
-        env: variables of Horovod and MPI.
+        env: variables of Horovod, MPI and the C library.
     """
 
     cores: tuple[tuple[int, ...], ...]
@@ -34,6 +35,7 @@ class Settings:
 
 def choose_settings(size: int, machine: Machine) -> Settings:
     """The settings of ``size`` ranks on a machine of which no run has taken cores yet."""
+    tunables = huge_pages.choose_here({})
     plans = [
         plan_devices(
             World(rank=rank, size=size, local_rank=rank, local_size=size, node="", launcher="mpirun (Open MPI)"),
@@ -47,5 +49,8 @@ def choose_settings(size: int, machine: Machine) -> Settings:
         cores=tuple(plan.cores for plan in plans),
         intra_op_threads=plans[0].intra_op_threads,
         inter_op_threads=plans[0].inter_op_threads,
-        env={setting.name: setting.value for setting in plans[0].settings},
+        env={
+            **{setting.name: setting.value for setting in plans[0].settings},
+            **({huge_pages.VARIABLE: tunables} if tunables else {}),
+        },
     )

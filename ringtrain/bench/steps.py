@@ -65,7 +65,7 @@ DESCRIPTIONS = {
     "ringtrain_again": "the same once more (A/A)",
     "ringtrain_saving": f"ringtrain with logs, guards and a checkpoint every {SAVE_EVERY_STEPS} steps",
     "ringtrain_saving_again": "the same once more (A/A)",
-    "bound": "plain TensorFlow processes pinned apart, without communication",
+    "bound": "plain TensorFlow processes with ringtrain's cores, threads and variables, without communication",
     "minimal": "hand-written Horovod loop with ringtrain's cores, threads and variables",
     "minimal_stock": "hand-written Horovod loop under stock horovodrun",
     "minimal_no_fusion": "minimal, with Horovod's fusion off",
@@ -164,7 +164,9 @@ def plan_commands(model: str, size: int, settings: Settings, length: Length) -> 
         "ringtrain_again": (training,),
         "ringtrain_saving": (saving,),
         "ringtrain_saving_again": (saving,),
-        "bound": plan_ranks("unconnected.py", size, pinned),
+        "bound": tuple(
+            dataclasses.replace(command, env=settings.env) for command in plan_ranks("unconnected.py", size, pinned)
+        ),
         "minimal": (Command(argv=minimal, env=settings.env),),
         "minimal_stock": (Command(argv=launch(size, [sys.executable, str(PEERS / "horovod_minimal.py"), *flags])),),
         "minimal_no_fusion": (Command(argv=minimal, env={**settings.env, **NO_FUSION}),),

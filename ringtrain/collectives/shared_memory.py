@@ -7,7 +7,8 @@ else. And memory that all can read saves the copies from one process to the othe
 
 What is to be added is cut into chunks that stay in a core's cache, and each chunk into a segment for each rank: rank r
 adds everybody's segment r, and everybody takes its sum (a reduce-scatter and an all-gather, as in a ring, where every
-neighbour is as near). So each sum is made once, in the order of the ranks, and all have the same bits.
+neighbour is as near). So each sum is made once, in the order of the ranks, and all have the same bits. A sum that is
+made again and again is not even taken: the ranks add it where all of them read it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import platform
 import secrets
 import sys
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,9 +46,10 @@ CHUNK_BYTES = 1024 * 1024
 SLOTS = 2  # chunks that are under way at the same time
 LINE_BYTES = 64  # of a core's cache; TensorFlow takes over arrays that begin at such an address without a copy
 TOKEN_BYTES = 16
-NUM_LISTS = 5  # of a number for each rank, in a window
+NUM_LISTS = 7  # of a number for each rank, in a window
 ROW = 2048  # values
 SQUARES_DTYPE = np.dtype(np.float64)
+MAX_RESULTS = 3  # of one sum: TensorFlow may still have the last one, or the one before, when the next is made
 LOOK_SECONDS = 1.0  # between two looks whether the processes of the other ranks are there
 # After this long a thread of Python that computes all the time, such as one that feeds samples, hands over the
 # interpreter, which a sum needs for each of its chunks. Python's own interval is as long as some whole steps.
@@ -69,13 +72,16 @@ class Window:
             descriptor: of the open memory.
             size: number of ranks.
         """
+        self.descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
         self._memory = mmap.mmap(descriptor, self.num_bytes(size))
         content = np.frombuffer(self._memory, np.uint8)
         self.token = content[:TOKEN_BYTES]
         places = content[LINE_BYTES : LINE_BYTES + NUM_LISTS * size * LINE_BYTES].view(np.int64)
-        # How many chunks each rank has given, added and taken so far; what it sums; its process. Each number has a line
-        # of its own.
-        self.given, self.added, self.taken, self.summed, self.processes = places.reshape(NUM_LISTS, size, -1)[:, :, 0]
+        lists = places.reshape(NUM_LISTS, size, -1)[:, :, 0]  # each number has a line of its own
+        # How many chunks each rank has given, added and taken so far; what it sums; its process.
+        self.given, self.added, self.taken, self.summed, self.processes = lists[:5]
+        self.offers = lists[5:]  # which results it does not read any more, as bits: in this sum, and in the one before
         rest = content[LINE_BYTES + NUM_LISTS * size * LINE_BYTES :]
         # Of each chunk under way, what each rank found as the sum of squares of its segment; a line for each.
         squares, chunks = rest[: SLOTS * size * LINE_BYTES], rest[SLOTS * size * LINE_BYTES :]
@@ -106,8 +112,10 @@ class SharedSums:
         self.carries_all = carries_all
         sys.setswitchinterval(SWITCH_SECONDS)
         self._window, self._rank, self._size = window, rank, size
-        self._num_chunks = 0  # that were added in all calls so far
+        self._num_sums = self._num_chunks = 0  # that were added in all calls so far
         self._buffers = Buffers()
+        self._results: dict[int, list[Result]] = {}  # by what is summed
+        self._end = round_up(Window.num_bytes(size), mmap.ALLOCATIONGRANULARITY)  # of the memory that is in use
 
     def __call__(self, tensors: Sequence[tf.Tensor], name: str) -> Totals:
         """Of tensors of ``DTYPES`` and of one dimension at least; in graphs and eagerly."""
@@ -135,17 +143,57 @@ class SharedSums:
         """
         import tensorflow as tf
 
-        self._window.summed[self._rank] = what  # seen by the others with the first chunk
-        totals = [self._buffers.take(array.shape, array.dtype) for array in arrays]
-        chunks = [list(cut(*each)) for each in zip(arrays, totals, strict=True)]
         # What is not finite shows in the sum, as it does in TensorFlow, and needs no warning.
         with tf.profiler.experimental.Trace(TRACE), np.errstate(all="ignore"):
-            of_chunks = iter(self._add_chunks([pair for of_array in chunks for pair in of_array]))
-        squares = [sum(itertools.islice(of_chunks, len(of_array))) for of_array in chunks]
+            totals = self._begin(what, arrays)
+            are_shared = totals is not None
+            totals = totals or [self._buffers.take(array.shape, array.dtype) for array in arrays]
+            of_arrays = [
+                list(zip(cut(array), cut(total), strict=True)) for array, total in zip(arrays, totals, strict=True)
+            ]
+            chunks = [pair for of_array in of_arrays for pair in of_array]
+            of_chunks = iter(self._add_chunks(chunks, are_shared))
+        squares = [sum(itertools.islice(of_chunks, len(of_array))) for of_array in of_arrays]
         return [*totals, np.array(squares, SQUARES_DTYPE)]
 
-    def _add_chunks(self, chunks: Sequence[tuple[Array, Array]]) -> list[float]:
-        """Give, add and take each chunk: while the others give one, this rank adds the one before.
+    def _begin(self, what: int, arrays: Sequence[Array]) -> list[Array] | None:
+        """Give the first chunk, and see what all ranks are about to do.
+
+        Returns:
+            Where all add, and read the sum from; None where each takes it into memory of its own.
+
+        Raises:
+            RuntimeError: another rank sums something else, or has ended.
+        """
+        chunks = (chunk for array in arrays for chunk in cut(array))
+        first = next(chunks, None)
+        if first is None:
+            return None
+        window, results = self._window, self._results.get(what, [])
+        offers = window.offers[self._num_sums % len(window.offers)]
+        self._num_sums += 1
+        # Seen by the others with the first chunk.
+        window.summed[self._rank] = what
+        offers[self._rank] = sum(result.is_free << number for number, result in enumerate(results))
+        self._give(self._num_chunks, first)
+        self._wait_until(lambda: window.given.min() > self._num_chunks)
+        if (window.summed != what).any():
+            raise RuntimeError("the ranks are at different places of the program: they sum different things.")
+        of_all = int(np.bitwise_and.reduce(offers))
+        if of_all:
+            return results[lowest_bit(of_all)].views
+        # Whatever becomes of it in this process, the others do the same, so that all have it at the same place.
+        if what in self._results and len(results) < MAX_RESULTS:
+            results.append(Result(window.descriptor, self._end, arrays))
+            self._end += round_up(results[-1].num_bytes, mmap.ALLOCATIONGRANULARITY)
+        self._results[what] = results
+        return None
+
+    def _add_chunks(self, chunks: Sequence[tuple[Array, Array]], are_shared: bool) -> list[float]:
+        """Give, add and take each chunk, of which the first is given: while the others give one, add the one before.
+
+        Args:
+            are_shared: whether the sums are added where all ranks read them.
 
         Returns:
             The sum of squares of each chunk's sum.
@@ -153,12 +201,12 @@ class SharedSums:
         first, self._num_chunks = self._num_chunks, self._num_chunks + len(chunks)
         squares = []
         for number in range(len(chunks) + 2):
-            if number < len(chunks):
+            if 0 < number < len(chunks):
                 self._give(first + number, chunks[number][0])
             if 0 <= number - 1 < len(chunks):
-                self._add(first + number - 1, *chunks[number - 1])
+                self._add(first + number - 1, *chunks[number - 1], is_shared=are_shared)
             if 0 <= number - 2 < len(chunks):
-                squares.append(self._take(first + number - 2, chunks[number - 2][1]))
+                squares.append(self._take(first + number - 2, chunks[number - 2][1], is_shared=are_shared))
         return squares
 
     def _give(self, number: int, mine: Array) -> None:
@@ -170,12 +218,10 @@ class SharedSums:
         gift[:begin], gift[end:] = mine[:begin], mine[end:]
         window.given[self._rank] = number + 1
 
-    def _add(self, number: int, mine: Array, total: Array) -> None:
+    def _add(self, number: int, mine: Array, total: Array, *, is_shared: bool) -> None:
         """Add everybody's segment of this rank."""
         window = self._window
         self._wait_until(lambda: window.given.min() > number and window.taken.min() > number - SLOTS)
-        if (window.summed != window.summed[self._rank]).any():
-            raise RuntimeError("the ranks are at different places of the program: they sum different things.")
         begin, end = self._segment(mine.size, self._rank)
         parts = [
             mine[begin:end] if rank == self._rank else view_as(window.gifts[rank, number % SLOTS], mine)[begin:end]
@@ -185,17 +231,19 @@ class SharedSums:
         np.add(parts[0], parts[1], out=ours)
         for part in parts[2:]:
             np.add(ours, part, out=ours)
-        view_as(window.sums[number % SLOTS], mine)[begin:end] = ours
+        if not is_shared:
+            view_as(window.sums[number % SLOTS], mine)[begin:end] = ours
         window.squares[number % SLOTS, self._rank] = sum_of_squares(ours)  # while the core's cache has it
         window.added[self._rank] = number + 1
 
-    def _take(self, number: int, total: Array) -> float:
+    def _take(self, number: int, total: Array, *, is_shared: bool) -> float:
         """Take the sums of the other segments, and the squares of all."""
         window = self._window
         self._wait_until(lambda: window.added.min() > number)
-        sums = view_as(window.sums[number % SLOTS], total)
-        begin, end = self._segment(total.size, self._rank)
-        total[:begin], total[end:] = sums[:begin], sums[end:]
+        if not is_shared:
+            sums = view_as(window.sums[number % SLOTS], total)
+            begin, end = self._segment(total.size, self._rank)
+            total[:begin], total[end:] = sums[:begin], sums[end:]
         squares = float(window.squares[number % SLOTS].sum())
         window.taken[self._rank] = number + 1
         return squares
@@ -220,12 +268,59 @@ class SharedSums:
         return length * rank // self._size, length * (rank + 1) // self._size
 
 
-def cut(array: Array, total: Array) -> Iterator[tuple[Array, Array]]:
-    """Chunks of an array, each with where its sum goes."""
-    flat, flat_total = array.reshape(-1), total.reshape(-1)
+class Result:
+    """Memory where all ranks add a sum, and read it.
+
+    TensorFlow takes it over as it is, and no operation writes to it: what a function of Python returned is not
+    TensorFlow's to use again (``OwnsMemory`` in its python/lib/core/py_func.cc).
+    """
+
+    def __init__(self, descriptor: int, begin: int, arrays: Sequence[Array]) -> None:
+        """Map it.
+
+        Args:
+            descriptor: of the ranks' memory, in which it begins here.
+            arrays: such as the sum has.
+        """
+        self._flat: Array | None = None  # every array that is made of it refers to it
+        self._specs = []
+        self.num_bytes = 0
+        for array in arrays:
+            self._specs.append((self.num_bytes, array.nbytes, array.dtype, array.shape))
+            self.num_bytes += round_up(array.nbytes, LINE_BYTES)
+        with contextlib.suppress(OSError):  # there is no more memory of this kind
+            os.posix_fallocate(descriptor, begin, self.num_bytes)
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._flat = np.frombuffer(mmap.mmap(descriptor, self.num_bytes, flags, offset=begin), np.uint8)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is there, and nothing in this process refers to it."""
+        return self._flat is not None and sys.getrefcount(self._flat) == REFERENCES_OF_ONE_NAME
+
+    @property
+    def views(self) -> list[Array]:
+        """The arrays of the sum."""
+        assert self._flat is not None
+        return [self._flat[at : at + length].view(dtype).reshape(shape) for at, length, dtype, shape in self._specs]
+
+
+def cut(array: Array) -> Iterator[Array]:
+    """Chunks of an array."""
+    flat = array.reshape(-1)
     length = CHUNK_BYTES // array.itemsize
     for start in range(0, flat.size, length):
-        yield flat[start : start + length], flat_total[start : start + length]
+        yield flat[start : start + length]
+
+
+def round_up(number: int, unit: int) -> int:
+    """To a multiple of the unit."""
+    return -(-number // unit) * unit
+
+
+def lowest_bit(number: int) -> int:
+    """The place of the lowest bit that is set."""
+    return (number & -number).bit_length() - 1
 
 
 def view_as(slot: Array, chunk: Array) -> Array:
@@ -269,7 +364,8 @@ class Buffers:
         return free[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
-REFERENCES_WHILE_FREE = 3  # the list's, the loop's, and that of the question, in CPython 3.10 to 3.12
+REFERENCES_OF_ONE_NAME = 2  # its own, and that of the question, in CPython 3.10 to 3.12
+REFERENCES_WHILE_FREE = 3  # the list's, the loop's, and that of the question
 
 
 def share_window(rank: int, size: int, on_all: Callable[[Any], list[Any]]) -> Window | None:

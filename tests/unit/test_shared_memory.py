@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ringtrain.collectives import shared_memory
 from ringtrain.collectives.shared_memory import (
     LINE_BYTES,
+    MAX_RESULTS,
     Buffers,
     SharedSums,
     Window,
@@ -110,19 +113,22 @@ def test_memory_of_results_is_used_again_once_nobody_has_it() -> None:
 def test_chunks_hold_each_value_once() -> None:
     values = np.arange(700_000, dtype=np.float64).reshape(700, 1000)
     total = np.zeros_like(values)
-    for mine, place in cut(values, total):
+    for mine, place in zip(cut(values), cut(total), strict=True):
         assert mine.nbytes <= shared_memory.CHUNK_BYTES
         place[:] += mine
     np.testing.assert_array_equal(total, values)
 
 
-def add_up_together(windows: Sequence[Window], arrays: Sequence[list[np.ndarray]]) -> list[list[np.ndarray]]:
-    """Ranks that are threads: what each gets."""
-    size = len(windows)
-    ranks = [SharedSums(window, rank, size, carries_all=True) for rank, window in enumerate(windows)]
-    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+def add_up_together(ranks: Sequence[SharedSums], arrays: Sequence[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """What each gets."""
+    with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
         calls = [pool.submit(rank.add_up, 7, *mine) for rank, mine in zip(ranks, arrays, strict=True)]
         return [call.result(timeout=60) for call in calls]
+
+
+def ranks_of(size: int) -> list[SharedSums]:
+    """Ranks that are threads."""
+    return [SharedSums(window, rank, size, carries_all=True) for rank, window in enumerate(windows_of(size))]
 
 
 def windows_of(size: int) -> list[Window]:
@@ -144,18 +150,113 @@ def test_many_chunks_of_different_types_are_added_in_one_call(size: int) -> None
         for rank in range(size)
     ]  # fmt: skip
     expected = [np.sum(parts, axis=0, dtype=parts[0].dtype) for parts in zip(*arrays, strict=True)]
-    for *totals, squares in add_up_together(windows_of(size), arrays):
-        np.testing.assert_allclose(squares, [np.sum(np.square(right)) for right in expected], rtol=1e-6)
-        for total, right in zip(totals, expected, strict=True):
-            assert (total.dtype, total.shape) == (right.dtype, right.shape)
-            np.testing.assert_array_equal(total, right)
+    ranks = ranks_of(size)
+    for _ in range(4):  # in memory of each rank's own first, and then in that of all
+        for *totals, squares in add_up_together(ranks, arrays):
+            np.testing.assert_allclose(squares, [np.sum(np.square(right)) for right in expected], rtol=1e-6)
+            for total, right in zip(totals, expected, strict=True):
+                assert (total.dtype, total.shape) == (right.dtype, right.shape)
+                np.testing.assert_array_equal(total, right)
+
+
+def test_what_is_summed_again_is_read_where_it_was_added() -> None:
+    ranks = ranks_of(2)
+    arrays = [[np.full(600_000, rank, np.float32)] for rank in (1, 2)]
+    is_shared = []
+    for _ in range(4):
+        (mine, _), (theirs, _) = add_up_together(ranks, arrays)
+        mine[-1] = 7
+        is_shared.append(bool(theirs[-1] == 7))
+        del mine, theirs
+    assert is_shared == [False, False, True, True], "a sum that is made once or twice needs no memory of all"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_result_that_some_rank_still_has_is_left_alone(seed: int) -> None:
+    """Each keeps some of the results for a while, or for ever; none of them may change."""
+    generator = np.random.default_rng(seed)
+    size = 3
+    ranks = ranks_of(size)
+    kept: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in ranks]
+    places = set()
+    for _ in range(60):
+        values = generator.integers(0, 100, (size, 5000)).astype(np.float32)
+        right = values.sum(axis=0)
+        for results, mine in zip(add_up_together(ranks, [[mine, np.ones(3)] for mine in values]), kept, strict=True):
+            places.add(results[0].ctypes.data)
+            if generator.random() < 0.2:
+                mine.append((results[0], right))
+            elif mine and generator.random() < 0.4:
+                mine.pop(int(generator.integers(len(mine))))
+            np.testing.assert_array_equal(results[0], right)
+            del results
+        for total, expected in (each for mine in kept for each in mine):
+            np.testing.assert_array_equal(total, expected)
+    assert all(len(rank._results[7]) == MAX_RESULTS for rank in ranks)
+    assert len(places) > size * MAX_RESULTS, "some had to be taken into memory of a rank's own"
+
+
+def test_where_a_rank_gets_no_more_memory_all_take_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ranks_of(2)
+    poor = ranks[1]._window.descriptor
+    given = os.posix_fallocate
+
+    def allocate(descriptor: int, begin: int, length: int) -> None:
+        if descriptor == poor:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        given(descriptor, begin, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    for number in range(6):
+        (mine, _), (theirs, _) = add_up_together(ranks, [[np.full(5, number, np.float64)]] * 2)
+        mine[0] = -1
+        np.testing.assert_array_equal(theirs, np.full(5, 2 * number))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda total: 3 * total,
+        tf.negative,
+        tf.sqrt,
+        tf.nn.relu,
+        lambda total: tf.add_n([total, tf.ones_like(total)]),
+        lambda total: tf.tensor_scatter_nd_add(total, [[0, 0]], [5.0]),
+        lambda total: tf.clip_by_global_norm([total], 1.0)[0],
+        lambda total: tf.cast(total, tf.float32) * tf.constant(0.5),
+        lambda total: tf.reshape(total, [-1]) / 2,
+        lambda total: tf.nn.bias_add(total, tf.ones(512)),
+    ],
+)
+def test_tensorflow_computes_nothing_into_memory_of_all(change: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    """It uses the memory of tensors that nobody needs any more for the next ones, but not this."""
+    memory = np.full(512 * 512 * 4 + LINE_BYTES, 0, np.uint8)
+    begin = -memory.ctypes.data % LINE_BYTES
+    shared = memory[begin : begin + 512 * 512 * 4].view(np.float32).reshape(512, 512)
+    variable = tf.Variable(tf.zeros([512, 512]))
+
+    @tf.function
+    def step() -> tf.Tensor:
+        total = tf.numpy_function(lambda: shared[:], [], tf.float32)
+        total.set_shape([512, 512])
+        changed = change(total)
+        with tf.control_dependencies([changed]):
+            variable.assign(total)
+            variable.assign_add(tf.ones([512, 512]))
+        return changed
+
+    shared[:] = 2
+    for _ in range(2):
+        step()
+        np.testing.assert_array_equal(shared, 2)
+    np.testing.assert_array_equal(variable, 3)
 
 
 @pytest.mark.filterwarnings("error")
 def test_what_is_not_finite_shows_in_the_squares() -> None:
     values = [[[sign * np.inf, 1], [3e38, 0], [sign, 2]] for sign in (1, -1)]
     arrays = [[np.array(each, np.float32) for each in mine] for mine in values]
-    for *totals, squares in add_up_together(windows_of(2), arrays):
+    for *totals, squares in add_up_together(ranks_of(2), arrays):
         assert np.isnan(totals[0][0])
         assert np.isposinf(totals[1][0])
         assert np.isfinite(squares).tolist() == [False, False, True]

@@ -93,7 +93,12 @@ COLUMNS = {
 
 
 @pytest.mark.parametrize(
-    ("words", "model"), [("tutorial's network", "CNN"), ("perceptron of 21.9 M parameters", "WIDE")]
+    ("words", "model"),
+    [
+        ("tutorial's network", "CNN"),
+        ("perceptron of 21.9 M parameters", "WIDE"),
+        ("perceptron of 0.62 M parameters in 300 tensors", "MANY"),
+    ],
 )
 def test_the_readmes_table_of_steps_is_that_of_the_results(words: str, model: str) -> None:
     lines = [

@@ -6,9 +6,9 @@ from ringtrain.huge_pages import restart_with_huge_pages
 
 
 def main() -> int:
-    """Run the command line in a process that is fit for it."""
+    """Start once more with large pages where that helps, then run the command."""
     restart_with_huge_pages()
-    from ringtrain.cli import main as run_command_line  # not twice
+    from ringtrain.cli import main as run_command_line  # which would be imported twice before
 
     return run_command_line()
 

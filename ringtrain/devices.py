@@ -60,7 +60,7 @@ class DevicePlan:
         cores_source: who chose the cores.
         why_unpinned: why this rank has no cores of its own; empty where it has, or where it is alone on its node.
         intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
-        settings: the environment variables for the communication and for TensorFlow.
+        settings: the environment variables for the communication, for TensorFlow and the C library.
     """
 
     own_cores: tuple[int, ...]
@@ -188,7 +188,10 @@ def plan_settings(
     hang_timeout: float = 0.0,
     profiles: bool = False,
 ) -> tuple[Setting, ...]:
-    """The environment variables for TensorFlow and, where there is more than one rank, for the communication."""
+    """The environment variables for TensorFlow and, where there is more than one rank, for the communication.
+
+    Those of the C library are from before this process started: ``ringtrain.huge_pages``.
+    """
     wanted = {
         "KERAS_BACKEND": "tensorflow",
         # Errors only: TensorFlow and its parts print a page of notices at import otherwise.

@@ -67,3 +67,8 @@ class FusedAdamW(FusedAdamUpdate, keras.optimizers.AdamW):
 
 
 FUSED = {"sgd": FusedSGD, "adam": FusedAdam, "adamw": FusedAdamW}  # by the names of the settings
+
+
+def only_reads_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether no variable of the optimizer takes over a gradient, or a part of one, as it is: known of these alone."""
+    return type(optimizer) in FUSED.values()

@@ -18,11 +18,12 @@ from pathlib import Path
 VARIABLE = "GLIBC_TUNABLES"
 TUNABLE = "glibc.malloc.hugetlb"
 FIRST_GLIBC = (2, 35)  # that has it
-RESTARTED = "RINGTRAIN_RESTARTED_WITH"  # the value that ringtrain chose
+RESTARTED = "RINGTRAIN_RESTARTED_WITH"  # the value that ringtrain chose; what this process starts has both as well
 POLICY_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 COMMANDS = (("-m", "ringtrain"), ("-m", "ringtrain.__main__"))
 SCRIPT = "ringtrain"
-LAUNCHED = ("mpi4py", "horovod", "tensorflow")  # a process that has these is more than its command line
+IN_USE = ("mpi4py", "horovod", "tensorflow")  # imported already, where ringtrain runs inside another program
+TAKE_A_VALUE = ("-X", "-W")
 
 
 def choose_tunables(environ: Mapping[str, str], *, policy: str, libc: str) -> str:
@@ -55,11 +56,13 @@ def choose_here(environ: Mapping[str, str]) -> str:
 def restart_with_huge_pages() -> None:
     """Start this command once more with large pages, as the same process, where it has none and may have some."""
     tunables = choose_here(os.environ)
-    if not tunables or not sys.executable or not is_whole_program(sys.orig_argv, sys.argv):
+    if not tunables or RESTARTED in os.environ or not is_whole_program(sys.orig_argv, sys.argv):
         return
-    if any(name in sys.modules for name in LAUNCHED):
+    if any(name in sys.modules for name in IN_USE):
         return
     with contextlib.suppress(OSError):  # it goes on with small pages
+        if not os.path.samefile("/proc/self/exe", sys.executable):  # a wrapper, which may undo this
+            return
         os.execve(
             sys.executable,
             [sys.executable, *sys.orig_argv[1:]],
@@ -68,11 +71,22 @@ def restart_with_huge_pages() -> None:
 
 
 def is_whole_program(command: Sequence[str], argv: Sequence[str]) -> bool:
-    """Whether a process was started to run ringtrain: not a program of the user's that came to it later.
+    """Whether a process was started to run ringtrain alone: not a debugger, or a program of the user's that came to it.
 
     Args:
         command: the whole command line, Python included.
         argv: the program and its own arguments.
     """
     head = command[: len(command) - len(argv) + 1]
-    return tuple(head[-2:]) in COMMANDS or Path(head[-1]).name == SCRIPT
+    if tuple(head[-2:]) in COMMANDS:
+        options = head[1:-2]
+    elif Path(head[-1]).name == SCRIPT:
+        options = head[1:-1]
+    else:
+        return False
+    others = [
+        word
+        for word, before in zip(options, ["", *options], strict=False)
+        if not word.startswith("-") and before not in TAKE_A_VALUE
+    ]
+    return not others and "-m" not in options

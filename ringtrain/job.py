@@ -22,7 +22,7 @@ from ringtrain.data.sources import Feed, Source, is_fallible
 from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, explain_bad
 from ringtrain.errors import UsageError
 from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
-from ringtrain.fused import FUSED
+from ringtrain.fused import FUSED, only_reads_gradients
 from ringtrain.guard.preflight import Facts, describe_training, require_same_training
 from ringtrain.schedule import LearningRate
 from ringtrain.step import TrainStep, set_precision
@@ -249,7 +249,11 @@ def create_step(
         workload=workload,
         model=model,
         optimizer=optimizer,
-        reduction=GradientReduction(collective=collective, compression=config.compression),
+        reduction=GradientReduction(
+            collective=collective,
+            compression=config.compression,
+            may_share=only_reads_gradients(optimizer),
+        ),
         batch_spec=batch_spec,
         precision=config.precision,
         accumulate=config.accumulate,

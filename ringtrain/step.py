@@ -28,6 +28,8 @@ from ringtrain.variables import is_seed_state, name_variables, named_weights
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
 
+Returned = tuple[tf.Tensor, list[tf.Tensor]]  # what a step says of itself, and what is to be kept until its end
+
 
 class TrainStep:
     """Trains a model on one global batch at a time.
@@ -105,7 +107,9 @@ class TrainStep:
         Returns:
             The control vector and the step's facts, for ``read``; computed once the device gets there.
         """
-        return self._function_for(batch)(batch, constant(learning_rate), constant((is_stop_wanted, next_count)))
+        function = self._function_for(batch)
+        returned, _ = function(batch, constant(learning_rate), constant((is_stop_wanted, next_count)))
+        return returned
 
     def is_traced_for(self, batch: Batch) -> bool:
         """Whether a step with this rank's batch begins at once; else TensorFlow traces a function for it before."""
@@ -150,7 +154,7 @@ class TrainStep:
         """Bring to the host what a call returned."""
         return read_report(returned, self.metric_names)
 
-    def _train_samples(self, batch: Batch, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
+    def _train_samples(self, batch: Batch, learning_rate: tf.Tensor, told: tf.Tensor) -> Returned:
         local_count = tf.shape(batch.indices, tf.int64)[0]
         forward = self._all_forward_and_backward(batch, local_count)
         local_share = tf.cast(local_count, self._dtype) / tf.cast(batch.global_count, self._dtype)
@@ -158,7 +162,7 @@ class TrainStep:
                  for value in forward.state]  # fmt: skip
         return self._reduce_and_update(forward._replace(state=state), learning_rate, told)
 
-    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
+    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, told: tf.Tensor) -> Returned:
         """The step of a rank whose share is empty: it adds zeros, without running the model.
 
         Horovod's operations are not marked as stateful: TensorFlow's optimizer would run one whose input is constant
@@ -257,13 +261,13 @@ class TrainStep:
             if scope.get_current_value(variable) is not before
         ]
 
-    def _reduce_and_update(self, forward: Forward, learning_rate: tf.Tensor, told: tf.Tensor) -> tf.Tensor:
+    def _reduce_and_update(self, forward: Forward, learning_rate: tf.Tensor, told: tf.Tensor) -> Returned:
         end = len(CONTROL_SUMS)
         told = tf.pad(tf.cast(told, self._dtype), [[end - NUM_TOLD, forward.sums.shape[0] - end]])
         # TensorFlow runs what is stateful in the order in which it is written here: a clock, a sum in shared memory.
         begin = moment_after([*forward.state, *forward.gradients]) if self._times_communication else None
         state = self._sum_state(forward.state)
-        gradients, gradients_finite, scaled_norm, sums = self._reduction(forward.gradients, forward.sums + told)
+        gradients, gradients_finite, scaled_norm, sums, kept = self._reduction(forward.gradients, forward.sums + told)
         communication_sec = tf.constant(0.0, tf.float64)
         if begin is not None:
             communication_sec = moment_after([sums, *state, *gradients]) - begin
@@ -294,7 +298,8 @@ class TrainStep:
             "local_data_loss": forward.sums[1],
             "communication_sec": communication_sec,
         }
-        return tf.concat([sums, tf.stack(cast_all([facts[name] for name in STEP_FACTS], self._dtype))], axis=0)
+        returned = tf.concat([sums, tf.stack(cast_all([facts[name] for name in STEP_FACTS], self._dtype))], axis=0)
+        return returned, list(kept)  # what a function returns is kept until all of it is computed
 
     def _sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The mean over all samples of what the ranks' forward passes made of the state (BatchNorm's statistics)."""

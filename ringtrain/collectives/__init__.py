@@ -62,7 +62,7 @@ class Collective(Protocol):
     def sums_at_once(self) -> bool:
         """Whether what a step has to sum best goes through ``sum_alone``, of any size; alike on all ranks."""
 
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> Totals:
+    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
         """Like ``sum``, while no other call of this is under way on any rank.
 
         So nothing has to be agreed on before, and what is short is there at once.
@@ -70,6 +70,10 @@ class Collective(Protocol):
         Args:
             tensors: of one dimension at least, and of the same shapes and types on every rank.
             name: as in ``sum``.
+            may_share: whether the totals may lie in memory that the other ranks read, for which nobody has to copy
+                them. TensorFlow writes to the memory of a part of a tensor, such as its first rows, where nothing else
+                refers to it. So whoever says this keeps the totals until all that is made of them is computed, and
+                lets no variable take over a part of them. Alike on all ranks.
         """
 
     def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:

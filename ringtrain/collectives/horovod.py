@@ -66,10 +66,10 @@ class HorovodCollective:
     def sums_at_once(self) -> bool:
         return self._shared is not None and self._shared.carries_all
 
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> Totals:
+    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
         if self._shared is None or any(tensor.dtype.name not in DTYPES for tensor in tensors):
             return Totals(self.sum(tensors, name=name))
-        return self._shared(tensors, name)
+        return self._shared(tensors, name, may_share=may_share)
 
     def share_memory(self) -> None:
         import tensorflow as tf

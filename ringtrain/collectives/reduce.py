@@ -45,12 +45,14 @@ class Reduced(NamedTuple):
         is_finite: bool []; False where any value on any rank was not finite.
         global_norm: float [], the Euclidean norm of all gradients together.
         control: the sum of the control vectors; None where none was given.
+        kept: tensors that have to be kept until all that is made of the others is computed.
     """
 
     gradients: list[tf.Tensor | tf.IndexedSlices]
     is_finite: tf.Tensor
     global_norm: tf.Tensor
     control: tf.Tensor | None = None
+    kept: Sequence[tf.Tensor] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,7 @@ class GradientReduction:
             value beyond 65504 becomes infinite, which the verdict sees.
         name: prefix of the collectives' names; unique in a program.
         groups: which gradients travel together, each group of one type; None: as ``plan_groups`` says.
+        may_share: whether ``Reduced.kept`` is kept, and no variable takes over a part of a gradient: see ``sum_alone``.
         calls: how many reductions this process has set up; 0 says that its ranks train apart.
     """
 
@@ -72,6 +75,7 @@ class GradientReduction:
     compression: Compression = "none"
     name: str = "gradients"
     groups: Sequence[Sequence[int]] | None = None
+    may_share: bool = False
 
     def __call__(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor | None = None) -> Reduced:
         """Reduce one gradient for each variable, in the order in which the forward pass uses the variables.
@@ -111,7 +115,8 @@ class GradientReduction:
         large = [index for index, spec in enumerate(specs) if is_much and spec.num_bytes >= MIN_GROUP_BYTES]
         short = [index for index in range(len(specs)) if index not in large]
         vector = tf.concat([*(tf.reshape(gradients[i], [-1]) for i in short), control], axis=0)
-        totals = self.collective.sum_alone([*(gradients[i] for i in large), vector], name=f"{self.name}/0")
+        together = [*(gradients[i] for i in large), vector]
+        totals = self.collective.sum_alone(together, name=f"{self.name}/0", may_share=self.may_share)
         *of_large, total = totals.tensors
         lengths = [gradients[i].shape.num_elements() for i in short]
         of_short, control = tf.split(total, [sum(lengths), control.shape[0]])
@@ -120,7 +125,8 @@ class GradientReduction:
         sums = dict(zip(large, of_large, strict=True))
         for index, part in zip(short, tf.split(of_short, lengths) if short else [], strict=True):
             sums[index] = tf.reshape(part, gradients[index].shape)
-        return Reduced([sums[index] for index in range(len(gradients))], is_finite, global_norm, control)
+        kept = totals.tensors if self.may_share else ()
+        return Reduced([sums[index] for index in range(len(gradients))], is_finite, global_norm, control, kept)
 
     def _leaves_at_once(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
         """Whether these are summed together, each as it is: of the same type, none of them sparse."""

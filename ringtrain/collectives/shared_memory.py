@@ -29,24 +29,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ringtrain.collectives import Totals
+from ringtrain.collectives.results import LINE_BYTES, Array, Buffers, SharedResult, round_up
 from ringtrain.errors import LOST_RANK_SIGN
 
 if TYPE_CHECKING:
     import tensorflow as tf
-
-Array = npt.NDArray[Any]
 
 NAME = "ringtrain"  # of the memory, in /proc
 DTYPES = ("float32", "float64")
 TRACE = "sum in shared memory"  # what TensorFlow's profile calls it
 CHUNK_BYTES = 1024 * 1024
 SLOTS = 2  # chunks that are under way at the same time
-LINE_BYTES = 64  # of a core's cache; TensorFlow takes over arrays that begin at such an address without a copy
 TOKEN_BYTES = 16
-NUM_LISTS = 7  # of a number for each rank, in a window
+NUM_LISTS = 6  # of a number for each rank, in a window
 ROW = 2048  # values
 SQUARES_DTYPE = np.dtype(np.float64)
 MAX_RESULTS = 3  # of one sum: TensorFlow may still have the last one, or the one before, when the next is made
@@ -79,9 +76,10 @@ class Window:
         self.token = content[:TOKEN_BYTES]
         places = content[LINE_BYTES : LINE_BYTES + NUM_LISTS * size * LINE_BYTES].view(np.int64)
         lists = places.reshape(NUM_LISTS, size, -1)[:, :, 0]  # each number has a line of its own
-        # How many chunks each rank has given, added and taken so far; what it sums; its process.
-        self.given, self.added, self.taken, self.summed, self.processes = lists[:5]
-        self.offers = lists[5:]  # which results it does not read any more, as bits: in this sum, and in the one before
+        # How many chunks each rank has given, added and taken so far; what it sums; which shared results of this sum
+        # nothing of its process refers to, as bits; its process. A rank begins the next sum when all have added
+        # their parts to this one, and have thus seen what it sums and offers.
+        self.given, self.added, self.taken, self.summed, self.offers, self.processes = lists
         rest = content[LINE_BYTES + NUM_LISTS * size * LINE_BYTES :]
         # Of each chunk under way, what each rank found as the sum of squares of its segment; a line for each.
         squares, chunks = rest[: SLOTS * size * LINE_BYTES], rest[SLOTS * size * LINE_BYTES :]
@@ -112,28 +110,34 @@ class SharedSums:
         self.carries_all = carries_all
         sys.setswitchinterval(SWITCH_SECONDS)
         self._window, self._rank, self._size = window, rank, size
-        self._num_sums = self._num_chunks = 0  # that were added in all calls so far
+        self._num_chunks = 0  # that were added in all calls so far
         self._buffers = Buffers()
-        self._results: dict[int, list[Result]] = {}  # by what is summed
+        self._results: dict[tuple[Any, ...], list[SharedResult]] = {}  # by what is summed, shapes and types
         self._end = round_up(Window.num_bytes(size), mmap.ALLOCATIONGRANULARITY)  # of the memory that is in use
 
-    def __call__(self, tensors: Sequence[tf.Tensor], name: str) -> Totals:
-        """Of tensors of ``DTYPES`` and of one dimension at least; in graphs and eagerly."""
+    def __call__(self, tensors: Sequence[tf.Tensor], name: str, *, may_share: bool) -> Totals:
+        """Of tensors of ``DTYPES`` and of one dimension at least; in graphs and eagerly.
+
+        Args:
+            may_share: as in ``Collective.sum_alone``.
+        """
         import tensorflow as tf
 
         what = zlib.crc32(repr([name, *((tuple(tensor.shape), tensor.dtype.name) for tensor in tensors)]).encode())
         dtypes = [*(tensor.dtype for tensor in tensors), SQUARES_DTYPE]
-        *totals, squares = tf.numpy_function(functools.partial(self.add_up, what), tensors, dtypes)
+        add_up = functools.partial(self.add_up, what, may_share)
+        *totals, squares = tf.numpy_function(add_up, tensors, dtypes)
         for tensor, total in zip(tensors, totals, strict=True):
             total.set_shape(tensor.shape)
         squares.set_shape([len(tensors)])
         return Totals(totals, squares)
 
-    def add_up(self, what: int, *arrays: Array) -> list[Array]:
+    def add_up(self, what: int, may_share: bool, *arrays: Array) -> list[Array]:
         """The same of arrays.
 
         Args:
             what: a number that says what is summed.
+            may_share: as above; alike on all ranks.
 
         Returns:
             The sum of each, and ``[len(arrays)]``, the sum of squares of each of these.
@@ -143,57 +147,60 @@ class SharedSums:
         """
         import tensorflow as tf
 
+        key = (what, *((array.shape, array.dtype.str) for array in arrays))
+        results = self._results.get(key, []) if may_share else []
         # What is not finite shows in the sum, as it does in TensorFlow, and needs no warning.
         with tf.profiler.experimental.Trace(TRACE), np.errstate(all="ignore"):
-            totals = self._begin(what, arrays)
-            are_shared = totals is not None
-            totals = totals or [self._buffers.take(array.shape, array.dtype) for array in arrays]
-            of_arrays = [
-                list(zip(cut(array), cut(total), strict=True)) for array, total in zip(arrays, totals, strict=True)
-            ]
+            first = next((chunk for array in arrays for chunk in cut(array)), None)
+            free_on_all = 0 if first is None else self._begin(what, results, first)
+            shared = results[lowest_bit(free_on_all)] if free_on_all else None
+            totals = shared.to_write() if shared else [self._buffers.take(a.shape, a.dtype) for a in arrays]
+            if may_share and first is not None and shared is None:
+                self._prepare_result(key, arrays)
+            of_arrays = [list(zip(cut(a), cut(total), strict=True)) for a, total in zip(arrays, totals, strict=True)]
             chunks = [pair for of_array in of_arrays for pair in of_array]
-            of_chunks = iter(self._add_chunks(chunks, are_shared))
+            of_chunks = iter(self._add_chunks(chunks, is_shared=shared is not None))
         squares = [sum(itertools.islice(of_chunks, len(of_array))) for of_array in of_arrays]
-        return [*totals, np.array(squares, SQUARES_DTYPE)]
+        return [*(shared.to_read() if shared else totals), np.array(squares, SQUARES_DTYPE)]
 
-    def _begin(self, what: int, arrays: Sequence[Array]) -> list[Array] | None:
+    def _begin(self, what: int, results: Sequence[SharedResult], first: Array) -> int:
         """Give the first chunk, and see what all ranks are about to do.
 
         Returns:
-            Where all add, and read the sum from; None where each takes it into memory of its own.
+            Which of the results are free on all ranks, as bits.
 
         Raises:
             RuntimeError: another rank sums something else, or has ended.
         """
-        chunks = (chunk for array in arrays for chunk in cut(array))
-        first = next(chunks, None)
-        if first is None:
-            return None
-        window, results = self._window, self._results.get(what, [])
-        offers = window.offers[self._num_sums % len(window.offers)]
-        self._num_sums += 1
+        window = self._window
         # Seen by the others with the first chunk.
         window.summed[self._rank] = what
-        offers[self._rank] = sum(result.is_free << number for number, result in enumerate(results))
+        window.offers[self._rank] = sum(result.is_free << number for number, result in enumerate(results))
         self._give(self._num_chunks, first)
         self._wait_until(lambda: window.given.min() > self._num_chunks)
         if (window.summed != what).any():
             raise RuntimeError("the ranks are at different places of the program: they sum different things.")
-        of_all = int(np.bitwise_and.reduce(offers))
-        if of_all:
-            return results[lowest_bit(of_all)].views
-        # Whatever becomes of it in this process, the others do the same, so that all have it at the same place.
-        if what in self._results and len(results) < MAX_RESULTS:
-            results.append(Result(window.descriptor, self._end, arrays))
-            self._end += round_up(results[-1].num_bytes, mmap.ALLOCATIONGRANULARITY)
-        self._results[what] = results
-        return None
+        return int(np.bitwise_and.reduce(window.offers))
 
-    def _add_chunks(self, chunks: Sequence[tuple[Array, Array]], are_shared: bool) -> list[float]:
-        """Give, add and take each chunk, of which the first is given: while the others give one, add the one before.
+    def _prepare_result(self, key: tuple[Any, ...], arrays: Sequence[Array]) -> None:
+        """Have memory of all for the next time that this is summed, from its second time on.
+
+        All ranks do so in the same sum, and whatever becomes of it in one of them, so that all have it at one place.
+        """
+        results = self._results.get(key)
+        if results is None:
+            self._results[key] = []
+        elif len(results) < MAX_RESULTS:
+            results.append(SharedResult(self._window.descriptor, self._end, arrays))
+            self._end += results[-1].num_bytes
+            self._buffers = Buffers()  # as much as the sum has, which it needs no more
+
+    def _add_chunks(self, chunks: Sequence[tuple[Array, Array]], *, is_shared: bool) -> list[float]:
+        """Give, add and take each chunk: while the others give one, this rank adds the one before.
 
         Args:
-            are_shared: whether the sums are added where all ranks read them.
+            chunks: of this rank, each with where its sum goes. The first has been given.
+            is_shared: whether the sums are added where all ranks read them.
 
         Returns:
             The sum of squares of each chunk's sum.
@@ -201,12 +208,12 @@ class SharedSums:
         first, self._num_chunks = self._num_chunks, self._num_chunks + len(chunks)
         squares = []
         for number in range(len(chunks) + 2):
-            if 0 < number < len(chunks):
+            if 0 < number < len(chunks):  # the first was given with what this rank is about to do
                 self._give(first + number, chunks[number][0])
             if 0 <= number - 1 < len(chunks):
-                self._add(first + number - 1, *chunks[number - 1], is_shared=are_shared)
+                self._add(first + number - 1, *chunks[number - 1], is_shared=is_shared)
             if 0 <= number - 2 < len(chunks):
-                squares.append(self._take(first + number - 2, chunks[number - 2][1], is_shared=are_shared))
+                squares.append(self._take(first + number - 2, chunks[number - 2][1], is_shared=is_shared))
         return squares
 
     def _give(self, number: int, mine: Array) -> None:
@@ -268,54 +275,12 @@ class SharedSums:
         return length * rank // self._size, length * (rank + 1) // self._size
 
 
-class Result:
-    """Memory where all ranks add a sum, and read it.
-
-    TensorFlow takes it over as it is, and no operation writes to it: what a function of Python returned is not
-    TensorFlow's to use again (``OwnsMemory`` in its python/lib/core/py_func.cc).
-    """
-
-    def __init__(self, descriptor: int, begin: int, arrays: Sequence[Array]) -> None:
-        """Map it.
-
-        Args:
-            descriptor: of the ranks' memory, in which it begins here.
-            arrays: such as the sum has.
-        """
-        self._flat: Array | None = None  # every array that is made of it refers to it
-        self._specs = []
-        self.num_bytes = 0
-        for array in arrays:
-            self._specs.append((self.num_bytes, array.nbytes, array.dtype, array.shape))
-            self.num_bytes += round_up(array.nbytes, LINE_BYTES)
-        with contextlib.suppress(OSError):  # there is no more memory of this kind
-            os.posix_fallocate(descriptor, begin, self.num_bytes)
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._flat = np.frombuffer(mmap.mmap(descriptor, self.num_bytes, flags, offset=begin), np.uint8)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether it is there, and nothing in this process refers to it."""
-        return self._flat is not None and sys.getrefcount(self._flat) == REFERENCES_OF_ONE_NAME
-
-    @property
-    def views(self) -> list[Array]:
-        """The arrays of the sum."""
-        assert self._flat is not None
-        return [self._flat[at : at + length].view(dtype).reshape(shape) for at, length, dtype, shape in self._specs]
-
-
 def cut(array: Array) -> Iterator[Array]:
     """Chunks of an array."""
     flat = array.reshape(-1)
     length = CHUNK_BYTES // array.itemsize
     for start in range(0, flat.size, length):
         yield flat[start : start + length]
-
-
-def round_up(number: int, unit: int) -> int:
-    """To a multiple of the unit."""
-    return -(-number // unit) * unit
 
 
 def lowest_bit(number: int) -> int:
@@ -344,28 +309,6 @@ def is_alive(process: int) -> bool:
     except PermissionError:  # it is there, and another user's
         pass
     return True
-
-
-class Buffers:
-    """Memory for results, used again once nobody has it: new memory costs more than what is done with it."""
-
-    def __init__(self) -> None:
-        self._memory: dict[int, list[Array]] = {}  # by bytes; every array that is made of one refers to it
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array of any content, which TensorFlow can take over without a copy."""
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        kept = self._memory.setdefault(num_bytes, [])
-        free = next((memory for memory in kept if sys.getrefcount(memory) == REFERENCES_WHILE_FREE), None)
-        if free is None:
-            free = np.empty(num_bytes + LINE_BYTES, np.uint8)
-            kept.append(free)
-        begin = -free.ctypes.data % LINE_BYTES
-        return free[begin : begin + num_bytes].view(dtype).reshape(shape)
-
-
-REFERENCES_OF_ONE_NAME = 2  # its own, and that of the question, in CPython 3.10 to 3.12
-REFERENCES_WHILE_FREE = 3  # the list's, the loop's, and that of the question
 
 
 def share_window(rank: int, size: int, on_all: Callable[[Any], list[Any]]) -> Window | None:

@@ -28,7 +28,7 @@ class Solo:
     def share_memory(self) -> None:
         """There is nobody to share it with."""
 
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> Totals:
+    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
         return Totals(list(tensors))
 
     def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:

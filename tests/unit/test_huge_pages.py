@@ -50,6 +50,10 @@ def test_large_pages_are_asked_for_where_that_helps(
         (["python", "-m", "ringtrain"], ["-m"], True),
         (["python", "-X", "dev", "-m", "ringtrain", "eval", "RUN"], ["__main__.py", "eval", "RUN"], True),
         (["python", "/env/bin/ringtrain", "--steps", "5"], ["/env/bin/ringtrain", "--steps", "5"], True),
+        (["python", "-I", "-W", "error", "/env/bin/ringtrain"], ["/env/bin/ringtrain"], True),
+        (["python", "-m", "pdb", "-m", "ringtrain"], ["ringtrain"], False),
+        (["python", "-m", "debugpy", "--listen", "5678", "-m", "ringtrain", "eval"], ["ringtrain", "eval"], False),
+        (["python", "/env/bin/coverage", "run", "-m", "ringtrain"], ["ringtrain"], False),
         (["python", "mine.py"], ["mine.py"], False),
         (["python", "mine.py", "-m", "ringtrain"], ["mine.py", "-m", "ringtrain"], False),
         (["python", "-m", "pytest", "ringtrain"], ["pytest", "ringtrain"], False),
@@ -61,13 +65,24 @@ def test_a_program_of_the_users_is_not_started_twice(command: list[str], argv: l
     assert is_whole_program(command, argv) == is_whole
 
 
-@pytest.mark.parametrize("environ", [{}, {VARIABLE: MINE}, {VARIABLE: f"{TUNABLE}=0"}])
-def test_the_command_line_starts_once_more_as_the_same_process(environ: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["-m", "ringtrain"], [str(Path(sys.executable).with_name("ringtrain"))]])
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {VARIABLE: MINE},
+        {VARIABLE: f"{TUNABLE}=0"},
+        {RESTARTED: f"{TUNABLE}=1"},  # and something took the variable away: not again and again
+    ],
+)
+def test_the_command_line_starts_once_more_as_the_same_process(
+    command: list[str], environ: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(WORKLOAD)
-    arguments = ["--workload", "mine:Mine", "--print_config"]
+    arguments = ["--workload", "mine.py:Mine", "--print_config"]
     inherited = {name: value for name, value in os.environ.items() if name not in (VARIABLE, RESTARTED)}
     program = subprocess.Popen(
-        [sys.executable, "-m", "ringtrain", *arguments],
+        [sys.executable, *command, *arguments],
         cwd=tmp_path,
         env={**inherited, **environ},
         stdout=subprocess.PIPE,
@@ -76,7 +91,7 @@ def test_the_command_line_starts_once_more_as_the_same_process(environ: dict[str
     said, _ = program.communicate(timeout=60)
     assert program.returncode == 0
     [line] = [line for line in said.splitlines() if line.startswith("starts")]
-    expected = choose_here(environ) or environ.get(VARIABLE)
+    expected = environ.get(VARIABLE) if RESTARTED in environ else choose_here(environ) or environ.get(VARIABLE)
     assert line == f"starts {program.pid} {expected} {arguments}"
 
 

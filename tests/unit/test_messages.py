@@ -31,7 +31,7 @@ class Recording(Solo):
         self.sent.append((name, [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]))
         return list(tensors)
 
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str) -> Totals:
+    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
         return Totals(self.sum(tensors, name=name))
 
     sent: list[Message]

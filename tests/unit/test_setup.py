@@ -1,5 +1,6 @@
 """The set-up's files agree with each other: pyproject.toml, requirements.lock, environment.yml, Makefile, .ci."""
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -121,8 +122,10 @@ def test_make_help_names_every_target() -> None:
 
 
 def test_console_script_exists() -> None:
-    assert PROJECT["scripts"] == {"ringtrain": "ringtrain.cli:main"}
-    assert (ROOT / "ringtrain" / "cli.py").exists()
+    [(name, place)] = PROJECT["scripts"].items()
+    module, function = place.split(":")
+    assert (name, module) == ("ringtrain", "ringtrain.__main__")
+    assert callable(getattr(importlib.import_module(module), function))
 
 
 def run_setup(

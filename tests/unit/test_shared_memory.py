@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
+import mmap
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -16,10 +18,9 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives import shared_memory
+from ringtrain.collectives.results import LINE_BYTES, Buffers
 from ringtrain.collectives.shared_memory import (
-    LINE_BYTES,
     MAX_RESULTS,
-    Buffers,
     SharedSums,
     Window,
     cut,
@@ -119,10 +120,12 @@ def test_chunks_hold_each_value_once() -> None:
     np.testing.assert_array_equal(total, values)
 
 
-def add_up_together(ranks: Sequence[SharedSums], arrays: Sequence[list[np.ndarray]]) -> list[list[np.ndarray]]:
+def add_up_together(
+    ranks: Sequence[SharedSums], arrays: Sequence[list[np.ndarray]], *, may_share: bool = True
+) -> list[list[np.ndarray]]:
     """What each gets."""
     with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
-        calls = [pool.submit(rank.add_up, 7, *mine) for rank, mine in zip(ranks, arrays, strict=True)]
+        calls = [pool.submit(rank.add_up, 7, may_share, *mine) for rank, mine in zip(ranks, arrays, strict=True)]
         return [call.result(timeout=60) for call in calls]
 
 
@@ -159,16 +162,37 @@ def test_many_chunks_of_different_types_are_added_in_one_call(size: int) -> None
                 np.testing.assert_array_equal(total, right)
 
 
-def test_what_is_summed_again_is_read_where_it_was_added() -> None:
+@pytest.mark.parametrize("may_share", [True, False])
+def test_what_is_summed_again_is_read_where_it_was_added(may_share: bool) -> None:
     ranks = ranks_of(2)
     arrays = [[np.full(600_000, rank, np.float32)] for rank in (1, 2)]
-    is_shared = []
+    are_shared = []
     for _ in range(4):
-        (mine, _), (theirs, _) = add_up_together(ranks, arrays)
-        mine[-1] = 7
-        is_shared.append(bool(theirs[-1] == 7))
+        (mine, _), (theirs, _) = add_up_together(ranks, arrays, may_share=may_share)
+        files = {file_of(total) for total in (mine, theirs)}
+        are_shared.append(len(files) == 1)
+        assert mine.flags.writeable != are_shared[-1]
         del mine, theirs
-    assert is_shared == [False, False, True, True], "a sum that is made once or twice needs no memory of all"
+    # A sum that is made once or twice needs no memory of all.
+    assert are_shared == [False, False, may_share, may_share]
+
+
+def file_of(array: np.ndarray) -> str:
+    """Which part of which memory of all this is; an address of this process where it is none."""
+    address = array.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+        if begin <= address < end and "memfd" in line:
+            return f"{line.split()[4]} {int(line.split()[2], 16) + address - begin}"
+    return str(address)
+
+
+def test_a_sum_of_another_shape_gets_memory_of_its_own() -> None:
+    ranks = ranks_of(2)
+    for _ in range(4):
+        for length in (7, 5):
+            for total, _ in add_up_together(ranks, [[np.full((length, 3), 1.0)]] * 2):
+                np.testing.assert_array_equal(total, np.full((length, 3), 2.0))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -192,63 +216,92 @@ def test_a_result_that_some_rank_still_has_is_left_alone(seed: int) -> None:
             del results
         for total, expected in (each for mine in kept for each in mine):
             np.testing.assert_array_equal(total, expected)
-    assert all(len(rank._results[7]) == MAX_RESULTS for rank in ranks)
+    assert [[len(results) for results in rank._results.values()] for rank in ranks] == [[MAX_RESULTS]] * size
     assert len(places) > size * MAX_RESULTS, "some had to be taken into memory of a rank's own"
 
 
-def test_where_a_rank_gets_no_more_memory_all_take_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "function"), [(os, "posix_fallocate"), (mmap, "mmap")])
+def test_where_a_rank_gets_no_more_memory_all_take_their_sums(
+    module: ModuleType, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = ranks_of(2)
     poor = ranks[1]._window.descriptor
-    given = os.posix_fallocate
+    given = getattr(module, function)
 
-    def allocate(descriptor: int, begin: int, length: int) -> None:
+    def give(descriptor: int, *arguments: Any, **named: Any) -> Any:
         if descriptor == poor:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        given(descriptor, begin, length)
+            raise OSError(errno.ENOMEM, "no memory")
+        return given(descriptor, *arguments, **named)
 
-    monkeypatch.setattr(os, "posix_fallocate", allocate)
-    for number in range(6):
-        (mine, _), (theirs, _) = add_up_together(ranks, [[np.full(5, number, np.float64)]] * 2)
-        mine[0] = -1
-        np.testing.assert_array_equal(theirs, np.full(5, 2 * number))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, give)
+        for number in range(6):
+            for total, _ in add_up_together(ranks, [[np.full(5, number, np.float64)]] * 2):
+                assert total.flags.writeable
+                np.testing.assert_array_equal(total, np.full(5, 2 * number))
+    for number in range(6):  # another sum, for which there is some, at the same place for all
+        for total, _ in add_up_together(ranks, [[np.full(6, number, np.float64)]] * 2):
+            assert total.flags.writeable == (number < 2)
+            np.testing.assert_array_equal(total, np.full(6, 2 * number))
+            del total
+
+
+WHOLE = {
+    "product": lambda total: 3 * total,
+    "negative": tf.negative,
+    "relu": tf.nn.relu,
+    "sum": lambda total: tf.add_n([total, tf.ones_like(total)]),
+    "scattered": lambda total: tf.tensor_scatter_nd_add(total, [[0, 0]], [5.0]),
+    "clipped": lambda total: tf.clip_by_global_norm([total], 1.0)[0],
+    "flat": lambda total: tf.reshape(total, [-1]) / 2,
+    "biased": lambda total: tf.nn.bias_add(total, tf.ones(512)),
+    "slice": lambda total: -total[:256],
+}
+PARTS = {
+    "split": lambda total: tf.split(total, 2)[0] * 3,
+    "row": lambda total: tf.unstack(total)[0] + 1,
+}
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "is_kept", "is_left_alone"),
     [
-        lambda total: 3 * total,
-        tf.negative,
-        tf.sqrt,
-        tf.nn.relu,
-        lambda total: tf.add_n([total, tf.ones_like(total)]),
-        lambda total: tf.tensor_scatter_nd_add(total, [[0, 0]], [5.0]),
-        lambda total: tf.clip_by_global_norm([total], 1.0)[0],
-        lambda total: tf.cast(total, tf.float32) * tf.constant(0.5),
-        lambda total: tf.reshape(total, [-1]) / 2,
-        lambda total: tf.nn.bias_add(total, tf.ones(512)),
+        *((name, False, True) for name in WHOLE),
+        *((name, True, True) for name in PARTS),
+        *((name, False, False) for name in PARTS),  # for which the totals have to be kept
     ],
 )
-def test_tensorflow_computes_nothing_into_memory_of_all(change: Callable[[tf.Tensor], tf.Tensor]) -> None:
-    """It uses the memory of tensors that nobody needs any more for the next ones, but not this."""
-    memory = np.full(512 * 512 * 4 + LINE_BYTES, 0, np.uint8)
+def test_tensorflow_computes_nothing_into_memory_of_all(name: str, is_kept: bool, is_left_alone: bool) -> None:
+    """It uses the memory of a tensor that nobody needs any more for the next one."""
+    num_bytes = 512 * 512 * 4
+    memory = np.zeros(num_bytes + LINE_BYTES, np.uint8)
     begin = -memory.ctypes.data % LINE_BYTES
-    shared = memory[begin : begin + 512 * 512 * 4].view(np.float32).reshape(512, 512)
-    variable = tf.Variable(tf.zeros([512, 512]))
+    shared = memory[begin : begin + num_bytes].view(np.float32).reshape(512, 512)
 
     @tf.function
-    def step() -> tf.Tensor:
+    def step() -> list[tf.Tensor]:
         total = tf.numpy_function(lambda: shared[:], [], tf.float32)
         total.set_shape([512, 512])
-        changed = change(total)
-        with tf.control_dependencies([changed]):
-            variable.assign(total)
-            variable.assign_add(tf.ones([512, 512]))
-        return changed
+        changed = (WHOLE | PARTS)[name](total)
+        return [changed, total] if is_kept else [changed]
 
-    shared[:] = 2
+    shared[:] = -2
     for _ in range(2):
         step()
-        np.testing.assert_array_equal(shared, 2)
+    assert (shared == -2).all() == is_left_alone
+
+
+def test_a_variable_that_took_over_a_total_has_its_own_once_it_changes() -> None:
+    shared = np.full(LINE_BYTES, 2, np.float32)[:1024]
+    variable = tf.Variable(tf.zeros(shared.shape))
+
+    @tf.function
+    def step() -> None:
+        variable.assign(tf.ensure_shape(tf.numpy_function(lambda: shared[:], [], tf.float32), shared.shape))
+        variable.assign_add(tf.ones(shared.shape))
+
+    step()
+    np.testing.assert_array_equal(shared, 2)
     np.testing.assert_array_equal(variable, 3)
 
 
@@ -266,7 +319,7 @@ def test_a_rank_that_sums_something_else_is_told() -> None:
     window = windows_of(2)[0]
     window.given[1], window.summed[1] = 1, 8
     with pytest.raises(RuntimeError, match="at different places of the program"):
-        SharedSums(window, 0, 2, carries_all=True).add_up(7, np.zeros(3))
+        SharedSums(window, 0, 2, carries_all=True).add_up(7, True, np.zeros(3))
 
 
 def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
@@ -278,4 +331,4 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
         mock.patch.object(shared_memory, "LOOK_SECONDS", 0.01),
         pytest.raises(RuntimeError, match=f"{LOST_RANK_SIGN}: rank 1"),
     ):
-        SharedSums(window, 0, 2, carries_all=True).add_up(7, np.zeros(3))
+        SharedSums(window, 0, 2, carries_all=True).add_up(7, True, np.zeros(3))

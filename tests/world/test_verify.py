@@ -171,8 +171,8 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     def keys_of_each_rank(seed: int, epoch: Any, indices: Any) -> Any:
         return augment.sample_keys(seed + rank, epoch, indices)
 
-    def its_input(self: Any, tensors: Any, *, name: str) -> Totals:
-        return Totals(list(tensors)) if name.startswith("gradients") else right_sum(self, tensors, name=name)
+    def its_input(self: Any, tensors: Any, **how: Any) -> Totals:
+        return Totals(list(tensors)) if how["name"].startswith("gradients") else right_sum(self, tensors, **how)
 
     defects = {
         "a reduction that returns its input": (HorovodCollective, "sum_alone", its_input),

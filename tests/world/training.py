@@ -15,6 +15,7 @@ from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import ArraySource, from_arrays
+from ringtrain.fused import only_reads_gradients
 from ringtrain.step import TrainStep, set_precision
 from ringtrain.step_report import StepReport
 from ringtrain.variables import share_first_values
@@ -130,11 +131,12 @@ def create_step(
     """A training step on a model with the first values of rank 0."""
     set_precision(precision)  # type: ignore[arg-type]
     keras.utils.set_random_seed(100 + collective.world.rank)
+    optimizer = create_optimizer()
     step = TrainStep(
         workload=workload or Classification(create),
         model=create(),
-        optimizer=create_optimizer(),
-        reduction=GradientReduction(collective=collective),
+        optimizer=optimizer,
+        reduction=GradientReduction(collective=collective, may_share=only_reads_gradients(optimizer)),
         batch_spec=spec,
         precision=precision,  # type: ignore[arg-type]
         accumulate=accumulate,

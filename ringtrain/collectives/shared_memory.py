@@ -123,7 +123,8 @@ class SharedSums:
         """
         import tensorflow as tf
 
-        what = zlib.crc32(repr([name, *((tuple(tensor.shape), tensor.dtype.name) for tensor in tensors)]).encode())
+        specs = [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]
+        what = zlib.crc32(repr([name, may_share, *specs]).encode())
         dtypes = [*(tensor.dtype for tensor in tensors), SQUARES_DTYPE]
         add_up = functools.partial(self.add_up, what, may_share)
         *totals, squares = tf.numpy_function(add_up, tensors, dtypes)
@@ -137,7 +138,7 @@ class SharedSums:
 
         Args:
             what: a number that says what is summed.
-            may_share: as above; alike on all ranks.
+            may_share: as above.
 
         Returns:
             The sum of each, and ``[len(arrays)]``, the sum of squares of each of these.

@@ -273,15 +273,11 @@ PARTS = {
 )
 def test_tensorflow_computes_nothing_into_memory_of_all(name: str, is_kept: bool, is_left_alone: bool) -> None:
     """It uses the memory of a tensor that nobody needs any more for the next one."""
-    num_bytes = 512 * 512 * 4
-    memory = np.zeros(num_bytes + LINE_BYTES, np.uint8)
-    begin = -memory.ctypes.data % LINE_BYTES
-    shared = memory[begin : begin + num_bytes].view(np.float32).reshape(512, 512)
+    shared = memory_that_tensorflow_takes_over()
 
     @tf.function
     def step() -> list[tf.Tensor]:
-        total = tf.numpy_function(lambda: shared[:], [], tf.float32)
-        total.set_shape([512, 512])
+        total = as_tensor(shared)
         changed = (WHOLE | PARTS)[name](total)
         return [changed, total] if is_kept else [changed]
 
@@ -291,18 +287,32 @@ def test_tensorflow_computes_nothing_into_memory_of_all(name: str, is_kept: bool
     assert (shared == -2).all() == is_left_alone
 
 
-def test_a_variable_that_took_over_a_total_has_its_own_once_it_changes() -> None:
-    shared = np.full(LINE_BYTES, 2, np.float32)[:1024]
-    variable = tf.Variable(tf.zeros(shared.shape))
+@pytest.mark.parametrize(("num_rows", "is_left_alone"), [(512, True), (256, False)])
+def test_a_variable_may_take_over_a_total_but_no_part_of_one(num_rows: int, is_left_alone: bool) -> None:
+    shared = memory_that_tensorflow_takes_over()
+    variable = tf.Variable(tf.zeros([num_rows, 512]))
 
     @tf.function
-    def step() -> None:
-        variable.assign(tf.ensure_shape(tf.numpy_function(lambda: shared[:], [], tf.float32), shared.shape))
-        variable.assign_add(tf.ones(shared.shape))
+    def take_over() -> tf.Tensor:
+        total = as_tensor(shared)
+        variable.assign(tf.split(total, 512 // num_rows)[0])
+        return total
 
-    step()
-    np.testing.assert_array_equal(shared, 2)
+    shared[:] = 2
+    take_over()
+    variable.assign_add(tf.ones(variable.shape))
     np.testing.assert_array_equal(variable, 3)
+    assert (shared == 2).all() == is_left_alone
+
+
+def memory_that_tensorflow_takes_over() -> np.ndarray:
+    """float32 [512, 512]."""
+    return Buffers().take((512, 512), np.dtype(np.float32))
+
+
+def as_tensor(memory: np.ndarray) -> tf.Tensor:
+    """What a sum gives in a graph."""
+    return tf.ensure_shape(tf.numpy_function(lambda: memory[:], [], tf.float32), memory.shape)
 
 
 @pytest.mark.filterwarnings("error")

@@ -44,6 +44,17 @@ def test_a_job_starts_again_after_its_node_has_lost_its_power(cluster: Cluster, 
     assert (cluster.output(job), cluster.restarts(job)) == ("on n1\non n2\n", 1)
 
 
+def test_a_job_outlives_the_command_that_has_submitted_it(cluster: Cluster, tmp_path: Path) -> None:
+    """What ends the rest of a command has to leave it alone, also where the job runs before the command has ended."""
+    script = write_script(
+        tmp_path / "job.sh", f"touch {tmp_path}/runs", "sleep 7"
+    )  # longer than run_command waits for what is left
+    until_it_runs = f"sbatch --parsable --output=/dev/null {script}; until [ -e {tmp_path}/runs ]; do sleep 0.1; done"
+    finished = cluster.run(["bash", "-c", until_it_runs], timeout=30)
+    assert not finished.left_behind, "the job counts as a process of the command"
+    assert cluster.wait_for_end(int(finished.stdout), timeout=30) == "COMPLETED"
+
+
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_digits_trains_under_srun(cluster: Cluster, tmp_path: Path, num_nodes: int, ranks_per_node: int) -> None:
     start = [*SRUN, f"--nodes={num_nodes}", f"--ntasks-per-node={ranks_per_node}"]

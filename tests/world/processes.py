@@ -2,6 +2,7 @@
 
 Launchers replace themselves, open sessions of their own and leave orphans, so that neither a pid nor a process group
 says what belongs to a run. Each command therefore carries a mark in its environment, which all that it starts inherits.
+So does a job that it hands to Slurm, which is meant to outlive it: `OF_A_JOB` tells those.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "RINGTRAIN_TEST_MARK"
+OF_A_JOB = "ENVIRONMENT=BATCH"  # what sbatch adds to the environment that it passes on
 TERMINAL_COLUMNS = 80
 # Of another launcher around the tests, or of what the test process itself needed.
 FOREIGN_VARIABLES = ("TF_CPP_MIN_LOG_LEVEL", "KERAS_BACKEND", "PYTHONWARNINGS")
@@ -49,7 +51,7 @@ def listen_to_signals() -> None:
 
 
 class MarkedProcess:
-    """A running command and all processes that came of it."""
+    """A running command and all processes that came of it, but for those of a job that it has submitted."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, cwd: Path = REPOSITORY, **options: Any
@@ -99,9 +101,10 @@ class MarkedProcess:
 
     def _is_mine(self, pid: int) -> bool:
         try:
-            return self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             return False
+        return self._mark.encode() in variables and OF_A_JOB.encode() not in variables
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from ringtrain.world import World
 
 Source = Literal["ringtrain", "environment", "launcher"]
 
-# Fewer and TensorFlow runs every all-reduce after the whole backward pass (measured; also true on a single core).
+# Fewer and TensorFlow runs every all-reduce of Horovod's after the whole backward pass, also on a single core. What is
+# summed through memory runs there anyway: on a single core a second thread then only takes the cache from the first.
 MIN_INTER_OP_THREADS = 2
 DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
 
@@ -125,6 +126,7 @@ def plan_devices(
     deterministic: bool = False,
     hang_timeout: float = 0.0,
     profiles: bool = False,
+    sums_through_memory: bool = False,
     claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
 ) -> DevicePlan:
     """Plan the cores, thread pools and settings of this rank.
@@ -136,6 +138,7 @@ def plan_devices(
         deterministic: whether two runs of the same size must be bit-equal.
         hang_timeout: seconds after which the watchdog ends a run that does not move; 0: there is none.
         profiles: whether Horovod's timeline is to be written later.
+        sums_through_memory: whether ranks of one node sum through memory if they can (``Collective.share_memory``).
         claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
     """
     own_cores: tuple[int, ...] = ()
@@ -154,13 +157,16 @@ def plan_devices(
             else:
                 why_unpinned = f"another run holds some of {format_cores(mine)}"
     intra_op_threads = max(1, math.floor(limit))
+    is_one_node = world.size == world.local_size > 1
+    has_one_core = len(cores) == 1
+    min_inter_op_threads = 1 if sums_through_memory and is_one_node and has_one_core else MIN_INTER_OP_THREADS
     return DevicePlan(
         own_cores=own_cores,
         cores=cores,
         cores_source=cores_source,  # type: ignore[arg-type]
         why_unpinned=why_unpinned,
         intra_op_threads=intra_op_threads,
-        inter_op_threads=max(MIN_INTER_OP_THREADS, intra_op_threads),
+        inter_op_threads=max(min_inter_op_threads, intra_op_threads),
         settings=plan_settings(
             world, environ, deterministic=deterministic, hang_timeout=hang_timeout, profiles=profiles
         ),
@@ -261,11 +267,12 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
     """
     import tensorflow as tf
 
+    gpus = tf.config.list_physical_devices("GPU")
     if "TF_NUM_INTRAOP_THREADS" not in os.environ:
         tf.config.threading.set_intra_op_parallelism_threads(plan.intra_op_threads)
     if "TF_NUM_INTEROP_THREADS" not in os.environ:
-        tf.config.threading.set_inter_op_parallelism_threads(plan.inter_op_threads)
-    gpus = tf.config.list_physical_devices("GPU")
+        least = MIN_INTER_OP_THREADS if gpus else 1  # what GPUs compute is not summed through memory
+        tf.config.threading.set_inter_op_parallelism_threads(max(least, plan.inter_op_threads))
     if not gpus:
         return describe_cores(plan)
     index = choose_gpu(world, len(gpus))

@@ -66,6 +66,7 @@ def pin(world: World, config: Config | None = None) -> DevicePlan:
         deterministic=config is not None and config.deterministic,
         hang_timeout=config.hang_timeout if config is not None else 0.0,
         profiles=config is not None and config.profile is not None,
+        sums_through_memory=config is not None and config.backend == "auto" and config.compression == "none",
         claim_cores=claim_cores,
     )
     apply_plan(plan)

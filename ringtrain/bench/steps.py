@@ -165,7 +165,8 @@ def plan_commands(model: str, size: int, settings: Settings, length: Length) -> 
         "ringtrain_saving": (saving,),
         "ringtrain_saving_again": (saving,),
         "bound": tuple(
-            dataclasses.replace(command, env=settings.env) for command in plan_ranks("unconnected.py", size, pinned)
+            dataclasses.replace(command, env=settings.env)
+            for command in plan_ranks("unconnected.py", size, [*flags, *settings.rank_flags])
         ),
         "minimal": (Command(argv=minimal, env=settings.env),),
         "minimal_stock": (Command(argv=launch(size, [sys.executable, str(PEERS / "horovod_minimal.py"), *flags])),),

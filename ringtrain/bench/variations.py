@@ -29,7 +29,7 @@ VARIATIONS = {
     "cycle_5_ms": Variation("ringtrain", {"HOROVOD_CYCLE_TIME": "5"}),
     "spinning": Variation("ringtrain", {"OMPI_MCA_mpi_yield_when_idle": "0"}),
     "small_pages": Variation("ringtrain", {huge_pages.VARIABLE: f"{huge_pages.TUNABLE}=0"}),
-    "inter_op_1": Variation("ringtrain", {"TF_NUM_INTEROP_THREADS": "1"}),
+    "inter_op_2": Variation("ringtrain", {"TF_NUM_INTEROP_THREADS": "2"}),
     "intra_op_2": Variation("ringtrain", {"TF_NUM_INTRAOP_THREADS": "2"}),
     "horovod": Variation("ringtrain", by_horovod=True),
     # What tells only where Horovod carries the gradients.

@@ -91,9 +91,23 @@ def test_the_launcher_s_binding_is_kept() -> None:
     assert (bound.own_cores, bound.cores, bound.cores_source, bound.intra_op_threads) == ((), (4, 5, 6), "launcher", 3)
 
 
-def test_there_are_always_two_inter_op_threads() -> None:
+def test_there_are_two_inter_op_threads_where_horovod_carries_the_sums() -> None:
     assert plan(0, 2, machine(2)).inter_op_threads == 2
     assert plan(0, 2, machine(16)).inter_op_threads == 8
+
+
+def test_one_core_that_sums_through_memory_has_one_inter_op_thread() -> None:
+    assert plan(0, 2, machine(2), sums_through_memory=True).inter_op_threads == 1
+    assert plan(0, 2, machine(3), sums_through_memory=True).inter_op_threads == 2  # with the one that is left over
+    assert plan(0, 2, machine(16), sums_through_memory=True).inter_op_threads == 8
+    assert plan(0, 1, machine(1), sums_through_memory=True).inter_op_threads == 2  # there are no sums
+    shared = plan(0, 3, machine(2), sums_through_memory=True)
+    assert (shared.intra_op_threads, shared.inter_op_threads) == (1, 2)  # Horovod carries them: the ranks share cores
+
+
+def test_ranks_of_several_nodes_leave_their_sums_to_horovod() -> None:
+    far = World(rank=0, size=4, local_rank=0, local_size=2, node="a", launcher="mpirun")
+    assert plan_devices(far, machine(2), {}, sums_through_memory=True).inter_op_threads == 2
 
 
 def test_cores_that_another_run_has_are_not_taken() -> None:

@@ -70,6 +70,7 @@ def test_settings_are_those_that_ringtrain_plans_for_each_rank() -> None:
     assert SETTINGS.flags == [
         "--cores", "2", "--cores", "5", "--intra_op_threads", "1", "--inter_op_threads", "2"
     ]  # fmt: skip
+    assert SETTINGS.rank_flags == [*SETTINGS.flags[:-1], "1"]  # whose sums go through memory
     assert SETTINGS.env["HOROVOD_CYCLE_TIME"] == "1"
     assert SETTINGS.env["OMPI_MCA_mpi_yield_when_idle"] == "1"
 

@@ -38,9 +38,10 @@ def describe_experiment(experiment: Result, size: int) -> list[str]:
             rows.append([name, *(_figures(values, experiment, label, size) if values else ["nothing"])])
         heading = [f"  {format_bytes(experiment['num_bytes'][label])}"] if experiment["num_bytes"] else []
         lines += [*heading, *align(rows)]
-    lines += ["  times as fast as (paired by round; the interval holds the true median)"]
     ratios = [row for each in experiment["comparisons"] for row in _ratio_rows(experiment, each)]
-    return [*lines, *align(ratios)]
+    if not ratios:  # no run ended well, or the user chose contenders of which none is compared with another
+        return lines
+    return [*lines, "  times as fast as (paired by round; the interval holds the true median)", *align(ratios)]
 
 
 def describe_faults(result: Result) -> list[str]:

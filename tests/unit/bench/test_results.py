@@ -139,6 +139,15 @@ def test_a_failed_run_is_shown_and_not_counted() -> None:
     assert "1 pairs" in text
 
 
+def test_contenders_that_are_compared_with_nothing_have_a_table_all_the_same() -> None:
+    alone = result()
+    alone["experiments"][0]["comparisons"] = []
+    text = "\n".join(describe_result(alone))
+    assert "theirs" in text
+    assert "times as fast" not in text
+    assert text.endswith("all 4 runs ended well and were checked")
+
+
 def test_rounds_that_are_missing_are_told() -> None:
     cut = result()
     cut["experiments"][0]["rounds_wanted"] = 7

@@ -46,12 +46,13 @@ def test_a_job_starts_again_after_its_node_has_lost_its_power(cluster: Cluster, 
 
 def test_a_job_outlives_the_command_that_has_submitted_it(cluster: Cluster, tmp_path: Path) -> None:
     """What ends the rest of a command has to leave it alone, also where the job runs before the command has ended."""
-    script = write_script(
-        tmp_path / "job.sh", f"touch {tmp_path}/runs", "sleep 7"
-    )  # longer than run_command waits for what is left
-    until_it_runs = f"sbatch --parsable --output=/dev/null {script}; until [ -e {tmp_path}/runs ]; do sleep 0.1; done"
+    begin, end = tmp_path / "begin", tmp_path / "end"
+    wait = f"for _ in {{1..300}}; do [ -e {end} ] && exit; sleep 0.1; done; exit 1"
+    script = write_script(tmp_path / "job.sh", f"touch {begin}", wait)
+    until_it_runs = f"sbatch --parsable --output=/dev/null {script}; until [ -e {begin} ]; do sleep 0.1; done"
     finished = cluster.run(["bash", "-c", until_it_runs], timeout=30)
     assert not finished.left_behind, "the job counts as a process of the command"
+    end.touch()
     assert cluster.wait_for_end(int(finished.stdout), timeout=30) == "COMPLETED"
 
 

@@ -26,10 +26,10 @@ from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "RINGTRAIN_TEST_MARK"
-OF_A_JOB = "ENVIRONMENT=BATCH"  # what sbatch adds to the environment that it passes on
+OF_A_JOB = "ENVIRONMENT=BATCH"  # what Slurm adds to the environment that sbatch passes on
 TERMINAL_COLUMNS = 80
 # Of another launcher around the tests, or of what the test process itself needed.
-FOREIGN_VARIABLES = ("TF_CPP_MIN_LOG_LEVEL", "KERAS_BACKEND", "PYTHONWARNINGS")
+FOREIGN_VARIABLES = ("TF_CPP_MIN_LOG_LEVEL", "KERAS_BACKEND", "PYTHONWARNINGS", "ENVIRONMENT")
 FOREIGN_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SLURM_")
 
 

@@ -41,6 +41,7 @@ from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
 from ringtrain.together import (
     Prepared,
+    adapt,
     early_end,
     evaluate_together,
     joined,
@@ -195,8 +196,10 @@ def convert_command(arguments: Sequence[str], world: World) -> int:
         raise UsageError(f"kind is {kind!r}; it must be one of {', '.join(SOURCE_KINDS)}.", reach="run")
     pin(world)
     with quiet_start():
-        import tensorflow as tf  # noqa: F401, here, where its messages are held back
+        import tensorflow as tf
 
+        # It needs no GPU, whose memory may be another's. What TensorFlow says of a missing driver is held back here.
+        tf.config.set_visible_devices([], "GPU")
         from ringtrain.convert import convert
     made = convert(wanted["source"], wanted["destination"], kind=kind, num_shards=num_shards)
     print(f"{wanted['destination']}: {made}")
@@ -292,8 +295,9 @@ def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
     plan = pin(world, config)
     with quiet_start():
         workload_class = load_workload(config.workload)
+        config = make_config(explicit, workload_class.defaults, workload_class.options)
+        plan = adapt(plan, world, config, workload_class)
         device = start_tensorflow(plan, world)
-    config = make_config(explicit, workload_class.defaults, workload_class.options)
     return Prepared(create_workload(workload_class, config.options), config, plan, device)
 
 

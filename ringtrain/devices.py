@@ -6,6 +6,7 @@ shows each setting with where it came from.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import socket
@@ -21,8 +22,8 @@ from ringtrain.world import World
 
 Source = Literal["ringtrain", "environment", "launcher"]
 
-# Fewer and TensorFlow runs every all-reduce of Horovod's after the whole backward pass, also on a single core. What is
-# summed through memory runs there anyway: on a single core a second thread then only takes the cache from the first.
+# Fewer and TensorFlow runs every all-reduce of Horovod's after the whole backward pass, also on a single core. A sum
+# through memory comes after it anyway, and a second thread on a single core only takes the cache from the first.
 MIN_INTER_OP_THREADS = 2
 DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
 
@@ -126,7 +127,7 @@ def plan_devices(
     deterministic: bool = False,
     hang_timeout: float = 0.0,
     profiles: bool = False,
-    sums_through_memory: bool = False,
+    one_at_a_time: bool = False,
     claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
 ) -> DevicePlan:
     """Plan the cores, thread pools and settings of this rank.
@@ -138,7 +139,8 @@ def plan_devices(
         deterministic: whether two runs of the same size must be bit-equal.
         hang_timeout: seconds after which the watchdog ends a run that does not move; 0: there is none.
         profiles: whether Horovod's timeline is to be written later.
-        sums_through_memory: whether ranks of one node sum through memory if they can (``Collective.share_memory``).
+        one_at_a_time: whether the operations of a step may run one at a time where each rank has one core of the same
+            node: the ranks sum through memory there (``Collective.share_memory``), and no operation calls Python code.
         claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
     """
     own_cores: tuple[int, ...] = ()
@@ -157,19 +159,48 @@ def plan_devices(
             else:
                 why_unpinned = f"another run holds some of {format_cores(mine)}"
     intra_op_threads = max(1, math.floor(limit))
-    is_one_node = world.size == world.local_size > 1
-    has_one_core = len(cores) == 1
-    min_inter_op_threads = 1 if sums_through_memory and is_one_node and has_one_core else MIN_INTER_OP_THREADS
     return DevicePlan(
         own_cores=own_cores,
         cores=cores,
         cores_source=cores_source,  # type: ignore[arg-type]
         why_unpinned=why_unpinned,
         intra_op_threads=intra_op_threads,
-        inter_op_threads=max(min_inter_op_threads, intra_op_threads),
+        inter_op_threads=choose_inter_op_threads(world, cores, intra_op_threads, one_at_a_time),
         settings=plan_settings(
             world, environ, deterministic=deterministic, hang_timeout=hang_timeout, profiles=profiles
         ),
+    )
+
+
+def choose_inter_op_threads(world: World, cores: tuple[int, ...], intra_op_threads: int, one_at_a_time: bool) -> int:
+    """How many operations of a step may run at a time."""
+    is_one_node = world.size == world.local_size > 1
+    least = 1 if one_at_a_time and is_one_node and len(cores) == 1 else MIN_INTER_OP_THREADS
+    return max(least, intra_op_threads)
+
+
+def adapt_plan(
+    plan: DevicePlan,
+    world: World,
+    environ: Mapping[str, str],
+    *,
+    deterministic: bool,
+    hang_timeout: float,
+    profiles: bool,
+    one_at_a_time: bool,
+) -> DevicePlan:
+    """The same cores with other settings: a user's own workload says its defaults after the cores were taken.
+
+    Args:
+        environ: with the settings of ``plan``; the other arguments are those of ``plan_devices``.
+    """
+    own = {setting.name: setting.value for setting in plan.settings if setting.source == "ringtrain"}
+    own.pop(huge_pages.VARIABLE, None)  # which no setting of a run changes
+    users = {name: value for name, value in environ.items() if own.get(name) != value}
+    return dataclasses.replace(
+        plan,
+        inter_op_threads=choose_inter_op_threads(world, plan.cores, plan.intra_op_threads, one_at_a_time),
+        settings=plan_settings(world, users, deterministic=deterministic, hang_timeout=hang_timeout, profiles=profiles),
     )
 
 
@@ -245,8 +276,7 @@ def apply_plan(plan: DevicePlan) -> None:
     Raises:
         UsageError: the environment asks for another Keras backend than TensorFlow.
     """
-    for setting in plan.settings:
-        os.environ.setdefault(setting.name, setting.value)
+    set_environment(plan)
     if os.environ["KERAS_BACKEND"] != "tensorflow":
         raise UsageError(
             f"KERAS_BACKEND={os.environ['KERAS_BACKEND']!r}, but ringtrain trains on TensorFlow. Unset the variable.",
@@ -254,6 +284,15 @@ def apply_plan(plan: DevicePlan) -> None:
         )
     if plan.own_cores:
         os.sched_setaffinity(0, plan.cores)
+
+
+def set_environment(plan: DevicePlan, before: DevicePlan | None = None) -> None:
+    """Set the variables of a plan, in place of those of another."""
+    for setting in before.settings if before else ():
+        if setting.source == "ringtrain" and os.environ.get(setting.name) == setting.value:
+            del os.environ[setting.name]
+    for setting in plan.settings:
+        os.environ.setdefault(setting.name, setting.value)
 
 
 def start_tensorflow(plan: DevicePlan, world: World) -> str:

@@ -125,6 +125,7 @@ def create_job(
     adapt_model(model)
     chosen = optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0))
     step = create_step(workload, config, collective, model, chosen, batch_spec=batches.element_spec, order=order)
+    warn_of_python(step, say)
     job = Job(
         workload=workload,
         config=config,
@@ -159,6 +160,18 @@ def describe_job(job: Job) -> Facts:
         steps_done=job.first_step,
         global_batch_size=job.order.global_batch_size,
     )
+
+
+def warn_of_python(step: TrainStep, say: Callable[[str], None]) -> None:
+    """Say what could wait for itself: a ``tf.function`` in a ``tf.py_function`` needs another inter-op thread."""
+    if tf.config.threading.get_inter_op_parallelism_threads() != 1:
+        return
+    names = step.python_operations
+    if names:
+        say(
+            f"warning: the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A "
+            "tf.function in that code would wait for ever; if there is one, set TF_NUM_INTEROP_THREADS=2."
+        )
 
 
 def set_up_keras(config: Config) -> None:

@@ -84,7 +84,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
             reach="run",
         )
     instance = workload if isinstance(workload, Workload) else create_workload(workload_class, config.options)
-    plan = pin(world, config)
+    plan = pin(world, config, workload_class)
     try:
         with quiet_start():
             device = start_tensorflow(plan, world)

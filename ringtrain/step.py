@@ -19,6 +19,7 @@ import tensorflow as tf
 from ringtrain.averages import WeightAverages
 from ringtrain.collectives import Collective
 from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.collectives.shared_memory import OPERATION
 from ringtrain.config import Precision
 from ringtrain.data.pipeline import Batch
 from ringtrain.loss_scale import LossScale
@@ -28,6 +29,7 @@ from ringtrain.variables import is_seed_state, name_variables, named_weights
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
 
+PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 Returned = tuple[tf.Tensor, list[tf.Tensor]]  # what a step says of itself, and what is to be kept until its end
 
 
@@ -122,6 +124,13 @@ class TrainStep:
         if num_samples == self._local_batch_size or (num_samples and self._local_batch_size is None):
             return self._train
         return self._train_any if num_samples or self._needs_every_rank else self._join
+
+    @property
+    def python_operations(self) -> list[str]:
+        """The operations of a usual step that call the workload's own Python code (``tf.py_function``), by name."""
+        definition = self._train.graph.as_graph_def()
+        nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+        return [node.name for node in nodes if node.op in PYTHON_OPERATIONS and OPERATION not in node.name]
 
     @property
     def variables(self) -> list[keras.Variable]:

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ringtrain import activity
 from ringtrain.activity import Doing
 from ringtrain.config import Config
-from ringtrain.devices import DevicePlan, apply_plan, claim_cores, plan_devices, read_machine
+from ringtrain.devices import (
+    DevicePlan,
+    adapt_plan,
+    apply_plan,
+    claim_cores,
+    plan_devices,
+    read_machine,
+    set_environment,
+)
 from ringtrain.errors import PreemptedError, RingtrainError, UsageError
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
@@ -30,6 +38,7 @@ from ringtrain.run_directory import REPORT_FILE
 from ringtrain.startup import describe_start
 from ringtrain.stopping import StopRequests
 from ringtrain.time_limit import find_limits
+from ringtrain.workloads import names_python_functions
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -55,22 +64,32 @@ class Prepared(NamedTuple):
     device: str
 
 
-def pin(world: World, config: Config | None = None) -> DevicePlan:
+def pin(world: World, config: Config | None = None, workload_class: type[Workload] | None = None) -> DevicePlan:
     """Take this rank's share of its node, before anything heavy is imported; for a run with this configuration."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
-    plan = plan_devices(
-        world,
-        read_machine(os.environ),
-        os.environ,
-        deterministic=config is not None and config.deterministic,
-        hang_timeout=config.hang_timeout if config is not None else 0.0,
-        profiles=config is not None and config.profile is not None,
-        sums_through_memory=config is not None and config.backend == "auto" and config.compression == "none",
-        claim_cores=claim_cores,
-    )
+    needs = {} if config is None else needs_of(config, workload_class)
+    plan = plan_devices(world, read_machine(os.environ), os.environ, claim_cores=claim_cores, **needs)
     apply_plan(plan)
     return plan
+
+
+def adapt(plan: DevicePlan, world: World, config: Config, workload_class: type[Workload]) -> DevicePlan:
+    """The plan with what the workload asks for, once it is imported: before TensorFlow, MPI and Horovod start."""
+    adapted = adapt_plan(plan, world, os.environ, **needs_of(config, workload_class))
+    set_environment(adapted, before=plan)
+    return adapted
+
+
+def needs_of(config: Config, workload_class: type[Workload] | None) -> dict[str, Any]:
+    """What a run asks of a rank's devices, as arguments of ``plan_devices``; as far as it is known."""
+    sums_through_memory = config.backend == "auto" and config.compression == "none"
+    return {
+        "deterministic": config.deterministic,
+        "hang_timeout": config.hang_timeout,
+        "profiles": config.profile is not None,
+        "one_at_a_time": sums_through_memory and not (workload_class and names_python_functions(workload_class)),
+    }
 
 
 @contextlib.contextmanager

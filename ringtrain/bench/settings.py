@@ -18,7 +18,7 @@ class Settings:
     Attributes:
         cores: of each rank.
         inter_op_threads: where Horovod carries the sums.
-        rank_inter_op_threads: of a rank by itself, whose sums may go through memory.
+        rank_inter_op_threads: of ringtrain's own ranks, whose sums may go through memory.
         env: variables of Horovod, MPI and the C library.
     """
 
@@ -52,7 +52,7 @@ def choose_settings(size: int, machine: Machine) -> Settings:
         cores=tuple(plan.cores for plan in plans),
         intra_op_threads=plans[0].intra_op_threads,
         inter_op_threads=plans[0].inter_op_threads,
-        rank_inter_op_threads=plan_rank(0, size, machine, sums_through_memory=True).inter_op_threads,
+        rank_inter_op_threads=plan_rank(0, size, machine, one_at_a_time=True).inter_op_threads,
         env={
             **{setting.name: setting.value for setting in plans[0].settings},
             **({huge_pages.VARIABLE: tunables} if tunables else {}),
@@ -60,7 +60,7 @@ def choose_settings(size: int, machine: Machine) -> Settings:
     )
 
 
-def plan_rank(rank: int, size: int, machine: Machine, *, sums_through_memory: bool = False) -> DevicePlan:
+def plan_rank(rank: int, size: int, machine: Machine, *, one_at_a_time: bool = False) -> DevicePlan:
     """What one rank of several on one machine would use."""
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, node="", launcher="mpirun (Open MPI)")
-    return plan_devices(world, machine, {}, hang_timeout=Config.hang_timeout, sums_through_memory=sums_through_memory)
+    return plan_devices(world, machine, {}, hang_timeout=Config.hang_timeout, one_at_a_time=one_at_a_time)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 NAME = "ringtrain"  # of the memory, in /proc
 DTYPES = ("float32", "float64")
+OPERATION = "sum_in_shared_memory"  # what TensorFlow's graph calls it
 TRACE = "sum in shared memory"  # what TensorFlow's profile calls it
 CHUNK_BYTES = 1024 * 1024
 SLOTS = 2  # chunks that are under way at the same time
@@ -127,7 +128,7 @@ class SharedSums:
         what = zlib.crc32(repr([name, may_share, *specs]).encode())
         dtypes = [*(tensor.dtype for tensor in tensors), SQUARES_DTYPE]
         add_up = functools.partial(self.add_up, what, may_share)
-        *totals, squares = tf.numpy_function(add_up, tensors, dtypes)
+        *totals, squares = tf.numpy_function(add_up, tensors, dtypes, name=OPERATION)
         for tensor, total in zip(tensors, totals, strict=True):
             total.set_shape(tensor.shape)
         squares.set_shape([len(tensors)])

@@ -23,6 +23,8 @@ BUILT_IN = {
     "polynomial": "ringtrain.workloads.polynomial:Polynomial",
 }
 
+PYTHON_FUNCTIONS = ("py_function", "numpy_function", "py_func")
+
 
 def check_workload_name(spec: str) -> None:
     """See that a workload's name can be right, without importing anything.
@@ -90,6 +92,14 @@ def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) 
     vars(workload)["options"] = options
     workload.__init__()  # type: ignore[misc]
     return workload
+
+
+def names_python_functions(workload_class: type[Workload]) -> bool:
+    """Whether one of its modules names what makes TensorFlow call Python code in a step, such as ``tf.py_function``."""
+    modules = (sys.modules.get(each.__module__) for each in workload_class.__mro__)
+    paths = {Path(getattr(module, "__file__", None) or "") for module in modules}
+    sources = [path.read_text(errors="replace") for path in paths if path.suffix == ".py" and path.is_file()]
+    return any(name in source for source in sources for name in PYTHON_FUNCTIONS)
 
 
 def _split(spec: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from ringtrain.devices import (
     DevicePlan,
     Machine,
     Setting,
+    adapt_plan,
     apply_plan,
     choose_gpu,
     claim_cores,
@@ -24,6 +26,7 @@ from ringtrain.devices import (
     plan_settings,
     read_cgroup_quota,
     read_machine,
+    set_environment,
 )
 from ringtrain.errors import UsageError
 from ringtrain.world import World
@@ -96,18 +99,18 @@ def test_there_are_two_inter_op_threads_where_horovod_carries_the_sums() -> None
     assert plan(0, 2, machine(16)).inter_op_threads == 8
 
 
-def test_one_core_that_sums_through_memory_has_one_inter_op_thread() -> None:
-    assert plan(0, 2, machine(2), sums_through_memory=True).inter_op_threads == 1
-    assert plan(0, 2, machine(3), sums_through_memory=True).inter_op_threads == 2  # with the one that is left over
-    assert plan(0, 2, machine(16), sums_through_memory=True).inter_op_threads == 8
-    assert plan(0, 1, machine(1), sums_through_memory=True).inter_op_threads == 2  # there are no sums
-    shared = plan(0, 3, machine(2), sums_through_memory=True)
+def test_one_core_that_one_at_a_time_has_one_inter_op_thread() -> None:
+    assert plan(0, 2, machine(2), one_at_a_time=True).inter_op_threads == 1
+    assert plan(0, 2, machine(3), one_at_a_time=True).inter_op_threads == 2  # with the one that is left over
+    assert plan(0, 2, machine(16), one_at_a_time=True).inter_op_threads == 8
+    assert plan(0, 1, machine(1), one_at_a_time=True).inter_op_threads == 2  # there are no sums
+    shared = plan(0, 3, machine(2), one_at_a_time=True)
     assert (shared.intra_op_threads, shared.inter_op_threads) == (1, 2)  # Horovod carries them: the ranks share cores
 
 
 def test_ranks_of_several_nodes_leave_their_sums_to_horovod() -> None:
     far = World(rank=0, size=4, local_rank=0, local_size=2, node="a", launcher="mpirun")
-    assert plan_devices(far, machine(2), {}, sums_through_memory=True).inter_op_threads == 2
+    assert plan_devices(far, machine(2), {}, one_at_a_time=True).inter_op_threads == 2
 
 
 def test_cores_that_another_run_has_are_not_taken() -> None:
@@ -204,6 +207,28 @@ def test_applying_a_plan_leaves_what_the_user_set(monkeypatch: pytest.MonkeyPatc
     apply_plan(one_setting("HOROVOD_CYCLE_TIME", "1"))
     assert os.environ["HOROVOD_CYCLE_TIME"] == "1"
     monkeypatch.delenv("HOROVOD_CYCLE_TIME")
+
+
+def test_a_plan_is_adapted_to_the_defaults_of_a_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL", "HOROVOD_CYCLE_TIME", "HOROVOD_STALL_CHECK_TIME_SECONDS",
+                 "HOROVOD_DISABLE_GROUP_FUSION", "TF_DETERMINISTIC_OPS", "OMPI_MCA_mpi_yield_when_idle"):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "7")
+    world = local_world(0, 2)
+    first = plan_devices(world, machine(2), os.environ, hang_timeout=600.0, one_at_a_time=True)
+    set_environment(first)
+    needs: dict[str, Any] = {"deterministic": True, "hang_timeout": 0.0, "profiles": False}
+    adapted = adapt_plan(first, world, os.environ, **needs, one_at_a_time=False)
+    set_environment(adapted, before=first)
+    assert (adapted.cores, adapted.inter_op_threads) == (first.cores, 2)
+    said = {setting.name: (setting.value, setting.source) for setting in adapted.settings}
+    assert said["HOROVOD_CYCLE_TIME"] == ("7", "environment")
+    assert said["HOROVOD_DISABLE_GROUP_FUSION"] == ("1", "ringtrain")
+    assert {name: os.environ[name] for name in said} == {name: value for name, (value, _) in said.items()}
+    assert "HOROVOD_STALL_CHECK_TIME_SECONDS" not in os.environ
+    again = adapt_plan(adapted, world, os.environ, **needs, one_at_a_time=False)
+    assert again == adapted
+    set_environment(dataclasses.replace(adapted, settings=()), before=adapted)
 
 
 def test_another_keras_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def main() -> None:
 
 def join(world: World) -> Any:
     """Start TensorFlow on this rank's devices, and meet the other ranks."""
-    plan = plan_devices(world, read_machine(os.environ), os.environ)
+    plan = plan_devices(world, read_machine(os.environ), os.environ, one_at_a_time=True)
     apply_plan(plan)
     with quiet_start():
         start_tensorflow(plan, world)

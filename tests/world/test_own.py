@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,19 @@ from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY
 from tests.world.running import events
 
-EVERYTHING = ["--workload", f"{REPOSITORY / 'tests/world/workloads/own.py'}:Everything"]
+OWN = REPOSITORY / "tests/world/workloads/own.py"
+EVERYTHING = ["--workload", f"{OWN}:Everything"]
+CALLS_PYTHON = ["--workload", f"{OWN}:CallsPython"]
+HIDDEN = """
+import tensorflow as tf
+from tests.world.workloads.small import Small
+
+
+class Hidden(Small):
+    def loss(self, y, outputs):
+        nothing = getattr(tf, "py_" + "function")(lambda: 0.0, [], tf.float32)
+        return super().loss(y, outputs) + tf.ensure_shape(nothing, [])
+"""
 
 
 def test_two_ranks_train_it_as_one_does(run_ringtrain: RunRingtrain) -> None:
@@ -45,3 +59,37 @@ def test_its_losses_metrics_and_summaries_are_shown_and_its_frozen_part_stays(
     assert (first["weights/hidden/kernel"] != last["weights/hidden/kernel"]).any()
     evaluated = run_ringtrain(["eval", out, "--checkpoint", "newest"])
     assert f"within_one = {events(out, 'eval')[-1]['within_one']:.4f}" in evaluated.stdout, evaluated.stderr
+
+
+@pytest.fixture
+def _two_cores() -> Iterator[None]:
+    """One for each of two ranks."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:2])
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.usefixtures("_two_cores")
+def test_python_code_in_a_step_may_call_tensorflow_on_a_rank_of_one_core(
+    run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    """It needs a second inter-op thread; and the workload's defaults count before TensorFlow and Horovod start."""
+    finished = run_ringtrain([*CALLS_PYTHON, "--steps", "3", "--out", tmp_path / "run"], launcher="mpirun")
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert "HOROVOD_DISABLE_GROUP_FUSION=1 (ringtrain)" in finished.stdout
+    assert "warning" not in finished.stdout
+
+
+@pytest.mark.usefixtures("_two_cores")
+def test_python_code_in_a_step_that_could_wait_for_itself_is_told_of(
+    run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    path = tmp_path / "hidden.py"
+    path.write_text(HIDDEN)
+    arguments = ["--workload", path, "--steps", "3", "--out", tmp_path / "run"]
+    finished = run_ringtrain(arguments, launcher="mpirun", env={"PYTHONPATH": str(REPOSITORY)})
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    [warning] = [line for line in finished.stdout.splitlines() if line.startswith("warning")]
+    assert "the step calls Python code (EagerPyFunc)" in warning
+    assert "set TF_NUM_INTEROP_THREADS=2" in warning

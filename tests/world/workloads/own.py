@@ -73,3 +73,16 @@ class Everything(Workload):
     ) -> dict[str, Images | Histogram]:
         numbers = model(x, training=False)["number"]  # in mixed precision of 16 bits
         return {"image": Images(x["image"]), "numbers": Histogram(numbers)}
+
+
+class CallsPython(Everything):
+    """A metric is Python code that calls a ``tf.function``; what ringtrain needs to know early is in its defaults."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**Everything.defaults, "deterministic": True}
+
+    def metrics(self, y: Mapping[str, tf.Tensor], outputs: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        metrics = super().metrics(y, outputs)
+        within_one = tf.py_function(
+            lambda values: tf.function(tf.identity)(values), [metrics["within_one"]], tf.float32
+        )
+        return {**metrics, "within_one": tf.ensure_shape(within_one, [None])}

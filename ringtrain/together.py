@@ -38,7 +38,6 @@ from ringtrain.run_directory import REPORT_FILE
 from ringtrain.startup import describe_start
 from ringtrain.stopping import StopRequests
 from ringtrain.time_limit import find_limits
-from ringtrain.workloads import names_python_functions
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -83,6 +82,8 @@ def adapt(plan: DevicePlan, world: World, config: Config, workload_class: type[W
 
 def needs_of(config: Config, workload_class: type[Workload] | None) -> dict[str, Any]:
     """What a run asks of a rank's devices, as arguments of ``plan_devices``; as far as it is known."""
+    from ringtrain.workloads import names_python_functions  # here: it loads NumPy, which the doctor has to do without
+
     sums_through_memory = config.backend == "auto" and config.compression == "none"
     return {
         "deterministic": config.deterministic,

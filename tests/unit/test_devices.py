@@ -99,7 +99,7 @@ def test_there_are_two_inter_op_threads_where_horovod_carries_the_sums() -> None
     assert plan(0, 2, machine(16)).inter_op_threads == 8
 
 
-def test_one_core_that_one_at_a_time_has_one_inter_op_thread() -> None:
+def test_a_rank_of_one_core_whose_operations_may_run_one_at_a_time_has_one_inter_op_thread() -> None:
     assert plan(0, 2, machine(2), one_at_a_time=True).inter_op_threads == 1
     assert plan(0, 2, machine(3), one_at_a_time=True).inter_op_threads == 2  # with the one that is left over
     assert plan(0, 2, machine(16), one_at_a_time=True).inter_op_threads == 8

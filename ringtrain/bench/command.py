@@ -27,11 +27,12 @@ from ringtrain.bench.starts import plan_begun, plan_starts
 from ringtrain.bench.steps import LOOP_GOALS, STEP_CONTENDERS, Length, plan_guards, plan_loops, plan_steps
 from ringtrain.bench.sums import plan_sums
 from ringtrain.bench.table import describe_result
-from ringtrain.bench.variations import plan_variations
+from ringtrain.bench.variations import SETTINGS_CONTENDERS, plan_variations
 from ringtrain.devices import read_machine
 from ringtrain.errors import RingtrainError, UsageError
 
 MODES = ("step", "loop", "allreduce", "input", "startup", "checkpoint", "guards", "settings")
+CONTENDERS = {"step": STEP_CONTENDERS, "settings": SETTINGS_CONTENDERS}  # of the modes that let one choose
 FORMAT = 1
 PAGE = Path("docs/benchmarks.md")
 
@@ -50,7 +51,7 @@ class BenchOptions:
     """models of step, loop (CNN and TINY alone) and settings, such as CNN,WIDE"""
 
     contenders: str = ""
-    """contenders of step, such as ringtrain,ringtrain_again,bound; by default all"""
+    """contenders of step and settings, such as ringtrain,ringtrain_again,bound; by default all"""
 
     steps: int | None = None
     """steps of a run, instead of each model's own; a multiple of log_every"""
@@ -81,7 +82,6 @@ class BenchOptions:
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.", reach="run")
         _known("models", self.model_names, MODELS)
-        _known("contenders", self.contender_names, STEP_CONTENDERS)
         for name, model in MODELS.items():
             if model.num_samples % (model.local_batch_size * self.size):
                 raise UsageError(
@@ -122,6 +122,8 @@ def bench(mode: str, options: BenchOptions, arguments: Sequence[str], say: Calla
     """Measure one mode, or all; the exit code is 1 where a contender failed or its result was wrong."""
     if mode == "all" and options.output is not None:
         raise UsageError("bench all writes a file for each mode into results/; leave --output out.", reach="run")
+    if mode == "all" and options.contenders:
+        raise UsageError("bench all measures all contenders; leave --contenders out.", reach="run")
     modes = []
     for name in MODES if mode == "all" else [mode]:
         obstacle = find_obstacle(name, options)
@@ -146,6 +148,12 @@ def find_obstacle(mode: str, options: BenchOptions) -> str:
         return (
             f"models is {options.models!r}; bench loop measures {' and '.join(LOOP_GOALS)} alone. Choose one of them."
         )
+    has = CONTENDERS.get(mode)
+    for name in options.contender_names:
+        if has is None:
+            return f"contenders is {options.contenders!r}; they are chosen in {' and '.join(CONTENDERS)} alone."
+        if name not in has:
+            return f"contenders names {name!r}; bench {mode} has {', '.join(has)}."
     return ""
 
 
@@ -214,7 +222,7 @@ def plan(mode: str, options: BenchOptions, settings: Settings, runner: Runner, d
     elif mode == "guards":
         yield from plan_guards(size, length)
     else:
-        yield from plan_variations(options.model_names, size, length)
+        yield from plan_variations(options.model_names, options.contender_names, size, length)
 
 
 def show(path: Path, say: Callable[[str], None]) -> None:

@@ -46,14 +46,20 @@ VARIATIONS = {
     ),
     "horovod_tcp": Variation("horovod", {"OMPI_MCA_btl": "self,tcp"}, by_horovod=True),
 }
+SETTINGS_CONTENDERS = ("ringtrain", *VARIATIONS)
 
 
-def plan_variations(models: Sequence[str], size: int, length: Length | None) -> list[Experiment]:
-    """For each model: ringtrain as it is, and with each rule undone."""
+def plan_variations(models: Sequence[str], names: Sequence[str], size: int, length: Length | None) -> list[Experiment]:
+    """For each model: ringtrain as it is, and with each rule undone.
+
+    Args:
+        names: which of ``SETTINGS_CONTENDERS``; empty: all.
+    """
+    known = {"ringtrain": Variation("ringtrain"), **VARIATIONS}
+    planned = {name: variation for name, variation in known.items() if name in (names or known)}
     experiments = []
     for model in models:
         chosen = length or LENGTHS[model]
-        planned = {"ringtrain": Variation("ringtrain"), **VARIATIONS}
         experiments.append(
             Experiment(
                 name=model,
@@ -66,6 +72,7 @@ def plan_variations(models: Sequence[str], size: int, length: Length | None) -> 
                     if name.endswith("_again")
                     else Comparison(name=variation.other, other=name)
                     for name, variation in VARIATIONS.items()
+                    if {name, variation.other} <= planned.keys()
                 ),
                 reference=plan_one_process(model, size, chosen),
             )

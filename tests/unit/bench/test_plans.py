@@ -133,7 +133,7 @@ def test_every_experiment_has_a_control() -> None:
         *plan_saves(2, None),
         *plan_guards(2, None),
         *plan_loops(["CNN", "TINY"], 2, SETTINGS, None),
-        *plan_variations(["WIDE"], 2, None),
+        *plan_variations(["WIDE"], [], 2, None),
     ]
     for experiment in experiments:
         twins = [(each.name, each.other) for each in experiment.comparisons if each.name == f"{each.other}_again"]
@@ -175,6 +175,20 @@ def test_a_loop_of_models_that_have_no_goal_is_refused() -> None:
         bench("loop", BenchOptions(models="WIDE,MANY"), [], print)
 
 
+@pytest.mark.parametrize(
+    ("mode", "contenders", "words"),
+    [
+        ("step", "ringtrain,spinning", "contenders names 'spinning'; bench step has ringtrain, ringtrain_again, bound"),
+        ("settings", "bound", "contenders names 'bound'; bench settings has ringtrain, ringtrain_again, cycle_5_ms"),
+        ("checkpoint", "ringtrain", "contenders is 'ringtrain'; they are chosen in step and settings alone"),
+        ("all", "ringtrain", "bench all measures all contenders"),
+    ],
+)
+def test_contenders_that_a_mode_has_not_are_refused(mode: str, contenders: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        bench(mode, BenchOptions(contenders=contenders), [], print)
+
+
 def test_all_modes_leave_out_what_the_options_rule_out_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_one = mock.Mock(return_value=0)
     monkeypatch.setattr("ringtrain.bench.command.bench_one", bench_one)
@@ -187,7 +201,7 @@ def test_all_modes_leave_out_what_the_options_rule_out_before_they_begin(monkeyp
 
 
 def test_variations_differ_by_their_variables_and_flags_alone() -> None:
-    [experiment] = plan_variations(["WIDE"], 2, None)
+    [experiment] = plan_variations(["WIDE"], [], 2, None)
     [as_it_is] = commands(experiment, "ringtrain")
     for name, variation in VARIATIONS.items():
         [command] = commands(experiment, name)
@@ -196,6 +210,12 @@ def test_variations_differ_by_their_variables_and_flags_alone() -> None:
         assert flags_of(command.argv, ["--backend"]).get("--backend", "horovod") == "horovod"
         assert without(command.argv, ["--backend"]) == list(as_it_is.argv)
         assert sum({each.name, each.other} == {name, variation.other} for each in experiment.comparisons) == 1
+
+
+def test_some_variations_alone_can_be_measured() -> None:
+    [experiment] = plan_variations(["WIDE"], ["spinning", "ringtrain", "horovod_tcp"], 2, None)
+    assert [each.name for each in experiment.contenders] == ["ringtrain", "spinning", "horovod_tcp"]
+    assert [(each.name, each.other) for each in experiment.comparisons] == [("ringtrain", "spinning")]
 
 
 def test_each_variable_that_ringtrain_chooses_is_undone_in_some_variation() -> None:
@@ -243,7 +263,6 @@ def test_result_files_name_no_place_of_this_machine(tmp_path: Path) -> None:
         ({"rounds": 0}, "rounds is 0"),
         ({"size": 7}, "size is 7; the 15360 samples of CNN must be whole batches"),
         ({"models": "CNN,WIDER"}, "models names 'WIDER'"),
-        ({"contenders": "bond"}, "contenders names 'bond'"),
         ({"steps": 10}, "go together"),
         ({"steps": 10, "log_every": 10}, "at least twice as many"),
         ({"steps": 25, "log_every": 10}, "a multiple of log_every"),

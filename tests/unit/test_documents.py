@@ -14,6 +14,7 @@ import yaml
 from ringtrain.bench.command import MODES
 from ringtrain.bench.page import QUESTIONS, make_page, read_results
 from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
+from ringtrain.bench.variations import VARIATIONS
 from tests.faults.summary import markdown, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +99,7 @@ COLUMNS = {
         ("tutorial's network", "CNN"),
         ("perceptron of 21.9 M parameters", "WIDE"),
         ("perceptron of 0.62 M parameters in 300 tensors", "MANY"),
+        ("perceptron of 0.13 M parameters", "TINY"),
     ],
 )
 def test_the_readmes_table_of_steps_is_that_of_the_results(words: str, model: str) -> None:
@@ -115,6 +117,27 @@ def test_the_readmes_table_of_steps_is_that_of_the_results(words: str, model: st
         other = COLUMNS[column]
         expected = f"{ratio(rounds, other, 'ringtrain').median:.2f}" if other in rounds[0]["runs"] else ""
         assert cell == expected, column
+
+
+@pytest.mark.parametrize("model", ["MANY", "WIDE", "CNN"])
+def test_the_table_of_the_settings_is_that_of_the_results(model: str) -> None:
+    rounds = rounds_of(f"bench-settings-{model}", model)
+    assert len(rounds) >= 7
+    lines = (ROOT / "ringtrain/bench/README.md").read_text().splitlines()
+    [head] = [line for line in lines if line.startswith("| name | what is undone |")]
+    column = [cell.strip() for cell in head.split("|")].index(model)
+    shown = {}
+    for line in lines:
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > column and cells[1].strip("`") in VARIATIONS:
+            shown[cells[1].strip("`")] = cells[column]
+    assert set(shown) == set(VARIATIONS)
+    for name, variation in VARIATIONS.items():
+        cell = ""
+        if name in rounds[0]["runs"]:
+            spread = ratio(rounds, name, variation.other)
+            cell = f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
+        assert shown[name] == cell, name
 
 
 def rounds_of(result: str, experiment: str) -> list[dict[str, Any]]:

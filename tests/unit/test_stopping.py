@@ -80,6 +80,17 @@ class Process:
             assert self.popen.poll() is None
         return state.removeprefix("state ")
 
+    def wait_until_taken(self, number: signal.Signals) -> None:
+        """Until a thread has taken a signal: another of the same number, sent before, would be lost in it."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            status = Path(f"/proc/{self.popen.pid}/status").read_text()
+            [pending] = [line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd:")]
+            if not int(pending, 16) & 1 << number - 1:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"nobody took {number.name}")
+
     def end(self) -> tuple[int, str, str]:
         """Exit code, what it said last, and its complaints."""
         said, complaint = self.popen.communicate(timeout=20)
@@ -177,6 +188,7 @@ def test_after_another_request_it_takes_two_sigints(process: Process) -> None:
     process.popen.send_signal(signal.SIGTERM)
     assert process.read() == "announced SIGTERM"
     process.popen.send_signal(signal.SIGINT)
+    process.wait_until_taken(signal.SIGINT)
     assert process.tell("state") == "state SIGTERM"
     process.popen.send_signal(signal.SIGINT)
     assert process.popen.wait(5) == 1

@@ -25,6 +25,9 @@ Source = Literal["ringtrain", "environment", "launcher"]
 # Fewer and TensorFlow runs every all-reduce of Horovod's after the whole backward pass, also on a single core. A sum
 # through memory comes after it anyway, and a second thread on a single core only takes the cache from the first.
 MIN_INTER_OP_THREADS = 2
+# Horovod copies what it fuses into a buffer, and back. On cores that costs more than the messages of large gradients;
+# it pays for those of which many fit in this. On GPUs, where nothing was measured, Horovod's own 128 MiB stand.
+FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
 DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
 
 
@@ -36,11 +39,13 @@ class Machine:
         cores: the cores that the scheduler may run this process on.
         quota: the processor time that the cgroup grants, in cores; None where it sets no limit.
         bound_by_launcher: True where the launcher gave each rank its own cores.
+        may_have_gpus: False where it computes on cores for sure: no NVIDIA driver is there, or the user hides the GPUs.
     """
 
     cores: tuple[int, ...]
     quota: float | None
     bound_by_launcher: bool
+    may_have_gpus: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,7 @@ class DevicePlan:
         cores_source: who chose the cores.
         why_unpinned: why this rank has no cores of its own; empty where it has, or where it is alone on its node.
         intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
+        may_have_gpus: that of the machine.
         settings: the environment variables for the communication, for TensorFlow and the C library.
     """
 
@@ -71,6 +77,7 @@ class DevicePlan:
     why_unpinned: str
     intra_op_threads: int
     inter_op_threads: int
+    may_have_gpus: bool
     settings: tuple[Setting, ...]
 
 
@@ -78,8 +85,16 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
     """Read what this process may use."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
     return Machine(
-        cores=cores, quota=read_cgroup_quota(Path("/")), bound_by_launcher=_is_bound_by_launcher(environ, cores)
+        cores=cores,
+        quota=read_cgroup_quota(Path("/")),
+        bound_by_launcher=_is_bound_by_launcher(environ, cores),
+        may_have_gpus=has_nvidia_driver() and environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1"),
     )
+
+
+def has_nvidia_driver() -> bool:
+    """Whether this machine has what a GPU of NVIDIA's is used through."""
+    return Path("/dev/nvidiactl").exists()
 
 
 def read_cgroup_quota(root: Path) -> float | None:
@@ -166,8 +181,14 @@ def plan_devices(
         why_unpinned=why_unpinned,
         intra_op_threads=intra_op_threads,
         inter_op_threads=choose_inter_op_threads(world, cores, intra_op_threads, one_at_a_time),
+        may_have_gpus=machine.may_have_gpus,
         settings=plan_settings(
-            world, environ, deterministic=deterministic, hang_timeout=hang_timeout, profiles=profiles
+            world,
+            environ,
+            may_have_gpus=machine.may_have_gpus,
+            deterministic=deterministic,
+            hang_timeout=hang_timeout,
+            profiles=profiles,
         ),
     )
 
@@ -200,7 +221,14 @@ def adapt_plan(
     return dataclasses.replace(
         plan,
         inter_op_threads=choose_inter_op_threads(world, plan.cores, plan.intra_op_threads, one_at_a_time),
-        settings=plan_settings(world, users, deterministic=deterministic, hang_timeout=hang_timeout, profiles=profiles),
+        settings=plan_settings(
+            world,
+            users,
+            may_have_gpus=plan.may_have_gpus,
+            deterministic=deterministic,
+            hang_timeout=hang_timeout,
+            profiles=profiles,
+        ),
     )
 
 
@@ -221,6 +249,7 @@ def plan_settings(
     world: World,
     environ: Mapping[str, str],
     *,
+    may_have_gpus: bool,
     deterministic: bool,
     hang_timeout: float = 0.0,
     profiles: bool = False,
@@ -235,12 +264,13 @@ def plan_settings(
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if world.size > 1:
-        wanted |= {
-            # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.
-            "HOROVOD_CYCLE_TIME": "1",
-            # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-        }
+        # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
+        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    if world.size > 1 and environ.get("HOROVOD_AUTOTUNE", "0") == "0":  # which tunes nothing that a variable sets
+        # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.
+        wanted["HOROVOD_CYCLE_TIME"] = "1"
+        if not may_have_gpus:
+            wanted["HOROVOD_FUSION_THRESHOLD"] = str(FUSION_BYTES_ON_CORES)
     if world.size > 1 and hang_timeout:
         # The watchdog speaks first. Horovod prints, after a minute of its own, what is missing in which rank, but not
         # why, and nothing of a rank that is stopped; Gloo fails after half a minute where one is, and so it does when

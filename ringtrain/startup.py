@@ -8,10 +8,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringtrain import __version__
+from ringtrain.devices import has_nvidia_driver
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
@@ -54,7 +54,7 @@ def quiet_start() -> Iterator[None]:
 def _filter_lines(reader: int, error_stream: int) -> None:
     """Pass on all but harmless lines until the other end closes; never returns."""
     try:
-        has_gpu = Path("/dev/nvidiactl").exists()
+        has_gpu = has_nvidia_driver()
         with os.fdopen(reader, "rb") as lines:
             for line in lines:
                 if not (HARMLESS.search(line) or (not has_gpu and HARMLESS_WITHOUT_GPU.search(line))):

@@ -19,6 +19,8 @@ from ringtrain.data.order import SampleOrder
 
 PEERS = Path(__file__).resolve().parent / "peers"
 NO_FUSION = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_DISABLE_GROUP_FUSION": "1"}
+AUTOTUNE = {"HOROVOD_AUTOTUNE": "1"}
+TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")  # by it, unless a variable sets them
 SAVE_EVERY_STEPS = 100
 ORDER_FILE = "order.npy"
 
@@ -156,6 +158,7 @@ def plan_commands(model: str, size: int, settings: Settings, length: Length) -> 
     flags = peer_flags(model, size, length)
     pinned = [*flags, *settings.flags]
     minimal = launch(size, [sys.executable, str(PEERS / "horovod_minimal.py"), *pinned])
+    untuned = {name: value for name, value in settings.env.items() if name not in TUNED}
     training = plan_training(size, workload_flags(model), length)
     saves = ["--checkpoint_every", str(SAVE_EVERY_STEPS)]
     saving = plan_training(size, [*workload_flags(model), *saves], length)
@@ -171,7 +174,7 @@ def plan_commands(model: str, size: int, settings: Settings, length: Length) -> 
         "minimal": (Command(argv=minimal, env=settings.env),),
         "minimal_stock": (Command(argv=launch(size, [sys.executable, str(PEERS / "horovod_minimal.py"), *flags])),),
         "minimal_no_fusion": (Command(argv=minimal, env={**settings.env, **NO_FUSION}),),
-        "minimal_autotune": (Command(argv=minimal, env={**settings.env, "HOROVOD_AUTOTUNE": "1"}),),
+        "minimal_autotune": (Command(argv=minimal, env={**untuned, **AUTOTUNE}),),
         "tf_distribute": tuple(
             dataclasses.replace(command, env={"TF_CONFIG": describe_cluster(size, rank)})
             for rank, command in enumerate(plan_ranks("tf_distribute.py", size, pinned))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ringtrain import huge_pages
 from ringtrain.bench.contenders import Comparison, Contender, Experiment
 from ringtrain.bench.outcomes import read_training
-from ringtrain.bench.steps import LENGTHS, NO_FUSION, Length, plan_one_process, plan_training, workload_flags
+from ringtrain.bench.steps import AUTOTUNE, LENGTHS, NO_FUSION, Length, plan_one_process, plan_training, workload_flags
 
 
 class Variation(NamedTuple):
@@ -38,7 +38,10 @@ VARIATIONS = {
     "horovod_cycle_0.2_ms": Variation("horovod", {"HOROVOD_CYCLE_TIME": "0.2"}, by_horovod=True),
     "horovod_inter_op_1": Variation("horovod", {"TF_NUM_INTEROP_THREADS": "1"}, by_horovod=True),
     "horovod_no_fusion": Variation("horovod", NO_FUSION, by_horovod=True),
-    "horovod_autotune": Variation("horovod", {"HOROVOD_AUTOTUNE": "1"}, by_horovod=True),
+    "horovod_fusion_128_mib": Variation(
+        "horovod", {"HOROVOD_FUSION_THRESHOLD": str(128 * 1024 * 1024)}, by_horovod=True
+    ),
+    "horovod_autotune": Variation("horovod", AUTOTUNE, by_horovod=True),
     "horovod_ring": Variation(
         "horovod",
         {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"},

@@ -39,7 +39,7 @@ def local_world(local_rank: int, local_size: int) -> World:
 
 
 def machine(cores: int = 4, quota: float | None = None, *, bound: bool = False) -> Machine:
-    return Machine(cores=tuple(range(cores)), quota=quota, bound_by_launcher=bound)
+    return Machine(cores=tuple(range(cores)), quota=quota, bound_by_launcher=bound, may_have_gpus=False)
 
 
 def plan(local_rank: int, local_size: int, on: Machine, **options: object) -> DevicePlan:
@@ -60,7 +60,7 @@ def test_cores_that_are_left_over_are_shared() -> None:
 
 
 def test_cores_are_those_that_the_process_may_use() -> None:
-    allowed = Machine(cores=(3, 5, 9, 12), quota=None, bound_by_launcher=False)
+    allowed = Machine(cores=(3, 5, 9, 12), quota=None, bound_by_launcher=False, may_have_gpus=False)
     assert [plan(rank, 2, allowed).cores for rank in range(2)] == [(3, 5), (9, 12)]
 
 
@@ -90,7 +90,7 @@ def test_a_quota_of_all_cores_is_no_limit() -> None:
 
 
 def test_the_launcher_s_binding_is_kept() -> None:
-    bound = plan(1, 2, Machine(cores=(4, 5, 6), quota=2.0, bound_by_launcher=True))
+    bound = plan(1, 2, Machine(cores=(4, 5, 6), quota=2.0, bound_by_launcher=True, may_have_gpus=False))
     assert (bound.own_cores, bound.cores, bound.cores_source, bound.intra_op_threads) == ((), (4, 5, 6), "launcher", 3)
 
 
@@ -150,20 +150,63 @@ def test_a_core_is_held_until_its_process_ends() -> None:
 
 def test_settings_are_defaults_and_say_where_they_came_from() -> None:
     settings = {
-        item.name: item for item in plan_settings(local_world(0, 2), {"HOROVOD_CYCLE_TIME": "7"}, deterministic=False)
+        item.name: item
+        for item in plan_settings(
+            local_world(0, 2), {"HOROVOD_CYCLE_TIME": "7"}, may_have_gpus=False, deterministic=False
+        )
     }
     assert settings["HOROVOD_CYCLE_TIME"] == Setting(name="HOROVOD_CYCLE_TIME", value="7", source="environment")
     assert settings["OMPI_MCA_mpi_yield_when_idle"].source == "ringtrain"
     assert "HOROVOD_DISABLE_GROUP_FUSION" not in settings
 
 
+def fusion_threshold(environ: dict[str, str], *, may_have_gpus: bool = False) -> str | None:
+    settings = plan_settings(local_world(0, 2), environ, may_have_gpus=may_have_gpus, deterministic=False)
+    return {item.name: item.value for item in settings}.get("HOROVOD_FUSION_THRESHOLD")
+
+
+def test_large_gradients_are_not_copied_together_between_cores() -> None:
+    assert fusion_threshold({}) == str(8 * 1024 * 1024)
+    assert fusion_threshold({"HOROVOD_FUSION_THRESHOLD": "0"}) == "0"
+    assert fusion_threshold({}, may_have_gpus=True) is None
+
+
+@pytest.mark.parametrize(("value", "is_left"), [("1", True), ("0", False)])
+def test_what_horovod_is_asked_to_tune_is_left_to_it(value: str, is_left: bool) -> None:
+    environ = {"HOROVOD_AUTOTUNE": value}
+    names = {item.name for item in plan_settings(local_world(0, 2), environ, may_have_gpus=False, deterministic=False)}
+    tuned = {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"}
+    assert names & tuned == (set() if is_left else tuned)
+
+
+@pytest.mark.parametrize(
+    ("has_driver", "environ", "may_have"),
+    [
+        (False, {}, False),
+        (True, {}, True),
+        (True, {"CUDA_VISIBLE_DEVICES": "1"}, True),
+        (True, {"CUDA_VISIBLE_DEVICES": ""}, False),
+        (True, {"CUDA_VISIBLE_DEVICES": "-1"}, False),
+    ],
+)
+def test_gpus_that_are_hidden_are_none(
+    monkeypatch: pytest.MonkeyPatch, has_driver: bool, environ: dict[str, str], may_have: bool
+) -> None:
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: has_driver)
+    found = read_machine(environ)
+    assert found.may_have_gpus == may_have
+    assert plan(0, 2, found).may_have_gpus == may_have
+
+
 def test_a_process_alone_has_no_communication_settings() -> None:
-    names = [item.name for item in plan_settings(local_world(0, 1), {}, deterministic=False)]
+    names = [item.name for item in plan_settings(local_world(0, 1), {}, may_have_gpus=False, deterministic=False)]
     assert not [name for name in names if name.startswith(("HOROVOD_", "OMPI_"))]
 
 
 def test_deterministic_runs_fix_the_order_of_sums() -> None:
-    settings = {item.name: item.value for item in plan_settings(local_world(0, 2), {}, deterministic=True)}
+    settings = {
+        item.name: item.value for item in plan_settings(local_world(0, 2), {}, may_have_gpus=False, deterministic=True)
+    }
     assert settings["HOROVOD_DISABLE_GROUP_FUSION"] == "1"
     assert settings["TF_DETERMINISTIC_OPS"] == "1"
 
@@ -175,13 +218,13 @@ def test_horovod_and_gloo_leave_the_first_word_about_a_hang_to_the_watchdog(hang
         (local_world(0, 2), {"HOROVOD_STALL_CHECK_TIME_SECONDS"}),
         (gloo, {"HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_GLOO_TIMEOUT_SECONDS"}),
     ):
-        settings = plan_settings(world, {}, deterministic=False, hang_timeout=hang_timeout)
+        settings = plan_settings(world, {}, may_have_gpus=False, deterministic=False, hang_timeout=hang_timeout)
         assert {item.name for item in settings if item.name.endswith("_SECONDS")} == names
         assert {item.value for item in settings if item.name.endswith("_SECONDS")} == {seconds}
 
 
 def test_without_a_watchdog_horovod_speaks_as_it_always_does() -> None:
-    settings = plan_settings(local_world(0, 2), {}, deterministic=False, hang_timeout=0.0)
+    settings = plan_settings(local_world(0, 2), {}, may_have_gpus=False, deterministic=False, hang_timeout=0.0)
     assert not [item.name for item in settings if "STALL" in item.name or "GLOO" in item.name]
 
 
@@ -194,6 +237,7 @@ def one_setting(name: str, value: str) -> DevicePlan:
         why_unpinned="",
         intra_op_threads=1,
         inter_op_threads=2,
+        may_have_gpus=False,
         settings=(setting,),
     )
 
@@ -211,7 +255,8 @@ def test_applying_a_plan_leaves_what_the_user_set(monkeypatch: pytest.MonkeyPatc
 
 def test_a_plan_is_adapted_to_the_defaults_of_a_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL", "HOROVOD_CYCLE_TIME", "HOROVOD_STALL_CHECK_TIME_SECONDS",
-                 "HOROVOD_DISABLE_GROUP_FUSION", "TF_DETERMINISTIC_OPS", "OMPI_MCA_mpi_yield_when_idle"):  # fmt: skip
+                 "HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_FUSION_THRESHOLD", "TF_DETERMINISTIC_OPS",
+                 "OMPI_MCA_mpi_yield_when_idle"):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "7")
     world = local_world(0, 2)

@@ -99,7 +99,11 @@ def test_the_log_says_who_chose_the_pages() -> None:
     ours, theirs = f"{TUNABLE}=1", f"{TUNABLE}=0"
     for environ, source in (({VARIABLE: ours, RESTARTED: ours}, "ringtrain"), ({VARIABLE: theirs}, "environment")):
         [setting] = [
-            each for each in plan_settings(read_world({}), environ, deterministic=False) if each.name == VARIABLE
+            each
+            for each in plan_settings(read_world({}), environ, may_have_gpus=False, deterministic=False)
+            if each.name == VARIABLE
         ]
         assert (setting.value, setting.source) == (environ[VARIABLE], source)
-    assert VARIABLE not in [each.name for each in plan_settings(read_world({}), {}, deterministic=False)]
+    assert VARIABLE not in [
+        each.name for each in plan_settings(read_world({}), {}, may_have_gpus=False, deterministic=False)
+    ]

@@ -38,7 +38,7 @@ from ringtrain.devices import Machine
 from ringtrain.errors import UsageError
 
 PEERS = Path(ringtrain.__file__).parent / "bench/peers"
-TWO_CORES = Machine(cores=(2, 5), quota=None, bound_by_launcher=False)
+TWO_CORES = Machine(cores=(2, 5), quota=None, bound_by_launcher=False, may_have_gpus=False)
 SETTINGS = choose_settings(2, TWO_CORES)
 
 
@@ -73,6 +73,7 @@ def test_settings_are_those_that_ringtrain_plans_for_each_rank() -> None:
     assert SETTINGS.rank_flags == [*SETTINGS.flags[:-1], "1"]  # whose sums go through memory
     assert SETTINGS.env["HOROVOD_CYCLE_TIME"] == "1"
     assert SETTINGS.env["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    assert SETTINGS.env["HOROVOD_FUSION_THRESHOLD"] == "8388608"
 
 
 def test_ringtrain_is_the_users_own_command_without_any_setting() -> None:
@@ -94,6 +95,13 @@ def test_the_stock_loop_has_no_setting_and_the_other_has_all_of_ringtrains() -> 
     assert "--cores" not in stock.argv
     assert same.env == SETTINGS.env
     assert same.argv == (*stock.argv, *SETTINGS.flags)
+
+
+def test_horovod_tunes_all_that_it_can() -> None:
+    [same], [tuned] = commands(plan(), "minimal"), commands(plan(), "minimal_autotune")
+    assert tuned.argv == same.argv
+    assert tuned.env["HOROVOD_AUTOTUNE"] == "1"
+    assert same.env.keys() - tuned.env.keys() == {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"}
 
 
 @pytest.mark.parametrize("name", ["bound", "tf_distribute"])

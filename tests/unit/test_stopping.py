@@ -119,7 +119,7 @@ def test_before_the_first_step_a_request_ends_the_process_at_once(
     process.popen.send_signal(number)
     reason = f"{number.name} before the first step; there was nothing to save"
     assert process.read() == f"left {reason}"
-    assert process.popen.wait(5) == EXIT_CODE == 75
+    assert process.popen.wait(20) == EXIT_CODE == 75
     assert process.end() == (75, "", "")
 
 
@@ -144,7 +144,7 @@ with StopRequests() as requests:
         assert started.stdout is not None
         assert started.stdout.readline() == "entered\n"
         started.terminate()
-        assert started.wait(5) == EXIT_CODE
+        assert started.wait(20) == EXIT_CODE
 
 
 # --- In training ---
@@ -179,7 +179,7 @@ def test_a_second_sigint_ends_the_process_at_once(process: Process, is_computing
     process.popen.send_signal(signal.SIGINT)
     assert process.read() == "announced SIGINT"
     process.popen.send_signal(signal.SIGINT)
-    assert process.popen.wait(5) == 1
+    assert process.popen.wait(20) == 1
     assert process.end() == (1, "left a second SIGINT, without saving", "")
 
 
@@ -191,7 +191,7 @@ def test_after_another_request_it_takes_two_sigints(process: Process) -> None:
     process.wait_until_taken(signal.SIGINT)
     assert process.tell("state") == "state SIGTERM"
     process.popen.send_signal(signal.SIGINT)
-    assert process.popen.wait(5) == 1
+    assert process.popen.wait(20) == 1
     assert process.end() == (1, "left a second SIGINT, without saving", "")
 
 
@@ -299,7 +299,7 @@ def test_afterwards_a_signal_does_what_it_did_before(process: Process, number: s
     process.tell("train")
     assert process.tell("leave") == "outside"
     process.popen.send_signal(number)
-    assert process.popen.wait(5) == -number
+    assert process.popen.wait(20) == -number
 
 
 def test_an_announcement_that_fails_leaves_the_request_and_the_way_out(tmp_path: Path) -> None:

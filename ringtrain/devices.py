@@ -25,8 +25,9 @@ Source = Literal["ringtrain", "environment", "launcher"]
 # Fewer and TensorFlow runs every all-reduce of Horovod's after the whole backward pass, also on a single core. A sum
 # through memory comes after it anyway, and a second thread on a single core only takes the cache from the first.
 MIN_INTER_OP_THREADS = 2
-# Horovod copies what it fuses into a buffer, and back. On cores that costs more than the messages of large gradients;
-# it pays for those of which many fit in this. On GPUs, where nothing was measured, Horovod's own 128 MiB stand.
+# Horovod copies what it fuses into a buffer, and back. Between the cores of one node that costs more than the messages
+# of large gradients; it pays for those of which many fit in this. On GPUs and between nodes, where nothing was
+# measured, Horovod's own 128 MiB stand.
 FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
 DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
 
@@ -269,7 +270,7 @@ def plan_settings(
     if world.size > 1 and environ.get("HOROVOD_AUTOTUNE", "0") == "0":  # which tunes nothing that a variable sets
         # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.
         wanted["HOROVOD_CYCLE_TIME"] = "1"
-        if not may_have_gpus:
+        if world.size == world.local_size and not may_have_gpus:
             wanted["HOROVOD_FUSION_THRESHOLD"] = str(FUSION_BYTES_ON_CORES)
     if world.size > 1 and hang_timeout:
         # The watchdog speaks first. Horovod prints, after a minute of its own, what is missing in which rank, but not

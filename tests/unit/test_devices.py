@@ -160,8 +160,9 @@ def test_settings_are_defaults_and_say_where_they_came_from() -> None:
     assert "HOROVOD_DISABLE_GROUP_FUSION" not in settings
 
 
-def fusion_threshold(environ: dict[str, str], *, may_have_gpus: bool = False) -> str | None:
-    settings = plan_settings(local_world(0, 2), environ, may_have_gpus=may_have_gpus, deterministic=False)
+def fusion_threshold(environ: dict[str, str], *, may_have_gpus: bool = False, size: int = 2) -> str | None:
+    world = dataclasses.replace(local_world(0, 2), size=size)
+    settings = plan_settings(world, environ, may_have_gpus=may_have_gpus, deterministic=False)
     return {item.name: item.value for item in settings}.get("HOROVOD_FUSION_THRESHOLD")
 
 
@@ -169,6 +170,7 @@ def test_large_gradients_are_not_copied_together_between_cores() -> None:
     assert fusion_threshold({}) == str(8 * 1024 * 1024)
     assert fusion_threshold({"HOROVOD_FUSION_THRESHOLD": "0"}) == "0"
     assert fusion_threshold({}, may_have_gpus=True) is None
+    assert fusion_threshold({}, size=4) is None  # of which two are on another node
 
 
 @pytest.mark.parametrize(("value", "is_left"), [("1", True), ("0", False)])

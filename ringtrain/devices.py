@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ MIN_INTER_OP_THREADS = 2
 # of large gradients; it pays for those of which many fit in this. On GPUs and between nodes, where nothing was
 # measured, Horovod's own 128 MiB stand.
 FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver on Linux, and on Linux under Windows
 DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
 
 
@@ -40,7 +42,8 @@ class Machine:
         cores: the cores that the scheduler may run this process on.
         quota: the processor time that the cgroup grants, in cores; None where it sets no limit.
         bound_by_launcher: True where the launcher gave each rank its own cores.
-        may_have_gpus: False where it computes on cores for sure: no NVIDIA driver is there, or the user hides the GPUs.
+        may_have_gpus: whether a GPU's driver is there. Whether a rank uses a GPU is its own matter
+            (``CUDA_VISIBLE_DEVICES``); what all ranks of a node have to do alike cannot depend on that.
     """
 
     cores: tuple[int, ...]
@@ -89,13 +92,13 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
         cores=cores,
         quota=read_cgroup_quota(Path("/")),
         bound_by_launcher=_is_bound_by_launcher(environ, cores),
-        may_have_gpus=has_nvidia_driver() and environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1"),
+        may_have_gpus=has_gpu_driver(),
     )
 
 
-def has_nvidia_driver() -> bool:
+def has_gpu_driver() -> bool:
     """Whether this machine has what a GPU of NVIDIA's is used through."""
-    return Path("/dev/nvidiactl").exists()
+    return any(device.exists() for device in GPU_DEVICES)
 
 
 def read_cgroup_quota(root: Path) -> float | None:
@@ -267,7 +270,8 @@ def plan_settings(
     if world.size > 1:
         # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    if world.size > 1 and environ.get("HOROVOD_AUTOTUNE", "0") == "0":  # which tunes nothing that a variable sets
+    # HOROVOD_AUTOTUNE tunes nothing that a variable sets.
+    if world.size > 1 and not is_on(environ.get("HOROVOD_AUTOTUNE", "")):
         # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.
         wanted["HOROVOD_CYCLE_TIME"] = "1"
         if world.size == world.local_size and not may_have_gpus:
@@ -299,6 +303,12 @@ def plan_settings(
         source: Source = "ringtrain" if environ.get(huge_pages.RESTARTED) == tunables else "environment"
         settings.append(Setting(name=huge_pages.VARIABLE, value=tunables, source=source))
     return tuple(settings)
+
+
+def is_on(value: str) -> bool:
+    """Whether Horovod takes the value of a variable for a yes: a number above 0, as C's strtol reads it."""
+    number = re.match(r"\s*[+-]?\d+", value)
+    return number is not None and int(number[0]) > 0
 
 
 def apply_plan(plan: DevicePlan) -> None:

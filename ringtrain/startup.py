@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ringtrain import __version__
-from ringtrain.devices import has_nvidia_driver
+from ringtrain.devices import has_gpu_driver
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
@@ -54,7 +54,7 @@ def quiet_start() -> Iterator[None]:
 def _filter_lines(reader: int, error_stream: int) -> None:
     """Pass on all but harmless lines until the other end closes; never returns."""
     try:
-        has_gpu = has_nvidia_driver()
+        has_gpu = has_gpu_driver()
         with os.fdopen(reader, "rb") as lines:
             for line in lines:
                 if not (HARMLESS.search(line) or (not has_gpu and HARMLESS_WITHOUT_GPU.search(line))):

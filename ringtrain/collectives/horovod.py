@@ -58,7 +58,7 @@ class HorovodCollective:
         self._shared: SharedSums | None = None  # carries what is summed alone; on every rank or on none
 
     def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        if len(tensors) == 1:  # a lone tensor is reduced in place, without the copies into a fusion buffer
+        if len(tensors) == 1:  # it may be reduced in place, without the copies into a fusion buffer
             return _keep_apart([self._hvd.allreduce(tensors[0], op=self._hvd.Sum, name=name)], name)
         return _keep_apart(self._hvd.grouped_allreduce(list(tensors), op=self._hvd.Sum, name=name), name)
 

@@ -160,7 +160,8 @@ def plan_groups(specs: Sequence[GradientSpec]) -> list[list[int]]:
 
     Returns:
         Lists of indices into ``specs``, from the last gradient to the first. A group is of one type. A sparse gradient
-        is a group of its own, and so is a large one: alone, it is reduced without being copied into a buffer.
+        is a group of its own, and so is a large one: alone, it is reduced without being copied into a buffer, unless
+        Horovod fuses it with another that is ready at the same time (``HOROVOD_FUSION_THRESHOLD``).
     """
     total_bytes = sum(spec.num_bytes for spec in specs if not spec.is_sparse)
     target_bytes = max(MIN_GROUP_BYTES, total_bytes / MAX_GROUPS) if total_bytes > ONE_MESSAGE_BYTES else math.inf

@@ -173,7 +173,25 @@ def test_large_gradients_are_not_copied_together_between_cores() -> None:
     assert fusion_threshold({}, size=4) is None  # of which two are on another node
 
 
-@pytest.mark.parametrize(("value", "is_left"), [("1", True), ("0", False)])
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_ranks_beside_gpus_keep_the_threshold_of_horovod(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_driver: bool
+) -> None:
+    monkeypatch.setattr(devices, "GPU_DEVICES", (tmp_path / "none", tmp_path / "driver"))
+    if has_driver:
+        (tmp_path / "driver").touch()
+    first = plan(0, 2, read_machine({}))
+    adapted = adapt_plan(
+        first, local_world(0, 2), {}, deterministic=False, hang_timeout=0.0, profiles=False, one_at_a_time=True
+    )
+    for planned in (first, adapted):
+        names = {setting.name for setting in planned.settings}
+        assert ("HOROVOD_FUSION_THRESHOLD" in names) is not has_driver
+
+
+@pytest.mark.parametrize(
+    ("value", "is_left"), [("1", True), (" 2x", True), ("0", False), ("", False), ("true", False), ("-1", False)]
+)
 def test_what_horovod_is_asked_to_tune_is_left_to_it(value: str, is_left: bool) -> None:
     environ = {"HOROVOD_AUTOTUNE": value}
     names = {item.name for item in plan_settings(local_world(0, 2), environ, may_have_gpus=False, deterministic=False)}
@@ -181,23 +199,22 @@ def test_what_horovod_is_asked_to_tune_is_left_to_it(value: str, is_left: bool) 
     assert names & tuned == (set() if is_left else tuned)
 
 
-@pytest.mark.parametrize(
-    ("has_driver", "environ", "may_have"),
-    [
-        (False, {}, False),
-        (True, {}, True),
-        (True, {"CUDA_VISIBLE_DEVICES": "1"}, True),
-        (True, {"CUDA_VISIBLE_DEVICES": ""}, False),
-        (True, {"CUDA_VISIBLE_DEVICES": "-1"}, False),
-    ],
-)
-def test_gpus_that_are_hidden_are_none(
-    monkeypatch: pytest.MonkeyPatch, has_driver: bool, environ: dict[str, str], may_have: bool
-) -> None:
-    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: has_driver)
-    found = read_machine(environ)
-    assert found.may_have_gpus == may_have
-    assert plan(0, 2, found).may_have_gpus == may_have
+def test_a_workload_may_ask_horovod_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By setting the variable when it is imported: what was set before is taken back."""
+    tuned = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
+    for name in ("KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL", "OMPI_MCA_mpi_yield_when_idle", *tuned):
+        monkeypatch.delenv(name, raising=False)
+    world = local_world(0, 2)
+    first = plan_devices(world, machine(2), os.environ)
+    set_environment(first)
+    assert set(tuned) <= os.environ.keys()
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    adapted = adapt_plan(
+        first, world, os.environ, deterministic=False, hang_timeout=0.0, profiles=False, one_at_a_time=False
+    )
+    set_environment(adapted, before=first)
+    assert not set(tuned) & os.environ.keys()
+    set_environment(dataclasses.replace(adapted, settings=()), before=adapted)
 
 
 def test_a_process_alone_has_no_communication_settings() -> None:

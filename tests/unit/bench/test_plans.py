@@ -228,7 +228,9 @@ def test_some_variations_alone_can_be_measured() -> None:
 
 def test_each_variable_that_ringtrain_chooses_is_undone_in_some_variation() -> None:
     varied = {variable for variation in VARIATIONS.values() for variable in variation.env}
-    assert {"HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle"} <= varied & set(SETTINGS.env)
+    chosen = {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"}
+    assert chosen <= varied & set(SETTINGS.env)
+    assert set(VARIATIONS["horovod_fusion_128_mib"].env) == {"HOROVOD_FUSION_THRESHOLD"}
 
 
 def test_the_directory_is_filled_in_everywhere() -> None:

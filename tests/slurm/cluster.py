@@ -138,8 +138,8 @@ class Cluster:
     # --- What a user does ---
 
     def environment(self, **more: str) -> dict[str, str]:
-        """The environment of a user who has logged in."""
-        return clean_environment(**({"SLURM_CONF": str(self.site / "slurm.conf")} | more))
+        """The environment of a user who has logged in, and who wants to know where Python was when C code crashed."""
+        return clean_environment(**({"SLURM_CONF": str(self.site / "slurm.conf"), "PYTHONFAULTHANDLER": "1"} | more))
 
     def run(
         self,

@@ -9,19 +9,22 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?=
 # GPU=1: Horovod with NCCL, for which CUDA's compiler nvcc must be there; GPU=0: for cores; empty: as .venv is.
 GPU ?=
+# An older TensorFlow, for example `make TENSORFLOW=2.18 setup`; 2.21: the newest; empty: that of .venv.
+TENSORFLOW ?=
 BIN := .venv/bin
 SOURCES = $(wildcard ringtrain launch tests)
 
-# TensorFlow registers its CUDA plugins twice and says so at error level, in horovodrun's own process, too.
-NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory
+# What TensorFlow says in horovodrun's own process: that it registers its CUDA plugins twice (before 2.21), and where it
+# found no GPU, before it has read TF_CPP_MIN_LOG_LEVEL (since).
+NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory|^[IW]0000 00:00:
 
 .PHONY: help setup setup-tests train test test-all test-faults lint format lock clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-setup: ## Install what is missing and make .venv (PYTHON=python3.12 chooses the interpreter; GPU=1: for GPUs)
-	@PYTHON='$(PYTHON)' GPU='$(GPU)' .ci/setup
+setup: ## Install what is missing and make .venv (options: PYTHON=python3.12, TENSORFLOW=2.18, GPU=1)
+	@PYTHON='$(PYTHON)' GPU='$(GPU)' TENSORFLOW='$(TENSORFLOW)' .ci/setup
 
 setup-tests: setup ## Install what the tests need besides: Slurm, which they start themselves, shellcheck and Chromium
 	@.ci/setup-tests

@@ -1,7 +1,21 @@
-# Shared by the scripts of this folder, which run in the repository's root: messages, system packages, uv.
+# Shared by the scripts of this folder, which run in the repository's root: locks, messages, system packages, uv.
+
+NEWEST_TENSORFLOW=2.21
+OLDER_TENSORFLOWS="2.18 2.19 2.20"
 
 LOG=.tools/setup.log
 DAEMON_POLICY=/usr/sbin/policy-rc.d # Debian's packages ask it before they start a daemon
+
+# lock_of VERSION: the lock of an older TensorFlow.
+lock_of() { echo ".ci/locks/tensorflow-$1.lock"; }
+
+# last_python_of LOCK: the last Python, of those that pyproject.toml allows, that its TensorFlow has wheels for.
+last_python_of() {
+    case "$1" in
+    "$(lock_of 2.18)" | "$(lock_of 2.19)") echo 3.12 ;;
+    *) echo 3.13 ;;
+    esac
+}
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from ringtrain import activity
 from ringtrain.errors import DataError
 
-FORMAT = 1
+FORMAT = 2  # in the first, slots have the name of their optimizer, such as slots/adam/iteration
 MANIFEST_FILE = "manifest.json"
 VARIABLES_FILE = "variables.bin"
 BEST = "best"
@@ -95,11 +96,41 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     content = _read_manifest(path / MANIFEST_FILE)
     data = _read_verified(path / VARIABLES_FILE, content["files"][VARIABLES_FILE])
+    names = [item["name"] for item in content["variables"]]
+    if content["format"] == 1:
+        names = _modernise(names)
     variables = {}
-    for item in content["variables"]:
+    for name, item in zip(names, content["variables"], strict=True):
         part = memoryview(data)[item["offset"] : item["offset"] + item["bytes"]]
-        variables[item["name"]] = np.frombuffer(part, _dtype(item["dtype"])).reshape(item["shape"])
+        variables[name] = np.frombuffer(part, _dtype(item["dtype"])).reshape(item["shape"])
     return Checkpoint(step=content["step"], variables=variables, progress=content["progress"], run=content["run"])
+
+
+def without_optimizer_names(paths: Sequence[str]) -> list[str]:
+    """The paths of an optimizer's variables without the name of the optimizer, which Keras chooses.
+
+    Each optimizer counts its updates in a variable ``iteration``: what stands before that is its name. An optimizer
+    that holds others has theirs among its own.
+    """
+    prefixes = {path.removesuffix("iteration") for path in paths if path.endswith("/iteration")}
+    return [path.removeprefix(max((p for p in prefixes if path.startswith(p)), key=len, default="")) for path in paths]
+
+
+def number_twins(names: Sequence[str]) -> list[str]:
+    """The names, of which the second and further ones of a name have ``#2`` and so on behind them."""
+    numbered: dict[str, None] = {}
+    for name in names:
+        twins = (name if number == 1 else f"{name}#{number}" for number in itertools.count(1))
+        numbered[next(twin for twin in twins if twin not in numbered)] = None
+    return list(numbered)
+
+
+def _modernise(names: Sequence[str]) -> list[str]:
+    """The names of the first format as they are today."""
+    slots = [name for name in names if name.startswith("slots/")]
+    paths = without_optimizer_names([re.sub(r"^slots/|#\d+$", "", name) for name in slots])
+    today = dict(zip(slots, (f"slots/{path}" for path in paths), strict=True))
+    return number_twins([today.get(name, name) for name in names])
 
 
 def read_facts(path: Path) -> dict[str, Any]:

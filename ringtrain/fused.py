@@ -2,7 +2,7 @@
 
 Keras writes an update as several operations, each of which goes through memory with all values: on cores, where large
 layers do not fit into a cache, that takes as long as a good part of the backward pass. TensorFlow has each of these
-formulas as one operation. Variables, their names, settings and formulas are Keras' own.
+formulas as one operation. Variables, settings and formulas are Keras' own.
 """
 
 from __future__ import annotations

@@ -191,9 +191,10 @@ def pack_batch(batch: Batch) -> bytes:
     arrays = {"indices": batch.indices, "step": batch.step, "global_count": batch.global_count}
     arrays |= {**_named("x", batch.x), **_named("y", batch.y)}
     values = {name: np.asarray(tensor) for name, tensor in arrays.items()}
-    file = io.BytesIO()
     # Texts come as objects, which only pickle could write.
-    np.savez(file, **{name: np.array(v.tolist()) if v.dtype.hasobject else v for name, v in values.items()})
+    plain: dict[str, Any] = {n: np.array(v.tolist()) if v.dtype.hasobject else v for n, v in values.items()}
+    file = io.BytesIO()
+    np.savez(file, **plain)
     return file.getvalue()
 
 

@@ -147,7 +147,7 @@ def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:
         variable.assign(tf.cast(noise if is_float else 100 * np.abs(noise) + 1, variable.dtype))
 
 
-def named_values(prefix: str, variables: Sequence[keras.Variable]) -> dict[str, np.ndarray]:
+def named_values(prefix: str, variables: Sequence[keras.Variable]) -> dict[str, Any]:
     """Values by names that keep the order of the variables."""
     return {f"{prefix}/{number:04d}/{v.path}": np.asarray(v.numpy()) for number, v in enumerate(variables)}
 

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from ringtrain.collectives import Collective
     from ringtrain.devices import DevicePlan
 
-# What TensorFlow 2.18 prints at import on every machine, at the level of errors, though nothing is wrong.
+# What TensorFlow prints at import on every machine, at the level of errors, though nothing is wrong.
 HARMLESS = re.compile(
     rb"Unable to register cu(FFT|DNN|BLAS) factory|before absl::InitializeLog\(\)"
     rb"|computation_placer\.cc.*already registered"
 )
 # On a machine without a GPU the CUDA build of TensorFlow says that it found none.
 HARMLESS_WITHOUT_GPU = re.compile(rb"failed call to cuInit|cuda_diagnostics\.cc")
+# TensorFlow 2.21 prints its first lines before it has read TF_CPP_MIN_LOG_LEVEL, which would hold them back.
+BELOW_LEVEL = {"1": (b"I0000 ",), "2": (b"I0000 ", b"W0000 "), "3": (b"I0000 ", b"W0000 ", b"E0000 ")}
 
 
 @contextlib.contextmanager
@@ -55,9 +57,11 @@ def _filter_lines(reader: int, error_stream: int) -> None:
     """Pass on all but harmless lines until the other end closes; never returns."""
     try:
         has_gpu = has_gpu_driver()
+        below_level = BELOW_LEVEL.get(os.environ.get("TF_CPP_MIN_LOG_LEVEL", ""), ())
         with os.fdopen(reader, "rb") as lines:
             for line in lines:
-                if not (HARMLESS.search(line) or (not has_gpu and HARMLESS_WITHOUT_GPU.search(line))):
+                is_harmless = line.startswith(below_level) or HARMLESS.search(line)
+                if not (is_harmless or (not has_gpu and HARMLESS_WITHOUT_GPU.search(line))):
                     os.write(error_stream, line)
     finally:
         os._exit(0)

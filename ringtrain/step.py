@@ -25,7 +25,7 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.loss_scale import LossScale
 from ringtrain.micro_batches import Forward, add_up
 from ringtrain.step_report import CONTROL_SUMS, NUM_TOLD, STEP_FACTS, StepReport, read_report
-from ringtrain.variables import is_seed_state, name_variables, named_weights
+from ringtrain.variables import is_seed_state, name_variables, named_slots, named_weights
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
 
@@ -142,7 +142,7 @@ class TrainStep:
         """Weights, slots, averages and the loss scale, such as ``weights/digits/conv2d/kernel``."""
         return name_variables(
             weights=named_weights(self.model),
-            slots=[(v.path, v) for v in self.optimizer.variables],
+            slots=named_slots(self.optimizer),
             averages=[(weight.path, average) for weight, average in self.averages.pairs],
             loss_scale=[(v.path, v) for v in self.loss_scale.variables],
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
+from ringtrain.checkpoint import number_twins, without_optimizer_names
 from ringtrain.collectives import Collective
 
 BROADCAST_BYTES = 64 * 2**20
@@ -24,17 +24,20 @@ def named_weights(model: keras.Model) -> list[tuple[str, keras.Variable]]:
     return [(v.path, v) for v in model.variables if not is_seed_state(v)]
 
 
+def named_slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[str, keras.Variable]]:
+    """An optimizer's variables, such as ``iteration`` and ``digits_conv2d_kernel_momentum``.
+
+    Not by their paths: these begin with the optimizer's name, which is another in each release of Keras.
+    """
+    variables = optimizer.variables
+    return list(zip(without_optimizer_names([v.path for v in variables]), variables, strict=True))
+
+
 def name_variables(**kinds: Sequence[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
     """Variables by kind and path, such as ``weights/digits/conv2d/kernel``: the names in a checkpoint."""
-    named: dict[str, keras.Variable] = {}
-    for kind, variables in kinds.items():
-        for path, variable in variables:
-            name = f"{kind}/{path}"
-            twins = itertools.count(2)  # two layers of one name
-            while name in named:
-                name = f"{kind}/{path}#{next(twins)}"
-            named[name] = variable
-    return named
+    items = [(f"{kind}/{path}", variable) for kind, variables in kinds.items() for path, variable in variables]
+    names = number_twins([name for name, _ in items])  # two layers of one name
+    return {name: variable for name, (_, variable) in zip(names, items, strict=True)}
 
 
 def share_first_values(variables: Sequence[keras.Variable], collective: Collective) -> None:

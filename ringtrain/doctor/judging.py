@@ -12,9 +12,9 @@ from ringtrain.doctor.facts import Facts, Stack
 Verdict = Literal["ok", "warning", "broken"]
 
 # The ranges of pyproject.toml: from the first, up to the second without it.
-PYTHONS = ((3, 10), (3, 13))
-TENSORFLOWS = ((2, 18), (2, 19))
-KERASES = ((3, 10), (3, 13))
+PYTHONS = ((3, 10), (3, 14))
+TENSORFLOWS = ((2, 18), (2, 22))
+KERASES = ((3, 10), (3, 16))
 KERAS_3 = ((3, 0), (4, 0))
 HOROVOD = "0.28.1"
 
@@ -72,7 +72,7 @@ def judge_python(stack: Stack) -> Finding:
     if is_within(stack.python, PYTHONS):
         return Finding(subject="Python", verdict="ok", text=text)
     return Finding(
-        subject="Python", verdict="broken", text=text, remedy="use Python 3.10, 3.11 or 3.12: make PYTHON=... setup"
+        subject="Python", verdict="broken", text=text, remedy="use Python 3.10 to 3.13: make PYTHON=... setup"
     )
 
 
@@ -84,7 +84,7 @@ def judge_tensorflow(stack: Stack) -> Finding:
     cuda = f"built for CUDA {stack.cuda}" if stack.cuda else "built for cores, without CUDA"
     text = f"{finding.text}, {cuda}"
     if not is_within(stack.versions["tensorflow"], TENSORFLOWS):
-        remedy = "ringtrain is tested with TensorFlow 2.18: install that, and Horovod built against it"
+        remedy = "ringtrain is tested with TensorFlow 2.18 to 2.21: install one, and Horovod built against it"
         return Finding(subject="TensorFlow", verdict="warning", text=text, remedy=remedy)
     return Finding(subject="TensorFlow", verdict="ok", text=text)
 
@@ -96,7 +96,7 @@ def judge_keras(stack: Stack) -> Finding:
     if version and not is_within(version, KERAS_3):
         return Finding(
             subject="Keras", verdict="broken", text=f"{version}, but ringtrain trains models of Keras 3",
-            remedy="pip install 'keras>=3.10,<3.13'",
+            remedy="pip install 'keras>=3.10,<3.16'",
         )  # fmt: skip
     if finding.verdict == "broken":
         return finding
@@ -113,9 +113,8 @@ def judge_keras(stack: Stack) -> Finding:
         )  # fmt: skip
     text = f"{version}, on TensorFlow"
     if not is_within(version, KERASES):
-        return Finding(
-            subject="Keras", verdict="warning", text=text, remedy="tested are 3.10 to 3.12: pip install 'keras<3.13'"
-        )
+        remedy = "tested are 3.10 to 3.15: pip install 'keras>=3.10,<3.16'"
+        return Finding(subject="Keras", verdict="warning", text=text, remedy=remedy)
     return Finding(subject="Keras", verdict="ok", text=text)
 
 
@@ -127,7 +126,8 @@ def judge_horovod(stack: Stack) -> Finding:
     build = f", built for TensorFlow {built_for}" if built_for else ""
     here = f", but {tensorflow} is installed" if is_for_another else ""
     rebuild = (
-        "build it for this TensorFlow: make setup, or pip install --no-cache-dir --no-build-isolation "
+        "build it for this TensorFlow: make setup, or beside ringtrain's .ci: "
+        "CMAKE_TOOLCHAIN_FILE=$PWD/.ci/horovod/toolchain.cmake pip install --no-cache-dir --no-build-isolation "
         f"--force-reinstall --no-deps horovod=={HOROVOD}"
     )
     for package, title in (("tensorflow", "TensorFlow"), ("keras", "Keras")):

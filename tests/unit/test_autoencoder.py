@@ -91,11 +91,11 @@ def test_a_pixel_comes_back_to_its_own_place(side: int, pixels: list[tuple[int, 
             if values.ndim == 4:
                 values[1, 1, 0, 0] = 1  # the first channel alone
             weight.assign(values)
-    for pixel in pixels:
+    for row, column in pixels:
         image = np.zeros((1, side, side, 1), np.float32)
-        image[(0, *pixel)] = 1
+        image[0, row, column] = 1
         outputs = np.asarray(model(image))[0, :, :, 0]
-        assert np.argwhere(outputs > 0.5).tolist() == [list(pixel)]
+        assert np.argwhere(outputs > 0.5).tolist() == [[row, column]]
 
 
 def test_a_width_of_nothing_is_refused() -> None:

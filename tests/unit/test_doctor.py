@@ -22,8 +22,8 @@ LIBMPI = "/usr/lib/libmpi.so.40"
 STACK = Stack(
     python="3.11.7",
     executable="/env/bin/python",
-    versions={"tensorflow": "2.18.1", "keras": "3.12.4", "horovod": "0.28.1", "mpi4py": "4.1.2"},
-    horovod_built_for="2.18.1",
+    versions={"tensorflow": "2.21.0", "keras": "3.15.1", "horovod": "0.28.1", "mpi4py": "4.1.2"},
+    horovod_built_for="2.21.0",
     horovod_parts=("mpi", "gloo"),
     horovod_mpi=(LIBMPI,),
     mpi4py_mpi=(LIBMPI,),
@@ -94,14 +94,14 @@ RANKS: Mapping[str, Any] = {"size": 2, "local_size": 2, "launcher": "srun"}
 
 # What is changed in a healthy machine; the finding's subject, verdict, and words of its text and of its remedy.
 CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
-    "old Python": ({"python": "3.9.2"}, "Python", "broken", "3.9.2", "3.10, 3.11 or 3.12"),
-    "new Python": ({"python": "3.13.0"}, "Python", "broken", "3.13.0", "make PYTHON="),
+    "old Python": ({"python": "3.9.2"}, "Python", "broken", "3.9.2", "3.10 to 3.13"),
+    "new Python": ({"python": "3.14.0"}, "Python", "broken", "3.14.0", "make PYTHON="),
     "no TensorFlow": ({"versions": without("tensorflow")}, "TensorFlow", "broken", "not installed", "make setup"),
     "TensorFlow crashes": (
         {"failures": {"tensorflow": "ended the interpreter (SIGILL)"}},
-        "TensorFlow", "broken", "2.18.1 does not load: ended the interpreter (SIGILL)", "make setup",
+        "TensorFlow", "broken", "2.21.0 does not load: ended the interpreter (SIGILL)", "make setup",
     ),
-    "other TensorFlow": ({"versions": at(tensorflow="2.19.0")}, "TensorFlow", "warning", "2.19.0", "2.18"),
+    "other TensorFlow": ({"versions": at(tensorflow="2.22.0")}, "TensorFlow", "warning", "2.22.0", "2.18 to 2.21"),
     "no Keras": ({"versions": without("keras")}, "Keras", "broken", "not installed", "make setup"),
     "legacy Keras": ({"versions": at(keras="2.15.0")}, "Keras", "broken", "2.15.0, but", "pip install 'keras>=3"),
     "legacy Keras that fails": (
@@ -109,15 +109,15 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     ),
     "tf.keras is legacy": ({"legacy_keras": True}, "Keras", "warning", "TF_USE_LEGACY_KERAS", "unset TF_USE_LEGACY"),
     "other backend": ({"keras_backend": "jax"}, "Keras", "broken", "KERAS_BACKEND=jax", "unset KERAS_BACKEND"),
-    "untested Keras": ({"versions": at(keras="3.14.0")}, "Keras", "warning", "3.14.0", "keras<3.13"),
+    "untested Keras": ({"versions": at(keras="3.16.0")}, "Keras", "warning", "3.16.0", "keras>=3.10,<3.16"),
     "no Horovod": ({"versions": without("horovod")}, "Horovod", "broken", "not installed", "make setup"),
     "Horovod for another TensorFlow, loads not": (
-        {"horovod_built_for": "2.15.1", "failures": {"horovod": "undefined symbol"}},
-        "Horovod", "broken", "built for TensorFlow 2.15.1, but 2.18.1 is installed, and does not load",
-        "--no-build-isolation",
+        {"horovod_built_for": "2.18.1", "failures": {"horovod": "undefined symbol"}},
+        "Horovod", "broken", "built for TensorFlow 2.18.1, but 2.21.0 is installed, and does not load",
+        "CMAKE_TOOLCHAIN_FILE=$PWD/.ci/horovod/toolchain.cmake pip install",
     ),
     "Horovod for another TensorFlow, loads": (
-        {"horovod_built_for": "2.18.0"}, "Horovod", "warning", "built for TensorFlow 2.18.0, but 2.18.1", "make setup"
+        {"horovod_built_for": "2.20.0"}, "Horovod", "warning", "built for TensorFlow 2.20.0, but 2.21.0", "make setup"
     ),
     "Horovod crashes": (
         {"failures": {"horovod": "ended the interpreter (SIGSEGV)"}}, "Horovod", "broken", "SIGSEGV", "make setup"
@@ -270,7 +270,7 @@ def test_ranks_that_are_alike_make_one_table() -> None:
     findings = judge_ranks([rank_facts(0), rank_facts(1)], result)
     assert [item.verdict for item in findings] == ["ok"] * 13
     assert [item.subject for item in findings[-3:]] == ["versions", "plan", "all-reduce"]
-    assert "the same on all 2 ranks: Python 3.11.7, TensorFlow 2.18.1" in findings[-3].text
+    assert "the same on all 2 ranks: Python 3.11.7, TensorFlow 2.21.0" in findings[-3].text
     assert findings[-2].text == "a: rank 0: core 0, rank 1: core 1"
 
 
@@ -278,7 +278,7 @@ def test_a_rank_with_other_versions_is_named_with_its_host() -> None:
     other = rank_facts(2, 3, "b", versions=at(tensorflow="2.17.0"))
     finding = judge_versions([rank_facts(0, 3), rank_facts(1, 3), other])
     assert finding.verdict == "broken"
-    assert finding.text == "rank 2 on b: TensorFlow 2.17.0 (rank 0: TensorFlow 2.18.1)"
+    assert finding.text == "rank 2 on b: TensorFlow 2.17.0 (rank 0: TensorFlow 2.21.0)"
     assert "one environment" in finding.remedy
 
 

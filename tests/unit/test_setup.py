@@ -1,6 +1,8 @@
-"""The set-up's files agree with each other: pyproject.toml, requirements.lock, environment.yml, Makefile, .ci."""
+"""The set-up's files agree with each other: pyproject.toml, the locks, environment.yml, Makefile, .ci."""
 
 import importlib
+import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -27,13 +29,23 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
-LOCK = (ROOT / "requirements.lock").read_text()
-GPU_LOCK = (ROOT / "requirements-gpu.lock").read_text()
+# Which Pythons each lock is for: those that its TensorFlow has wheels for.
+PYTHONS = {
+    "requirements.lock": ("3.10", "3.11", "3.12", "3.13"),
+    "requirements-gpu.lock": ("3.10", "3.11", "3.12", "3.13"),
+    ".ci/locks/tensorflow-2.20.lock": ("3.10", "3.11", "3.12", "3.13"),
+    ".ci/locks/tensorflow-2.19.lock": ("3.10", "3.11", "3.12"),
+    ".ci/locks/tensorflow-2.18.lock": ("3.10", "3.11", "3.12"),
+}
+LOCKS = {name: (ROOT / name).read_text() for name in PYTHONS}
 # One entry: "name==version ; marker \", then its hashes, one a line.
-LOCK_ENTRIES = re.findall(r"^(\S.*?) \\\n((?:    --hash=\S+(?: \\)?\n)+)", LOCK, flags=re.MULTILINE)
+ENTRY = re.compile(r"^(\S.*?) \\\n((?:    --hash=\S+(?: \\)?\n)+)", flags=re.MULTILINE)
+EVERY_LOCK = pytest.mark.parametrize("lock", PYTHONS)
+EVERY_LOCK_AND_PYTHON = pytest.mark.parametrize(
+    ("lock", "python"), [(lock, python) for lock, pythons in PYTHONS.items() for python in pythons]
+)
 
 CONDA_ONLY = {"openmpi", "pip", "python"}  # PyPI has no Open MPI to depend on; the other two are not dependencies there
-PYTHONS = ("3.10", "3.11", "3.12")
 
 
 def ranges(requirements: list[str]) -> dict[str, str]:
@@ -41,17 +53,17 @@ def ranges(requirements: list[str]) -> dict[str, str]:
     return {canonicalize_name(requirement.name): str(requirement.specifier) for requirement in parsed}
 
 
-def locked_version(name: str, python: str) -> Version:
-    """Return the one version of a package that the lock has for this Python on Linux."""
+def locked_version(name: str, python: str, lock: str = "requirements.lock") -> Version:
+    """Return the one version of a package that a lock has for this Python on Linux."""
     environment = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
     versions = []
-    for entry, _ in LOCK_ENTRIES:
+    for entry, _ in ENTRY.findall(LOCKS[lock]):
         requirement = Requirement(entry)
         if canonicalize_name(requirement.name) != canonicalize_name(name):
             continue
         if requirement.marker is None or requirement.marker.evaluate(environment):
             versions.append(str(requirement.specifier).removeprefix("=="))
-    assert len(versions) == 1, f"requirements.lock has {versions} of {name} for Python {python}; run make lock"
+    assert len(versions) == 1, f"{lock} has {versions} of {name} for Python {python}; run make lock"
     return Version(versions[0])
 
 
@@ -67,19 +79,27 @@ def test_conda_environment_brings_an_mpi() -> None:
     assert "openmpi" in ranges(ENVIRONMENT["dependencies"])
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-def test_lock_holds_every_direct_dependency_in_its_range(python: str) -> None:
+@EVERY_LOCK_AND_PYTHON
+def test_a_lock_holds_every_direct_dependency_in_its_range(lock: str, python: str) -> None:
     for requirement in map(Requirement, PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["build"]):
-        version = locked_version(requirement.name, python)
-        assert version in requirement.specifier, f"{requirement}, but requirements.lock has {version}; run make lock"
+        version = locked_version(requirement.name, python, lock)
+        assert version in requirement.specifier, f"{requirement}, but {lock} has {version}; run make lock"
+
+
+def test_the_locks_span_the_range_of_tensorflow() -> None:
+    pattern = re.compile(r"^tensorflow==(\d+\.\d+)", flags=re.MULTILINE)
+    releases = [pattern.findall(LOCKS[lock]) for lock in PYTHONS]
+    assert releases == [["2.21"], ["2.21"], ["2.20"], ["2.19"], ["2.18"]]
+    assert ranges(PROJECT["dependencies"])["tensorflow"] == "<2.22,>=2.18"
+    assert PROJECT["requires-python"] == ">=3.10,<3.14"
 
 
 def test_the_lock_for_gpus_adds_nvidias_packages_to_the_same_versions() -> None:
-    assert entries_of(LOCK) < entries_of(GPU_LOCK)
-    added = {entry.partition("==")[0] for entry in entries_of(GPU_LOCK) - entries_of(LOCK)}
+    ours, gpu = (entries_of(LOCKS[name]) for name in ("requirements.lock", "requirements-gpu.lock"))
+    assert ours < gpu
+    added = {entry.partition("==")[0] for entry in gpu - ours}
     assert {"nvidia-nccl-cu12", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu12"} <= added
     assert all(name.startswith("nvidia-") for name in added)
-    assert not re.search(r"://|\b(index-url|find-links)\b| @ |file:", GPU_LOCK)
 
 
 def entries_of(lock: str) -> set[str]:
@@ -87,25 +107,30 @@ def entries_of(lock: str) -> set[str]:
     return set(re.findall(r"^\S+==.*\n(?:    --hash=.*\n)+", lock, flags=re.MULTILINE))
 
 
-def test_every_line_of_the_lock_is_an_exact_version_a_hash_or_a_comment() -> None:
-    lines = [line for line in LOCK.splitlines() if not line.lstrip().startswith("#")]
-    num_hashes = sum(hashes.count("--hash=sha256:") for _, hashes in LOCK_ENTRIES)
-    assert len(lines) == len(LOCK_ENTRIES) + num_hashes
-    assert all(re.match(r"[\w.-]+==[\w.]+( ; .+)?$", entry) for entry, _ in LOCK_ENTRIES)
+@EVERY_LOCK
+def test_every_line_of_a_lock_is_an_exact_version_a_hash_or_a_comment(lock: str) -> None:
+    entries = ENTRY.findall(LOCKS[lock])
+    lines = [line for line in LOCKS[lock].splitlines() if not line.lstrip().startswith("#")]
+    num_hashes = sum(hashes.count("--hash=sha256:") for _, hashes in entries)
+    assert len(lines) == len(entries) + num_hashes
+    assert all(re.match(r"[\w.-]+==[\w.]+( ; .+)?$", entry) for entry, _ in entries)
 
 
-def test_lock_holds_no_address() -> None:
-    assert not re.search(r"://|\b(index-url|find-links)\b| @ |file:", LOCK)
+@EVERY_LOCK
+def test_a_lock_holds_no_address(lock: str) -> None:
+    assert not re.search(r"://|\b(index-url|find-links)\b| @ |file:", LOCKS[lock])
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-def test_horovod_is_compiled_against_the_locked_tensorflow(python: str) -> None:
-    (tensorflow,) = (
-        Requirement(requirement)
-        for requirement in PYPROJECT["tool"]["uv"]["extra-build-dependencies"]["horovod"]
-        if requirement.startswith("tensorflow")
-    )
-    assert str(tensorflow.specifier) == f"=={locked_version('tensorflow', python)}"
+def test_the_compiled_horovod_fits_the_tensorflow_that_is_installed() -> None:
+    """It was compiled against this very version, and what it leaves undefined TensorFlow has."""
+    import horovod
+    import horovod.tensorflow  # the linker's verdict
+
+    built_for = json.loads((Path(horovod.__file__).parent / "metadata.json").read_text())["tensorflow"]
+    installed = importlib.metadata.version("tensorflow")
+    assert built_for == installed, f"Horovod is built for TensorFlow {built_for}, not {installed}: run make setup"
+    assert horovod.tensorflow.mpi_built()
+    assert horovod.tensorflow.gloo_built()
 
 
 def test_horovods_stated_requirements_are_for_the_locked_version() -> None:
@@ -129,12 +154,22 @@ def test_console_script_exists() -> None:
 
 
 def run_setup(
-    folder: Path, *, without: set[str], python: str = sys.executable, script: str = "setup", gpu: str = ""
+    folder: Path,
+    *,
+    without: set[str],
+    python: str = sys.executable,
+    script: str = "setup",
+    gpu: str = "",
+    tensorflow: str = "",
+    made_with: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of .ci in a copy of its files, as a user other than root, on a system that lacks some commands."""
     shutil.copytree(ROOT / ".ci", folder / ".ci")
     for name in ("pyproject.toml", "requirements.lock", "requirements-gpu.lock"):
         shutil.copy(ROOT / name, folder)
+    if made_with:
+        (folder / ".venv").mkdir()
+        (folder / ".venv/made-with").write_text(f"{made_with}\n")
     commands = folder / "bin"
     commands.mkdir()
     for command in ("bash", "cat", "dirname", "flock", "mkdir", "sha256sum"):
@@ -142,7 +177,13 @@ def run_setup(
     stand_ins = {"apt-get": "exit 1", "g++": "", "id": "echo 1000", "mpicc": "", "mpirun": "", "python3": "exit 1"}
     for command in stand_ins.keys() - without:
         write_command(commands / command, stand_ins[command])
-    environment = {"PATH": str(commands), "PYTHON": python, "GPU": gpu, "CUDA_HOME": str(folder / "cuda")}
+    environment = {
+        "PATH": str(commands),
+        "PYTHON": python,
+        "GPU": gpu,
+        "TENSORFLOW": tensorflow,
+        "CUDA_HOME": str(folder / "cuda"),
+    }
     return subprocess.run([folder / ".ci" / script], capture_output=True, text=True, env=environment)
 
 
@@ -170,7 +211,49 @@ def test_setup_refuses_an_unsuitable_python(tmp_path: Path) -> None:
     write_command(unsuitable, "exit 1")
     done = run_setup(tmp_path, without=set(), python=str(unsuitable))
     assert done.returncode == 1
-    assert done.stderr == f"set-up: PYTHON={unsuitable} is no Python 3.10, 3.11 or 3.12\n"
+    assert done.stderr == f"set-up: PYTHON={unsuitable} is no Python 3.10 to 3.13, for which requirements.lock is\n"
+
+
+@pytest.mark.parametrize(
+    ("tensorflow", "gpu", "message"),
+    [
+        ("2.17", "", "TENSORFLOW=2.17; it must be one of 2.18, 2.19, 2.20 and 2.21"),
+        ("newest", "", "TENSORFLOW=newest; it must be one of 2.18, 2.19, 2.20 and 2.21"),
+        ("2.18", "1", "TENSORFLOW=2.18 with GPU=1; Horovod with NCCL is compiled for 2.21 only"),
+    ],
+)
+def test_setup_refuses_a_tensorflow_that_it_has_no_lock_for(
+    tmp_path: Path, tensorflow: str, gpu: str, message: str
+) -> None:
+    done = run_setup(tmp_path, without=set(), tensorflow=tensorflow, gpu=gpu)
+    assert (done.returncode, done.stderr) == (1, f"set-up: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("tensorflow", "gpu", "made_with", "lock"),
+    [
+        ("", "", "", "requirements.lock"),
+        ("2.21", "", "", "requirements.lock"),
+        ("2.18", "", "", ".ci/locks/tensorflow-2.18.lock"),
+        ("2.20", "0", "requirements-gpu.lock", ".ci/locks/tensorflow-2.20.lock"),
+        ("", "", ".ci/locks/tensorflow-2.19.lock", ".ci/locks/tensorflow-2.19.lock"),
+        ("", "0", ".ci/locks/tensorflow-2.19.lock", "requirements.lock"),
+        ("2.21", "", ".ci/locks/tensorflow-2.19.lock", "requirements.lock"),
+        ("", "", "requirements-gpu.lock", "requirements-gpu.lock"),
+        ("2.21", "", "requirements-gpu.lock", "requirements-gpu.lock"),
+        ("", "", "cores", "requirements.lock"),  # as version 0.1 wrote it
+    ],
+)
+def test_setup_takes_the_lock_that_was_asked_for_and_stays_with_it(
+    tmp_path: Path, tensorflow: str, gpu: str, made_with: str, lock: str
+) -> None:
+    unsuitable = tmp_path / "python3.99"
+    write_command(unsuitable, "exit 1")
+    done = run_setup(
+        tmp_path, without=set(), python=str(unsuitable), tensorflow=tensorflow, gpu=gpu, made_with=made_with
+    )
+    last = PYTHONS[lock][-1]
+    assert done.stderr == f"set-up: PYTHON={unsuitable} is no Python 3.10 to {last}, for which {lock} is\n"
 
 
 def test_setup_for_gpus_without_cudas_compiler_says_what_is_missing(tmp_path: Path) -> None:
@@ -282,8 +365,8 @@ def test_entry_without_a_reason_is_refused() -> None:
 
 
 def test_the_tensorboard_command_starts() -> None:
-    """TensorBoard 2.18 needs a module that later releases of setuptools lack."""
+    """Before 2.21 it needs a module that later releases of setuptools lack."""
     command = [str(Path(sys.executable).with_name("tensorboard")), "--version_tb"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.startswith("2.18.")
+    assert finished.stdout.strip() == importlib.metadata.version("tensorboard")

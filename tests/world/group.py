@@ -172,7 +172,8 @@ class Group:
         connections: dict[int, socket.socket] = {}
         try:
             while len(connections) < self.launch.size:
-                readable, _, _ = select.select([listener, exited], [], [], max(0.0, end - time.monotonic()))
+                watched: list[socket.socket | int] = [listener, exited]
+                readable, _, _ = select.select(watched, [], [], max(0.0, end - time.monotonic()))
                 if listener not in readable:
                     why = "ended" if exited in readable else "were not ready in time"
                     raise BodyFailedError(f"the ranks of world {self.launch} {why}:\n{self._output()}")

@@ -103,11 +103,11 @@ def result(**second_round: Any) -> dict[str, Any]:
     def run(seconds: float) -> dict[str, Any]:
         return {"figures": {"step": seconds}, "checked": "", "fault": ""}
 
-    rounds = [
+    rounds: list[dict[str, Any]] = [
         {"round": number, "order": [], "runs": {"ours": run(number / 1000), "theirs": run(2 * number / 1000)}}
         for number in (1, 2)
     ]
-    rounds[1]["runs"].update(second_round)  # type: ignore[attr-defined]
+    rounds[1]["runs"].update(second_round)
     experiment = {
         "name": "CNN",
         "unit": "a step",

@@ -1,0 +1,99 @@
+"""A checkpoint knows no version: a run goes on under other releases of TensorFlow and Keras than it began with.
+
+``recorded/run`` is a run of two ranks on this folder's workload ``lasting.py`` in float64, stopped after step 10 under
+TensorFlow 2.18.1, Keras 3.12.4 and ringtrain's commit eb9462f; ``recorded/step-000000048`` is what it ends with there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringtrain.checkpoint import list_steps, read_checkpoint, step_name
+from tests.world.processes import REPOSITORY
+from tests.world.running import events, final_checkpoint, run_to_end
+
+RECORDED = REPOSITORY / "tests/world/recorded"
+WORKLOAD = "tests/world/workloads/lasting.py"  # as the record names it, from the root of the repository
+FLAGS = ("--precision", "float64", "--keep", "100")
+STEPS, BEGUN_STEPS = 48, 10
+# A run directory that was begun under yet another version, to go on with in place of the recorded one.
+BEGUN_ELSEWHERE = "RINGTRAIN_TEST_BEGUN_ELSEWHERE"
+
+# What is tested under each older TensorFlow: all of ringtrain.keras, and of the rest what touches TensorFlow most.
+SLICE = (
+    "tests/keras", "tests/unit/test_fused.py", "tests/unit/test_setup.py", "tests/unit/test_workloads.py",
+    "tests/world/test_other_versions.py", "tests/world/test_step.py", "tests/world/test_collectives.py",
+    "tests/world/test_parallel.py", "tests/world/test_export.py", "tests/world/test_polynomial.py",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_begun_under_another_version_ends_as_it_would_have_there(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    run = tmp_path / "run"
+    shutil.copytree(os.environ.get(BEGUN_ELSEWHERE, RECORDED / "run"), run)
+    run_to_end(run, *FLAGS, np=ranks, workload=WORKLOAD)
+    assert [event["step"] for event in events(run, "train")] == list(range(1, STEPS + 1))
+    assert events(run, "start")[-1]["first_step"] == BEGUN_STEPS
+    assert_ends_as_recorded(run)
+
+
+def assert_ends_as_recorded(run: Path) -> None:
+    """Weights, slots and averages are those of the record, and no more nor fewer."""
+    recorded = read_checkpoint(RECORDED / step_name(STEPS)).variables
+    ended = read_checkpoint(final_checkpoint(run, STEPS)).variables
+    assert list(ended) == list(recorded)
+    for name, value in recorded.items():
+        assert ended[name].dtype == value.dtype
+        np.testing.assert_allclose(ended[name], value, rtol=0, atol=1e-10 * np.abs(value).max(), err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("tensorflow", ["2.18", "2.19", "2.20"])
+def test_an_older_tensorflow_compiles_horovod_trains_and_goes_on_with_a_run_of_this_one(
+    tensorflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    checkout = copy_of_checkout(tmp_path / "ringtrain")
+    subprocess.run(["make", "setup", f"TENSORFLOW={tensorflow}"], cwd=checkout, env=own_environment(), check=True)
+    tests = [str(checkout / ".venv/bin/python"), "-m", "pytest", *SLICE]
+    subprocess.run(tests, cwd=checkout, env=own_environment(), check=True)
+
+    begun = begin_run(tmp_path / "begun")
+    subprocess.run(
+        [*tests[:3], SLICE[4]], cwd=checkout, env=own_environment(**{BEGUN_ELSEWHERE: str(begun)}), check=True
+    )
+
+
+def copy_of_checkout(folder: Path) -> Path:
+    """The files that git tracks here, as they are now, with a repository of their own."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    for name in names.rstrip("\0").split("\0"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, folder / name)
+    return folder
+
+
+def own_environment(**variables: str) -> dict[str, str]:
+    """This process's environment without what its own tests and set-up put there."""
+    strange = ("PYTEST_", "RINGTRAIN_TEST_", "VIRTUAL_ENV", "PYTHON")
+    return {name: value for name, value in os.environ.items() if not name.startswith(strange)} | variables
+
+
+def begin_run(run: Path) -> Path:
+    """A run of this version, as it was after its first steps."""
+    run_to_end(run, *FLAGS, workload=WORKLOAD)
+    assert_ends_as_recorded(run)
+    for step in list_steps(run / "checkpoints"):
+        if step > BEGUN_STEPS:
+            shutil.rmtree(run / "checkpoints" / step_name(step))
+    return run

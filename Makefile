@@ -18,7 +18,7 @@ SOURCES = $(wildcard ringtrain launch tests)
 # found no GPU, before it has read TF_CPP_MIN_LOG_LEVEL (since).
 NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory|^[IW]0000 00:00:
 
-.PHONY: help setup setup-tests train test test-all test-faults lint format lock clean
+.PHONY: help setup setup-tests train test test-all test-faults lint format lock outdated clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -52,8 +52,11 @@ format: setup ## Rewrite the source files in ruff's style
 	@$(BIN)/ruff check --fix-only $(SOURCES)
 	@$(BIN)/ruff format $(SOURCES)
 
-lock: ## Write requirements.lock anew from pyproject.toml
+lock: ## Write all locks anew from pyproject.toml
 	@.ci/lock
+
+outdated: setup ## Name newer releases of what ringtrain depends on, and whether the tests were seen with them
+	@.ci/outdated
 
 clean: ## Remove .venv, .tools and caches; runs/ stays
 	@rm -rf .venv .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -53,6 +53,9 @@ class BenchOptions:
     contenders: str = ""
     """contenders of step and settings, such as ringtrain,ringtrain_again,bound; by default all"""
 
+    other_python: Path | None = None
+    """for step: the interpreter of another environment, in which ringtrain trains as well (ringtrain_other)"""
+
     steps: int | None = None
     """steps of a run, instead of each model's own; a multiple of log_every"""
 
@@ -78,7 +81,7 @@ class BenchOptions:
     """result file (default: results/bench-MODE.json); the plot lies beside it"""
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("size", 2), ("timeout", 1)):
+        for name, least in (("rounds", 1), ("size", 1), ("timeout", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.", reach="run")
         _known("models", self.model_names, MODELS)
@@ -86,7 +89,7 @@ class BenchOptions:
             if model.num_samples % (model.local_batch_size * self.size):
                 raise UsageError(
                     f"size is {self.size}; the {model.num_samples} samples of {name} must be whole batches of "
-                    f"{model.local_batch_size} for each rank. Choose 2, 3, 4, 5, 6, 8, 10 or 12.",
+                    f"{model.local_batch_size} for each rank. Choose 1, 2, 3, 4, 5, 6, 8, 10 or 12.",
                     reach="run",
                 )
         if (self.steps is None) != (self.log_every is None):
@@ -148,6 +151,12 @@ def find_obstacle(mode: str, options: BenchOptions) -> str:
         return (
             f"models is {options.models!r}; bench loop measures {' and '.join(LOOP_GOALS)} alone. Choose one of them."
         )
+    if options.size == 1 and mode != "step":
+        return f"size is 1; bench step alone says something about one rank, bench {mode} needs at least 2."
+    if options.other_python is not None and mode != "step":
+        return f"other_python is {str(options.other_python)!r}; bench step alone measures another environment."
+    if "ringtrain_other" in options.contender_names and options.other_python is None:
+        return "contenders names 'ringtrain_other', which needs --other_python PYTHON of another environment."
     has = CONTENDERS.get(mode)
     for name in options.contender_names:
         if has is None:
@@ -197,7 +206,9 @@ def plan(mode: str, options: BenchOptions, settings: Settings, runner: Runner, d
     """The experiments of a mode."""
     size, length = options.size, options.length
     if mode == "step":
-        yield from plan_steps(options.model_names, options.contender_names, size, settings, length)
+        yield from plan_steps(
+            options.model_names, options.contender_names, size, settings, length, options.other_python
+        )
     elif mode == "loop":
         yield from plan_loops(options.model_names, size, settings, length)
     elif mode == "allreduce":

@@ -10,6 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from ringtrain.errors import UsageError
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("tensorflow", "keras", "horovod", "mpi4py", "numpy")
 
@@ -27,6 +29,26 @@ def describe_machine() -> dict[str, Any]:
         "mpi": _first_line(["mpirun", "--version"]),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def describe_environment(python: Path) -> str:
+    """The versions of another environment, such as ``tensorflow 2.18.1, keras 3.10.0``.
+
+    Raises:
+        UsageError: it does not run, or lacks a package.
+    """
+    program = "import importlib.metadata as m, sys; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
+    try:
+        command = [str(python), "-c", program, *PACKAGES]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        why = getattr(error, "stderr", "").strip() or str(error)
+        raise UsageError(
+            f"other_python {str(python)!r} is no interpreter with all of {', '.join(PACKAGES)}: "
+            f"{why.splitlines()[-1]}. Give .venv/bin/python of a checkout after make setup.",
+            reach="run",
+        ) from None
+    return finished.stdout.strip()
 
 
 def describe_commit() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ringtrain.bench.contenders import DIRECTORY, PORT, Command, Comparison, Contender, Experiment, Finished, Outcome
+from ringtrain.bench.origin import describe_environment
 from ringtrain.bench.outcomes import RUN, read_own_data, read_peer, read_training, read_unconnected
 from ringtrain.bench.peers.peer_models import MODELS
 from ringtrain.bench.settings import Settings
@@ -74,24 +75,35 @@ DESCRIPTIONS = {
     "minimal_autotune": "minimal, with HOROVOD_AUTOTUNE",
     "tf_distribute": "tf.distribute MultiWorkerMirroredStrategy, pinned as ringtrain is",
     "one_process": "plain TensorFlow in one process on all cores",
+    "ringtrain_other": "ringtrain in another environment (--other_python)",
 }
 STEP_CONTENDERS = tuple(name for name in DESCRIPTIONS if not name.startswith("ringtrain_saving"))
 
 
 def plan_steps(
-    models: Sequence[str], names: Sequence[str], size: int, settings: Settings, length: Length | None
+    models: Sequence[str],
+    names: Sequence[str],
+    size: int,
+    settings: Settings,
+    length: Length | None,
+    other_python: Path | None = None,
 ) -> list[Experiment]:
     """An experiment for each model.
 
     Args:
         names: which of ``STEP_CONTENDERS``; empty: all.
         length: instead of each model's own.
+        other_python: an interpreter whose environment trains as well; None: there is none.
     """
     experiments = []
     for model in models:
         chosen = length or LENGTHS[model]
         contenders = plan_contenders(model, size, settings, chosen)
-        wanted = [contenders[name] for name in STEP_CONTENDERS if name in (names or STEP_CONTENDERS)]
+        if other_python is not None:
+            contenders["ringtrain_other"] = plan_other(contenders["ringtrain"], other_python)
+        wanted = [
+            contenders[name] for name in STEP_CONTENDERS if name in (names or STEP_CONTENDERS) and name in contenders
+        ]
         kept = {contender.name for contender in wanted}
         others = [Comparison(name="ringtrain_again", other="ringtrain"), *GOALS[model]]
         compared = {(each.name, each.other) for each in others}
@@ -150,7 +162,21 @@ def plan_contenders(model: str, size: int, settings: Settings, length: Length) -
             prepare=functools.partial(write_order, model, size, length.steps),
         )
         for name, description in DESCRIPTIONS.items()
+        if name in commands
     }
+
+
+def plan_other(contender: Contender, python: Path) -> Contender:
+    """The same with the launcher and the packages of another environment, and this checkout's ringtrain."""
+    programs = {"horovodrun": str(python.with_name("horovodrun")), sys.executable: str(python)}
+    [command] = contender.commands
+    argv = tuple(programs.get(word, word) for word in command.argv)
+    return dataclasses.replace(
+        contender,
+        name="ringtrain_other",
+        description=f"ringtrain with {describe_environment(python)}",
+        commands=(dataclasses.replace(command, argv=argv),),
+    )
 
 
 def plan_commands(model: str, size: int, settings: Settings, length: Length) -> dict[str, tuple[Command, ...]]:

@@ -143,7 +143,7 @@ def test_make_help_names_every_target() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):(?!=)", makefile, flags=re.MULTILINE))
     output = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"^make (\S+) +\S", output, flags=re.MULTILINE)) == targets
-    assert {"help", "setup", "train", "test", "test-all", "lint", "lock", "clean"} <= targets
+    assert {"help", "setup", "train", "test", "test-all", "lint", "lock", "outdated", "clean"} <= targets
 
 
 def test_console_script_exists() -> None:
@@ -284,6 +284,34 @@ def test_only_the_targets_that_run_tests_install_what_tests_need() -> None:
     needs = dict(re.findall(r"^([a-z][a-z-]*):(?!=) *([a-z-]*) *##", makefile, flags=re.MULTILINE))
     assert {target for target, need in needs.items() if need == "setup-tests"} == {"test", "test-all", "test-faults"}
     assert needs["setup-tests"] == "setup"
+
+
+def outdated(*packages: tuple[str, str, str]) -> list[str]:
+    """What `make outdated` says of packages: name, installed version, newest version."""
+    names = ("name", "version", "latest_version")
+    listed = json.dumps([dict(zip(names, package, strict=True)) for package in packages])
+    command = [sys.executable, ".ci/outdated.py"]
+    done = subprocess.run(command, cwd=ROOT, input=listed, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_newer_releases_are_named_with_what_is_to_be_done() -> None:
+    _, *lines = outdated(
+        ("tensorflow", "2.20.0", "2.21.0"), ("tensorflow", "2.21.0", "2.99.0"), ("numpy", "2.4.0", "99.0"),
+        ("PyYAML", "6.0", "6.99"), ("h5py", "3.14.0", "3.16.0"),
+    )  # fmt: skip
+    assert [" ".join(line.split()) for line in lines] == [
+        "tensorflow 2.20.0 2.21.0 seen: requirements.lock",
+        "tensorflow 2.21.0 2.99.0 not seen; outside of <2.22,>=2.18: widen it, remove the locks, run make lock and the tests",
+        "numpy 2.4.0 99.0 not seen; allowed: remove the locks, run make lock and the tests",
+        "PyYAML 6.0 6.99 not seen; allowed: remove the locks, run make lock and the tests",
+    ]
+
+
+def test_nothing_newer_is_said_in_one_line() -> None:
+    assert outdated(("h5py", "3.14.0", "3.16.0")) == [
+        "The newest release of every direct dependency is installed: those that the tests run with."
+    ]
 
 
 def without_daemons(policy: Path, command: str) -> subprocess.CompletedProcess[bytes]:

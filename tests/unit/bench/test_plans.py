@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import json
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -14,7 +16,7 @@ import pytest
 
 import ringtrain
 from ringtrain.bench.children import clean_environment, fill_in
-from ringtrain.bench.command import MODES, BenchOptions, bench, shorten
+from ringtrain.bench.command import MODES, BenchOptions, bench, find_obstacle, shorten
 from ringtrain.bench.contenders import DIRECTORY, Command, Experiment
 from ringtrain.bench.peers.peer_models import MODELS
 from ringtrain.bench.rounds import plan_orders
@@ -123,7 +125,7 @@ def test_workers_agree_on_the_cluster_and_each_has_its_own_place() -> None:
 def test_each_goal_compares_contenders_that_are_measured(model: str) -> None:
     experiment = plan(model)
     names = {each.name for each in experiment.contenders}
-    assert names == set(STEP_CONTENDERS)
+    assert names == set(STEP_CONTENDERS) - {"ringtrain_other"}, "there is no other environment"
     assert [each for each in experiment.comparisons if each.goal] == list(GOALS[model])
     assert all({each.name, each.other} <= names for each in experiment.comparisons)
 
@@ -250,7 +252,7 @@ def test_each_round_has_every_contender_once_in_an_order_of_the_seed() -> None:
     contenders = plan().contenders
     orders = plan_orders(contenders, 20, seed=3)
     names = [[each.name for each in order] for order in orders]
-    assert all(sorted(each) == sorted(STEP_CONTENDERS) for each in names)
+    assert all(sorted(each) == sorted(contender.name for contender in contenders) for each in names)
     assert len({tuple(each) for each in names}) > 10
     assert orders == plan_orders(contenders, 20, seed=3)
     assert orders != plan_orders(contenders, 20, seed=4)
@@ -265,6 +267,36 @@ def test_result_files_name_no_place_of_this_machine(tmp_path: Path) -> None:
     assert shorten(str(PEERS / "one_process.py")) == "ringtrain/bench/peers/one_process.py"
     assert shorten(str(tmp_path / "data")) == "data"
     assert shorten("--steps") == "--steps"
+
+
+def test_another_environment_starts_the_same_command_with_its_own_programs() -> None:
+    names = ("ringtrain", "ringtrain_again", "ringtrain_other")
+    [experiment] = plan_steps(["TINY"], names, 2, SETTINGS, None, Path(sys.executable))
+    assert [contender.name for contender in experiment.contenders] == list(names)
+    assert {("ringtrain", "ringtrain_other")} <= {(each.name, each.other) for each in experiment.comparisons}
+    [here], [there] = (commands(experiment, name) for name in ("ringtrain", "ringtrain_other"))
+    assert here.argv[0] == "horovodrun"
+    assert there.argv == (str(Path(sys.executable).with_name("horovodrun")), *here.argv[1:])
+    version = importlib.metadata.version("tensorflow")
+    assert experiment.contenders[2].description.startswith(f"ringtrain with tensorflow {version}, keras ")
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "/bin/false"])
+def test_what_is_no_other_environment_is_refused(python: str) -> None:
+    with pytest.raises(UsageError, match=rf"other_python '{python}' is no interpreter with all of tensorflow, keras"):
+        plan_steps(["TINY"], (), 2, SETTINGS, None, Path(python))
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "words"),
+    [
+        ("loop", {"other_python": Path("p")}, "bench step alone measures another environment"),
+        ("step", {"contenders": "ringtrain_other"}, "needs --other_python PYTHON"),
+        ("allreduce", {"size": 1}, "bench allreduce needs at least 2"),
+    ],
+)
+def test_options_that_do_not_fit_a_mode_are_its_obstacle(mode: str, options: dict[str, object], words: str) -> None:
+    assert words in find_obstacle(mode, BenchOptions(**options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

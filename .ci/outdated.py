@@ -25,10 +25,10 @@ def describe(package: dict[str, str], requirement: Requirement, locks: dict[str,
     if seen:
         verdict = f"seen: {', '.join(seen)}"
     elif newest in requirement.specifier:
-        verdict = "not seen; allowed: remove the locks, run make lock and the tests"
+        verdict = "not seen; allowed: remove the locks, run make lock and make test-all"
     else:
         verdict = (
-            f"not seen; outside of {requirement.specifier}: widen it, remove the locks, run make lock and the tests"
+            f"not seen; outside of {requirement.specifier}: widen it, then the same"
         )
     return f"{package['name']:<18} {package['version']:<12} {newest:<12} {verdict}"
 

@@ -6,6 +6,7 @@ shows each setting with where it came from.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import os
@@ -359,6 +360,27 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
     tf.config.set_visible_devices(gpus[index], "GPU")
     tf.config.experimental.set_memory_growth(gpus[index], True)
     return f"GPU {index}"
+
+
+def own_gpu() -> str | None:
+    """What CUDA's driver calls the GPU that this process computes on; None on cores. TensorFlow has started.
+
+    Of a GPU that is divided (MIG) it is the part. Source: CUDA Driver API, cuDeviceGetUuid_v2.
+    """
+    import tensorflow as tf
+
+    visible = tf.config.get_visible_devices("GPU")
+    if not visible:
+        return None
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    index = int(visible[0].name.rpartition(":")[2])  # "/physical_device:GPU:1"
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), index)
+        or driver.cuDeviceGetUuid_v2(ctypes.byref(uuid), device)
+    )
+    return None if failed else bytes(uuid).hex()
 
 
 def choose_gpu(world: World, visible_gpus: int) -> int:

@@ -31,7 +31,8 @@ class Parts(NamedTuple):
     Attributes:
         registered: the names of those registered with Keras, such as ``ringtrain>MirrorAverage``.
         unregistered: names of those that are not.
-        has_code: it holds a Python function itself (a Lambda layer), which Keras refuses to load in safe mode.
+        has_code: it holds what runs (a Lambda layer's function, a TFSMLayer's SavedModel), which Keras refuses to load
+            in safe mode.
     """
 
     registered: list[str]
@@ -58,8 +59,8 @@ def export(workload: Workload, config: Config, checkpoint_path: Path, output: Pa
         parts = find_parts(keras.saving.serialize_keras_object(model)) if form == "keras" else Parts([], [], False)
     if parts.has_code:
         raise UsageError(
-            f"the model of {config.workload!r} has a Lambda layer, whose Python code Keras will not load from a file. "
-            "Make it a layer of a class of its own, or give --format saved_model."
+            f"the model of {config.workload!r} has a Lambda layer or a TFSMLayer, whose code Keras will not load from "
+            "a file. Make it a layer of a class of its own, or give --format saved_model."
         )
     write_model(model, output, form)
     return [
@@ -181,7 +182,7 @@ def find_parts(serialized: Mapping[str, Any]) -> Parts:
     # A function has its name where an object has its settings.
     names = {item["config"] if item["class_name"] == "function" else item["registered_name"] for item in own}
     registered = {name for name in names if ">" in name}
-    has_code = any(item["class_name"] == "__lambda__" for item in named)
+    has_code = any(item["class_name"] in ("__lambda__", "TFSMLayer") for item in named)
     return Parts(sorted(registered), sorted(names - registered), has_code)
 
 

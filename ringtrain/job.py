@@ -28,6 +28,7 @@ from ringtrain.schedule import LearningRate
 from ringtrain.step import TrainStep, set_precision
 from ringtrain.step_times import StepTimes
 from ringtrain.training_data import open_sources
+from ringtrain.variables import require_gradients_that_add
 from ringtrain.workloads.base import Workload
 
 DEFAULT_EPOCHS = 10
@@ -255,6 +256,7 @@ def create_step(
     order: SampleOrder,
 ) -> TrainStep:
     """The compiled training step of the settings."""
+    require_gradients_that_add(model.trainable_variables)
     world = collective.world
     is_known = not isinstance(order, FedOrder) and config.on_bad_sample == "stop"
     first = len(order.local_batch(0, rank=world.rank, size=world.size).indices)

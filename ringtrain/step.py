@@ -284,14 +284,14 @@ class TrainStep:
             [gradients_finite, *(tf.reduce_all(tf.math.is_finite(value)) for value in [sums, *state])]
         )
         scale = self.loss_scale.value
-        if not self._follows_schedule:
-            learning_rate = self.optimizer.learning_rate
+        if not self._follows_schedule:  # the first of a MultiOptimizer's, which has none itself
+            learning_rate = getattr(self.optimizer, "optimizers", [self.optimizer])[0].learning_rate
 
         def update() -> tf.Tensor:
             if self._follows_schedule:
                 self.optimizer.learning_rate = learning_rate
             self.optimizer.apply(self.loss_scale.unscale(gradients, scale), self.model.trainable_variables)
-            self.averages.update(tf.convert_to_tensor(self.optimizer.iterations.value))
+            self.averages.update(tf.convert_to_tensor(self.optimizer.iterations))
             for variable, value in zip(self._state, state, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
             return tf.constant(True)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import shlex
 import sys
 import sysconfig
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 # ranks start seconds apart.
 FIRST_RANK_SECONDS = 15.0
 GRAPH_ERROR = "Graph execution error:"
+KERAS_ERROR = "Exception encountered when calling"  # a layer; what went wrong comes next, in bold letters
+BOLD = re.compile(r"\x1b\[\d+m")
 
 
 class Prepared(NamedTuple):
@@ -100,13 +103,14 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
     At the end leave them in good order; at once where this rank failed alone, as they would wait for it.
     """
     from ringtrain.collectives import connect
-    from ringtrain.guard.preflight import require_same_start
+    from ringtrain.guard.preflight import require_right_sums, require_same_start
 
     config = prepared.config
     with watched(config, world) as watchdog:
         collective = connect(config.backend, world)
         try:
             require_same_start(collective, config, prepared.workload, command=command, environ=os.environ)
+            require_right_sums(collective)
             if config.backend == "auto":
                 collective.share_memory()
             watchdog.meet(collective)
@@ -266,6 +270,8 @@ def describe_defect(error: BaseException) -> str:
     """An error of the program in one line; TensorFlow's have many, and those out of a graph say it last."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.startswith("[[")] or [""]
+    if said[0].startswith(KERAS_ERROR):
+        return f"{type(error).__name__}: {' '.join(BOLD.sub('', line) for line in said[:2])}"
     return f"{type(error).__name__}: {said[-1] if said[0] == GRAPH_ERROR else said[0]}"
 
 

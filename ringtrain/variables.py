@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ringtrain.checkpoint import number_twins, without_optimizer_names
 from ringtrain.collectives import Collective
+from ringtrain.errors import UsageError
 
 BROADCAST_BYTES = 64 * 2**20
 
@@ -17,6 +18,22 @@ BROADCAST_BYTES = 64 * 2**20
 def is_seed_state(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a seed generator (dropout's): broadcasting it would make all masks alike."""
     return variable.name == "seed_generator_state"
+
+
+def require_gradients_that_add(variables: Sequence[keras.Variable]) -> None:
+    """Refuse variables whose "gradient" is their new value (Keras' float8): added over ranks it is another.
+
+    Raises:
+        UsageError: there are such.
+    """
+    names = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise UsageError(
+            f"the variable {names[0]}{more} of Keras' float8 training takes what backpropagation gives for it as its "
+            "new value, which cannot be summed over ranks. Train without float8, such as in mixed_bfloat16.",
+            reach="run",
+        )
 
 
 def named_weights(model: keras.Model) -> list[tuple[str, keras.Variable]]:

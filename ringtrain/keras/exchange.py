@@ -18,6 +18,7 @@ import tensorflow as tf
 from ringtrain.collectives.reduce import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, require_init, unique_name
+from ringtrain.variables import require_gradients_that_add
 
 Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable
 
@@ -135,6 +136,7 @@ class Exchange:
             for index in set(range(len(variables))) - set(shared):
                 reduced[index] = scaled(gradients[index], 1 / size)
         if shared and size > 1 and settings.process_set.included():
+            require_gradients_that_add([variables[index] for index in shared])
             before, after = self._factors(size)
             sums = self._reduction([gradients[i] for i in shared], [variables[i] for i in shared]).sum(
                 [scaled(gradients[index], before) for index in shared]

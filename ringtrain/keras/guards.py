@@ -13,7 +13,7 @@ from ringtrain.collectives import gather_objects
 from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.collective import ProcessSetCollective
-from ringtrain.keras.optimizer import Distributed, find_distributed
+from ringtrain.keras.optimizer import Distributed, find_distributed, is_applying
 
 
 def check_distributed(optimizer: Any) -> None:
@@ -22,7 +22,9 @@ def check_distributed(optimizer: Any) -> None:
     Raises:
         UsageError: there are other ranks, and this process has reduced no gradients at all.
     """
-    if isinstance(optimizer, Distributed) or GradientReduction.calls or not hvd.is_initialized() or hvd.size() == 1:
+    if isinstance(optimizer, Distributed) or is_applying.get() or GradientReduction.calls:
+        return
+    if not hvd.is_initialized() or hvd.size() == 1:
         return
     raise UsageError(
         f"the optimizer {optimizer.name!r} ({type(optimizer).__name__}) is not distributed: each of the {hvd.size()} "

@@ -1,8 +1,9 @@
-"""Where ringtrain reaches into Keras: four methods, replaced once a script uses ``ringtrain.keras``.
+"""Where ringtrain reaches into Keras: some methods, replaced once a script uses ``ringtrain.keras``.
 
 Each calls the one that it replaces; with one rank they do nothing else.
 
 - ``Optimizer.apply``: an optimizer that nothing distributes is noticed.
+- ``MultiOptimizer.apply``: neither may it, nor may it hold parts that are distributed by themselves.
 - ``LossScaleOptimizer.apply``: ``compile`` puts it *around* a distributed optimizer; gradients are reduced before it
   tests them for overflow. Ranks that tested their own would part ways there, and wait for each other for ever.
 - ``Model.make_train_function``: Horovod has no grouped all-reduce for XLA, so the training step does without XLA.
@@ -19,15 +20,17 @@ import horovod.tensorflow as hvd
 import keras
 
 from ringtrain.keras.guards import TrainingGuard, check_distributed
-from ringtrain.keras.optimizer import Distributed, apply_reduced
+from ringtrain.keras.optimizer import Distributed, apply_reduced, check_parts
 
 log = logging.getLogger("ringtrain")
 
 
 @functools.cache
 def install() -> None:
-    """Replace the four methods, the first time that this is called."""
+    """Replace the methods, the first time that this is called."""
     _replace(keras.optimizers.Optimizer, "apply", _apply)
+    if hasattr(keras.optimizers, "MultiOptimizer"):  # from Keras 3.15 on
+        _replace(keras.optimizers.MultiOptimizer, "apply", _apply_parts)
     _replace(keras.optimizers.LossScaleOptimizer, "apply", _apply_scaled)
     _replace(keras.Model, "make_train_function", _make_train_function)
     _replace(keras.callbacks.CallbackList, "__init__", _create_callback_list)
@@ -45,6 +48,14 @@ def _replace(owner: type, name: str, replacement: Any) -> None:
 
 def _apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
     check_distributed(optimizer)
+    return plain(grads, trainable_variables)
+
+
+def _apply_parts(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    check_distributed(optimizer)
+    if trainable_variables is not None:
+        optimizer.build(list(trainable_variables))  # which is when a function that chooses optimizers is asked
+    check_parts(optimizer)
     return plain(grads, trainable_variables)
 
 

@@ -64,6 +64,8 @@ def global_moments(
 
     @tf.custom_gradient
     def moments(x: tf.Tensor) -> Any:
+        if weights.shape.rank:
+            x = tf.where(weights > 0, x, tf.zeros([], x.dtype))  # what does not count may be anything, also NaN
         local_sum = tf.reduce_sum(weights * x, axes)
         if weights.shape.rank:
             local_count = tf.reduce_sum(weights, axes)

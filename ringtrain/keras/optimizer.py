@@ -8,6 +8,7 @@ clipping, moving averages and accumulation, which act on the reduced gradients.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -18,6 +19,10 @@ import tensorflow as tf
 
 from ringtrain.errors import UsageError
 from ringtrain.keras.exchange import Accumulation, Exchange, Settings, find_local_variables
+
+# Whether this is within the ``apply`` of a distributed optimizer, whose parts, where it has such (MultiOptimizer,
+# LossScaleOptimizer), apply what it has reduced.
+is_applying = contextvars.ContextVar("is_applying", default=False)
 
 
 class Distributed:
@@ -68,10 +73,14 @@ class Distributed:
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduce the gradients of all ranks and apply them."""
         apply_here: Callable[..., None] = super().apply  # type: ignore[misc]
-        if self.__dict__.get("_takes_reduced"):
-            apply_here(grads, trainable_variables)
-        else:
-            apply_reduced(self, self, apply_here, grads, trainable_variables)
+        before = is_applying.set(True)
+        try:
+            if self.__dict__.get("_takes_reduced"):
+                apply_here(grads, trainable_variables)
+            else:
+                apply_reduced(self, self, apply_here, grads, trainable_variables)
+        finally:
+            is_applying.reset(before)
 
     @contextlib.contextmanager
     def taking_reduced(self) -> Iterator[None]:
@@ -258,6 +267,22 @@ def find_distributed(optimizer: Any) -> Distributed | None:
     return next((candidate for candidate in candidates if isinstance(candidate, Distributed)), None)
 
 
+def check_parts(optimizer: Any) -> None:
+    """See that no part of a ``MultiOptimizer`` reduces by itself: the others would train each rank's model apart.
+
+    Raises:
+        UsageError: one does.
+    """
+    names = [part.name for part in getattr(optimizer, "optimizers", ()) if find_distributed(part) is not None]
+    if names:
+        raise UsageError(
+            f"the optimizer {optimizer.name!r} holds optimizers that are distributed by themselves "
+            f"({', '.join(names)}). Distribute it as a whole, and none of its parts: "
+            "hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(...)).",
+            reach="run",
+        )
+
+
 def _check_optimizer(optimizer: Any, backward_passes_per_step: int) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         remedy = f"keras.optimizers.get({optimizer!r})" if isinstance(optimizer, str) else "keras.optimizers.Adam(1e-3)"
@@ -272,6 +297,7 @@ def _check_optimizer(optimizer: Any, backward_passes_per_step: int) -> None:
             "would be reduced twice.",
             reach="run",
         )
+    check_parts(getattr(optimizer, "inner_optimizer", optimizer))
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise UsageError(
             f"backward_passes_per_step={backward_passes_per_step!r} must be a whole number, at least 1.", reach="run"

@@ -112,6 +112,7 @@ class Workload(abc.ABC):
 
         Args:
             learning_rate: where the schedule of the settings starts. An optimizer made with a plain number follows that
-                schedule; one made with a Keras ``LearningRateSchedule`` keeps its own.
+                schedule; one made with a Keras ``LearningRateSchedule`` keeps its own, and so does each part of a
+                ``MultiOptimizer``, of which the log shows the first part's.
         """
         return None

@@ -69,6 +69,19 @@ def test_values_and_gradients_are_those_of_the_whole_batch(collective: Collectiv
 
 
 @on_ranks(2)
+def test_what_a_mask_leaves_out_may_be_anything(collective: Collective) -> None:
+    set_precision("float64")
+    layer, mask = hvd.SyncBatchNormalization(), np.array([[True, False], [True, True]])
+    clean = np.random.default_rng(collective.world.rank).normal(size=(2, 2, 3))
+    dirty = np.where(mask[..., np.newaxis], clean, np.nan)
+    layer(tf.zeros([1, 1, 3]))
+    right, found = (layer(tf.constant(x), training=True, mask=tf.constant(mask)).numpy() for x in (clean, dirty))
+    np.testing.assert_array_equal(found[mask], right[mask])
+    assert np.isfinite(layer.moving_mean.numpy()).all()
+    assert np.isfinite(layer.moving_variance.numpy()).all()
+
+
+@on_ranks(2)
 def test_no_samples_anywhere_leave_the_statistics_alone(collective: Collective) -> None:
     layer = hvd.SyncBatchNormalization()
     layer.build((None, 3))

@@ -45,6 +45,13 @@ def test_what_went_wrong_in_a_graph_is_told_by_its_own_line() -> None:
     assert describe_defect(RuntimeError()) == "RuntimeError: "
 
 
+def test_what_went_wrong_in_a_layer_of_keras_is_told_with_the_layer() -> None:
+    text = "Exception encountered when calling Dense.call().\n\n\x1b[1mno such weight\x1b[0m\n\nArguments received: x"
+    assert describe_defect(ValueError(text)) == (
+        "ValueError: Exception encountered when calling Dense.call(). no such weight"
+    )
+
+
 def test_a_traceback_of_no_users_code_is_whole() -> None:
     error = error_of("def fail():\n    return [][1]\n", "/usr/lib/python3/site-packages/package/code.py")
     assert "ringtrain/collectives/__init__.py" in format_defect(error)

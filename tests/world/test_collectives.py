@@ -111,7 +111,7 @@ def test_what_is_summed_alone_may_be_on_its_way_beside_sums_of_horovod(collectiv
         return [collective.sum_alone([tf.reshape(step + rank, [1])], name="beside/alone").tensors[0], *parts]
 
     for step in range(50):
-        alone, *parts = add(tf.constant(float(step)))
+        [alone], *parts = add(tf.constant(float(step)))
         assert float(alone) == step * size + sum(range(size))
         assert [float(part) for part in parts] == [float(alone) + number * size for number in range(4)]
 

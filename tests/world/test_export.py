@@ -147,6 +147,13 @@ def test_code_in_a_model_is_found() -> None:
     assert find_parts(keras.saving.serialize_keras_object(model)).has_code
 
 
+def test_a_saved_model_within_a_model_is_code(tmp_path: Path) -> None:
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).export(tmp_path / "saved", verbose=False)
+    layer = keras.layers.TFSMLayer(str(tmp_path / "saved"), call_endpoint="serve")
+    model = keras.Sequential([keras.Input((2,)), layer])
+    assert find_parts(keras.saving.serialize_keras_object(model)).has_code
+
+
 class Mute(keras.layers.Layer):
     """Takes what Keras cannot write down, and does not say how it is made."""
 

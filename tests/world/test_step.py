@@ -12,14 +12,17 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.collectives.solo import Solo
 from ringtrain.data.sources import from_arrays
+from ringtrain.errors import UsageError
 from ringtrain.evaluation import EvalStep, evaluate
 from ringtrain.loss_scale import INITIAL_LOSS_SCALE
 from ringtrain.step import TrainStep
 from ringtrain.step_report import StepReport, is_updated, wants_stop
-from ringtrain.variables import is_seed_state, share_first_values
+from ringtrain.variables import is_seed_state, require_gradients_that_add, share_first_values
 from ringtrain.world import World
 from tests.world.group import GLOO, on_ranks
 from tests.world.training import (
+    BIAS_DECAY,
+    KERNEL_DECAY,
     MODELS,
     NUM_FEATURES,
     OPTIMIZERS,
@@ -54,6 +57,8 @@ STEPS = 11  # two epochs of five steps, and one of the next
         ("embedding", "momentum", 1, 46),
         ("embedding", "adam", 3, 45),
         ("twin embeddings", "momentum", 1, 45),
+        ("regularised", "adding up", 1, 46),
+        *(("regularised", name, 1, 46) for name in ("muon", "multi") if name in OPTIMIZERS),
     ],
 )
 @on_ranks(1, 2, 3)
@@ -102,6 +107,24 @@ def test_the_embedding_s_gradient_travels_sparse(collective: Collective) -> None
     assert sum(dtype is not None for dtype in step._sparse_index_dtypes) == 1
 
 
+@on_ranks(2)
+def test_the_parts_of_a_multi_optimizer_keep_their_learning_rates(collective: Collective) -> None:
+    if "multi" not in OPTIMIZERS:
+        return  # an older Keras
+    batches = batches_of(dense_samples(46), collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=3)
+    step = create_step(collective, regularised_model, OPTIMIZERS["multi"], batches.element_spec)
+    assert [report.learning_rate for report in train(step, batches)] == 3 * [0.01]
+    assert [float(part.learning_rate) for part in step.optimizer.optimizers] == pytest.approx([0.01, 0.1])
+
+
+@on_ranks(1, 2)
+def test_float8_is_refused_before_it_sums_what_is_no_gradient(collective: Collective) -> None:
+    model = regularised_model()
+    model.quantize("float8")
+    with pytest.raises(UsageError, match=r"the variable .*/inputs_scale and \d+ more of Keras' float8 training"):
+        require_gradients_that_add(model.trainable_variables)
+
+
 @on_ranks(1, 2, 3)
 def test_the_logged_loss_is_the_mean_over_all_samples_of_all_ranks(collective: Collective) -> None:
     source = dense_samples(46)
@@ -115,7 +138,7 @@ def test_the_logged_loss_is_the_mean_over_all_samples_of_all_ranks(collective: C
         data_loss = np.mean(np.log(np.sum(np.exp(logits), axis=1)) - logits[np.arange(len(y)), y])
         report = step.read(step(batch, 0.1))
         assert_close(report.data_loss, data_loss, "data_loss")
-        loss = data_loss + 0.03 * np.sum(kernel**2) + 0.02 * np.sum(bias_2**2)
+        loss = data_loss + KERNEL_DECAY * np.sum(kernel**2) + BIAS_DECAY * np.sum(bias_2**2)
         assert_close(report.loss, loss, "loss")
         assert report.metrics["accuracy"] == pytest.approx(np.mean(np.argmax(logits, axis=1) == y), abs=1e-12)
 
@@ -207,7 +230,7 @@ def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
         assert result is not None
         assert result.samples == 13
         assert_close(result.data_loss, data_loss, "data_loss")
-        assert_close(result.loss, data_loss + 0.03 * np.sum(kernel**2) + 0.02 * np.sum(bias_2**2), "loss")
+        assert_close(result.loss, data_loss + KERNEL_DECAY * np.sum(kernel**2) + BIAS_DECAY * np.sum(bias_2**2), "loss")
         assert_close(result.metrics["accuracy"], np.mean(np.argmax(logits, axis=1) == y), "accuracy")
 
 

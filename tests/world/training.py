@@ -24,6 +24,7 @@ from ringtrain.workloads.base import Sources, Workload
 NUM_FEATURES = 5
 NUM_CLASSES = 3
 NUM_WORDS = 40
+KERNEL_DECAY, BIAS_DECAY = 2**-5, 2**-6  # Keras from 3.14 on rounds such a factor to a float32, also in float64
 
 Create = Callable[[], Any]
 
@@ -65,8 +66,8 @@ def regularised_model() -> keras.Model:
     return keras.Sequential(
         [
             keras.Input((NUM_FEATURES,)),
-            layers.Dense(6, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.03)),
-            layers.Dense(NUM_CLASSES, bias_regularizer=keras.regularizers.L2(0.02)),
+            layers.Dense(6, activation="tanh", kernel_regularizer=keras.regularizers.L2(KERNEL_DECAY)),
+            layers.Dense(NUM_CLASSES, bias_regularizer=keras.regularizers.L2(BIAS_DECAY)),
         ]
     )
 
@@ -108,7 +109,17 @@ OPTIMIZERS: dict[str, Create] = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "clipped": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
+    "adding up": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
 }
+if hasattr(keras.optimizers, "MultiOptimizer"):  # from Keras 3.15 on
+    OPTIMIZERS["muon"] = lambda: keras.optimizers.Muon(0.01)
+    OPTIMIZERS["multi"] = lambda: multi_optimizer(keras.optimizers)
+
+
+def multi_optimizer(optimizers: Any) -> keras.optimizers.Optimizer:
+    """Adam for the biases, SGD for all else, each with a learning rate of its own."""
+    of_biases = {".*/bias": optimizers.Adam(0.01)}
+    return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(0.1, momentum=0.9), of_biases))
 
 
 def learning_rate_of(step: int) -> float:
@@ -183,7 +194,8 @@ def train_plainly(
         # Dense: Keras squares a sparse gradient row by row, which is wrong where a row comes twice.
         sparse_or_dense = tape.gradient(objective, [variable.value for variable in model.trainable_variables])
         gradients = [tf.convert_to_tensor(gradient) for gradient in sparse_or_dense]
-        optimizer.learning_rate = learning_rate_of(number)
+        if not hasattr(optimizer, "optimizers"):
+            optimizer.learning_rate = learning_rate_of(number)
         optimizer.apply(gradients, model.trainable_variables)
         accuracy = np.mean(np.argmax(outputs, axis=-1) == y)
         yield float(objective), float(accuracy), float(tf.linalg.global_norm(gradients))

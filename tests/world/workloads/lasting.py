@@ -102,7 +102,7 @@ class Lasting(Workload):
             [
                 keras.Input((SIDE, SIDE, 1)),
                 layers.Flatten(),
-                # A power of two: newer releases of Keras round the factor to a float32, in float64 as well.
+                # A power of two: Keras from 3.14 on rounds such a factor to a float32, also in float64.
                 layers.Dense(16, activation="relu", kernel_regularizer=keras.regularizers.L2(2**-10)),
                 layers.Dropout(0.0 if keras.config.floatx() == "float64" else 0.3),
                 layers.Dense(3),

@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 
 # The interpreter that .venv is made with, for example `make PYTHON=python3.12 setup`; empty: .ci/setup chooses.
 PYTHON ?=
-# GPU=1: Horovod with NCCL, for which CUDA's compiler nvcc must be there; GPU=0: for cores; empty: as .venv is.
+# GPU=1: Horovod with NCCL; GPU=0: for cores; empty: as .venv is.
 GPU ?=
 # An older TensorFlow, for example `make TENSORFLOW=2.18 setup`; 2.21: the newest; empty: that of .venv.
 TENSORFLOW ?=
@@ -18,7 +18,7 @@ SOURCES = $(wildcard ringtrain launch tests)
 # found no GPU, before it has read TF_CPP_MIN_LOG_LEVEL (since).
 NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory|^[IW]0000 00:00:
 
-.PHONY: help setup setup-tests train test test-all test-faults lint format lock outdated clean
+.PHONY: help setup setup-tests train test test-all test-gpu test-faults lint format lock outdated clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +39,9 @@ test: setup-tests ## Run the tests, without those marked slow
 
 test-all: setup-tests ## Run all tests
 	@$(BIN)/python -m pytest -m ''
+
+test-gpu: setup ## Run the tests that need NVIDIA's GPUs, after `make setup GPU=1`
+	@$(BIN)/python -m pytest -v -m gpu tests/gpu
 
 test-faults: setup-tests ## Run all injected faults (an hour or two) and write results/faults.json
 	@RINGTRAIN_TEST_EXAMPLES=500 $(BIN)/python -m pytest -m '' tests/faults --faults-table results/faults.json

@@ -1,7 +1,8 @@
 """A pytest plugin: a test that is skipped or expected to fail, and is not listed with a reason, fails the run.
 
 The list is `.ci/allowed-skips.txt`, one `NODE ID # REASON` a line. An entry whose test is neither skipped nor expected
-to fail any more, or is gone, fails the run too: the list holds no more than it must.
+to fail any more, or is gone, fails the run too: the list holds no more than it must. `FOLDER/ # REASON` lets the
+tests of a folder be skipped where the machine lacks something; on another they run.
 """
 
 from pathlib import Path
@@ -28,7 +29,8 @@ class NoSilentSkips:
     """Notes what became of each test, and judges at the end of the session."""
 
     def __init__(self, allowed: set[str]) -> None:
-        self.allowed = allowed
+        self.allowed = {entry for entry in allowed if not entry.endswith("/")}
+        self.allowed_folders = tuple(allowed - self.allowed)
         self.collected: set[str] = set()  # with those deselected afterwards
         self.ran: set[str] = set()
         self.reason_for_skip: dict[str, str] = {}
@@ -62,7 +64,7 @@ class NoSilentSkips:
             *(
                 f"{test} was skipped or expected to fail ({reason}), and {ALLOWED_SKIPS} does not list it"
                 for test, reason in sorted(self.reason_for_skip.items())
-                if test not in self.allowed
+                if test not in self.allowed and not test.startswith(self.allowed_folders)
             ),
             *(f"{test} is listed in {ALLOWED_SKIPS} and ran: remove it there" for test in sorted(stale)),
             *(f"{test} is listed in {ALLOWED_SKIPS} and does not exist: remove it there" for test in sorted(gone)),

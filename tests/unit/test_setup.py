@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -256,12 +257,39 @@ def test_setup_takes_the_lock_that_was_asked_for_and_stays_with_it(
     assert done.stderr == f"set-up: PYTHON={unsuitable} is no Python 3.10 to {last}, for which {lock} is\n"
 
 
-def test_setup_for_gpus_without_cudas_compiler_says_what_is_missing(tmp_path: Path) -> None:
-    done = run_setup(tmp_path, without=set(), gpu="1")
+# Stand-ins for a machine with a GPU: its driver, a compiler that is too old, and a uv that "fetches" one of CUDA 13.
+NVCC = 'case "$*" in *version*) echo "Cuda compilation tools, release {0}, V{0}.1" ;; esac'
+UV = """case "$*" in
+*--version) echo uv 99.0 ;;
+venv*) mkdir -p .venv/bin ;;
+*--target\\ .tools/cuda*)
+    mkdir -p .tools/cuda/nvidia/cu13/bin .tools/cuda/nvidia/cu13/lib
+    cp fetched-nvcc .tools/cuda/nvidia/cu13/bin/nvcc
+    ;;
+esac"""
+
+
+@pytest.mark.parametrize("gpu", ["535.104, 8.0", "580.65, 7.0"])
+def test_setup_for_gpus_refuses_what_the_compiler_that_it_fetches_cannot_serve(tmp_path: Path, gpu: str) -> None:
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    for name in ("pyproject.toml", "requirements-gpu.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    write_command(tmp_path / "fetched-nvcc", NVCC.format("13.0"))
+    (tmp_path / "bin").mkdir()
+    for name, shell in {"nvcc": NVCC.format("11.8"), "nvidia-smi": f"echo {gpu!r}", "uv": UV}.items():
+        write_command(tmp_path / "bin" / name, shell)
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CUDA_HOME": str(tmp_path / "cuda"), "GPU": "1",
+        "PYTHON": sys.executable,
+    }  # fmt: skip
+    done = subprocess.run([tmp_path / ".ci/setup"], capture_output=True, text=True, env=environment)
     assert done.returncode == 1
-    assert done.stderr.startswith("set-up: GPU=1 compiles Horovod with NCCL, which takes CUDA's compiler nvcc, and ")
-    assert "Load the site's module (module load cuda), or install the CUDA toolkit" in done.stderr
-    assert done.stderr.count("\n") == 1
+    *lines, last = done.stderr.splitlines()
+    assert f"set-up: {tmp_path / 'bin/nvcc'} does not suit" in lines
+    assert last.startswith(
+        "set-up: CUDA 13's compiler, the one in Python packages, takes a driver 580 or newer, and GPUs"
+    )
+    assert "Load the site's module of CUDA 12 (module load cuda)" in last
 
 
 def test_setup_refuses_a_gpu_that_is_neither_on_nor_off(tmp_path: Path) -> None:
@@ -365,6 +393,13 @@ def test_unlisted_skip_fails_the_run(pytester: pytest.Pytester, test: str) -> No
 @pytest.mark.parametrize("test", SKIPPING.values(), ids=SKIPPING.keys())
 def test_listed_skip_does_not_fail_the_run(pytester: pytest.Pytester, test: str) -> None:
     assert run_pytest(pytester, test=test, allowed="test_it.py::test_a # it is hot").ret == 0
+
+
+def test_a_folder_s_tests_may_be_skipped_or_run(pytester: pytest.Pytester) -> None:
+    skipped_and_run = f"import pytest\n{SKIPPING['skip']}\ndef test_b(): pass\n"
+    pytester.mkdir("hot").joinpath("test_hot.py").write_text(skipped_and_run)
+    result = run_pytest(pytester, test="def test_a(): pass", allowed="hot/ # it is hot\n")
+    assert (result.ret, result.parseoutcomes()) == (0, {"passed": 3, "skipped": 1})
 
 
 def test_unlisted_skip_of_a_module_fails_the_run(pytester: pytest.Pytester) -> None:

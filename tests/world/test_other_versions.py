@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,38 @@ def test_an_older_tensorflow_compiles_horovod_trains_and_goes_on_with_a_run_of_t
     subprocess.run(
         [*tests[:3], SLICE[4]], cwd=checkout, env=own_environment(**{BEGUN_ELSEWHERE: str(begun)}), check=True
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_build_for_gpus_links_and_sums_on_a_machine_without_cuda(tmp_path: Path) -> None:
+    """With CUDA's compiler from Python packages; its kernels do not run here."""
+    checkout = copy_of_checkout(tmp_path / "ringtrain")
+    hidden = [part for part in os.environ["PATH"].split(os.pathsep) if not Path(part, "nvcc").exists()]
+    env = own_environment(CUDA_HOME=str(tmp_path / "none"))
+    env["PATH"] = os.pathsep.join(hidden)
+    subprocess.run(["make", "setup", "GPU=1", f"PYTHON={sys.base_prefix}/bin/python3"], cwd=checkout, env=env, check=True)
+
+    python = str(checkout / ".venv/bin/python")
+    program = "import horovod.tensorflow as hvd; print(hvd.nccl_built(), hvd.cuda_built(), hvd.mpi_built())"
+    built = subprocess.run([python, "-c", program], cwd=checkout, env=env, capture_output=True, text=True, check=True)
+    nccl, *others = built.stdout.split()
+    assert int(nccl) > 22000
+    assert others == ["True", "True"]
+    [library] = (checkout / ".venv").glob("lib/python3*/site-packages/horovod/tensorflow/mpi_lib*.so")
+    tensorflow = library.parents[2] / "tensorflow"
+    linked = subprocess.run(
+        ["ldd", "-r", library],
+        env=env | {"LD_LIBRARY_PATH": str(tensorflow)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "undefined symbol" not in linked.stdout + linked.stderr
+    assert "not found" not in linked.stdout
+    mpirun = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", python, "-m", "ringtrain"]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    subprocess.run([*mpirun, "--steps", "20", "--out", str(tmp_path / "run")], cwd=checkout, env=env | root, check=True)
 
 
 def copy_of_checkout(folder: Path) -> Path:

@@ -83,7 +83,8 @@ def test_the_build_for_gpus_links_and_sums_on_a_machine_without_cuda(tmp_path: P
     hidden = [part for part in os.environ["PATH"].split(os.pathsep) if not Path(part, "nvcc").exists()]
     env = own_environment(CUDA_HOME=str(tmp_path / "none"))
     env["PATH"] = os.pathsep.join(hidden)
-    subprocess.run(["make", "setup", "GPU=1", f"PYTHON={sys.base_prefix}/bin/python3"], cwd=checkout, env=env, check=True)
+    setup = ["make", "setup", "GPU=1", f"PYTHON={sys.base_prefix}/bin/python3"]
+    subprocess.run(setup, cwd=checkout, env=env, check=True)
 
     python = str(checkout / ".venv/bin/python")
     program = "import horovod.tensorflow as hvd; print(hvd.nccl_built(), hvd.cuda_built(), hvd.mpi_built())"

@@ -27,9 +27,7 @@ def describe(package: dict[str, str], requirement: Requirement, locks: dict[str,
     elif newest in requirement.specifier:
         verdict = "not seen; allowed: remove the locks, run make lock and make test-all"
     else:
-        verdict = (
-            f"not seen; outside of {requirement.specifier}: widen it, then the same"
-        )
+        verdict = f"not seen; outside of {requirement.specifier}: widen it, then the same"
     return f"{package['name']:<18} {package['version']:<12} {newest:<12} {verdict}"
 
 

@@ -155,13 +155,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.current_epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        if hasattr(optimizer, "optimizers"):
-            raise UsageError(
-                f"the optimizer {optimizer.name!r} has a learning rate for each of its parts, and "
-                f"{type(self).__name__} changes one. Give each part a schedule of Keras', and leave the callback out.",
-                reach="run",
-            )
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
@@ -170,6 +163,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                     "steps_per_epoch.",
                     reach="run",
                 )
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        if hasattr(optimizer, "optimizers"):
+            raise UsageError(
+                f"the optimizer {optimizer.name!r} has a learning rate for each of its parts, and "
+                f"{type(self).__name__} changes one. Give each part a schedule of Keras', and leave the callback out.",
+                reach="run",
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.current_epoch = epoch

@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.no_silent_skips import parse_allowed_skips
+from tests.world.processes import listen_to_signals
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -345,7 +346,14 @@ def test_nothing_newer_is_said_in_one_line() -> None:
 def without_daemons(policy: Path, command: str) -> subprocess.CompletedProcess[bytes]:
     """Run a command as `.ci/lib.sh` runs apt-get, where a system keeps its policy for daemons elsewhere."""
     shell = f'source .ci/lib.sh; DAEMON_POLICY="{policy}"; without_daemons {command}'
-    return subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, start_new_session=True, timeout=10)
+    return subprocess.run(
+        ["bash", "-c", shell],
+        cwd=ROOT,
+        capture_output=True,
+        start_new_session=True,
+        timeout=10,
+        preexec_fn=listen_to_signals,
+    )
 
 
 @pytest.mark.parametrize("ending", ["exit 0", "exit 7", "kill -INT 0", "kill -TERM 0"])

@@ -6,8 +6,11 @@ TensorFlow 2.18.1, Keras 3.12.4 and ringtrain's commit eb9462f; ``recorded/step-
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +19,14 @@ import numpy as np
 import pytest
 
 from ringtrain.checkpoint import list_steps, read_checkpoint, step_name
-from tests.world.processes import REPOSITORY
+from tests.world.processes import REPOSITORY, clean_environment, listen_to_signals
 from tests.world.running import events, final_checkpoint, run_to_end
 
 RECORDED = REPOSITORY / "tests/world/recorded"
 WORKLOAD = "tests/world/workloads/lasting.py"  # as the record names it, from the root of the repository
 FLAGS = ("--precision", "float64", "--keep", "100")
 STEPS, BEGUN_STEPS = 48, 10
+COMMAND_SECONDS = 1800
 # A run directory that was begun under yet another version, to go on with in place of the recorded one.
 BEGUN_ELSEWHERE = "RINGTRAIN_TEST_BEGUN_ELSEWHERE"
 
@@ -58,58 +62,50 @@ def assert_ends_as_recorded(run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(4000)
 @pytest.mark.parametrize("tensorflow", ["2.18", "2.19", "2.20"])
 def test_an_older_tensorflow_compiles_horovod_trains_and_goes_on_with_a_run_of_this_one(
     tensorflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     checkout = copy_of_checkout(tmp_path / "ringtrain")
-    subprocess.run(["make", "setup", f"TENSORFLOW={tensorflow}"], cwd=checkout, env=own_environment(), check=True)
-    tests = [str(checkout / ".venv/bin/python"), "-m", "pytest", *SLICE]
-    subprocess.run(tests, cwd=checkout, env=own_environment(), check=True)
+    run_in(checkout, "make", "setup", f"TENSORFLOW={tensorflow}")
+    pytest_there = [str(checkout / ".venv/bin/python"), "-m", "pytest"]
+    run_in(checkout, *pytest_there, *SLICE)
 
     begun = begin_run(tmp_path / "begun")
-    subprocess.run(
-        [*tests[:3], SLICE[4]], cwd=checkout, env=own_environment(**{BEGUN_ELSEWHERE: str(begun)}), check=True
-    )
+    run_in(checkout, *pytest_there, "tests/world/test_other_versions.py", **{BEGUN_ELSEWHERE: str(begun)})
+    shutil.rmtree(checkout)  # gigabytes, which pytest would keep
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(4000)
 def test_the_build_for_gpus_links_and_sums_on_a_machine_without_cuda(tmp_path: Path) -> None:
     """With CUDA's compiler from Python packages; its kernels do not run here."""
     checkout = copy_of_checkout(tmp_path / "ringtrain")
-    hidden = [part for part in os.environ["PATH"].split(os.pathsep) if not Path(part, "nvcc").exists()]
-    env = own_environment(CUDA_HOME=str(tmp_path / "none"))
-    env["PATH"] = os.pathsep.join(hidden)
-    setup = ["make", "setup", "GPU=1", f"PYTHON={sys.base_prefix}/bin/python3"]
-    subprocess.run(setup, cwd=checkout, env=env, check=True)
+    paths = os.environ["PATH"].split(os.pathsep)
+    env = {
+        "CUDA_HOME": str(tmp_path / "none"),
+        "PATH": os.pathsep.join(path for path in paths if not Path(path, "nvcc").exists()),
+    }
+    run_in(checkout, "make", "setup", "GPU=1", f"PYTHON={sys.base_prefix}/bin/python3", **env)
 
     python = str(checkout / ".venv/bin/python")
-    program = "import horovod.tensorflow as hvd; print(hvd.nccl_built(), hvd.cuda_built(), hvd.mpi_built())"
-    built = subprocess.run([python, "-c", program], cwd=checkout, env=env, capture_output=True, text=True, check=True)
-    nccl, *others = built.stdout.split()
-    assert int(nccl) > 22000
-    assert others == ["True", "True"]
+    program = "import horovod.tensorflow as hvd; print('built:', hvd.nccl_built(), hvd.cuda_built(), hvd.mpi_built())"
+    built = re.search(r"^built: (\d+) True True$", run_in(checkout, python, "-c", program, **env), re.MULTILINE)
+    assert built is not None
+    assert int(built[1]) > 22000, "the version of NCCL"
     [library] = (checkout / ".venv").glob("lib/python3*/site-packages/horovod/tensorflow/mpi_lib*.so")
-    tensorflow = library.parents[2] / "tensorflow"
-    linked = subprocess.run(
-        ["ldd", "-r", library],
-        env=env | {"LD_LIBRARY_PATH": str(tensorflow)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "undefined symbol" not in linked.stdout + linked.stderr
-    assert "not found" not in linked.stdout
-    mpirun = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", python, "-m", "ringtrain"]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    subprocess.run([*mpirun, "--steps", "20", "--out", str(tmp_path / "run")], cwd=checkout, env=env | root, check=True)
+    linked = run_in(checkout, "ldd", "-r", str(library), LD_LIBRARY_PATH=str(library.parents[2] / "tensorflow"))
+    assert "undefined symbol" not in linked
+    assert "not found" not in linked
+    mpirun = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none"]
+    run_in(checkout, *mpirun, python, "-m", "ringtrain", "--steps", "20", "--out", str(tmp_path / "run"))
+    shutil.rmtree(checkout)
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """The files that git tracks here, as they are now, with a repository of their own."""
+    """The files that git tracks here, as they are now."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     for name in names.rstrip("\0").split("\0"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -117,10 +113,30 @@ def copy_of_checkout(folder: Path) -> Path:
     return folder
 
 
-def own_environment(**variables: str) -> dict[str, str]:
-    """This process's environment without what its own tests and set-up put there."""
+def run_in(checkout: Path, *command: str, **variables: str) -> str:
+    """What a command prints, which must end well, with nothing of this process's tests and set-up in its environment.
+
+    Where it takes too long, it is told to stop, as by Ctrl-C: a test run then ends what it has started.
+    """
     strange = ("PYTEST_", "RINGTRAIN_TEST_", "VIRTUAL_ENV", "PYTHON")
-    return {name: value for name, value in os.environ.items() if not name.startswith(strange)} | variables
+    env = {name: value for name, value in clean_environment().items() if not name.startswith(strange)} | variables
+    log = checkout.with_name(f"{checkout.name}.log")
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=checkout, env=env, stdout=file, stderr=subprocess.STDOUT, preexec_fn=listen_to_signals
+        )
+        try:
+            code = process.wait(COMMAND_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(60)
+                process.kill()
+    text = log.read_text(errors="replace")
+    print(text[-3000:])
+    assert code == 0, f"{' '.join(command)} ended with {code}:\n{text[-3000:]}"
+    return text
 
 
 def begin_run(run: Path) -> Path:

@@ -12,7 +12,7 @@ GPU ?=
 # An older TensorFlow, for example `make TENSORFLOW=2.18 setup`; 2.21: the newest; empty: that of .venv.
 TENSORFLOW ?=
 BIN := .venv/bin
-SOURCES = $(wildcard ringtrain launch tests)
+SOURCES = $(wildcard ringtrain launch tests .ci)
 
 # What TensorFlow says in horovodrun's own process: that it registers its CUDA plugins twice (before 2.21), and where it
 # found no GPU, before it has read TF_CPP_MIN_LOG_LEVEL (since).

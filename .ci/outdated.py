@@ -27,7 +27,7 @@ def describe(package: dict[str, str], requirement: Requirement, locks: dict[str,
     elif newest in requirement.specifier:
         verdict = "not seen; allowed: remove the locks, run make lock and make test-all"
     else:
-        verdict = f"not seen; outside of {requirement.specifier}: widen it, then the same"
+        verdict = f"not seen; outside of {requirement.specifier}, whose reason is in pyproject.toml"
     return f"{package['name']:<18} {package['version']:<12} {newest:<12} {verdict}"
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     if lines:
         print(f"{'package':<18} {'installed':<12} {'newest':<12}", *lines, sep="\n")
     else:
-        print("The newest release of every direct dependency is installed: those that the tests run with.")
+        print("Of every direct dependency the newest release is installed, and the tests run with it.")
 
 
 main()

@@ -29,6 +29,7 @@ FORMAT = 2  # in the first, slots have the name of their optimizer, such as slot
 MANIFEST_FILE = "manifest.json"
 VARIABLES_FILE = "variables.bin"
 BEST = "best"
+UNNAMED = re.compile(r"variable(_\d+)?")
 STEP_NAME = re.compile(r"step-(\d+)")
 HASHED_CHUNK_BYTES = 16 * 2**20
 
@@ -110,10 +111,12 @@ def without_optimizer_names(paths: Sequence[str]) -> list[str]:
     """The paths of an optimizer's variables without the name of the optimizer, which Keras chooses.
 
     Each optimizer counts its updates in a variable ``iteration``: what stands before that is its name. An optimizer
-    that holds others has theirs among its own.
+    that holds others has theirs among its own. A variable that the optimizer does not name (one of Nadam's) Keras calls
+    ``variable``, with the number that the process had made before: it goes without.
     """
     prefixes = {path.removesuffix("iteration") for path in paths if path.endswith("/iteration")}
-    return [path.removeprefix(max((p for p in prefixes if path.startswith(p)), key=len, default="")) for path in paths]
+    names = [path.removeprefix(max((p for p in prefixes if path.startswith(p)), key=len, default="")) for path in paths]
+    return ["variable" if UNNAMED.fullmatch(name) else name for name in names]
 
 
 def number_twins(names: Sequence[str]) -> list[str]:

@@ -363,7 +363,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
 
 
 def own_gpu() -> str | None:
-    """What CUDA's driver calls the GPU that this process computes on; None on cores. TensorFlow has started.
+    """What CUDA's driver calls the GPU that this process computes on; None where there is none. TensorFlow has started.
 
     Of a GPU that is divided (MIG) it is the part. Source: CUDA Driver API, cuDeviceGetUuid_v2.
     """
@@ -372,7 +372,10 @@ def own_gpu() -> str | None:
     visible = tf.config.get_visible_devices("GPU")
     if not visible:
         return None
-    driver = ctypes.CDLL("libcuda.so.1")
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # GPUs that are not NVIDIA's
+        return None
     device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     index = int(visible[0].name.rpartition(":")[2])  # "/physical_device:GPU:1"
     failed = (

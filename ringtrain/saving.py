@@ -29,6 +29,7 @@ from ringtrain.guard.preflight import package_versions
 from ringtrain.job import Job
 from ringtrain.progress import Progress
 from ringtrain.run_directory import RunDirectory
+from ringtrain.variables import slots_that_begin_as_weights
 
 
 class CheckpointWriter:
@@ -197,8 +198,8 @@ def take_weights(job: Job, source: Path) -> list[str]:
         )
     for name in taken:
         weights[name].assign(saved[name])
-    for weight, average in job.step.averages.pairs:
-        average.assign(weight.value)
+    for weight, copy in (*job.step.averages.pairs, *slots_that_begin_as_weights(job.step.optimizer)):
+        copy.assign(weight.value)
     lines = [f"init_from {path}: {len(taken)} of {len(weights)} variables taken"]
     for name, variable in weights.items():
         if name not in taken:

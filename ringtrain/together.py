@@ -103,14 +103,16 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
     At the end leave them in good order; at once where this rank failed alone, as they would wait for it.
     """
     from ringtrain.collectives import connect
-    from ringtrain.guard.preflight import require_right_sums, require_same_start
+    from ringtrain.collectives.checks import require_working_sums
+    from ringtrain.devices import own_gpu
+    from ringtrain.guard.preflight import require_same_start
 
     config = prepared.config
     with watched(config, world) as watchdog:
         collective = connect(config.backend, world)
         try:
             require_same_start(collective, config, prepared.workload, command=command, environ=os.environ)
-            require_right_sums(collective)
+            require_working_sums(collective, own_gpu())
             if config.backend == "auto":
                 collective.share_memory()
             watchdog.meet(collective)

@@ -50,6 +50,20 @@ def named_slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[str, keras.
     return list(zip(without_optimizer_names([v.path for v in variables]), variables, strict=True))
 
 
+def slots_that_begin_as_weights(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[tuple[keras.Variable, keras.Variable]]:
+    """Weights with their slots that are copies of them at first: of Keras' optimizers, the momentum of one."""
+    schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # from Keras 3.14 on
+    parts = [optimizer, *getattr(optimizer, "optimizers", ())]
+    return [
+        pair
+        for part in parts
+        if isinstance(part, schedule_free)
+        for pair in zip(part._trainable_variables, part._momentums, strict=True)
+    ]
+
+
 def name_variables(**kinds: Sequence[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
     """Variables by kind and path, such as ``weights/digits/conv2d/kernel``: the names in a checkpoint."""
     items = [(f"{kind}/{path}", variable) for kind, variables in kinds.items() for path, variable in variables]

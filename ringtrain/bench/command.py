@@ -24,7 +24,7 @@ from ringtrain.bench.rounds import Runner, find_faults, measure, measure_once
 from ringtrain.bench.saves import plan_saves
 from ringtrain.bench.settings import Settings, choose_settings
 from ringtrain.bench.starts import plan_begun, plan_starts
-from ringtrain.bench.steps import LOOP_GOALS, STEP_CONTENDERS, Length, plan_guards, plan_loops, plan_steps
+from ringtrain.bench.steps import LOOP_GOALS, OTHER, STEP_CONTENDERS, Length, plan_guards, plan_loops, plan_steps
 from ringtrain.bench.sums import plan_sums
 from ringtrain.bench.table import describe_result
 from ringtrain.bench.variations import SETTINGS_CONTENDERS, plan_variations
@@ -155,8 +155,8 @@ def find_obstacle(mode: str, options: BenchOptions) -> str:
         return f"size is 1; bench step alone says something about one rank, bench {mode} needs at least 2."
     if options.other_python is not None and mode != "step":
         return f"other_python is {str(options.other_python)!r}; bench step alone measures another environment."
-    if "ringtrain_other" in options.contender_names and options.other_python is None:
-        return "contenders names 'ringtrain_other', which needs --other_python PYTHON of another environment."
+    if options.contender_names and (OTHER in options.contender_names) != (options.other_python is not None):
+        return f"--other_python and the contender {OTHER} go together; give both, or none of them."
     has = CONTENDERS.get(mode)
     for name in options.contender_names:
         if has is None:

@@ -75,9 +75,9 @@ DESCRIPTIONS = {
     "minimal_autotune": "minimal, with HOROVOD_AUTOTUNE",
     "tf_distribute": "tf.distribute MultiWorkerMirroredStrategy, pinned as ringtrain is",
     "one_process": "plain TensorFlow in one process on all cores",
-    "ringtrain_other": "ringtrain in another environment (--other_python)",
 }
-STEP_CONTENDERS = tuple(name for name in DESCRIPTIONS if not name.startswith("ringtrain_saving"))
+OTHER = "ringtrain_other"  # in another environment: --other_python
+STEP_CONTENDERS = (*(name for name in DESCRIPTIONS if not name.startswith("ringtrain_saving")), OTHER)
 
 
 def plan_steps(
@@ -100,7 +100,7 @@ def plan_steps(
         chosen = length or LENGTHS[model]
         contenders = plan_contenders(model, size, settings, chosen)
         if other_python is not None:
-            contenders["ringtrain_other"] = plan_other(contenders["ringtrain"], other_python)
+            contenders[OTHER] = plan_other(contenders["ringtrain"], other_python)
         wanted = [
             contenders[name] for name in STEP_CONTENDERS if name in (names or STEP_CONTENDERS) and name in contenders
         ]
@@ -162,7 +162,6 @@ def plan_contenders(model: str, size: int, settings: Settings, length: Length) -
             prepare=functools.partial(write_order, model, size, length.steps),
         )
         for name, description in DESCRIPTIONS.items()
-        if name in commands
     }
 
 
@@ -173,7 +172,7 @@ def plan_other(contender: Contender, python: Path) -> Contender:
     argv = tuple(programs.get(word, word) for word in command.argv)
     return dataclasses.replace(
         contender,
-        name="ringtrain_other",
+        name=OTHER,
         description=f"ringtrain with {describe_environment(python)}",
         commands=(dataclasses.replace(command, argv=argv),),
     )

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.collectives import Collective, Totals, gather_objects
+from ringtrain.collectives import Totals, gather_objects
 from ringtrain.collectives.shared_memory import DTYPES, SharedSums, share_window
-from ringtrain.devices import DYNAMIC_TIMELINE, own_gpu
+from ringtrain.devices import DYNAMIC_TIMELINE
 from ringtrain.errors import UsageError
 from ringtrain.world import World
 
@@ -179,34 +179,7 @@ def connect_horovod(world: World) -> HorovodCollective:
         )
     if hvd.mpi_enabled():
         _require_same_settings(world, os.environ)
-    collective = HorovodCollective(world, hvd, threads)
-    require_own_gpus(collective, own_gpu())
-    return collective
-
-
-def require_own_gpus(collective: Collective, gpu: str | None) -> None:
-    """See that no two ranks compute on one GPU, between which NCCL would not sum. Every rank must call it.
-
-    A rank that sees one GPU alone takes it for its own, as under Slurm's ``--gpus-per-task=1``.
-
-    Args:
-        gpu: what the driver calls this rank's; None on cores.
-
-    Raises:
-        UsageError: on every rank, where two have the same.
-    """
-    ranks_of: dict[tuple[str, str], list[int]] = {}
-    for rank, (node, its_gpu) in enumerate(gather_objects(collective, [collective.world.node, gpu], name="gpus")):
-        if its_gpu is not None:
-            ranks_of.setdefault((node, its_gpu), []).append(rank)
-    for (node, its_gpu), ranks in ranks_of.items():
-        if len(ranks) > 1:
-            raise UsageError(
-                f"ranks {', '.join(map(str, ranks))} on {node} have the same GPU ({its_gpu}), and each rank needs its "
-                "own. Start at most one rank for each GPU of a node, show each its own (srun --gpus-per-task=1), or "
-                "set CUDA_VISIBLE_DEVICES= to compute on the cores.",
-                reach="run",
-            )
+    return HorovodCollective(world, hvd, threads)
 
 
 def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:

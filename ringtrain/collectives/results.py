@@ -15,7 +15,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 LINE_BYTES = 64  # of a core's cache; TensorFlow takes over arrays that begin at such an address without a copy
-REFERENCES_OF_ONE_NAME = 2  # its own, and that of the question, in CPython 3.10 to 3.12
+REFERENCES_OF_ONE_NAME = 2  # its own, and that of the question, in CPython 3.10 to 3.13
 REFERENCES_WHILE_FREE = 3  # the list's, the loop's, and that of the question
 
 

@@ -126,7 +126,7 @@ def judge_horovod(stack: Stack) -> Finding:
     build = f", built for TensorFlow {built_for}" if built_for else ""
     here = f", but {tensorflow} is installed" if is_for_another else ""
     rebuild = (
-        "build it for this TensorFlow: make setup, or beside ringtrain's .ci: "
+        "build it for this TensorFlow: make setup, or, in a checkout of ringtrain: "
         "CMAKE_TOOLCHAIN_FILE=$PWD/.ci/horovod/toolchain.cmake pip install --no-cache-dir --no-build-isolation "
         f"--force-reinstall --no-deps horovod=={HOROVOD}"
     )

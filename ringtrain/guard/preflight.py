@@ -62,34 +62,6 @@ def require_same_start(
     )
 
 
-def require_right_sums(collective: Collective) -> None:
-    """See that what the backend sums is right, where the gradients will be. Every rank must call it.
-
-    Horovod does not ask whether its kernels for GPUs ran. Where it has none for this GPU, or the driver is older than
-    they need, tensors that travel together would come back as they were.
-
-    Raises:
-        UsageError: on every rank, where one got another sum.
-    """
-    import tensorflow as tf
-
-    world = collective.world
-    sizes = (3, 1000)
-    tensors = [tf.fill([size], float(world.rank + 1)) for size in sizes]
-    expected = world.size * (world.size + 1) / 2
-    sums = [total.numpy() for total in collective.sum(tensors, name="preflight/sums")]
-    wrong = [float(value) for total in sums for value in total if value != expected]
-    found = gather_objects(collective, wrong[:1], name="preflight/sums/found")
-    if any(found):
-        ranks = [rank for rank, values in enumerate(found) if values]
-        raise UsageError(
-            f"{collective.description} sums wrongly: 1 to {world.size}, one of each rank, made {found[ranks[0]][0]:g} "
-            f"on {name_ranks(ranks)}, not {expected:g}. Horovod was compiled for other GPUs, or for a newer driver. "
-            "Compile it here: make setup GPU=1.",
-            reach="run",
-        )
-
-
 def require_same_sources(collective: Collective, sources: Sources) -> None:
     """See that all ranks have the same samples, as far as that shows without reading them all.
 

@@ -10,7 +10,9 @@ import horovod.tensorflow as hvd
 import keras
 
 from ringtrain.collectives import gather_objects
+from ringtrain.collectives.checks import require_working_sums
 from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.devices import own_gpu
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.optimizer import Distributed, find_distributed, is_applying
@@ -38,9 +40,10 @@ def check_distributed(optimizer: Any) -> None:
 class TrainingGuard(keras.callbacks.Callback):
     """Holds the ranks of a ``fit`` with a distributed optimizer together.
 
-    Before training, all must be about to take as many steps; after each epoch, all must hold the same weights. Where
-    the number of batches cannot be known before (a generator), a rank that has run out of them adds zeros to the
-    others' reductions until all are there (Horovod's join), and then the numbers are compared.
+    Before training, all must be about to take as many steps, and what they sum must be right; after each epoch, all
+    must hold the same weights. Where the number of batches cannot be known before (a generator), a rank that has run
+    out of them adds zeros to the others' reductions until all are there (Horovod's join), and then the numbers are
+    compared.
     """
 
     def __init__(self) -> None:
@@ -54,6 +57,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._collective = self._connect()
         if self._collective is not None:
             self._require_same_plan(self._collective)
+            require_working_sums(self._collective, own_gpu())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._num_batches = 0

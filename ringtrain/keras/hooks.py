@@ -3,7 +3,7 @@
 Each calls the one that it replaces; with one rank they do nothing else.
 
 - ``Optimizer.apply``: an optimizer that nothing distributes is noticed.
-- ``MultiOptimizer.apply``: neither may it, nor may it hold parts that are distributed by themselves.
+- ``MultiOptimizer.apply``: so is one of these, and parts of it that are distributed by themselves.
 - ``LossScaleOptimizer.apply``: ``compile`` puts it *around* a distributed optimizer; gradients are reduced before it
   tests them for overflow. Ranks that tested their own would part ways there, and wait for each other for ever.
 - ``Model.make_train_function``: Horovod has no grouped all-reduce for XLA, so the training step does without XLA.

@@ -302,7 +302,9 @@ def _check_optimizer(optimizer: Any, backward_passes_per_step: int) -> None:
         raise UsageError(
             f"backward_passes_per_step={backward_passes_per_step!r} must be a whole number, at least 1.", reach="run"
         )
-    accumulates = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    parts = [inner, *getattr(inner, "optimizers", ())]
+    accumulates = next((part.gradient_accumulation_steps for part in parts if part.gradient_accumulation_steps), None)
     if backward_passes_per_step > 1 and accumulates:
         raise UsageError(
             f"backward_passes_per_step={backward_passes_per_step} and the optimizer's gradient_accumulation_steps="

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from ringtrain.devices import has_gpu_driver
 from tests.world.processes import clean_environment
 
 
@@ -17,7 +18,9 @@ def count_gpus() -> int:
     program = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
     command = [sys.executable, "-c", program]
     finished = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=True)
-    return int(finished.stdout)
+    count = int(finished.stdout)
+    assert count or not has_gpu_driver(), f"there is NVIDIA's driver, but TensorFlow sees no GPU:\n{finished.stderr}"
+    return count
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -72,8 +72,10 @@ def test_xla_compiles_a_step_that_trains_the_same(tmp_path: Path) -> None:
     losses = []
     for name, flags in (("plain", ""), ("compiled", "--tf_xla_auto_jit=2")):
         out = tmp_path / name
-        finished = run_ringtrain("--steps", "20", "--log_every", "1", "--out", str(out), env={"TF_XLA_FLAGS": flags})
+        env = {"TF_XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "0"}
+        finished = run_ringtrain("--steps", "20", "--log_every", "1", "--out", str(out), env=env)
         assert finished.rc == 0, finished.stderr
+        assert ("Compiled cluster using XLA" in finished.stderr) == (name == "compiled")
         losses.append([event["loss"] for event in events(out, "train")])
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 

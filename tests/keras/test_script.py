@@ -21,6 +21,8 @@ except Exception as error:
 hvd.init()
 print(f"rank {hvd.rank()} of {hvd.size()}: cycle {os.environ['HOROVOD_CYCLE_TIME']} ms,"
       f" {tf.config.threading.get_inter_op_parallelism_threads()} threads", flush=True)
+tf.config.threading.set_intra_op_parallelism_threads(3)  # TensorFlow has not started: a script may still choose
+print(f"chose {tf.config.threading.get_intra_op_parallelism_threads()} threads", flush=True)
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0)
@@ -37,6 +39,7 @@ def test_a_script_starts_well_and_does_not_train_apart(tmp_path: Path) -> None:
     assert run.rc != 0
     assert not run.left_behind
     assert "trained apart" not in run.stdout
+    assert run.stdout.count("chose 3 threads") == 2
     assert run.stdout.count("UsageError") == run.stdout.count("Call ringtrain.keras.init() first") == 2
     for rank in range(2):
         assert f"rank {rank} of 2: cycle 2 ms, 2 threads" in run.stdout

@@ -221,6 +221,7 @@ def test_setup_refuses_an_unsuitable_python(tmp_path: Path) -> None:
     [
         ("2.17", "", "TENSORFLOW=2.17; it must be one of 2.18, 2.19, 2.20 and 2.21"),
         ("newest", "", "TENSORFLOW=newest; it must be one of 2.18, 2.19, 2.20 and 2.21"),
+        ("2.18 2.19", "", "TENSORFLOW=2.18 2.19; it must be one of 2.18, 2.19, 2.20 and 2.21"),
         ("2.18", "1", "TENSORFLOW=2.18 with GPU=1; Horovod with NCCL is compiled for 2.21 only"),
     ],
 )
@@ -244,6 +245,7 @@ def test_setup_refuses_a_tensorflow_that_it_has_no_lock_for(
         ("", "", "requirements-gpu.lock", "requirements-gpu.lock"),
         ("2.21", "", "requirements-gpu.lock", "requirements-gpu.lock"),
         ("", "", "cores", "requirements.lock"),  # as version 0.1 wrote it
+        ("", "", "gpus", "requirements-gpu.lock"),
     ],
 )
 def test_setup_takes_the_lock_that_was_asked_for_and_stays_with_it(
@@ -331,7 +333,7 @@ def test_newer_releases_are_named_with_what_is_to_be_done() -> None:
     )  # fmt: skip
     assert [" ".join(line.split()) for line in lines] == [
         "tensorflow 2.20.0 2.21.0 seen: requirements.lock",
-        "tensorflow 2.21.0 2.99.0 not seen; outside of <2.22,>=2.18: widen it, then the same",
+        "tensorflow 2.21.0 2.99.0 not seen; outside of <2.22,>=2.18, whose reason is in pyproject.toml",
         "numpy 2.4.0 99.0 not seen; allowed: remove the locks, run make lock and make test-all",
         "PyYAML 6.0 6.99 not seen; allowed: remove the locks, run make lock and make test-all",
     ]
@@ -339,7 +341,7 @@ def test_newer_releases_are_named_with_what_is_to_be_done() -> None:
 
 def test_nothing_newer_is_said_in_one_line() -> None:
     assert outdated(("h5py", "3.14.0", "3.16.0")) == [
-        "The newest release of every direct dependency is installed: those that the tests run with."
+        "Of every direct dependency the newest release is installed, and the tests run with it."
     ]
 
 

@@ -1,7 +1,8 @@
 """A checkpoint knows no version: a run goes on under other releases of TensorFlow and Keras than it began with.
 
 ``recorded/run`` is a run of two ranks on this folder's workload ``lasting.py`` in float64, stopped after step 10 under
-TensorFlow 2.18.1, Keras 3.12.4 and ringtrain's commit eb9462f; ``recorded/step-000000048`` is what it ends with there.
+TensorFlow 2.18.1, Keras 3.12.4 and ringtrain's commit eb9462f with this ``lasting.py``; ``recorded/step-000000048`` is
+what it ends with there.
 """
 
 from __future__ import annotations
@@ -83,11 +84,10 @@ def test_an_older_tensorflow_compiles_horovod_trains_and_goes_on_with_a_run_of_t
 def test_the_build_for_gpus_links_and_sums_on_a_machine_without_cuda(tmp_path: Path) -> None:
     """With CUDA's compiler from Python packages; its kernels do not run here."""
     checkout = copy_of_checkout(tmp_path / "ringtrain")
-    paths = os.environ["PATH"].split(os.pathsep)
-    env = {
-        "CUDA_HOME": str(tmp_path / "none"),
-        "PATH": os.pathsep.join(path for path in paths if not Path(path, "nvcc").exists()),
-    }
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "nvcc").symlink_to("/bin/false")  # before any that this machine may have
+    env = {"CUDA_HOME": str(tmp_path / "none"), "PATH": f"{programs}:{os.environ['PATH']}"}
     run_in(checkout, "make", "setup", "GPU=1", f"PYTHON={sys.base_prefix}/bin/python3", **env)
 
     python = str(checkout / ".venv/bin/python")

@@ -291,7 +291,8 @@ def test_what_is_no_other_environment_is_refused(python: str) -> None:
     ("mode", "options", "words"),
     [
         ("loop", {"other_python": Path("p")}, "bench step alone measures another environment"),
-        ("step", {"contenders": "ringtrain_other"}, "needs --other_python PYTHON"),
+        ("step", {"contenders": "ringtrain", "other_python": Path("p")}, "go together"),
+        ("step", {"contenders": "ringtrain_other"}, "go together"),
         ("allreduce", {"size": 1}, "bench allreduce needs at least 2"),
     ],
 )

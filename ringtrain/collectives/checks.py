@@ -1,0 +1,65 @@
+"""Before anything is trained: can these ranks sum at all, each on a GPU of its own, and rightly?"""
+
+from __future__ import annotations
+
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.errors import UsageError
+
+SIZES = (3, 1000)  # of tensors that travel together
+
+
+def require_working_sums(collective: Collective, gpu: str | None) -> None:
+    """See that no two ranks have one GPU, and that what the backend sums is right. Every rank must call it.
+
+    A rank that sees one GPU alone takes it for its own, as under Slurm's ``--gpus-per-task=1``; NCCL does not sum
+    between two on one. And Horovod does not ask whether its kernels for GPUs ran: where it has none for this GPU, or
+    the driver is older than they need, tensors that travel together would come back as they were.
+
+    Args:
+        gpu: what the driver calls this rank's (``devices.own_gpu``); None on cores.
+
+    Raises:
+        UsageError: on every rank, where two have one GPU, or one got another sum.
+    """
+    world = collective.world
+    ranks = gather_objects(collective, [world.rank, world.node, gpu], name="checks/ranks")
+    owners: dict[tuple[str, str], list[int]] = {}
+    for rank, node, its_gpu in ranks:
+        if its_gpu is not None:
+            owners.setdefault((node, its_gpu), []).append(rank)
+    for (node, its_gpu), sharing in owners.items():
+        if len(sharing) > 1:
+            raise UsageError(
+                f"ranks {_listed(sharing)} on {node} have the same GPU ({its_gpu}), and each rank needs its own. Start "
+                "at most one rank for each GPU of a node, show each its own (srun --gpus-per-task=1), or set "
+                "CUDA_VISIBLE_DEVICES= to compute on the cores.",
+                reach="run",
+            )
+    expected = sum(rank + 1.0 for rank, _, _ in ranks)
+    found = gather_objects(collective, find_wrong_sum(collective, expected), name="checks/sums")
+    wrong = [rank for (rank, _, _), value in zip(ranks, found, strict=True) if value is not None]
+    if wrong:
+        value = next(value for value in found if value is not None)
+        remedy = (
+            "It was compiled for other GPUs, or for a newer driver: make setup GPU=1 on such a machine"
+            if owners
+            else "Compile it anew: make setup"
+        )
+        raise UsageError(
+            f"{collective.description} sums wrongly: rank + 1 over all ranks is {expected:g}, but {value:g} on rank "
+            f"{_listed(wrong)}. {remedy}.",
+            reach="run",
+        )
+
+
+def find_wrong_sum(collective: Collective, expected: float) -> float | None:
+    """A value that is not the sum of (rank + 1) over all ranks, in tensors that travel together; None: all are."""
+    import tensorflow as tf
+
+    tensors = [tf.fill([size], collective.world.rank + 1.0) for size in SIZES]
+    totals = collective.sum(tensors, name="checks/sum")
+    return next((float(value) for total in totals for value in total.numpy() if value != expected), None)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,58 @@
+"""Ranks that cannot sum, or share a GPU, are refused before anything is trained."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from ringtrain.collectives import Collective
+from ringtrain.collectives.checks import require_working_sums
+from ringtrain.errors import UsageError
+from tests.world.group import GLOO, on_ranks
+
+
+@on_ranks(2, 3)
+def test_ranks_that_have_the_same_gpu_are_refused_on_all(collective: Collective) -> None:
+    node = collective.world.node
+    with pytest.raises(UsageError, match=rf"^ranks 0, 1 on {re.escape(node)} have the same GPU \(abc\)") as caught:
+        require_working_sums(collective, "abc" if collective.world.rank < 2 else "def")
+    assert caught.value.reach == "run"
+
+
+@on_ranks(2, 3, GLOO)
+def test_ranks_on_cores_or_on_gpus_of_their_own_may_train(collective: Any) -> None:
+    require_working_sums(collective, None)
+    require_working_sums(collective, f"gpu {collective.world.rank}")
+    world = collective.world
+    with patch.object(collective, "world", replace(world, node=f"node{world.rank}")):
+        require_working_sums(collective, "abc")
+
+
+@on_ranks(1)
+def test_one_rank_may_train(collective: Collective) -> None:
+    require_working_sums(collective, "abc")
+
+
+@pytest.mark.parametrize("gpu", [None, "gpu"])
+@on_ranks(2, 3)
+def test_a_backend_whose_sums_come_back_as_they_were_is_refused_on_all(collective: Any, gpu: str | None) -> None:
+    """As Horovod's do on a GPU that its kernels were not compiled for."""
+    size, last = collective.world.size, collective.world.size - 1
+    summed = collective.sum
+
+    def sum_on_others(tensors: Any, *, name: str) -> Any:
+        totals = summed(tensors, name=name)
+        return [*totals[:-1], tensors[-1]] if collective.world.rank == last else totals
+
+    right = size * (size + 1) // 2
+    remedy = "make setup GPU=1" if gpu else r"Compile it anew: make setup\."
+    with (
+        patch.object(collective, "sum", sum_on_others),
+        pytest.raises(UsageError, match=rf"all ranks is {right}, but {size} on rank {last}\. .*{remedy}") as caught,
+    ):
+        require_working_sums(collective, gpu and f"{gpu} {collective.world.rank}")
+    assert caught.value.reach == "run"

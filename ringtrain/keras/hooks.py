@@ -52,10 +52,10 @@ def _apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = No
 
 
 def _apply_parts(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    check_distributed(optimizer)
     if trainable_variables is not None:
         optimizer.build(list(trainable_variables))  # which is when a function that chooses optimizers is asked
     check_parts(optimizer)
+    check_distributed(optimizer)
     return plain(grads, trainable_variables)
 
 

@@ -121,7 +121,7 @@ if "multi" in OPTIMIZERS:  # not with an older Keras
 
 @on_ranks(1, 2)
 def test_float8_is_refused_before_it_sums_what_is_no_gradient(collective: Collective) -> None:
-    workload, config = Classification(regularised_model), Config(steps=1, batch_size=4)
+    workload, config = Classification(regularised_model), Config(steps=1, batch_size=4, precision="float64")
     with pytest.raises(UsageError, match=r"the variable .*/inputs_scale and \d+ more of Keras' float8 training"):
         create_job(workload, config, collective, num_threads=1, adapt_model=lambda model: model.quantize("float8"))
 

@@ -122,7 +122,8 @@ def create_network(width: int) -> keras.Model:
     from ringtrain.workloads.mirror_average import MirrorAverage
 
     images = keras.Input((IMAGE_SIZE, IMAGE_SIZE, 3), dtype="uint8")
-    x = layers.Rescaling(1 / 255, [-mean for mean in CHANNEL_MEANS], name="centred")(images)
+    # A factor for each channel, as there are offsets: Keras 3.11 takes one factor for one channel.
+    x = layers.Rescaling([1 / 255] * 3, [-mean for mean in CHANNEL_MEANS], name="centred")(images)
     kernel = whitening_kernel()
     whitening = layers.Conv2D(kernel.shape[-1], kernel.shape[0], use_bias=False, trainable=False, name="whitening")
     x = whitening(x)  # [n, 31, 31, 24]

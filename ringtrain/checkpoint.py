@@ -132,8 +132,8 @@ def _modernise(names: Sequence[str]) -> list[str]:
     """The names of the first format as they are today."""
     slots = [name for name in names if name.startswith("slots/")]
     paths = without_optimizer_names([re.sub(r"^slots/|#\d+$", "", name) for name in slots])
-    today = dict(zip(slots, (f"slots/{path}" for path in paths), strict=True))
-    return number_twins([today.get(name, name) for name in names])
+    today = dict(zip(slots, paths, strict=True))
+    return number_twins([f"slots/{today[name]}" if name in today else name for name in names])
 
 
 def read_facts(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -50,18 +51,11 @@ def named_slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[str, keras.
     return list(zip(without_optimizer_names([v.path for v in variables]), variables, strict=True))
 
 
-def slots_that_begin_as_weights(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[tuple[keras.Variable, keras.Variable]]:
+def slots_that_begin_as_weights(optimizer: Any) -> list[tuple[keras.Variable, keras.Variable]]:
     """Weights with their slots that are copies of them at first: of Keras' optimizers, the momentum of one."""
     schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # from Keras 3.14 on
-    parts = [optimizer, *getattr(optimizer, "optimizers", ())]
-    return [
-        pair
-        for part in parts
-        if isinstance(part, schedule_free)
-        for pair in zip(part._trainable_variables, part._momentums, strict=True)
-    ]
+    parts = [part for part in (optimizer, *getattr(optimizer, "optimizers", ())) if isinstance(part, schedule_free)]
+    return [pair for part in parts for pair in zip(part._trainable_variables, part._momentums, strict=True)]
 
 
 def name_variables(**kinds: Sequence[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:

@@ -42,11 +42,9 @@ def describe_environment(python: Path) -> str:
         command = [str(python), "-c", program, *PACKAGES]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
-        why = said.strip() if isinstance(said, str) and said.strip() else type(error).__name__
         raise UsageError(
-            f"other_python {str(python)!r} is no interpreter with all of {', '.join(PACKAGES)}: "
-            f"{why.splitlines()[-1]}. Give .venv/bin/python of a checkout after make setup.",
+            f"other_python {str(python)!r} is no interpreter with all of {', '.join(PACKAGES)} "
+            f"({type(error).__name__}). Give .venv/bin/python of a checkout after make setup.",
             reach="run",
         ) from None
     return finished.stdout.strip()

@@ -30,24 +30,20 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
     for (node, its_gpu), sharing in owners.items():
         if len(sharing) > 1:
             raise UsageError(
-                f"ranks {_listed(sharing)} on {node} have the same GPU ({its_gpu}), and each rank needs its own. Start "
-                "at most one rank for each GPU of a node, show each its own (srun --gpus-per-task=1), or set "
-                "CUDA_VISIBLE_DEVICES= to compute on the cores.",
+                f"ranks {', '.join(map(str, sharing))} on {node} have the same GPU ({its_gpu}), and each "
+                "rank needs its own. Start at most one rank for each GPU of a node, show each its own "
+                "(srun --gpus-per-task=1), or set CUDA_VISIBLE_DEVICES= to compute on the cores.",
                 reach="run",
             )
     expected = sum(rank + 1.0 for rank, _, _ in ranks)
     found = gather_objects(collective, find_wrong_sum(collective, expected), name="checks/sums")
-    wrong = [rank for (rank, _, _), value in zip(ranks, found, strict=True) if value is not None]
+    wrong = {rank: value for (rank, _, _), value in zip(ranks, found, strict=True) if value is not None}
     if wrong:
-        value = next(value for value in found if value is not None)
-        remedy = (
-            "It was compiled for other GPUs, or for a newer driver: make setup GPU=1 on such a machine"
-            if owners
-            else "Compile it anew: make setup"
-        )
+        remedy = "It was compiled for other GPUs, or for a newer driver: make setup GPU=1 on such a machine"
         raise UsageError(
-            f"{collective.description} sums wrongly: rank + 1 over all ranks is {expected:g}, but {value:g} on rank "
-            f"{_listed(wrong)}. {remedy}.",
+            f"{collective.description} sums wrongly: rank + 1 over all ranks is {expected:g}, but "
+            f"{next(iter(wrong.values())):g} on rank {', '.join(map(str, wrong))}. "
+            f"{remedy if owners else 'Compile it anew: make setup'}.",
             reach="run",
         )
 
@@ -59,7 +55,3 @@ def find_wrong_sum(collective: Collective, expected: float) -> float | None:
     tensors = [tf.fill([size], collective.world.rank + 1.0) for size in SIZES]
     totals = collective.sum(tensors, name="checks/sum")
     return next((float(value) for total in totals for value in total.numpy() if value != expected), None)
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ringtrain import __version__
 from ringtrain.console import open_console
-from ringtrain.devices import DevicePlan, start_tensorflow
+from ringtrain.devices import DevicePlan, own_gpu, start_tensorflow
 from ringtrain.doctor.facts import AllReduce, Facts, facts_from_plain
 from ringtrain.doctor.inside import shorten
 from ringtrain.doctor.judging import Finding, can_join, judge
@@ -78,7 +78,7 @@ def take_device(plan: DevicePlan, world: World, facts: Facts) -> Facts:
     import tensorflow as tf
 
     try:
-        return replace(facts, device=start_tensorflow(plan, world))
+        return replace(facts, device=start_tensorflow(plan, world), gpu=own_gpu())
     except UsageError as error:
         tf.config.set_visible_devices([], "GPU")
         return replace(facts, device_failure=str(error))

@@ -115,6 +115,7 @@ class Facts:
     Attributes:
         rank, size, local_rank, local_size, node, launcher: its place (see ``ringtrain.world``).
         device: what it computes on, such as ``GPU 1`` or ``core 0``.
+        gpu: what the driver calls its GPU; None on cores.
         device_failure: why it has no device.
         unknown: why a probe itself failed, by its name.
     """
@@ -129,6 +130,7 @@ class Facts:
     hardware: Hardware
     launchers: Launchers
     device: str = ""
+    gpu: str | None = None
     device_failure: str | None = None
     unknown: dict[str, str] = field(default_factory=dict)
 

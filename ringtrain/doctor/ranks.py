@@ -95,8 +95,8 @@ def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
     """Ranks that have the same GPU: each may see that one alone, and take it for its own."""
     owners: dict[tuple[str, str], list[Facts]] = {}
     for facts in ranks:
-        if gpu := gpu_of(facts):
-            owners.setdefault((facts.node, gpu), []).append(facts)
+        if facts.gpu:
+            owners.setdefault((facts.node, facts.gpu), []).append(facts)
     return [
         Finding(
             subject="GPUs", verdict="broken", text=f"{name_ranks_of(facts, ranks)} have the same GPU {gpu}",
@@ -105,20 +105,6 @@ def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
         for (_, gpu), facts in owners.items()
         if len(facts) > 1
     ]  # fmt: skip
-
-
-def gpu_of(facts: Facts) -> str | None:
-    """Which GPU of its node a rank computes on: its UUID where that is known; None where it computes on cores."""
-    if not facts.device.startswith("GPU "):
-        return None
-    index = facts.device.removeprefix("GPU ")
-    variable = facts.hardware.cuda_visible_devices
-    if variable:  # the rank's numbers are places in this list
-        index = variable.split(",")[int(index)].strip()
-    gpus = facts.hardware.gpus or ()
-    if not index.isdigit():
-        return index
-    return gpus[int(index)].uuid if int(index) < len(gpus) else index
 
 
 def judge_all_reduce(result: AllReduce, size: int) -> Finding:

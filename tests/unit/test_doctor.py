@@ -13,7 +13,7 @@ import pytest
 from ringtrain.doctor import judging
 from ringtrain.doctor.facts import AllReduce, Facts, Gpu, Hardware, Launchers, Stack, facts_from_plain
 from ringtrain.doctor.judging import Finding, can_join, is_within, judge
-from ringtrain.doctor.ranks import bus_bandwidth, gpu_of, judge_all_reduce, judge_ranks, judge_versions
+from ringtrain.doctor.ranks import bus_bandwidth, judge_all_reduce, judge_ranks, judge_versions
 from ringtrain.doctor.table import WIDTH, conclusion, exit_code, format_table
 from tests.unit.test_setup import PROJECT, ranges
 
@@ -307,31 +307,24 @@ def test_the_plan_has_a_row_for_each_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "variables", "shared"),
+    ("gpus", "shared"),
     [
-        (["GPU 0", "GPU 1"], [None, None], False),
-        (["GPU 0", "GPU 0"], [None, None], True),  # a node with one GPU, and two ranks that both take it
-        (["GPU 0", "GPU 0"], ["0", "1"], False),  # Slurm's --gpus-per-task=1
-        (["GPU 0", "GPU 0"], ["1", "1"], True),
-        (["GPU 0", "GPU 0"], ["MIG-1", "MIG-2"], False),
-        (["core 0", "core 1"], [None, None], False),
+        (["GPU-a", "GPU-b"], False),
+        (["GPU-a", "GPU-a"], True),  # a node with one GPU, and two ranks that both take it
+        ([None, None], False),  # on cores
     ],
 )
-def test_no_two_ranks_of_a_node_have_the_same_gpu(
-    devices: list[str], variables: list[str | None], shared: bool
-) -> None:
-    ranks = [
-        rank_facts(rank, **GPUS, **NCCL, device=devices[rank], cuda_visible_devices=variables[rank])
-        for rank in range(2)
-    ]
+def test_no_two_ranks_of_a_node_have_the_same_gpu(gpus: list[str | None], shared: bool) -> None:
+    ranks = [rank_facts(rank, **GPUS, **NCCL, device="GPU 0", gpu=gpus[rank]) for rank in range(2)]
     broken = [item for item in judge_ranks(ranks, None) if item.verdict == "broken"]
     assert len(broken) == shared
-    assert all("ranks 0, 1 on a have the same GPU GPU-" in item.text for item in broken)
+    assert all("ranks 0, 1 on a have the same GPU GPU-a" in item.text for item in broken)
 
 
-def test_gpus_of_the_same_number_on_two_nodes_are_two() -> None:
-    ranks = [rank_facts(rank, 2, "ab"[rank], **GPUS, **NCCL, device="GPU 0", local_size=1) for rank in range(2)]
-    assert gpu_of(ranks[0]) == gpu_of(ranks[1]) == "GPU-a"
+def test_gpus_of_the_same_name_on_two_nodes_are_two() -> None:
+    ranks = [
+        rank_facts(rank, 2, "ab"[rank], **GPUS, **NCCL, device="GPU 0", gpu="GPU-a", local_size=1) for rank in range(2)
+    ]
     assert exit_code(judge_ranks(ranks, None)) == 0
 
 

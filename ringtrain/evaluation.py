@@ -20,8 +20,9 @@ from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import BadSample, Source, is_fallible
 from ringtrain.data.stepping import Batches, PlannedBatches, explain_bad, name_bad
 from ringtrain.errors import DataError
+from ringtrain.labels import find_labels
 from ringtrain.workloads.base import Workload
-from ringtrain.workloads.values import per_sample
+from ringtrain.workloads.values import call_model, per_sample
 from ringtrain.world import World
 
 
@@ -75,6 +76,8 @@ def evaluate(
     activity.note(Doing.EVALUATION_DATA, 1, takes_long=takes_long)
     for number, batch in enumerate(batches, start=1):
         activity.note(Doing.EVALUATION_STEP, number, takes_long=takes_long and number == 1)
+        for labels in eval_step.labels if takes_long else ():
+            labels.check(batch.y, batch.indices, of="evaluation")
         stop_votes, *batch_sums = eval_step(batch, is_stop_wanted())
         sums += batch_sums
         if skips_bad:
@@ -145,7 +148,7 @@ class EvalStep:
         self._workload, self._model, self._averages, self._collective = workload, model, averages, collective
         signature = [batch_spec, tf.TensorSpec([], tf.float64)]
         self._evaluate = tf.function(self._sum_samples, input_signature=signature, autograph=False)
-        self._evaluate.get_concrete_function()
+        self.labels = find_labels(self._evaluate.get_concrete_function(), batch_spec)
         self._join = tf.function(self._sum_nothing, input_signature=signature, autograph=False)
 
     def __call__(self, batch: Batch, is_stop_wanted: bool) -> np.ndarray:
@@ -166,7 +169,7 @@ class EvalStep:
 
     def _sum_samples(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
         with self._averaged_weights():
-            outputs = self._model(batch.x, training=False)
+            outputs = call_model(self._workload, self._model, batch.x, training=False)
         losses, metrics = per_sample(self._workload, batch.y, outputs)
         self.metric_names = tuple(sorted(metrics))
         values = [tf.ones_like(losses), losses, *(metrics[name] for name in self.metric_names)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,8 +17,8 @@ from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import DEFAULT_BATCH_SIZE, OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.data.feeding import fed_batches
 from ringtrain.data.order import FedOrder, SampleOrder
-from ringtrain.data.pipeline import Augment, Batch, local_batches
-from ringtrain.data.sources import Feed, Source, is_fallible
+from ringtrain.data.pipeline import Augment, Batch, describe_structure, has_structure_of, local_batches
+from ringtrain.data.sources import ArraySource, Feed, Source, is_fallible
 from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, explain_bad
 from ringtrain.errors import UsageError
 from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
@@ -29,7 +29,7 @@ from ringtrain.step import TrainStep, set_precision
 from ringtrain.step_times import StepTimes
 from ringtrain.training_data import open_sources
 from ringtrain.variables import require_gradients_that_add
-from ringtrain.workloads.base import Workload
+from ringtrain.workloads.base import Sources, Workload
 
 DEFAULT_EPOCHS = 10
 
@@ -125,7 +125,12 @@ def create_job(
     model = agree(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
     chosen = optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0))
-    step = create_step(workload, config, collective, model, chosen, batch_spec=batches.element_spec, order=order)
+    batch_spec = batches.element_spec
+
+    def trace_step() -> TrainStep:
+        return create_step(workload, config, collective, model, chosen, batch_spec=batch_spec, order=order)
+
+    step = agree(collective, trace_step, name="step")
     warn_of_python(step, say)
     job = Job(
         workload=workload,
@@ -138,12 +143,25 @@ def create_job(
         batches=batches,
         step=step,
         evaluation=sources.evaluation,
-        eval_step=create_eval_step(workload, config, step, sources.evaluation, collective),
+        eval_step=create_eval_step(workload, config, step, sources.evaluation, collective, batch_spec=batch_spec),
         num_threads=num_threads,
         times=StepTimes(times_communication=can_time_communication(config)),
     )
     require_same_training(collective, describe_job(job))
+    agree(collective, lambda: check_labels(job, sources), name="labels")
     return job
+
+
+def check_labels(job: Job, sources: Sources) -> None:
+    """See that the labels of samples in memory are classes of the model; others are looked at as they are read.
+
+    Raises:
+        DataError: one is not.
+    """
+    for of, source, step in (("training", sources.train, job.step), ("evaluation", sources.evaluation, job.eval_step)):
+        if isinstance(source, ArraySource) and step is not None:
+            for labels in step.labels:
+                labels.check(source.y, range(source.num_samples), of=of)
 
 
 def describe_job(job: Job) -> Facts:
@@ -285,20 +303,49 @@ def can_time_communication(config: Config) -> bool:
 
 
 def create_eval_step(
-    workload: Workload, config: Config, step: TrainStep, evaluation: Source | None, collective: Collective
+    workload: Workload,
+    config: Config,
+    step: TrainStep,
+    evaluation: Source | None,
+    collective: Collective,
+    *,
+    batch_spec: Batch,
 ) -> EvalStep | None:
-    """The compiled evaluation; None where there is nothing to evaluate on."""
+    """The compiled evaluation; None where there is nothing to evaluate on. ``batch_spec`` is the training's."""
     if evaluation is None:
+        check_best_metric(config, step.metric_names)
         return None
+    spec = evaluation_batches(evaluation, collective.world, global_batch_size=1, num_threads=1).element_spec
+    require_same_structure(workload, batch_spec, spec)
     eval_step = EvalStep(
         workload=workload,
         model=step.model,
         averages=step.averages,
         collective=collective,
-        batch_spec=evaluation_batches(evaluation, collective.world, global_batch_size=1, num_threads=1).element_spec,
+        batch_spec=spec,
     )
-    check_best_metric(config, eval_step)
+    check_best_metric(config, eval_step.metric_names)
     return eval_step
+
+
+def require_same_structure(workload: Workload, train: Batch, evaluation: Batch) -> None:
+    """See that the samples to evaluate on have the structure of those to train on.
+
+    Args:
+        train, evaluation: tensor specs of batches.
+
+    Raises:
+        UsageError: they have another.
+    """
+    for name in ("x", "y"):
+        specs = getattr(train, name), getattr(evaluation, name)
+        if not has_structure_of(*specs):
+            raise UsageError(
+                f"{type(workload).__name__}.create_sources gives the {name} of the training samples as "
+                f"{describe_structure(specs[0])}, but that of the evaluation samples as "
+                f"{describe_structure(specs[1])}; both must be of one structure.",
+                reach="run",
+            )
 
 
 def choose_global_batch_size(config: Config, size: int) -> int:
@@ -306,13 +353,13 @@ def choose_global_batch_size(config: Config, size: int) -> int:
     return config.global_batch_size or (config.batch_size or DEFAULT_BATCH_SIZE) * config.accumulate * size
 
 
-def check_best_metric(config: Config, eval_step: EvalStep) -> None:
-    """See that the evaluation gives the value that the best checkpoint is chosen by.
+def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
+    """See that an evaluation gives the value that the best checkpoint is chosen by, besides loss these metrics.
 
     Raises:
         UsageError: it does not.
     """
-    names = ("loss", "data_loss", *eval_step.metric_names)
+    names = ("loss", "data_loss", *metric_names)
     if config.best_metric not in names:
         raise UsageError(
             f"best_metric is {config.best_metric!r}; an evaluation of {config.workload!r} gives {', '.join(names)}.",
@@ -341,9 +388,16 @@ def choose_optimizer(workload: Workload, config: Config, first_learning_rate: fl
     """The workload's own optimizer, or that of the settings.
 
     Raises:
-        UsageError: the workload's reduces gradients itself, which the training step does already.
+        UsageError: the workload's is none, or reduces gradients itself, which the training step does already.
     """
-    optimizer = workload.create_optimizer(first_learning_rate) or create_optimizer(config.optimizer)
+    own = workload.create_optimizer(first_learning_rate)
+    if own is not None and not isinstance(own, keras.optimizers.Optimizer):
+        raise UsageError(
+            f"{type(workload).__name__}.create_optimizer gave a {type(own).__name__}; it must give a Keras 3 "
+            "optimizer, such as keras.optimizers.Adam(learning_rate), or None for that of the settings.",
+            reach="run",
+        )
+    optimizer = own or create_optimizer(config.optimizer)
     if hasattr(optimizer, "exchange"):  # ringtrain.keras.DistributedOptimizer, whose room need not be loaded here
         raise UsageError(
             f"{type(workload).__name__}.create_optimizer gave a DistributedOptimizer, but the training step reduces "

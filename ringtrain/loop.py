@@ -25,6 +25,7 @@ from ringtrain.evaluation import EvalReport
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.preflight import package_versions
 from ringtrain.job import Job, create_job
+from ringtrain.labels import CHECKED_STEPS
 from ringtrain.nonfinite import NonfiniteGuard
 from ringtrain.profiling import Profile
 from ringtrain.progress import Progress
@@ -280,6 +281,8 @@ def run_steps(
         activity.note(Doing.STEP, step, takes_long=not is_prepared)
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
         is_stop_wanted = requests is not None and requests.is_pending
+        for labels in job.step.labels if step <= job.first_step + CHECKED_STEPS else ():
+            labels.check(batch.y, batch.indices, of="training")
         with times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
             returned = job.step(
                 batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count

@@ -22,12 +22,14 @@ from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.collectives.shared_memory import OPERATION
 from ringtrain.config import Precision
 from ringtrain.data.pipeline import Batch
+from ringtrain.errors import UsageError
+from ringtrain.labels import find_labels
 from ringtrain.loss_scale import LossScale
 from ringtrain.micro_batches import Forward, add_up
 from ringtrain.step_report import CONTROL_SUMS, NUM_TOLD, STEP_FACTS, StepReport, read_report
 from ringtrain.variables import is_seed_state, name_variables, named_slots, named_weights
 from ringtrain.workloads.base import Workload
-from ringtrain.workloads.values import per_sample
+from ringtrain.workloads.values import call_model, per_sample
 
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 Returned = tuple[tf.Tensor, list[tf.Tensor]]  # what a step says of itself, and what is to be kept until its end
@@ -94,6 +96,7 @@ class TrainStep:
         # Tracing finds the sparse gradients, the state and the metrics, which a rank without samples must know as well.
         # The traced function is called as it is: to choose among traces takes longer than a small step's computation.
         self._train = train.get_concrete_function()
+        self.labels = find_labels(self._train, batch_spec)
         self._join = tf.function(self._train_nothing, input_signature=signature, autograph=False)
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
@@ -240,17 +243,18 @@ class TrainStep:
             # Updates that the forward pass makes (BatchNorm's statistics) stay inside the scope, so that a step that
             # turns out not to be finite leaves no trace.
             with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
-                losses, metrics = per_sample(self._workload, y, self.model(x, training=True))
+                outputs = call_model(self._workload, self.model, x, training=True)
+                losses, metrics = per_sample(self._workload, y, outputs)
                 regularization = tf.add_n([tf.zeros([], self._dtype), *cast_all(self.model.losses, self._dtype)])
             data_loss_sum = tf.reduce_sum(tf.cast(losses, self._dtype))
             scaled_objective = self.loss_scale.scale(
                 partial_objective(data_loss_sum, regularization, count=count, global_count=global_count)
             )
+        found = tape.gradient(scaled_objective, [v.value for v in variables])
+        require_a_gradient(self._workload, found)
         gradients = [
             zeros_of_no_constant(v, batch.step, number) if gradient is None else with_shape_of(v, gradient)
-            for number, (v, gradient) in enumerate(
-                zip(variables, tape.gradient(scaled_objective, [v.value for v in variables]), strict=True), start=1
-            )
+            for number, (v, gradient) in enumerate(zip(variables, found, strict=True), start=1)
         ]
         self._learn_structure(scope, state, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in self.metric_names]
@@ -345,6 +349,21 @@ def partial_objective(
         global_count: samples of all ranks.
     """
     return data_loss_sum / global_count + regularization * (count / global_count)
+
+
+def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
+    """See that the loss depends on some weight.
+
+    Raises:
+        UsageError: it depends on none.
+    """
+    if all(gradient is None for gradient in gradients):
+        raise UsageError(
+            f"{type(workload).__name__}.loss gives a loss on which no weight of the model has any influence: nothing "
+            "would be trained. Compute it from the outputs, without what has no gradient, such as tf.argmax, tf.round "
+            "or .numpy().",
+            reach="run",
+        )
 
 
 def with_shape_of(variable: keras.Variable, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:

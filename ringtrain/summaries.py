@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from ringtrain.defects import strip_nodes
 from ringtrain.run_directory import RunDirectoryError
 from ringtrain.workloads.base import Histogram, Images
 
@@ -58,8 +59,8 @@ class EventFiles:
         try:
             yield
         except (tf.errors.OpError, OSError) as error:
-            reason = getattr(error, "strerror", None) or str(getattr(error, "message", error)).splitlines()[0]
-            raise RunDirectoryError(self._directory, reason) from error
+            reason = getattr(error, "strerror", None) or strip_nodes(getattr(error, "message", str(error)))
+            raise RunDirectoryError(self._directory, reason.splitlines()[0]) from error
 
 
 def forget_after(directory: Path, step: int) -> None:

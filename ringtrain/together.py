@@ -6,12 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 import shlex
 import sys
-import sysconfig
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ringtrain import activity
 from ringtrain.activity import Doing
 from ringtrain.config import Config
+from ringtrain.defects import describe_defect, format_defect
 from ringtrain.devices import (
     DevicePlan,
     adapt_plan,
@@ -52,9 +50,6 @@ if TYPE_CHECKING:
 # Time for rank 0 to say an error that it has as well, and for the launcher to end the other ranks then; on a busy node
 # ranks start seconds apart.
 FIRST_RANK_SECONDS = 15.0
-GRAPH_ERROR = "Graph execution error:"
-KERAS_ERROR = "Exception encountered when calling"  # a layer; what went wrong comes next, in bold letters
-BOLD = re.compile(r"\x1b\[\d+m")
 
 
 class Prepared(NamedTuple):
@@ -266,31 +261,6 @@ def recording_end(
         raise
     else:
         end(end_values("completed", 0), then=report)
-
-
-def describe_defect(error: BaseException) -> str:
-    """An error of the program in one line; TensorFlow's have many, and those out of a graph say it last."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line and not line.startswith("[[")] or [""]
-    if said[0].startswith(KERAS_ERROR):
-        return f"{type(error).__name__}: {' '.join(BOLD.sub('', line) for line in said[:2])}"
-    return f"{type(error).__name__}: {said[-1] if said[0] == GRAPH_ERROR else said[0]}"
-
-
-def format_defect(error: BaseException) -> str:
-    """The traceback of an error of the program; of one that the user's own code raised, from that code on."""
-    if error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
-        return "".join(traceback.format_exception(error))
-    frames = traceback.extract_tb(error.__traceback__)
-    first = next((number for number, frame in enumerate(frames) if is_users_own(frame.filename)), 0)
-    shown = traceback.format_list(frames[first:])
-    return "".join(["Traceback (most recent call last):\n", *shown, *traceback.format_exception_only(error)])
-
-
-def is_users_own(file: str) -> bool:
-    """Whether a file of code is neither ringtrain's nor Python's, and no installed package's."""
-    foreign = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
-    return not file.startswith(foreign) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def early_end(reason: str, exit_code: int) -> RingtrainError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, SupportsIndex
+
 from ringtrain.collectives import Collective, agree
 from ringtrain.config import Config
 from ringtrain.data.cache import with_cache
@@ -32,9 +34,52 @@ def read_sources(workload: Workload, config: Config) -> Sources:
 
     Raises:
         DataError: they are missing or damaged.
+        UsageError: what the workload gave are no sources.
     """
-    sources = workload.create_sources(config.data_dir, synthetic=config.synthetic)
+    sources = require_sources(workload, workload.create_sources(config.data_dir, synthetic=config.synthetic))
     return refuse_damaged(sources) if config.on_bad_sample == "stop" else sources
+
+
+def require_sources(workload: Workload, given: Any) -> Sources:
+    """See that a workload gave samples to train on, and samples or None to evaluate on.
+
+    Raises:
+        UsageError: it gave something else.
+    """
+    name = f"{type(workload).__name__}.create_sources"
+    if not isinstance(given, Sources):
+        raise UsageError(
+            f"{name} gave {name_kind(given)}; it must give ringtrain.workloads.base.Sources(train, evaluation), where "
+            "evaluation may be None.",
+            reach="run",
+        )
+    for part, source in given._asdict().items():
+        may_be = (isinstance(source, Feed) and part == "train") or (source is None and part == "evaluation")
+        if may_be or (hasattr(source, "gather") and isinstance(getattr(source, "num_samples", None), SupportsIndex)):
+            continue
+        remedy = "from_arrays(x, y) makes one of arrays"
+        if part == "train":
+            remedy += "; from_generator and from_callable take batches from code of yours, such as a tf.data.Dataset's "
+            remedy += "as_numpy_iterator()"
+        raise UsageError(
+            f"{name} gave {name_kind(source)} as {part}; it must be a source, with num_samples and gather"
+            f"{', or None' if part == 'evaluation' else ''}: in ringtrain.data.sources {remedy}.",
+            reach="run",
+        )
+    return given
+
+
+def name_kind(value: Any) -> str:
+    """What something is, in words."""
+    kind = type(value)
+    if value is None:
+        return "None"
+    if isinstance(value, Feed):
+        return "a feed of batches"
+    if isinstance(value, (tuple, list)):
+        return f"a {kind.__name__} of {len(value)}"
+    package = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]} "
+    return f"a {package}{kind.__name__}"
 
 
 def refuse_damaged(sources: Sources) -> Sources:

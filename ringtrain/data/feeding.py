@@ -12,7 +12,7 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.order import FedOrder
-from ringtrain.data.pipeline import PREFETCHED_BATCHES, Augment, Batch
+from ringtrain.data.pipeline import PREFETCHED_BATCHES, Augment, Batch, as_pair, describe_structure, own_errors
 from ringtrain.data.sources import Feed
 from ringtrain.errors import DataError
 
@@ -75,7 +75,8 @@ def fed_batches(
     def to_batch(step: tf.Tensor, indices: tf.Tensor, x: Any, y: Any) -> Batch:
         if augment is not None:
             # From the step, so that a run that goes on gives the same; another rank's sample must not get the same.
-            x, y = augment(x, y, sample_keys(order.seed, step, indices * world.size + world.rank))
+            keys = sample_keys(order.seed, step, indices * world.size + world.rank)
+            x, y = as_pair(augment, augment(x, y, keys), of=(x, y))
         return Batch(x, y, indices, step, tf.zeros([], tf.int64))
 
     scalar = tf.TensorSpec([], tf.int64)
@@ -83,7 +84,9 @@ def fed_batches(
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = num_threads
-    return FedBatches(fed.map(to_batch).prefetch(PREFETCHED_BATCHES).with_options(options), failures)
+    with own_errors():
+        batches = fed.map(to_batch)
+    return FedBatches(batches.prefetch(PREFETCHED_BATCHES).with_options(options), failures)
 
 
 def _open_steps(feed: Feed, *, rank: int, size: int, first_step: int, end_step: int) -> Iterator[tuple[int, Any, Any]]:
@@ -92,8 +95,11 @@ def _open_steps(feed: Feed, *, rank: int, size: int, first_step: int, end_step: 
     while step < end_step:
         epoch, skip = divmod(step, feed.steps_per_epoch) if feed.steps_per_epoch else (0, step)
         end = min(end_step, (epoch + 1) * feed.steps_per_epoch) if feed.steps_per_epoch else end_step
-        for x, y in itertools.islice(feed.open_pass(rank, size, epoch, skip), end - step):
-            yield step, _as_arrays(x), _as_arrays(y)
+        for batch in itertools.islice(feed.open_pass(rank, size, epoch, skip), end - step):
+            if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+                kind = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+                raise DataError(f"rank {rank} was fed {kind} in step {step + 1}; each batch must be a pair (x, y).")
+            yield step, _as_arrays(batch[0]), _as_arrays(batch[1])
             step += 1
         if not feed.steps_per_epoch:
             return
@@ -118,8 +124,8 @@ def _check(x: Any, y: Any, spec: Any, *, rank: int, step: int) -> int:
     lengths = {np.shape(array)[:1] for array in tf.nest.flatten((x, y))} if fits else set()
     if len(lengths) != 1 or () in lengths:
         raise DataError(
-            f"rank {rank} was fed {_describe(found)} in step {step + 1}; each batch must have the first one's "
-            f"structure, types and shapes, {_describe(spec)}, and one number of samples in all its arrays."
+            f"rank {rank} was fed {describe_structure(found)} in step {step + 1}; each batch must have the first one's "
+            f"structure, types and shapes, {describe_structure(spec)}, and one number of samples in all its arrays."
         )
     return int(lengths.pop()[0])
 
@@ -154,8 +160,8 @@ def _agree_on_spec(collective: Collective, first: tuple[Any, Any] | None) -> Any
     for rank, spec in fed:
         if spec != expected:
             raise DataError(
-                f"rank {fed[0][0]} is fed {_describe(_from_json(expected))}, but rank {rank} "
-                f"{_describe(_from_json(spec))}; structure, types and shapes must be the same on every rank.",
+                f"rank {fed[0][0]} is fed {describe_structure(_from_json(expected))}, but rank {rank} "
+                f"{describe_structure(_from_json(spec))}; structure, types and shapes must be the same on every rank.",
                 reach="run",
             )
     return _from_json(expected)
@@ -176,16 +182,3 @@ def _from_json(value: Any) -> Any:
     if "tuple" in value:
         return tuple(_from_json(item) for item in value["tuple"])
     return tf.TensorSpec([None, *value["shape"]], tf.as_dtype(value["dtype"]))
-
-
-def _describe(spec: Any) -> str:
-    """A structure of specs in words, such as ``(float32 [n, 3], int64 [n])``."""
-    return str(tf.nest.map_structure(_words, spec)).replace("'", "")
-
-
-def _words(spec: Any) -> str:
-    if not isinstance(spec, tf.TensorSpec):
-        return type(spec).__name__
-    if not spec.shape.rank:
-        return f"{spec.dtype.name}, a single value"
-    return f"{spec.dtype.name} [{', '.join(['n', *map(str, spec.shape[1:])])}]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
@@ -12,6 +13,7 @@ import tensorflow as tf
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.sources import FallibleSource, Source
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.world import World
 
 # (x, y, keys) -> (x, y); keys are those of augment.sample_keys
@@ -73,9 +75,10 @@ def local_batches(
         if skips_bad:
             indices, x, y = cast(FallibleSource, source).gather_good(indices)
         else:
-            x, y = source.gather(indices)
+            x, y = as_pair(source.gather, source.gather(indices))
         if augment is not None:
-            x, y = augment(x, y, sample_keys(order.seed, epoch, indices))
+            changed = augment(x, y, sample_keys(order.seed, epoch, indices))
+            x, y = as_pair(augment, changed, of=(x, y))
         return Batch(x, y, indices, step, global_count)
 
     # Many steps travel at once: to enter Python for each would cost a core as much as a small step's computation.
@@ -86,4 +89,67 @@ def local_batches(
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = num_threads
-    return planned.map(read).prefetch(PREFETCHED_BATCHES).with_options(options)
+    with own_errors():
+        batches = planned.map(read)
+    return batches.prefetch(PREFETCHED_BATCHES).with_options(options)
+
+
+@tf.autograph.experimental.do_not_convert
+def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+    """The samples (x, y) that a method of the user's gave, as it is traced.
+
+    Args:
+        of: the samples that it was given, to change them.
+
+    Raises:
+        UsageError: it gave something else.
+    """
+    if isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_holds_samples, tf.nest.flatten(given))):
+        pair = (given[0], given[1])
+        if of is None or has_structure_of(of, pair):
+            return pair
+    name = getattr(method, "__qualname__", type(method).__name__)
+    got = "" if of is None else f" in the structure in which it got them, {describe_structure(of)}"
+    raise UsageError(
+        f"{name} gave {describe_structure(given)}; it must give the pair (x, y){got}: arrays [n, ...] of n samples, or "
+        f"tuples or dicts of such. {'Return unchanged what it does not change.' if of else 'Return x, y.'}",
+        reach="run",
+    )
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise our own errors as what they are: AutoGraph makes others of those in what it traces."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error.__context__, RingtrainError):
+            raise error.__context__ from None
+        raise
+
+
+def describe_structure(value: Any) -> str:
+    """Samples, or their specs, in words, such as ``(float32 [n, 3], int64 [n])``."""
+    return str(tf.nest.map_structure(_words, value)).replace("'", "")
+
+
+def _words(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        return "None" if leaf is None else type(leaf).__name__
+    shape, dtype = tf.TensorShape(leaf.shape), tf.as_dtype(leaf.dtype).name
+    if shape.rank is None:
+        return f"{dtype} of unknown shape"
+    return f"{dtype} [{', '.join(['n', *map(str, shape[1:])])}]" if shape.rank else f"{dtype}, a single value"
+
+
+def _holds_samples(leaf: Any) -> bool:
+    return (tf.is_tensor(leaf) or isinstance(leaf, np.ndarray)) and tf.TensorShape(leaf.shape).rank != 0
+
+
+def has_structure_of(one: Any, other: Any) -> bool:
+    """Whether two are tuples or dicts alike, or both neither."""
+    try:
+        tf.nest.assert_same_structure(one, other, check_types=False)
+    except (TypeError, ValueError):
+        return False
+    return True

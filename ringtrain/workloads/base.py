@@ -85,7 +85,10 @@ class Workload(abc.ABC):
         """
 
     def metrics(self, y: Any, outputs: Any) -> dict[str, tf.Tensor]:
-        """Further values of each sample, [n] each, logged as means over all samples. Called like ``loss``."""
+        """Further values of each sample, [n] each, logged as means over all samples. Called like ``loss``.
+
+        A name must not be one that ``metrics.jsonl`` has already, such as ``step`` or ``loss``.
+        """
         return {}
 
     def augment(self, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]:
@@ -95,6 +98,9 @@ class Workload(abc.ABC):
             x, y: n samples.
             keys: a key for each sample, uint64 [n]; give them to the functions of ``ringtrain.data.augment``, so that
                 what a sample gets depends on the seed, the epoch and the sample alone.
+
+        Returns:
+            x and y of the same n samples, in the same structure; shapes and types of a sample may be others.
         """
         return x, y
 

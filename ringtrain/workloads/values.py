@@ -1,13 +1,54 @@
-"""What a workload makes of a batch: each sample's loss and metrics, from the model's outputs."""
+"""What a workload makes of a batch: the model's outputs, each sample's loss and metrics."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from ringtrain.data.pipeline import describe_structure
+from ringtrain.defects import describe_defect, is_users_own
 from ringtrain.errors import UsageError
 from ringtrain.workloads.base import Workload
+
+# The keys of the events in metrics.jsonl beside which the metrics stand.
+RESERVED_NAMES = {
+    "communication_sec", "compute_sec", "data_loss", "epoch", "event", "examples_per_sec", "gradient_norm",
+    "input_sec", "loss", "lr", "other_sec", "samples", "samples_seen", "sec_per_step", "seconds", "step", "time",
+}  # fmt: skip
+FORGOTTEN = "None: is a return missing?"
+
+
+def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool) -> Any:
+    """The model's outputs for the samples x.
+
+    Raises:
+        UsageError: the model does not take them. An error of a layer of the user's own is raised as it is.
+    """
+    try:
+        outputs = model(x, training=training)
+    except Exception as error:
+        if isinstance(error, tf.errors.ResourceExhaustedError) or any(
+            is_users_own(frame.filename) for frame in traceback.extract_tb(error.__traceback__)
+        ):
+            raise
+        which = "training" if training else "evaluation"
+        raise UsageError(
+            f"the model of {type(workload).__name__}.create_model does not take the x of the {which} samples, "
+            f"{describe_structure(x)}: {describe_defect(error)}. Let create_model's keras.Input and what "
+            "create_sources gives fit each other.",
+            reach="run",
+        ) from error
+    if not all(tf.is_tensor(output) for output in tf.nest.flatten(outputs)):
+        raise UsageError(
+            f"the model of {type(workload).__name__}.create_model gave {describe_structure(outputs)}; its call must "
+            "give a tensor, or a structure of tensors.",
+            reach="run",
+        )
+    return outputs
 
 
 def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
@@ -17,18 +58,63 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
         outputs: the model's; those of half precision are made float32 first, since a loss needs its range.
 
     Raises:
-        UsageError: the workload gives something else than one value for each sample.
+        UsageError: the workload gives something else than one value for each sample, or a metric a name that is taken.
     """
     outputs = tf.nest.map_structure(_at_least_float32, outputs)
-    losses, metrics = workload.loss(y, outputs), workload.metrics(y, outputs)
-    for name, value in {"loss": losses, **metrics}.items():
-        if value.shape.rank != 1:
-            raise UsageError(
-                f"{type(workload).__name__} gives {name!r} the shape {value.shape}, but each sample needs one value: "
-                "[n]. Take the mean over the other dimensions.",
-                reach="run",
-            )
-    return losses, metrics
+    name = type(workload).__name__
+    num_samples = next((leaf.shape[0] for leaf in tf.nest.flatten(y) if leaf.shape.rank), None)
+    losses = _one_for_each(name, "loss", workload.loss(y, outputs), num_samples)
+    if not losses.dtype.is_floating:
+        raise UsageError(
+            f"{name}.loss gave {describe_structure(losses)}, which has no gradient; it must be floating-point.",
+            reach="run",
+        )
+    metrics = workload.metrics(y, outputs)
+    if not isinstance(metrics, Mapping) or not all(isinstance(key, str) for key in metrics):
+        given = FORGOTTEN if metrics is None else f"{metrics!r:.80}."
+        raise UsageError(
+            f"{name}.metrics gave {given} It must give a dict of names and values, such as {{'accuracy': values}}; "
+            "{} for none.",
+            reach="run",
+        )
+    taken = sorted(RESERVED_NAMES & set(metrics))
+    if taken:
+        raise UsageError(
+            f"{name}.metrics gives {taken[0]!r}, but metrics.jsonl keeps something else by that name. Give it another, "
+            f"such as {'my_' + taken[0]!r}; taken are {', '.join(sorted(RESERVED_NAMES))}.",
+            reach="run",
+        )
+    return losses, {key: _one_for_each(name, key, value, num_samples) for key, value in metrics.items()}
+
+
+def _one_for_each(workload: str, name: str, value: Any, num_samples: int | None) -> tf.Tensor:
+    """A tensor [n] of numbers.
+
+    Args:
+        num_samples: n, where it is known while the step is traced.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    what = f"{workload} gives {name!r} "
+    try:
+        tensor = tf.convert_to_tensor(value)
+    except (TypeError, ValueError):
+        given = f"as {FORGOTTEN}" if value is None else f"as a Python object of type {type(value).__name__}."
+        raise UsageError(f"{what}{given} Each sample needs one value: a tensor [n].", reach="run") from None
+    shape = tensor.shape
+    if shape.rank != 1 or (None not in (shape[0], num_samples) and shape[0] != num_samples):
+        remedy = "Take the mean over the other dimensions."
+        if shape.rank == 0:
+            remedy = "Leave out the mean over the samples: it is taken over those of all ranks."
+        elif shape.rank is None:
+            remedy = "Say it of what TensorFlow cannot know: tf.ensure_shape(values, [None])."
+        elif shape.rank == 1:
+            remedy = f"The batch has {num_samples} samples: take means over the other dimensions, and not over these."
+        raise UsageError(f"{what}the shape {shape}, but each sample needs one value: [n]. {remedy}", reach="run")
+    if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
+        raise UsageError(f"{what}as {tensor.dtype.name}; it must be numbers.", reach="run")
+    return tensor
 
 
 def _at_least_float32(tensor: tf.Tensor) -> tf.Tensor:

@@ -10,9 +10,10 @@ import pytest
 from ringtrain.actions import Ending
 from ringtrain.collectives import on_first
 from ringtrain.collectives.solo import Solo
+from ringtrain.defects import describe_defect, format_defect
 from ringtrain.evaluation import EvalReport
 from ringtrain.loop import Result
-from ringtrain.together import describe_defect, describe_result, format_defect
+from ringtrain.together import describe_result
 from ringtrain.world import World
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
@@ -50,6 +51,31 @@ def test_what_went_wrong_in_a_layer_of_keras_is_told_with_the_layer() -> None:
     assert describe_defect(ValueError(text)) == (
         "ValueError: Exception encountered when calling Dense.call(). no such weight"
     )
+
+
+IN_USER_CODE = """in user code:
+
+    File "/home/me/model.py", line 10, in augment  *
+        return mix(x), y
+    File "/home/me/model.py", line 4, in mix  *
+        x, y, z = x
+
+    ValueError: not enough values to unpack (expected 3, got 2)
+"""
+
+
+def test_what_went_wrong_in_code_that_autograph_has_changed_is_told_by_its_own_line() -> None:
+    error = ValueError(IN_USER_CODE)
+    assert describe_defect(error) == "ValueError: not enough values to unpack (expected 3, got 2)"
+    in_a_layer = IN_USER_CODE.replace("not enough", "Exception encountered when calling Mix.call().\n\n    not enough")
+    assert describe_defect(ValueError(in_a_layer)) == (
+        "ValueError: Exception encountered when calling Mix.call(). not enough values to unpack (expected 3, got 2)"
+    )
+
+
+def test_the_names_of_operations_are_left_out() -> None:
+    node = "{{function_node __wrapped__FlushSummaryWriter_device_/job:localhost/replica:0/task:0/device:CPU:0}}"
+    assert describe_defect(OSError(f"{node} no space left [Op:X]")) == "OSError: no space left [Op:X]"
 
 
 def test_a_traceback_of_no_users_code_is_whole() -> None:

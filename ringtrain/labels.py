@@ -1,0 +1,70 @@
+"""Labels for which a model has no class: a sparse cross-entropy makes NaN or 0 of them on some devices, unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.data.pipeline import Batch
+from ringtrain.errors import DataError
+
+CHECKED_STEPS = 100  # of a process: a look at a batch costs some microseconds
+SPARSE_LOSS = "SparseSoftmaxCrossEntropyWithLogits"  # Keras' and TensorFlow's sparse cross-entropies are all this one
+KEEP_VALUES = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze")
+
+
+@dataclass(frozen=True)
+class Labels:
+    """A part of y that is compared with classes: its place in ``tf.nest.flatten(y)``."""
+
+    place: int
+    num_classes: int
+
+    def check(self, y: Any, indices: Any, *, of: str) -> None:
+        """See that each label is one of the model's classes.
+
+        Args:
+            y: of n samples.
+            indices: their numbers [n].
+            of: what the samples are for, in words.
+
+        Raises:
+            DataError: some label is not.
+        """
+        labels = np.asarray(tf.nest.flatten(y)[self.place])
+        if not labels.size or (labels.min() >= 0 and labels.max() < self.num_classes):
+            return
+        first = tuple(np.argwhere(~((labels >= 0) & (labels < self.num_classes)))[0])
+        raise DataError(
+            f"sample {int(indices[first[0]])} of the {of} data has the label {labels[first]}, but the model gives "
+            f"{self.num_classes} classes: the loss, a sparse cross-entropy, takes labels from 0 to "
+            f"{self.num_classes - 1}. Look at the labels, give the model's last layer more units, or name one to be "
+            "ignored as the loss's ignore_class."
+        )
+
+
+def find_labels(function: Any, batch_spec: Batch) -> Sequence[Labels]:
+    """Which parts of y a traced function gives to a sparse cross-entropy as they are.
+
+    Args:
+        function: a concrete function whose first argument is a batch.
+    """
+    first = len(tf.nest.flatten(batch_spec.x))
+    inputs = {
+        tensor.ref(): place
+        for place, tensor in enumerate(function.graph.inputs[first : first + len(tf.nest.flatten(batch_spec.y))])
+    }
+    found = set()
+    for operation in function.graph.get_operations():
+        if operation.type != SPARSE_LOSS:
+            continue
+        logits, labels = operation.inputs
+        while labels.ref() not in inputs and labels.op.type in KEEP_VALUES:
+            labels = labels.op.inputs[0]
+        if labels.ref() in inputs and logits.shape[-1] is not None:
+            found.add(Labels(inputs[labels.ref()], logits.shape[-1]))
+    return sorted(found, key=lambda one: (one.place, one.num_classes))

@@ -1,0 +1,196 @@
+"""What a workload's methods may not give is known before the first step, and said in the words of the method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.collectives.solo import Solo
+from ringtrain.config import Config
+from ringtrain.data.sources import from_arrays, from_generator
+from ringtrain.errors import DataError, UsageError
+from ringtrain.job import Job, create_job
+from ringtrain.workloads.base import Sources
+from ringtrain.world import World
+from tests.world.workloads.small import NUM_CLASSES, NUM_FEATURES, Small
+
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
+NUM_SAMPLES = 20
+X, Y = np.zeros((NUM_SAMPLES, NUM_FEATURES), np.float32), np.zeros(NUM_SAMPLES, np.int64)
+
+
+def job_of(config: Config | None = None, **methods: Callable[..., Any]) -> Job:
+    """What a run of ``Small`` with some methods of its own consists of, before its first step."""
+    own = {name: staticmethod(method) for name, method in methods.items()}
+    return create_job(type("Mine", (Small,), own)(), config or Config(steps=1), Solo(ALONE), num_threads=1)
+
+
+def sources(train: Any, evaluation: Any) -> Callable[..., Sources]:
+    return lambda data_dir, synthetic: Sources(train, evaluation)
+
+
+def dense(num_features: int) -> keras.Model:
+    return keras.Sequential([keras.Input((num_features,)), keras.layers.Dense(NUM_CLASSES)])
+
+
+LOSSES = {
+    "none": (lambda y, outputs: None, "Mine gives 'loss' as None: is a return missing?"),
+    "mean": (lambda y, outputs: tf.reduce_mean(outputs), r"the shape \(\).* Leave out the mean over the samples"),
+    "classes": (lambda y, outputs: tf.reduce_mean(outputs, axis=0), r"the shape \(3,\).* The batch has 16 samples"),
+    "object": (lambda y, outputs: keras.metrics.Mean(), "Mine gives 'loss' as a Python object of type Mean"),
+    "whole numbers": (lambda y, outputs: y, r"Mine.loss gave int64 \[n\], which has no gradient"),
+    "no shape": (
+        lambda y, outputs: tf.numpy_function(lambda array: array, [outputs[:, 0]], tf.float32),
+        r"tf.ensure_shape\(values, \[None\]\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_is_one_number_for_each_sample(case: str) -> None:
+    method, message = LOSSES[case]
+    with pytest.raises(UsageError, match=message):
+        job_of(Config(steps=1, global_batch_size=16), loss=method)
+
+
+def test_a_loss_depends_on_the_weights() -> None:
+    def wrong(y: Any, outputs: Any) -> Any:
+        return tf.cast(tf.argmax(outputs, axis=1) - y, tf.float32)
+
+    with pytest.raises(UsageError, match=r"Mine.loss gives a loss on which no weight .* tf.argmax"):
+        job_of(loss=wrong, create_model=lambda: dense(NUM_FEATURES))
+
+
+METRICS = {
+    "none": (lambda y, outputs: None, "Mine.metrics gave None: is a return missing?"),
+    "list": (lambda y, outputs: [outputs], "must give a dict of names and values"),
+    "event": (lambda y, outputs: {"event": outputs[:, 0]}, "Mine.metrics gives 'event', but metrics.jsonl"),
+    "epoch": (lambda y, outputs: {"epoch": outputs[:, 0]}, "Mine.metrics gives 'epoch', but metrics.jsonl"),
+    "step": (lambda y, outputs: {"step": outputs[:, 0]}, "such as 'my_step'"),
+    "no value": (lambda y, outputs: {"share": None}, "Mine gives 'share' as None"),
+    "text": (lambda y, outputs: {"share": tf.as_string(y)}, "Mine gives 'share' as string; it must be numbers"),
+}
+
+
+@pytest.mark.parametrize("case", METRICS)
+def test_metrics_have_names_of_their_own_and_one_number_for_each_sample(case: str) -> None:
+    method, message = METRICS[case]
+    with pytest.raises(UsageError, match=message):
+        job_of(metrics=method)
+
+
+def no_return(x: Any, y: Any, keys: Any) -> None:
+    return None
+
+
+def only_x(x: Any, y: Any, keys: Any) -> Any:
+    return x
+
+
+def no_y(x: Any, y: Any, keys: Any) -> Any:
+    return x, None
+
+
+def other_structure(x: Any, y: Any, keys: Any) -> Any:
+    return x, {"label": y}
+
+
+def one_number(x: Any, y: Any, keys: Any) -> Any:
+    return x, tf.reduce_sum(y)
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorFlow's, of what it cannot look into
+@pytest.mark.parametrize("method", [no_return, only_x, no_y, other_structure, one_number])
+@pytest.mark.parametrize("is_fed", [False, True])
+def test_augment_gives_the_samples_back(method: Callable[..., Any], is_fed: bool) -> None:
+    methods: dict[str, Any] = {"augment": method}
+    if is_fed:
+        methods["create_sources"] = sources(from_generator(lambda rank, size: iter([(X, Y)]), steps_per_epoch=1), None)
+    with pytest.raises(UsageError, match=rf"{method.__name__} gave .*\(x, y\) in the structure in which it got them"):
+        job_of(**methods)
+
+
+ARRAYS = from_arrays(X, Y)
+SOURCES: dict[str, tuple[Callable[..., Any], str]] = {
+    "tuple": (lambda data_dir, synthetic: (ARRAYS, ARRAYS), "Mine.create_sources gave a tuple of 2; it must give"),
+    "none": (lambda data_dir, synthetic: None, "Mine.create_sources gave None; it must give"),
+    "dataset": (
+        sources(tf.data.Dataset.from_tensor_slices((X, Y)), ARRAYS),
+        r"as train; it must be a source.*from_generator .*as_numpy_iterator",
+    ),
+    "arrays": (sources((X, Y), ARRAYS), r"gave a tuple of 2 as train; .*from_arrays\(x, y\)"),
+    "PyDataset": (sources(keras.utils.PyDataset(), ARRAYS), "gave a keras PyDataset as train"),
+    "fed evaluation": (
+        sources(ARRAYS, from_generator(lambda rank, size: iter([(X, Y)]))),
+        "gave a feed of batches as evaluation",
+    ),
+    "other y": (sources(ARRAYS, from_arrays(X, {"label": Y})), "both must be of one structure"),
+    "other x": (
+        sources(ARRAYS, from_arrays(X[:, :2], Y)),
+        r"does not take the x of the evaluation samples, float32 \[n, 2\]: .*incompatible",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_sources_are_sources_of_one_structure(case: str) -> None:
+    method, message = SOURCES[case]
+    with pytest.raises(UsageError, match=message):
+        job_of(create_sources=method)
+
+
+def test_a_generator_of_more_than_pairs_is_named() -> None:
+    triples: Any = [(X, Y, Y)]
+    feed = from_generator(lambda rank, size: iter(triples), steps_per_epoch=1)
+    with pytest.raises(DataError, match=r"rank 0 was fed 3 values in step 1; each batch must be a pair \(x, y\)"):
+        job_of(create_sources=sources(feed, None))
+
+
+def test_a_model_takes_the_samples() -> None:
+    with pytest.raises(UsageError, match=r"does not take the x of the training samples, float32 \[n, 6\]"):
+        job_of(create_model=lambda: dense(NUM_FEATURES - 1))
+
+
+def test_an_optimizer_is_one_of_keras() -> None:
+    with pytest.raises(UsageError, match=r"Mine\.create_optimizer gave a str; it must give a Keras 3 optimizer"):
+        job_of(create_optimizer=lambda learning_rate: "adam")
+
+
+def test_the_best_metric_is_one_that_there_is_also_where_nothing_is_evaluated() -> None:
+    with pytest.raises(UsageError, match="best_metric is 'nonsense'"):
+        job_of(Config(steps=1, best_metric="nonsense"), create_sources=sources(ARRAYS, None))
+
+
+def shifted_loss(y: Any, outputs: Any) -> Any:
+    return keras.losses.sparse_categorical_crossentropy(y - NUM_CLASSES, outputs, from_logits=True)
+
+
+LABELS = {
+    "training": sources(from_arrays(X, np.arange(NUM_SAMPLES) // 5), None),
+    "evaluation": sources(ARRAYS, from_arrays(X, np.arange(NUM_SAMPLES)[:, np.newaxis] // 5)),
+}
+
+
+@pytest.mark.parametrize("part", LABELS)
+def test_labels_are_classes_of_the_model(part: str) -> None:
+    with pytest.raises(DataError, match=f"sample 15 of the {part} data has the label 3, but the model gives 3 classes"):
+        job_of(create_sources=LABELS[part])
+
+
+def test_labels_that_the_loss_changes_are_left_to_it() -> None:
+    job = job_of(create_sources=sources(from_arrays(X, Y + NUM_CLASSES), None), loss=shifted_loss)
+    assert not job.step.labels
+
+
+def test_labels_that_are_not_in_memory_are_looked_at_in_each_batch() -> None:
+    job = job_of()
+    [labels] = job.step.labels
+    labels.check(np.array([0, 2]), np.array([7, 3]), of="training")
+    labels.check(np.array([]), np.array([]), of="training")
+    with pytest.raises(DataError, match="sample 3 of the training data has the label -1"):
+        labels.check(np.array([0, -1]), np.array([7, 3]), of="training")

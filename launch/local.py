@@ -20,6 +20,8 @@ from launch.verdict import Attempt, decide, explain
 from ringtrain.errors import UsageError
 from ringtrain.launched import DIRECTORY_VARIABLE, clear, read_end, read_run
 
+MAX_NUMBER = 10_000  # of ranks on one machine
+
 DESCRIPTION = """\
 Train on this machine: each rank's lines are labelled and never broken, all stop
 at the first failure, and the first rank's error is printed last. Ctrl-C lets
@@ -72,10 +74,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="mpi: mpirun; gloo: horovodrun --gloo (default: mpi)",
     )
     options, flags = parser.parse(arguments)
-    if options.np < 1:
-        raise UsageError(f"-np is {options.np}; it must be at least 1.")
-    if options.max_restarts < 0:
-        raise UsageError(f"max_restarts is {options.max_restarts}; it must be at least 0.")
+    for name, value, least in (("-np", options.np, 1), ("max_restarts", options.max_restarts, 0)):
+        if not least <= value <= MAX_NUMBER:
+            raise UsageError(f"{name} is {value}; it must be from {least} to {MAX_NUMBER:,}.")
     return options, flags
 
 

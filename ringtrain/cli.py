@@ -54,6 +54,8 @@ from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, 
 from ringtrain.workloads.listing import list_workloads
 from ringtrain.world import World, read_world
 
+MAX_SHARDS = 99_999  # a shard's number has five digits
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code (see ``ringtrain.errors``)."""
@@ -139,7 +141,7 @@ def require_run(wanted: Mapping[str, Any]) -> Path:
         UsageError: there is none.
     """
     run = wanted.get("run")
-    if run is None or not (run / CONFIG_FILE).is_file():
+    if run is None or not os.path.isfile(run / CONFIG_FILE):
         raise UsageError(
             f"{str(run)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run.", reach="run"
         )
@@ -190,8 +192,8 @@ def convert_command(arguments: Sequence[str], world: World) -> int:
     wanted = parse_arguments(create_convert_parser(), arguments, world)
     refuse_launcher("convert", world)
     num_shards, kind = wanted.get("shards"), wanted.get("kind", "auto")
-    if num_shards is not None and num_shards < 1:
-        raise UsageError(f"shards is {num_shards}; it must be at least 1.", reach="run")
+    if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
+        raise UsageError(f"shards is {num_shards}; it must be from 1 to {MAX_SHARDS:,}.", reach="run")
     if kind not in SOURCE_KINDS:
         raise UsageError(f"kind is {kind!r}; it must be one of {', '.join(SOURCE_KINDS)}.", reach="run")
     pin(world)

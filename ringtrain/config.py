@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ringtrain.errors import UsageError
 
@@ -35,6 +36,15 @@ OPTIMIZER_CLASSES = {
 MOMENTUM_OPTIMIZERS = ("sgd", "rmsprop")
 RHO_OPTIMIZERS = ("rmsprop", "adadelta")
 EPSILON_OPTIMIZERS = ("rmsprop", "adadelta", "adagrad", "adam", "adamw", "adamax", "nadam", "lamb")
+
+# The largest values, far from those of use: a step has nine digits in a checkpoint's name, TensorFlow's dimensions and
+# NumPy's seeds have so many bits, a float32 is no larger, and the kernel waits no longer.
+MAX_STEPS = 999_999_999
+MAX_SIZE = 2**31 - 1
+MAX_SEED = 2**32 - 1
+MAX_FLOAT = 3e38
+MAX_SECONDS = 1_000_000_000
+LONGEST_VALUE = 80
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16", "float64"]
 
@@ -86,13 +96,17 @@ class OptimizerConfig:
     """largest decay of the moving average of the weights that is evaluated in their stead, such as 0.9999; 0 is off"""
 
     def __post_init__(self) -> None:
+        _check_types(self, "optimizer.")
         _one_of("optimizer.name", self.name, OPTIMIZER_CLASSES)
         _one_of("optimizer.lr_scale", self.lr_scale, ("none", "linear", "sqrt"))
         _one_of("optimizer.schedule", self.schedule, ("constant", "exponential", "cosine", "linear"))
         for name in ("warmup_epochs", "momentum", "weight_decay", "clip_global_norm", "ema"):
             _at_least(f"optimizer.{name}", getattr(self, name), 0)
-        if self.ema >= 1:
-            raise UsageError(f"optimizer.ema is {self.ema}; it must be below 1, such as 0.9999.", reach="run")
+        for name, such in (("ema", 0.9999), ("rho", 0.9), ("momentum", 0.9)):
+            if (getattr(self, name) or 0) >= 1:
+                raise UsageError(
+                    f"optimizer.{name} is {getattr(self, name)}; it must be below 1, such as {such}.", reach="run"
+                )
         for name in ("lr", "decay_rate", "decay_epochs"):
             _above(f"optimizer.{name}", getattr(self, name), 0)
         if self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
@@ -225,20 +239,24 @@ class Config:
     """made data of the same shape, for measuring"""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "batch_size", "global_batch_size"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
-        for name in ("log_every", "accumulate", "keep"):
-            _at_least(name, getattr(self, name), 1)
-        for name in (
-            "eval_every_epochs",
-            "eval_every",
-            "stop_after",
-            "checkpoint_every",
-            "check_replicas_every",
-            "seed",
+        _check_types(self)
+        for name, least, most in (
+            ("epochs", 1, MAX_STEPS),
+            ("steps", 1, MAX_STEPS),
+            ("batch_size", 1, MAX_SIZE),
+            ("global_batch_size", 1, MAX_SIZE),
+            ("accumulate", 1, MAX_SIZE),
+            ("log_every", 1, MAX_SIZE),
+            ("keep", 1, MAX_SIZE),
+            ("eval_every_epochs", 0, MAX_SIZE),
+            ("eval_every", 0, MAX_SIZE),
+            ("stop_after", 0, MAX_SIZE),
+            ("checkpoint_every", 0, MAX_SIZE),
+            ("check_replicas_every", 0, MAX_SIZE),
+            ("seed", 0, MAX_SEED),
         ):
-            _at_least(name, getattr(self, name), 0)
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), least, most)
         for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
                 raise UsageError(
@@ -259,16 +277,17 @@ class Config:
         if self.profile is not None:
             _range_of_steps("profile", self.profile)
         if self.max_hours is not None:
-            _above("max_hours", self.max_hours, 0)
+            _above("max_hours", self.max_hours, 0, MAX_SECONDS / 3600)
         if self.hang_timeout != 0 and not (math.isfinite(self.hang_timeout) and self.hang_timeout >= 1):
             raise UsageError(
                 f"hang_timeout is {self.hang_timeout}; it must be at least 1 second, or 0 for no watch.", reach="run"
             )
-        if self.data_dir is not None and not self.data_dir.is_dir():
+        _at_most("hang_timeout", self.hang_timeout, MAX_SECONDS)
+        if self.data_dir is not None and not os.path.isdir(self.data_dir):  # Path.is_dir raises on too long a name
             raise UsageError(
                 f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node"
             )
-        if self.init_from is not None and not self.init_from.is_dir():
+        if self.init_from is not None and not os.path.isdir(self.init_from):
             raise UsageError(
                 f"init_from {str(self.init_from)!r} is no directory that can be read; it must be a checkpoint, or a "
                 "run directory. Check the path.",
@@ -292,6 +311,7 @@ def make_config(
         UsageError: a value breaks a rule.
     """
     defaults = dict(workload_defaults)
+    _refuse_unknown(defaults)
     # Of two fields that exclude each other, the user's silences the workload's.
     for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
         if explicit.get(name) is not None:
@@ -304,6 +324,26 @@ def make_config(
         options = merge_options(options, workload_options)
     values = {**defaults, **explicit, "optimizer": OptimizerConfig(**optimizer), "options": options}
     return Config(**values)
+
+
+def _refuse_unknown(defaults: Mapping[str, Any]) -> None:
+    """See that a workload's defaults are settings.
+
+    Raises:
+        UsageError: one is not.
+    """
+    optimizer = defaults.get("optimizer", {})
+    if not isinstance(optimizer, Mapping):
+        raise UsageError(f"the workload's defaults have optimizer {optimizer!r}; it must be a mapping.", reach="run")
+    for given, prefix, known in ((defaults, "", Config), (optimizer, "optimizer.", OptimizerConfig)):
+        for name in given:
+            if name not in known.__dataclass_fields__:
+                near = difflib.get_close_matches(str(name), known.__dataclass_fields__, n=1)
+                meant = f" Did you mean {prefix + near[0]!r}?" if near else ""
+                raise UsageError(
+                    f"the workload's defaults have {prefix + str(name)!r}, but there is no such setting.{meant}",
+                    reach="run",
+                )
 
 
 def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,9 +399,24 @@ def _one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) 
         raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(values)}.", reach="run")
 
 
-def _at_least(name: str, value: float, bound: int) -> None:
-    if not (math.isfinite(value) and value >= bound):
-        raise UsageError(f"{name} is {value}; it must be at least {bound}.", reach="run")
+def _at_least(name: str, value: float, least: int, most: float = MAX_FLOAT) -> None:
+    if not math.isfinite(value):
+        raise UsageError(f"{name} is {value}; it must be a finite number, at least {least}.", reach="run")
+    if value < least:
+        raise UsageError(f"{name} is {value}; it must be at least {least}.", reach="run")
+    _at_most(name, value, most)
+
+
+def _at_most(name: str, value: float, most: float) -> None:
+    if value > most:
+        limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
+        raise UsageError(f"{name} is {shorten(value)}; it must be at most {limit}.", reach="run")
+
+
+def shorten(value: Any) -> str:
+    """A value for a message, of which a page of digits says no more than the first."""
+    text = str(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
 
 
 def _range_of_steps(name: str, value: str) -> None:
@@ -372,6 +427,48 @@ def _range_of_steps(name: str, value: str) -> None:
         )
 
 
-def _above(name: str, value: float, bound: int) -> None:
-    if not (math.isfinite(value) and value > bound):
+def _above(name: str, value: float, bound: int, most: float = MAX_FLOAT) -> None:
+    if not math.isfinite(value):
+        raise UsageError(f"{name} is {value}; it must be a finite number, greater than {bound}.", reach="run")
+    if value <= bound:
         raise UsageError(f"{name} is {value}; it must be greater than {bound}.", reach="run")
+    _at_most(name, value, most)
+
+
+def _check_types(settings: Any, prefix: str = "") -> None:
+    """See that values that no parser has read, such as a workload's defaults, are of their fields' types."""
+    for name, hint in get_type_hints(type(settings)).items():
+        value, (kind, may_be_none) = getattr(settings, name), _kind_of(hint)
+        if value is None and may_be_none:
+            continue
+        kinds = (int, float) if kind is float else kind
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+            rule = field_rules()[prefix + name]
+            raise UsageError(f"{prefix}{name} is {shorten(repr(value))}; it must be {rule}.", reach="run")
+
+
+def _kind_of(hint: Any) -> tuple[type, bool]:
+    """The type of a field's values, and whether None is one of them."""
+    if get_origin(hint) is dict:
+        return Mapping, False
+    options = get_args(hint)
+    if options and isinstance(options[0], str):
+        return str, False
+    return (options[0] if options else hint), type(None) in options
+
+
+def field_rules() -> dict[str, str]:
+    """What each setting must be, in words, from the types of the configuration's fields."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
+    words[str] = "a text (in a YAML file put it in quotes)"  # YAML reads 20:25 as 1225, a number to the base 60
+    rules = {}
+    for prefix, settings in (("", Config), ("optimizer.", OptimizerConfig)):
+        for name, hint in get_type_hints(settings).items():
+            options = [option for option in get_args(hint) if option is not type(None)]
+            if get_origin(hint) is dict:
+                rules[prefix + name] = "a mapping; write --options.NAME VALUE"
+            elif options and isinstance(options[0], str):
+                rules[prefix + name] = f"one of {', '.join(options)}"
+            else:
+                rules[prefix + name] = words.get(options[0] if options else hint, "a mapping")
+    return rules

@@ -6,13 +6,14 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ringtrain.config import Config, OptimizerConfig
+from ringtrain.config import Config, OptimizerConfig, field_rules, shorten
 from ringtrain.errors import UsageError
 from ringtrain.help import PROGRAM, show_help
+from ringtrain.run_directory import CONFIG_FILE
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: Wor
         if world.is_first:
             print(show_help(parser), end="")
         raise SystemExit(0)
+    refuse_empty(arguments)
+    refuse_missing_file(arguments)
     try:
         explicit = parser.parse_args(list(arguments), defaults=False).clone(with_meta=False).as_dict()
     except UnicodeDecodeError as error:
@@ -279,9 +282,10 @@ def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequenc
         return f"there is no {'flag' if prefix else 'key'} {prefix}{unknown[2]}. {suggestion}See --help."
     wrong = re.search(r'Parser key "([\w.]+)".*(?:Given value|Got value): (.*)', message, re.DOTALL)
     if wrong and wrong[1] in field_rules():
-        return f"{wrong[1]} is {wrong[2].strip()!r}; it must be {field_rules()[wrong[1]]}."
-    if "File does not exist" in message:
-        return f"config is {find_config_file(arguments)!r}, and there is no such file. Check the path."
+        return f"{wrong[1]} is {shorten(repr(wrong[2].strip()))}; it must be {field_rules()[wrong[1]]}."
+    endless = re.search(r'Parser key "([\w.]+)":\s+Exceeds the limit', message)
+    if endless:
+        return f"{endless[1]} has thousands of digits; it must be {field_rules().get(endless[1], 'a whole number')}."
     if re.match("Problems parsing config|Unexpected config", message):
         return f"{find_config_file(arguments)} holds no YAML mapping of settings: {' '.join(message.split())}"
     return " ".join(message.split())
@@ -295,24 +299,51 @@ def find_meant_setting(name: str, parser: ArgumentParser) -> str | None:
     return next(iter(in_group or difflib.get_close_matches(name, names, n=1)), None)
 
 
-def find_config_file(arguments: Sequence[str]) -> str:
-    """The last file that the user gave with ``--config``."""
-    text = " ".join(arguments)
-    return re.findall(r"--config[= ](\S+)", text)[-1]
+def find_config_file(arguments: Sequence[str]) -> str | None:
+    """The last file that the user gave with ``--config``; None where no value follows."""
+    given = None
+    for flag, following in zip(arguments, [*arguments[1:], None], strict=False):
+        if flag == "--config":
+            given = following
+        elif flag.startswith("--config="):
+            given = flag.removeprefix("--config=")
+    return given
 
 
-def field_rules() -> dict[str, str]:
-    """What each setting must be, in words, from the types of the configuration's fields."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
-    words[str] = "a text (in a YAML file put it in quotes)"  # YAML reads 20:25 as 1225, a number to the base 60
-    rules = {}
-    for prefix, settings in (("", Config), ("optimizer.", OptimizerConfig)):
-        for name, hint in get_type_hints(settings).items():
-            options = [option for option in get_args(hint) if option is not type(None)]
-            if get_origin(hint) is dict:
-                rules[prefix + name] = "a mapping; write --options.NAME VALUE"
-            elif options and isinstance(options[0], str):
-                rules[prefix + name] = f"one of {', '.join(options)}"
-            else:
-                rules[prefix + name] = words.get(options[0] if options else hint, "a mapping")
-    return rules
+def refuse_empty(arguments: Sequence[str]) -> None:
+    """See that no setting was given an empty text, which would be taken for a path: the current directory.
+
+    A workload's own option may be one.
+
+    Raises:
+        UsageError: one was.
+    """
+    for flag, following in zip(arguments, [*arguments[1:], None], strict=False):
+        name, has_value, value = flag.partition("=")
+        if (
+            name.startswith("--")
+            and not name.startswith("--options")
+            and "" in (value if has_value else None, following)
+        ):
+            raise UsageError(f"{name[2:]} is ''; give it a value, or leave it out.", reach="run")
+
+
+def refuse_missing_file(arguments: Sequence[str]) -> None:
+    """See that the file of settings can be read.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    file = find_config_file(arguments)
+    if file is None:
+        return
+    try:
+        with open(file, "rb"):
+            return
+    except FileNotFoundError:
+        reason = "there is no such file. Check the path"
+    except IsADirectoryError:
+        reason = f"that is a directory. Name a YAML file, such as the {CONFIG_FILE} of a run"
+    except OSError as error:
+        reason = f"it cannot be read: {error.strerror}. Check the path"
+    raise UsageError(f"config is {file!r}, and {reason}.", reach="run")

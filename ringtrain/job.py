@@ -14,7 +14,7 @@ from ringtrain import activity
 from ringtrain.activity import Doing
 from ringtrain.collectives import Collective, agree
 from ringtrain.collectives.reduce import GradientReduction
-from ringtrain.config import DEFAULT_BATCH_SIZE, OPTIMIZER_CLASSES, Config, OptimizerConfig
+from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.data.feeding import fed_batches
 from ringtrain.data.order import FedOrder, SampleOrder
 from ringtrain.data.pipeline import Augment, Batch, describe_structure, has_structure_of, local_batches
@@ -224,6 +224,12 @@ def plan_steps(
     else:
         order = SampleOrder(num_samples=train.num_samples, global_batch_size=global_batch_size, seed=config.seed)
     total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
+    if total_steps > MAX_STEPS:
+        raise UsageError(
+            f"{config.epochs or DEFAULT_EPOCHS} epochs of {order.steps_per_epoch} steps are {total_steps:,} steps; "
+            f"there may be at most {MAX_STEPS:,}. Give fewer --epochs, or --steps.",
+            reach="run",
+        )
     defaults = workload.defaults
     own_batch_size = defaults.get("global_batch_size") or defaults.get("batch_size", DEFAULT_BATCH_SIZE)
     learning_rate = LearningRate(

@@ -16,6 +16,7 @@ MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)  # 0: all that a node has
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 MAX_NAME_BYTES = 200  # the output's file name, at most 255, holds it
 MAX_SIGNAL_SECONDS = 65535
+MAX_NUMBER = 200_000  # of nodes, of GPUs: beyond any cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,8 @@ class JobRequest:
         ):
             if value < least:
                 raise UsageError(f"{name} is {value}; it must be at least {least}.")
+            if name != "signal_seconds" and value > MAX_NUMBER:
+                raise UsageError(f"{name} is {value}; it must be at most {MAX_NUMBER:,}.")
         if self.signal_seconds > MAX_SIGNAL_SECONDS:
             raise UsageError(f"signal_seconds is {self.signal_seconds}; Slurm takes at most {MAX_SIGNAL_SECONDS}.")
         if not self.num_ranks_per_node:

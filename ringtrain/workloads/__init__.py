@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ def check_workload_name(spec: str) -> None:
             f"workload is {spec!r}; name a file, path/file.py or path/file.py:Class, or a class, package.module:Class.",
             reach="run",
         )
-    if place.endswith(".py") and not Path(place).is_file():
+    if place.endswith(".py") and not os.path.isfile(place):  # Path.is_file raises on a name that is too long
         raise UsageError(f"workload is {spec!r}, but there is no file {place!r}. Check the path.", reach="node")
 
 

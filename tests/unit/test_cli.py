@@ -54,6 +54,21 @@ WRONG = [
     (["workloads", "--verbose"], ["there is no flag --verbose"]),
     (["--data_dir", "/no/such/place"], ["data_dir '/no/such/place' is no directory"]),
     (["--config", "missing.yaml"], ["config is 'missing.yaml', and there is no such file. Check the path."]),
+    (["--config", ""], ["config is ''; give it a value, or leave it out"]),
+    (["--config=", "--epochs", "3"], ["config is ''"]),
+    (["--config"], ["config"]),
+    (["--config", "directory"], ["config is 'directory', and that is a directory. Name a YAML file"]),
+    (["--config", "a" * 300], ["it cannot be read: File name too long"]),
+    (["--workload", "a" * 300 + ".py"], ["but there is no file"]),
+    (["--init_from", "a" * 300], ["is no directory that can be read"]),
+    (["eval", "a" * 300], ["is no run directory"]),
+    (["--out", ""], ["out is ''; give it a value, or leave it out"]),
+    (["--data_dir="], ["data_dir is ''"]),
+    (["--epochs", "9" * 30], ["epochs is 999999999999999999999999999999; it must be at most 999,999,999"]),
+    (["--epochs", "9" * 5000], ["epochs has thousands of digits; it must be a whole number"]),
+    (["--seed", "9" * 30], ["seed is", "at most 4,294,967,295"]),
+    (["--optimizer.lr", "1e999"], ["optimizer.lr is inf; it must be a finite number, greater than 0"]),
+    (["convert", "a", "b", "--shards", "9" * 30], ["shards is", "from 1 to 99,999"]),
     (["--config", "wrong_key.yaml"], ["there is no key epoch", "Did you mean epochs?"]),
     (["--config", "wrong_nested_key.yaml"], ["there is no key optimizer.rate", "Did you mean"]),
     (["--config", "wrong_type.yaml"], ["epochs is", "it must be a whole number"]),
@@ -88,6 +103,7 @@ def test_what_is_wrong_is_said_in_one_line(
 ) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "directory").mkdir()
     assert main(arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""

@@ -43,6 +43,20 @@ from ringtrain.errors import UsageError
         ({"hang_timeout": 0.5}, "hang_timeout is 0.5; it must be at least 1 second, or 0 for no watch"),
         ({"hang_timeout": -1}, "hang_timeout is -1; it must be at least 1 second"),
         ({"hang_timeout": math.inf}, "hang_timeout is inf; it must be at least 1 second"),
+        ({"hang_timeout": 1e30}, "hang_timeout is 1e+30; it must be at most 1,000,000,000"),
+        ({"hang_timeout": math.nan}, "hang_timeout is nan; it must be at least 1 second"),
+        ({"max_hours": math.inf}, "max_hours is inf; it must be a finite number, greater than 0"),
+        ({"max_hours": 1e30}, "max_hours is 1e+30; it must be at most 277778"),
+        ({"steps": 10**30}, f"steps is {10**30}; it must be at most 999,999,999"),
+        ({"epochs": 10**100}, f"epochs is {str(10**100)[:80]}... (101 characters); it must be at most 999,999,999"),
+        ({"batch_size": 10**30}, f"batch_size is {10**30}; it must be at most 2,147,483,647"),
+        ({"keep": 10**30}, f"keep is {10**30}; it must be at most 2,147,483,647"),
+        ({"seed": 2**32}, "seed is 4294967296; it must be at most 4,294,967,295"),
+        ({"epochs": "3"}, "epochs is '3'; it must be a whole number"),
+        ({"epochs": True}, "epochs is True; it must be a whole number"),
+        ({"out": "runs/x"}, "out is 'runs/x'; it must be a path"),
+        ({"deterministic": 1}, "deterministic is 1; it must be true or false"),
+        ({"seed": None}, "seed is None; it must be a whole number"),
         ({"profile": "10"}, "profile is '10'; it must be START:STOP, two steps from 1 on, such as 100:110"),
         ({"profile": "0:5"}, "profile is '0:5'; it must be START:STOP"),
         ({"profile": "9:8"}, "profile is '9:8'; it must be START:STOP"),
@@ -63,14 +77,18 @@ def test_a_wrong_setting_is_named_with_its_value_and_the_rule(values: dict[str, 
         ({"lr_scale": "log"}, "optimizer.lr_scale is 'log'; it must be one of none, linear, sqrt"),
         ({"schedule": "step"}, "optimizer.schedule is 'step'; it must be one of constant, exponential, cosine"),
         ({"lr": 0.0}, "optimizer.lr is 0.0; it must be greater than 0"),
-        ({"lr": math.nan}, "optimizer.lr is nan; it must be greater than 0"),
-        ({"lr": math.inf}, "optimizer.lr is inf; it must be greater than 0"),
+        ({"lr": math.nan}, "optimizer.lr is nan; it must be a finite number, greater than 0"),
+        ({"lr": math.inf}, "optimizer.lr is inf; it must be a finite number, greater than 0"),
+        ({"lr": 1e39}, "optimizer.lr is 1e+39; it must be at most 3e+38"),
+        ({"lr": "fast"}, "optimizer.lr is 'fast'; it must be a number"),
+        ({"momentum": 1.5}, "optimizer.momentum is 1.5; it must be below 1, such as 0.9"),
+        ({"name": "rmsprop", "rho": 1.5}, "optimizer.rho is 1.5; it must be below 1, such as 0.9"),
         ({"decay_rate": -1.0}, "optimizer.decay_rate is -1.0; it must be greater than 0"),
         ({"decay_epochs": 0.0}, "optimizer.decay_epochs is 0.0; it must be greater than 0"),
         ({"warmup_epochs": -1.0}, "optimizer.warmup_epochs is -1.0; it must be at least 0"),
         ({"momentum": -0.1}, "optimizer.momentum is -0.1; it must be at least 0"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay is -0.1; it must be at least 0"),
-        ({"clip_global_norm": math.inf}, "optimizer.clip_global_norm is inf; it must be at least 0"),
+        ({"clip_global_norm": math.inf}, "optimizer.clip_global_norm is inf; it must be a finite number"),
         ({"name": "adam", "momentum": 0.9}, "optimizer.momentum is 0.9, but adam takes none"),
         (
             {"name": "adam", "rho": 0.9},
@@ -124,6 +142,20 @@ def test_the_workload_s_own_settings_are_left_as_they_are() -> None:
     workload = {"epochs": 7, "optimizer": {"lr": 0.5}}
     make_config({"steps": 1, "optimizer": {"lr": 0.1}}, workload)
     assert workload == {"epochs": 7, "optimizer": {"lr": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"epoch": 3}, "the workload's defaults have 'epoch', but there is no such setting. Did you mean 'epochs'?"),
+        ({"optimizer": {"rate": 3}}, "the workload's defaults have 'optimizer.rate', but there is no such setting."),
+        ({"optimizer": "adam"}, "the workload's defaults have optimizer 'adam'; it must be a mapping."),
+        ({"epochs": "3"}, "epochs is '3'; it must be a whole number"),
+    ],
+)
+def test_a_workload_s_defaults_are_settings(defaults: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        make_config({}, defaults)
 
 
 def test_options_are_those_that_the_workload_declares_in_their_types() -> None:

@@ -13,6 +13,7 @@ GPUS = ["--nodes", "2", "--gpus_per_node", "4", "--mpi", "pmix"]
 
 WRONG = [
     (["--nodes", "0", "--ranks_per_node", "1"], ["nodes is 0", "at least 1"]),
+    (["--nodes", "1000000", "--ranks_per_node", "1"], ["nodes is 1000000", "at most 200,000"]),
     (["--nodes", "two", "--ranks_per_node", "1"], ["--nodes", "'two'"]),
     (["--nodes", "2", "--mpi", "pmix"], ["--gpus_per_node G", "--ranks_per_node R"]),
     ([*GPUS, "--ranks_per_node", "2"], ["ranks_per_node is 2", "gpus_per_node is 4", "equal"]),

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import re
+import resource
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Literal
 
 from ringtrain import huge_pages
 from ringtrain.activity import limit_seconds
+from ringtrain.environment import check_address_space, check_environment, explaining_import
 from ringtrain.errors import UsageError
 from ringtrain.world import World
 
@@ -316,8 +318,11 @@ def apply_plan(plan: DevicePlan) -> None:
     """Pin this process and set the environment. Call before TensorFlow, MPI or Horovod is imported.
 
     Raises:
-        UsageError: the environment asks for another Keras backend than TensorFlow.
+        UsageError: the environment asks for another Keras backend than TensorFlow, holds what would end Horovod or
+            TensorFlow, or gives too little memory.
     """
+    check_environment(os.environ)
+    check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0])
     set_environment(plan)
     if os.environ["KERAS_BACKEND"] != "tensorflow":
         raise UsageError(
@@ -346,7 +351,8 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
     Raises:
         UsageError: the node has fewer GPUs than ranks.
     """
-    import tensorflow as tf
+    with explaining_import():
+        import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
     if "TF_NUM_INTRAOP_THREADS" not in os.environ:

@@ -11,6 +11,7 @@ from ringtrain.errors import UsageError
 
 # Slurm numbers real steps from 0; everything from here on is a special step (batch script, interactive shell, ...).
 SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+GLOO_LAUNCHER = "horovodrun --gloo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
     read = _Reader(environ)
     if environ.get("HOROVOD_CONTROLLER") == "gloo" and "HOROVOD_RANK" in environ:
         names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
-        return read.world(*names, node=node, launcher="horovodrun --gloo")
+        return read.world(*names, node=node, launcher=GLOO_LAUNCHER)
     if "OMPI_COMM_WORLD_RANK" in environ:
         ompi = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
         return read.world(*ompi, node=node, launcher="mpirun (Open MPI)")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import http.client
 import json
 import os
 import re
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,12 +21,18 @@ from ringtrain.collectives import Totals, gather_objects
 from ringtrain.collectives.shared_memory import DTYPES, SharedSums, share_window
 from ringtrain.devices import DYNAMIC_TIMELINE
 from ringtrain.errors import UsageError
-from ringtrain.world import World
+from ringtrain.world import GLOO_LAUNCHER, World
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 MAX_DIFFERENCES = 20
+RENDEZVOUS_SECONDS = 30.0  # for an answer of Horovod's own launcher, which is there before its ranks
+RANK_0_SECONDS = 300.0  # ranks start apart, by the time that a slow file system takes to load TensorFlow
+DIFFERENT_SETTINGS = (
+    "Horovod's settings in the environment are not the same on all ranks; nothing was trained. Let the launcher set "
+    "them everywhere, such as by mpirun -x NAME."
+)
 LOWEST_PRIORITY = 19  # the largest "nice" value
 
 # Those of Horovod's settings by which its processes decide on their own what to send next, and how. Others are rank
@@ -145,6 +153,8 @@ def connect_horovod(world: World) -> HorovodCollective:
     Raises:
         UsageError: Horovod cannot be loaded, or sees another world than the launcher.
     """
+    if world.launcher == GLOO_LAUNCHER:
+        require_same_settings_by_rendezvous(world, os.environ)
     try:
         import horovod.tensorflow as hvd
 
@@ -208,8 +218,7 @@ def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
         error = UsageError(
             "\n  ".join(
                 [
-                    "Horovod's settings in the environment are not the same on all ranks; nothing was trained. Let the "
-                    "launcher set them everywhere, such as by mpirun -x NAME.",
+                    DIFFERENT_SETTINGS,
                     *differences[:MAX_DIFFERENCES],
                 ]
             ),
@@ -217,6 +226,55 @@ def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
         )
         error.is_agreed = True
         raise error
+
+
+def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]) -> None:
+    """See, before Horovod starts over Gloo, that its launcher is there and that its settings are rank 0's.
+
+    The launcher's server, where the processes find each other, keeps any values by their names. With other settings
+    Horovod's first collective would wait for ever, and without the server it ends within C++.
+
+    Raises:
+        UsageError: the server does not answer, rank 0 is not there in time, or its settings are others.
+    """
+    names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+    if any(name not in environ for name in names):
+        return
+    place = ":".join(environ[name] for name in names)
+    mine = [world.node, *(environ.get(name, "nothing") for name in HOROVOD_SETTINGS)]
+    try:
+        if world.is_first:
+            _ask_rendezvous(place, json.dumps(mine).encode())
+            return
+        end = time.monotonic() + RANK_0_SECONDS
+        while (answer := _ask_rendezvous(place)) is None:
+            if time.monotonic() > end:
+                raise UsageError("rank 0 did not come to Horovod's launcher in time. Look for its own error.")
+            time.sleep(0.05)
+    except (OSError, http.client.HTTPException) as error:
+        raise UsageError(
+            f"Horovod's launcher does not answer at {place} (HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT): {error}. It has "
+            "ended, or a firewall is between it and this node. Start the run again."
+        ) from None
+    theirs = json.loads(answer)
+    differences = [
+        f"{name}: rank {world.rank} on {mine[0]} has {own}, rank 0 on {theirs[0]} has {first}"
+        for name, own, first in zip(HOROVOD_SETTINGS, mine[1:], theirs[1:], strict=True)
+        if own != first
+    ]
+    if differences:
+        raise UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]))
+
+
+def _ask_rendezvous(place: str, value: bytes | None = None) -> bytes | None:
+    """Keep rank 0's value at the launcher's server, or read it; None where it is not there yet."""
+    connection = http.client.HTTPConnection(place, timeout=RENDEZVOUS_SECONDS)
+    try:
+        connection.request("GET" if value is None else "PUT", "/ringtrain/settings", value)
+        response = connection.getresponse()
+        return response.read() if response.status == http.HTTPStatus.OK else None
+    finally:
+        connection.close()
 
 
 def _gather_by_mpi(value: Any) -> list[Any]:

@@ -15,6 +15,7 @@ class Stack:
     Attributes:
         python: the interpreter's version, such as ``3.11.2``.
         executable: the interpreter's path.
+        optimize: how often ``-O`` was given, or ``PYTHONOPTIMIZE``.
         versions: of the packages that are installed.
         failures: why a package could not be loaded, for those that could not.
         keras_backend: ``KERAS_BACKEND`` where the user set it.
@@ -31,6 +32,7 @@ class Stack:
 
     python: str
     executable: str
+    optimize: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     keras_backend: str | None = None

@@ -69,6 +69,12 @@ def judge(facts: Facts) -> list[Finding]:
 def judge_python(stack: Stack) -> Finding:
     """The interpreter."""
     text = f"{stack.python}, {stack.executable}"
+    if stack.optimize >= 2:
+        return Finding(
+            subject="Python", verdict="broken" if "tensorflow" in stack.failures else "warning",
+            text=f"{text}, without docstrings, which TensorFlow may need",
+            remedy="unset PYTHONOPTIMIZE, and leave out -OO",
+        )  # fmt: skip
     if is_within(stack.python, PYTHONS):
         return Finding(subject="Python", verdict="ok", text=text)
     return Finding(

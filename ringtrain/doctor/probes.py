@@ -67,6 +67,7 @@ def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stac
     return Stack(
         python=platform.python_version(),
         executable=sys.executable,
+        optimize=sys.flags.optimize,
         versions=versions,
         failures=failures,
         keras_backend=keras_backend,

@@ -4,6 +4,10 @@ In place of ``import horovod.tensorflow.keras as hvd`` or ``import horovod.keras
 ``DistributedOptimizer`` reduces nothing under Keras 3. What Horovod does well is passed on from there.
 """
 
+import sys
+from typing import Any
+
+import horovod.tensorflow
 from horovod.tensorflow import (
     Adasum,
     Average,
@@ -91,3 +95,24 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+PAGE = "docs/coming-from-horovod.md"
+NOT_HERE = {
+    "elastic": "there is no elastic training; start the ranks again where some end, by launch local --max_restarts or "
+    "a Slurm job that is requeued, and let them go on from a checkpoint",
+    "DistributedAdasumOptimizer": "give DistributedOptimizer op=ringtrain.keras.Adasum",
+    "BroadcastGlobalVariablesHook": "it is TensorFlow 1's; use callbacks.BroadcastGlobalVariablesCallback",
+    "broadcast_parameters": "it is PyTorch's; use broadcast_variables",
+    "broadcast_optimizer_state": "it is PyTorch's; use broadcast_variables(optimizer.variables, root_rank=0)",
+}
+
+
+def __getattr__(name: str) -> Any:
+    why = NOT_HERE.get(name)
+    if why is None and not name.startswith("_") and hasattr(horovod.tensorflow, name):
+        why = f"take it from horovod.tensorflow, imported beside this module, after {__name__}.init()"
+    if why is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Of an AttributeError Python makes one of its own where the name stands in an import.
+    is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    raise (ImportError if is_import else AttributeError)(f"{__name__} has no {name!r}: {why}. See {PAGE}.")

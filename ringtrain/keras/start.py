@@ -9,11 +9,11 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 
-from ringtrain.collectives.horovod import connect_horovod
+from ringtrain.collectives.horovod import connect_horovod, require_same_settings_by_rendezvous
 from ringtrain.devices import apply_plan, claim_cores, plan_devices, read_machine, start_tensorflow
 from ringtrain.errors import UsageError
 from ringtrain.keras import hooks
-from ringtrain.world import World, read_world
+from ringtrain.world import GLOO_LAUNCHER, World, read_world
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -39,6 +39,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     world = read_world(os.environ)
     if not hvd.is_initialized():
         _apply_settings(world)
+        if world.launcher == GLOO_LAUNCHER:
+            require_same_settings_by_rendezvous(world, os.environ)
         hvd.init(comm, process_sets)
     if comm is None and world.launcher != "no launcher":
         connect_horovod(world)  # started already: it compares what Horovod and the launcher say

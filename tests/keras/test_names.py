@@ -33,7 +33,30 @@ def test_every_public_name_is_there(module: types.ModuleType) -> None:
 
 
 def test_all_lists_what_is_there() -> None:
-    assert public_names(hvd) | {"callbacks"} == set(hvd.__all__)
+    assert (public_names(hvd) - {"Any", "PAGE", "NOT_HERE"}) | {"callbacks"} == set(hvd.__all__)
+
+
+NOT_THERE = {
+    "elastic": "there is no elastic training; start the ranks again where some end",
+    "broadcast_parameters": "it is PyTorch's; use broadcast_variables",
+    **dict.fromkeys(("join", "alltoall", "Min", "grouped_allreduce"), "take it from horovod.tensorflow"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_THERE)
+def test_of_a_name_that_is_not_there_it_is_said_what_to_do(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"ringtrain.keras has no '{name}': {NOT_THERE[name]}.*See docs/"):
+        getattr(hvd, name)
+    with pytest.raises(ImportError, match=f"ringtrain.keras has no '{name}': {NOT_THERE[name]}.*See docs/"):
+        exec(f"from ringtrain.keras import {name}")
+    assert not hasattr(hvd, name)
+
+
+def test_of_a_name_that_nobody_has_python_speaks() -> None:
+    with pytest.raises(AttributeError, match=r"module 'ringtrain\.keras' has no attribute 'sise'"):
+        hvd.sise  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'sise'"):
+        exec("from ringtrain.keras import sise")
 
 
 OURS = [

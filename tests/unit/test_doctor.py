@@ -375,3 +375,10 @@ def test_colour_changes_nothing_but_colour() -> None:
 def test_warnings_are_counted_and_do_not_break() -> None:
     findings = judge(changed(quota=0.5, available_bytes=1))
     assert (conclusion(findings), exit_code(findings)) == ("Training would work, with 2 warnings.", 0)
+
+
+def test_python_without_docstrings_is_told_of() -> None:
+    [finding] = [item for item in judge(replace(HEALTHY, stack=replace(STACK, optimize=2))) if item.subject == "Python"]
+    assert (finding.verdict, finding.remedy) == ("warning", "unset PYTHONOPTIMIZE, and leave out -OO")
+    failed = replace(STACK, optimize=2, failures={"tensorflow": "TypeError"})
+    assert judging.judge_python(failed).verdict == "broken"

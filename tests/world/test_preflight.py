@@ -209,6 +209,12 @@ WHOLE_RUNS: dict[str, tuple[str, list[str], dict[str, str], str]] = {
         {"HOROVOD_CACHE_CAPACITY": "0"},  # by itself: both ranks wait in their first collective
         r"\n  HOROVOD_CACHE_CAPACITY: rank 1 on \S+ has 0, rank 0 on",
     ),
+    "cache over Gloo": (
+        "horovodrun --gloo",
+        [],
+        {"HOROVOD_CACHE_CAPACITY": "0"},
+        r"\n  HOROVOD_CACHE_CAPACITY: rank 1 on \S+ has 0, rank 0 on \S+ has nothing",
+    ),
     "wrong value": ("mpirun", ["--epochs", "0"], {}, r"error: rank 1 on \S+: epochs is 0; it must be at least 1"),
 }
 
@@ -230,6 +236,17 @@ def test_a_run_whose_ranks_are_started_otherwise_ends_with_2_and_writes_nothing(
     # horovodrun's own process shows one after any exit code but 0
     assert launcher != "mpirun" or "Traceback" not in finished.stderr + finished.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rendezvous_that_is_gone_is_named(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    left = {
+        "HOROVOD_CONTROLLER": "gloo", "HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "0",
+        "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1",
+    }  # fmt: skip
+    finished = run_ringtrain(["--workload", "polynomial", "--out", tmp_path / "out"], env=left, timeout=60)
+    assert finished.rc == 2
+    [line] = error_lines(finished)
+    assert "Horovod's launcher does not answer at 127.0.0.1:1 (HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT)" in line
 
 
 def test_ranks_with_other_data_end_with_3(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ WHOLE_RUNS: dict[str, tuple[str, list[str], dict[str, str], str]] = {
         "horovodrun --gloo",
         [],
         {"HOROVOD_CACHE_CAPACITY": "0"},
-        r"\n  HOROVOD_CACHE_CAPACITY: rank 1 on \S+ has 0, rank 0 on \S+ has nothing",
+        r"  HOROVOD_CACHE_CAPACITY: rank 1 on \S+ has 0, rank 0 on \S+ has nothing",
     ),
     "wrong value": ("mpirun", ["--epochs", "0"], {}, r"error: rank 1 on \S+: epochs is 0; it must be at least 1"),
 }

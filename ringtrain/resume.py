@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringtrain.checkpoint import Checkpoint, find_newest, remove_unfinished, set_aside
+from ringtrain.checkpoint import Checkpoint, find_newest, mend_best, remove_unfinished, set_aside
 from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.errors import UsageError
 from ringtrain.lease import acquire_lease
@@ -74,6 +74,7 @@ def open_run(config: Config, *, say: Callable[[str], None]) -> OpenedRun:
         checkpoint = find_start(directory, config, say=say)
         is_complete = checkpoint is not None and is_finished(checkpoint, config)
         if not is_complete:
+            mend_best(directory.checkpoints)
             directory.forget_after(checkpoint.step if checkpoint else 0)
             directory.write_config(to_plain(asdict(config)))
     except BaseException:

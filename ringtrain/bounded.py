@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 PLAIN = (str, int, float, type(None))  # a bool is an int
 MAX_DEPTH = 32
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a file to read it. A pipe, which could be waited for without end, a device or a directory is refused.
 
     Raises:

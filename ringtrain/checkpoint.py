@@ -23,8 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ringtrain import activity
-from ringtrain.bounded import parse_json, read_bounded
+from ringtrain.bounded import open_regular, parse_json, read_bounded
 from ringtrain.errors import DataError
+from ringtrain.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
+from ringtrain.manifest import digest_of, require_sound
 
 FORMAT = 2  # in the first, slots have the name of their optimizer, such as slots/adam/iteration
 MANIFEST_FILE = "manifest.json"
@@ -159,18 +161,30 @@ def list_steps(root: Path) -> list[int]:
     return sorted(step for step in steps if step_name(step) in names)
 
 
-def find_newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
+def find_newest(
+    root: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint of a run, and what is wrong with those that are newer.
+
+    Args:
+        check: what else must hold of a whole one; raises ValueError where it does not.
 
     Raises:
         DataError: there are checkpoints, and none is whole.
     """
     damages: list[str] = []
     for step in reversed(list_steps(root)):
+        path = root / step_name(step)
         try:
-            return read_checkpoint(root / step_name(step)), damages
+            checkpoint = read_checkpoint(path)
+            if checkpoint.step != step:  # as it is, its name would have others taken for newer
+                raise ValueError(f"it is of step {checkpoint.step}")
+            check(checkpoint)
+            return checkpoint, damages
         except DamagedError as error:
             damages.append(str(error))
+        except ValueError as error:
+            damages.append(f"{str(path)!r} is no checkpoint of its name that a run could go on from: {error}.")
     if damages:
         raise DataError(
             f"{str(root)!r} holds {len(damages)} checkpoint{'s' if len(damages) > 1 else ''}, and none is whole: "
@@ -287,7 +301,7 @@ def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
         "variables": variables,
     }
     with (directory / MANIFEST_FILE).open("w", encoding="utf-8") as manifest:
-        json.dump({"sha256": _digest_of(content), "content": content}, manifest, indent=1)
+        json.dump({"sha256": digest_of(content), "content": content}, manifest, indent=1)
         manifest.flush()
         _flush(manifest.fileno())
     _flush_directory(directory)
@@ -295,27 +309,31 @@ def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = parse_json(read_bounded(path, MAX_MANIFEST_BYTES))
         content, digest = manifest["content"], manifest["sha256"]
-        if isinstance(content["format"], int) and content["format"] > FORMAT:
+        if type(content["format"]) is int and content["format"] > FORMAT:
             raise DataError(
                 f"{str(path)!r} has format {content['format']}, written by a newer ringtrain; this one reads formats "
                 f"up to {FORMAT}. Update ringtrain."
             )
-        if digest != _digest_of(content):
+        if digest != digest_of(content):
             raise DamagedError(f"{str(path)!r} does not have the checksum that it states.")
     except OSError as error:
         raise _unreadable(path, error) from None
     except (ValueError, KeyError, TypeError):
         raise DamagedError(f"{str(path)!r} is no manifest of a checkpoint (cut off, or overwritten).") from None
-    return content
+    try:
+        require_sound(content, VARIABLES_FILE)
+    except ValueError as error:
+        raise DamagedError(f"{str(path)!r} is no manifest that ringtrain wrote: {error}.") from None
+    return dict(content)
 
 
 def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
     """A file's bytes, held against size and checksum."""
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes != expected["bytes"]:
                 raise DamagedError(f"{str(path)!r} holds {num_bytes} bytes; it must hold {expected['bytes']}.")
@@ -327,6 +345,8 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
                 activity.move()
     except OSError as error:
         raise _unreadable(path, error) from None
+    except MemoryError:
+        raise DataError(f"{str(path)!r} holds {num_bytes:,} bytes, for which this process gets no memory.") from None
     if digest.hexdigest() != expected["sha256"]:
         raise DamagedError(
             f"{str(path)!r} does not have the checksum that its manifest states: its bytes have changed."
@@ -338,10 +358,6 @@ def _unreadable(path: Path, error: OSError) -> DamagedError:
     if isinstance(error, FileNotFoundError):
         return DamagedError(f"{str(path)!r} is missing.")
     return DamagedError(f"{str(path)!r} cannot be read: {error.strerror}.")
-
-
-def _digest_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _bytes_of(value: npt.NDArray[Any]) -> memoryview:

@@ -133,9 +133,10 @@ def take_snapshot(job: Job, step: int, progress: Progress, run_facts: Mapping[st
     return Checkpoint(step=step, variables=variables, progress=asdict(progress), run=run_facts)
 
 
-def describe_run(job: Job) -> dict[str, Any]:
+def describe_run(job: Job, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a checkpoint says about the run that wrote it; JSON values."""
     return {
+        "identity": identity,
         "workload": job.config.workload,
         "world_size": job.collective.world.size,
         "global_batch_size": job.order.global_batch_size,

@@ -13,6 +13,7 @@ import yaml
 from ringtrain.config import Config, OptimizerConfig
 from ringtrain.errors import UsageError
 from ringtrain.help import PROGRAM, show_help
+from ringtrain.run_directory import load_settings
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: Wor
         if world.is_first:
             print(show_help(parser), end="")
         raise SystemExit(0)
+    require_bounded_files(arguments)
     try:
         explicit = parser.parse_args(list(arguments), defaults=False).clone(with_meta=False).as_dict()
     except UnicodeDecodeError as error:
@@ -299,6 +301,23 @@ def find_config_file(arguments: Sequence[str]) -> str:
     """The last file that the user gave with ``--config``."""
     text = " ".join(arguments)
     return re.findall(r"--config[= ](\S+)", text)[-1]
+
+
+def require_bounded_files(arguments: Sequence[str]) -> None:
+    """See that the files given with ``--config`` are small once their aliases are written out; else the parser hangs.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for name in re.findall(r"(?:^|\n)--config[=\n]([^\n]+)", "\n".join(arguments)):
+        try:
+            load_settings(Path(name))
+        except UnicodeDecodeError:
+            continue  # whatever else is wrong, the parser says
+        except ValueError as error:
+            raise UsageError(f"{name} holds no settings: {error}.", reach="run") from None
+        except (OSError, yaml.YAMLError):
+            continue
 
 
 def field_rules() -> dict[str, str]:

@@ -247,11 +247,12 @@ def list_changed_settings(former: Mapping[str, Any], wanted: Mapping[str, Any]) 
     # A setting that came with a later version than the run's has the value that changes nothing as its default.
     old = flatten_settings(to_plain(asdict(Config()))) | flatten_settings(former)
     new = flatten_settings(to_plain(asdict(Config()))) | flatten_settings(wanted)
-    return [
+    changed = [
         f"{name} {old.get(name)} -> {new.get(name)}"
         for name in sorted({*old, *new} - free)
         if old.get(name) != new.get(name)
     ]
+    return [text if text.isprintable() else ascii(text)[1:-1] for text in changed]
 
 
 def describe_way_on(config: Config, run: Path) -> str:
@@ -265,6 +266,6 @@ def describe_way_on(config: Config, run: Path) -> str:
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
     """Whether nothing is left to be done: the run ended, and is not to be longer than it was when it did."""
     then = checkpoint.run["config"]
-    return checkpoint.progress["finished"] is not None and all(
+    return checkpoint.progress.get("finished") is not None and all(
         then.get(name) == getattr(config, name) for name in (*LENGTH_SETTINGS, "stop_after")
     )

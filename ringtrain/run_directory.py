@@ -250,7 +250,7 @@ def load_settings(file: Path) -> Any:
     """
     text = read_bounded(file, MAX_CONFIG_BYTES).decode()
     try:
-        values = yaml.load(text, _Loader)
+        values = _Loader(text).get_single_data()
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     require_plain(values, max_values=MAX_SETTINGS)

@@ -23,14 +23,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ringtrain import activity
+from ringtrain.bounded import open_regular, parse_json, read_bounded
 from ringtrain.errors import DataError
+from ringtrain.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
+from ringtrain.manifest import digest_of, require_sound
 
 FORMAT = 2  # in the first, slots have the name of their optimizer, such as slots/adam/iteration
 MANIFEST_FILE = "manifest.json"
 VARIABLES_FILE = "variables.bin"
 BEST = "best"
+BEST_FILE = "best.json"
+MAX_BEST_BYTES = 4096
 UNNAMED = re.compile(r"variable(_\d+)?")
-STEP_NAME = re.compile(r"step-(\d+)")
+STEP_NAME = re.compile(r"step-(\d+)", re.ASCII)
+BEST_NAME = re.compile(rf"{BEST}-{STEP_NAME.pattern}", re.ASCII)
 HASHED_CHUNK_BYTES = 16 * 2**20
 
 
@@ -155,18 +161,30 @@ def list_steps(root: Path) -> list[int]:
     return sorted(step for step in steps if step_name(step) in names)
 
 
-def find_newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
+def find_newest(
+    root: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint of a run, and what is wrong with those that are newer.
+
+    Args:
+        check: what else must hold of a whole one; raises ValueError where it does not.
 
     Raises:
         DataError: there are checkpoints, and none is whole.
     """
     damages: list[str] = []
     for step in reversed(list_steps(root)):
+        path = root / step_name(step)
         try:
-            return read_checkpoint(root / step_name(step)), damages
+            checkpoint = read_checkpoint(path)
+            if checkpoint.step != step:  # as it is, its name would have others taken for newer
+                raise ValueError(f"it is of step {checkpoint.step}")
+            check(checkpoint)
+            return checkpoint, damages
         except DamagedError as error:
             damages.append(str(error))
+        except ValueError as error:
+            damages.append(f"{str(path)!r} is no checkpoint of its name that a run could go on from: {error}.")
     if damages:
         raise DataError(
             f"{str(root)!r} holds {len(damages)} checkpoint{'s' if len(damages) > 1 else ''}, and none is whole: "
@@ -189,13 +207,44 @@ def find_checkpoint(source: Path, which: str = BEST) -> Path:
         return source
     root = source / "checkpoints"
     steps = [step_name(step) for step in list_steps(root)]
-    name = steps[-1] if steps and (which == "newest" or (which == BEST and not (root / BEST).exists())) else which
+    best = find_best(root) if which == BEST else None
+    if best is not None:
+        return best
+    name = steps[-1] if steps and which in ("newest", BEST) else which
     if not (root / name).is_dir():
         raise DataError(
             f"{str(source)!r} holds no checkpoint {which!r}; it holds: {', '.join(steps) or 'none'}. Give a run "
             "directory or a checkpoint."
         )
     return root / name
+
+
+def find_best(root: Path) -> Path | None:
+    """The best checkpoint of a run; None where it has none.
+
+    The file ``best.json`` names it, which survives any copy. Where there is none, an older ringtrain wrote it, and the
+    link ``best`` says so. A copy that follows links makes a directory of that one, and some leave links out: then it is
+    the newest that was written as a best one, as each was better than those before.
+    """
+    named = _named_best(root)
+    if named is None and (root / BEST).is_symlink():
+        named = os.readlink(root / BEST)
+    if named is not None and (root / named).is_dir():
+        return root / named
+    steps = [int(match[1]) for path in root.glob(f"{BEST}-*") if (match := BEST_NAME.fullmatch(path.name))]
+    newest = root / (f"{BEST}-{step_name(max(steps))}" if steps else BEST)
+    return newest if newest.is_dir() and (steps or (newest / MANIFEST_FILE).is_file()) else None
+
+
+def mend_best(root: Path) -> None:
+    """Give the best checkpoint its file and its link again, where a copy or an older ringtrain has left it without."""
+    best = find_best(root)
+    with contextlib.suppress(OSError, DataError):  # the next best one gets both
+        if best is not None and best.name == BEST:
+            best = best.rename(root / f"{BEST}-{step_name(_read_manifest(best / MANIFEST_FILE)['step'])}")
+        is_whole = best is None or (_named_best(root) == best.name and (root / BEST).is_symlink())
+        if best is not None and BEST_NAME.fullmatch(best.name) and not is_whole:
+            _point_best_to(root, best.name)
 
 
 def set_aside(root: Path, newer_than: int) -> list[Path]:
@@ -213,9 +262,9 @@ def tidy(root: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints, and former best ones."""
     for step in list_steps(root)[:-keep]:
         _remove(root / step_name(step))
-    best = _best_name(root)
+    best = find_best(root)
     for path in root.glob(f"{BEST}-*"):
-        if best and path.name != best:
+        if best is not None and path.name != best.name:
             _remove(path)
 
 
@@ -226,10 +275,8 @@ def remove_unfinished(root: Path) -> None:
             path.rename(root / path.name.removeprefix(".replaced-"))
     for pattern in (".writing-*", ".removing-*", ".replaced-*"):
         for path in root.glob(pattern):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                _delete(path)
 
 
 def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
@@ -254,7 +301,7 @@ def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
         "variables": variables,
     }
     with (directory / MANIFEST_FILE).open("w", encoding="utf-8") as manifest:
-        json.dump({"sha256": _digest_of(content), "content": content}, manifest, indent=1)
+        json.dump({"sha256": digest_of(content), "content": content}, manifest, indent=1)
         manifest.flush()
         _flush(manifest.fileno())
     _flush_directory(directory)
@@ -262,27 +309,31 @@ def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = parse_json(read_bounded(path, MAX_MANIFEST_BYTES))
         content, digest = manifest["content"], manifest["sha256"]
-        if isinstance(content["format"], int) and content["format"] > FORMAT:
+        if type(content["format"]) is int and content["format"] > FORMAT:
             raise DataError(
                 f"{str(path)!r} has format {content['format']}, written by a newer ringtrain; this one reads formats "
                 f"up to {FORMAT}. Update ringtrain."
             )
-        if digest != _digest_of(content):
+        if digest != digest_of(content):
             raise DamagedError(f"{str(path)!r} does not have the checksum that it states.")
     except OSError as error:
         raise _unreadable(path, error) from None
     except (ValueError, KeyError, TypeError):
         raise DamagedError(f"{str(path)!r} is no manifest of a checkpoint (cut off, or overwritten).") from None
-    return content
+    try:
+        require_sound(content, VARIABLES_FILE)
+    except ValueError as error:
+        raise DamagedError(f"{str(path)!r} is no manifest that ringtrain wrote: {error}.") from None
+    return dict(content)
 
 
 def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
     """A file's bytes, held against size and checksum."""
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes != expected["bytes"]:
                 raise DamagedError(f"{str(path)!r} holds {num_bytes} bytes; it must hold {expected['bytes']}.")
@@ -294,6 +345,8 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
                 activity.move()
     except OSError as error:
         raise _unreadable(path, error) from None
+    except MemoryError:
+        raise DataError(f"{str(path)!r} holds {num_bytes:,} bytes, for which this process gets no memory.") from None
     if digest.hexdigest() != expected["sha256"]:
         raise DamagedError(
             f"{str(path)!r} does not have the checksum that its manifest states: its bytes have changed."
@@ -305,10 +358,6 @@ def _unreadable(path: Path, error: OSError) -> DamagedError:
     if isinstance(error, FileNotFoundError):
         return DamagedError(f"{str(path)!r} is missing.")
     return DamagedError(f"{str(path)!r} cannot be read: {error.strerror}.")
-
-
-def _digest_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _bytes_of(value: npt.NDArray[Any]) -> memoryview:
@@ -333,7 +382,7 @@ def _rename_over(source: Path, target: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
         source.rename(target)
-        shutil.rmtree(replaced)
+        _delete(replaced)
     else:
         source.rename(target)
     _flush_directory(target.parent)
@@ -343,23 +392,53 @@ def _remove(path: Path) -> None:
     """Remove a checkpoint so that no half of it is ever seen under its name."""
     removed = path.with_name(f".removing-{path.name}")
     path.rename(removed)
-    shutil.rmtree(removed)
+    _delete(removed)
 
 
-def _best_name(root: Path) -> str | None:
+def _delete(path: Path) -> None:
+    """Delete a directory, or a link to one, such as a checkpoint that was moved to an archive: never what it means."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _named_best(root: Path) -> str | None:
+    """The name in ``best.json``; None where it is none of a best checkpoint."""
     try:
-        return os.readlink(root / BEST)
-    except OSError:
+        content = parse_json(read_bounded(root / BEST_FILE, MAX_BEST_BYTES))
+    except (OSError, ValueError):
         return None
+    name = content.get("checkpoint") if isinstance(content, dict) else None
+    return name if isinstance(name, str) and BEST_NAME.fullmatch(name) and (root / name).is_dir() else None
 
 
 def _point_best_to(root: Path, name: str) -> None:
-    """Let ``best`` mean this checkpoint: a link, since a directory cannot be replaced at one stroke."""
-    link = root / f".writing-{BEST}"
+    """Let ``best`` mean this checkpoint: by a file, and a link for people, for tools and for an older ringtrain.
+
+    What counts is the file: a link does not survive every copy, and not every file system has links.
+    """
+    file = root / f".writing-{BEST_FILE}"
+    with file.open("w", encoding="utf-8") as writing:
+        json.dump({"checkpoint": name}, writing)
+        writing.flush()
+        _flush(writing.fileno())
+    file.replace(root / BEST_FILE)
+    with contextlib.suppress(OSError):
+        _link_best_to(root, name)
+    _flush_directory(root)
+
+
+def _link_best_to(root: Path, name: str) -> None:
+    best, link = root / BEST, root / f".writing-{BEST}"
+    if not best.is_symlink() and best.is_dir():  # a copy's; what it holds is there under its name, or was worse
+        if (best / MANIFEST_FILE).is_file():
+            _remove(best)
+        else:
+            best.rmdir()  # fails where the user keeps something else in it, and then it stays
     link.unlink(missing_ok=True)
     link.symlink_to(name)
-    link.replace(root / BEST)
-    _flush_directory(root)
+    link.replace(best)
 
 
 def _flush(descriptor: int) -> None:

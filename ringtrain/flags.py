@@ -13,7 +13,7 @@ import yaml
 from ringtrain.config import Config, OptimizerConfig, field_rules, shorten
 from ringtrain.errors import UsageError
 from ringtrain.help import PROGRAM, show_help
-from ringtrain.run_directory import CONFIG_FILE
+from ringtrain.run_directory import CONFIG_FILE, load_settings
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: Wor
             print(show_help(parser), end="")
         raise SystemExit(0)
     refuse_empty(arguments)
-    refuse_missing_file(arguments)
+    refuse_unreadable_file(arguments)
     try:
         explicit = parser.parse_args(list(arguments), defaults=False).clone(with_meta=False).as_dict()
     except UnicodeDecodeError as error:
@@ -328,18 +328,22 @@ def refuse_empty(arguments: Sequence[str]) -> None:
             raise UsageError(f"{name[2:]} is ''; give it a value, or leave it out.", reach="run")
 
 
-def refuse_missing_file(arguments: Sequence[str]) -> None:
-    """See that the file of settings can be read.
+def refuse_unreadable_file(arguments: Sequence[str]) -> None:
+    """See that the file of settings can be read, and is small once its aliases are written out; else the parser hangs.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: it cannot, or is not.
     """
     file = find_config_file(arguments)
     if file is None:
         return
     try:
-        with open(file, "rb"):
-            return
+        load_settings(Path(file))
+        return
+    except (UnicodeDecodeError, yaml.YAMLError):
+        return  # the parser says what is wrong
+    except ValueError as error:
+        raise UsageError(f"{file} holds no settings: {error}.", reach="run") from None
     except FileNotFoundError:
         reason = "there is no such file. Check the path"
     except IsADirectoryError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -17,12 +18,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ringtrain.bounded import parse_json, read_bounded
 from ringtrain.errors import RingtrainError, UsageError
 
 LEASE_DIRECTORY = ".lease"
 BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 45.0  # without a beat; on the same host a process that is gone is seen at once
 RESTART_VARIABLE = "SLURM_RESTART_COUNT"
+NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # the names of leases; what else lies there is nobody's
+MAX_BYTES = 4096
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
@@ -155,7 +159,7 @@ def _job(environ: Mapping[str, str]) -> dict[str, Any]:
     restarts = environ.get(RESTART_VARIABLE, "")
     return {
         "job": next((environ[name] for name in JOB_VARIABLES if environ.get(name)), None),
-        "restarts": int(restarts) if restarts.isdigit() else 0,
+        "restarts": int(restarts) if restarts.isdecimal() else 0,
     }
 
 
@@ -247,7 +251,7 @@ def _modified(file: Path) -> float:
 
 
 def _newest_number(directory: Path) -> int:
-    numbers = [int(entry.name) for entry in directory.iterdir() if entry.name.isdigit()]
+    numbers = [int(entry.name) for entry in directory.iterdir() if NUMBER.fullmatch(entry.name)]
     return max(numbers, default=0)
 
 
@@ -257,7 +261,7 @@ def _file_name(number: int) -> str:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(read_bounded(file, MAX_BYTES))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -274,6 +278,8 @@ def _remove(file: Path) -> bool:
         file.unlink()
     except FileNotFoundError:
         return False
+    except IsADirectoryError:  # nobody's
+        pass
     return True
 
 

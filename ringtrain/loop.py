@@ -215,7 +215,7 @@ def create_actions(
         log = Log(records=records, job=job, progress=progress)
         writer = CheckpointWriter(run, keep=job.config.keep, say=console.line, last_step=job.first_step)
     evaluate = Evaluate(job=job, progress=progress, requests=requests, records=records, log=log)
-    run_facts = describe_run(job) if opened is not None else {}
+    run_facts = describe_run(job, opened.identity) if opened is not None else {}
     snapshot = functools.partial(take_snapshot, job, progress=progress, run_facts=run_facts)
     save = Save(job=job, progress=progress, snapshot=snapshot, writer=writer, records=records)
     check = CheckReplicas(job=job, save=save)

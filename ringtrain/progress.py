@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+MAX_COUNT = 2**63
 
 
 @dataclass(kw_only=True)
@@ -28,6 +31,26 @@ class Progress:
     samples_seen: int = 0
     skipped_in_a_row: int = 0
     finished: Literal["completed", "stopped early"] | None = None
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Progress:
+        """What a checkpoint remembers.
+
+        Raises:
+            ValueError: it is no run's progress.
+        """
+        if unknown := values.keys() - {field.name for field in fields(cls)}:
+            raise ValueError(f"its progress holds {min(unknown)!r}")
+        progress = cls(**values)
+        for name in ("evaluated_step", "best_step", "evaluations_without_best", "samples_seen", "skipped_in_a_row"):
+            value = getattr(progress, name)
+            if type(value) is not int or not -1 <= value < MAX_COUNT:
+                raise ValueError(f"its {name} is {value!r}")
+        if progress.best is not None and type(progress.best) not in (int, float):
+            raise ValueError(f"its best is {progress.best!r}")
+        if progress.finished not in (None, "completed", "stopped early"):
+            raise ValueError(f"its finished is {progress.finished!r}")
+        return progress
 
     def note_evaluation(self, step: int, value: float, direction: Literal["min", "max"]) -> bool:
         """Take in an evaluation's value of ``best_metric``; True where it is a new best. NaN never is."""

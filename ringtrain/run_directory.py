@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +16,20 @@ from typing import Any
 
 import yaml
 
+from ringtrain.bounded import open_regular, parse_json, read_bounded, require_plain
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.identity import read_identity, write_identity
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
+MAX_CONFIG_BYTES = 64 * 2**10  # a run's has about two
+MAX_SETTINGS = 10_000
+MAX_LINE_BYTES = 2**20  # of metrics.jsonl
+MAX_STEP = 2**53  # the numbers that JSON's readers agree on
+MAX_TIME = 2.5e11  # seconds since 1970, in the year 9892: what calendars can show
+# Events whose step says where they belong; the others follow the events before them.
+NEED_A_STEP = ("train", "eval", "checkpoint")
 # Of steps that are trained again after a checkpoint; a run's starts and ends stay.
 STEP_EVENTS = ("train", "eval", "checkpoint", "warning")
 
@@ -74,6 +84,17 @@ class RunDirectory:
             temporary.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
             temporary.replace(self.path / CONFIG_FILE)
 
+    def write_identity(self, identity: Mapping[str, Any]) -> None:
+        """Keep which run it is (see ``ringtrain.identity``), where it is not kept already.
+
+        Raises:
+            RunDirectoryError: it cannot be written.
+        """
+        if read_identity(self.path) != identity:
+            self.may_write()
+            with self._explaining():
+                write_identity(self.path, identity)
+
     def write_event(self, event: str, **values: Any) -> None:
         """Append one line to metrics.jsonl, with the time (seconds since 1970).
 
@@ -101,10 +122,9 @@ class RunDirectory:
             self.may_write()
             self._metrics.close()
             path = self.path / METRICS_FILE
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            kept = [line for line in lines if _is_kept(line, step)]
             temporary = self.path / f".{METRICS_FILE}"
-            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            with temporary.open("wb") as kept:
+                kept.writelines(line.rstrip(b"\n") + b"\n" for line in read_lines(path) if _is_kept(line, step))
             temporary.replace(path)
             self._metrics = _open_metrics(self.path)
 
@@ -124,6 +144,8 @@ class RunDirectory:
 
 def _open_metrics(path: Path) -> io.FileIO:
     """Unbuffered, so that what could not be written once is not written later in the middle of something else."""
+    if (path / METRICS_FILE).exists():
+        open_regular(path / METRICS_FILE).close()
     return io.FileIO(path / METRICS_FILE, "a")
 
 
@@ -189,17 +211,49 @@ def read_config(path: Path) -> dict[str, Any] | None:
     Raises:
         UsageError: the file is damaged.
     """
+    file = path / CONFIG_FILE
     try:
-        values = yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        values = load_settings(file)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except OSError as error:
+        raise UsageError(
+            f"{str(file)!r} cannot be read: {error.strerror}. Restore it, or start anew beside this run with --resume "
+            "never."
+        ) from None
+    except (yaml.YAMLError, ValueError):
         values = None
     if not isinstance(values, dict) or not isinstance(values.get("optimizer"), dict):
         raise UsageError(
-            f"{str(path / CONFIG_FILE)!r} is damaged: it holds no settings of a run. Restore it, or start anew beside "
-            "this run with --resume never."
+            f"{str(file)!r} is damaged: it holds no settings of a run. Restore it, or start anew beside this run with "
+            "--resume never."
         )
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's plain values; what it merges (``<<``) does not grow without end."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_SETTINGS:
+            raise ValueError(f"it has more than {MAX_SETTINGS:,} values")
+
+
+def load_settings(file: Path) -> Any:
+    """What a YAML file of settings holds.
+
+    Raises:
+        OSError: it is missing, cannot be read, or is too large to be one.
+        yaml.YAMLError: it is no YAML.
+        ValueError: it is no text, or see ``require_plain``; its aliases count as often as they are used.
+    """
+    text = read_bounded(file, MAX_CONFIG_BYTES).decode()
+    try:
+        values = _Loader(text).get_single_data()
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    require_plain(values, max_values=MAX_SETTINGS)
     return values
 
 
@@ -210,14 +264,73 @@ def _holds_something(path: Path) -> bool:
     )
 
 
-def _is_kept(line: str, step: int) -> bool:
+def read_lines(file: Path) -> Iterator[bytes]:
+    """The lines of a file of events; of one that is too long to be an event, its beginning.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    with open_regular(file) as lines:
+        while line := lines.readline(MAX_LINE_BYTES):
+            yield line
+            while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                line = lines.readline(MAX_LINE_BYTES)
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """One event of metrics.jsonl; None where the line is none. A time that no calendar has is left out."""
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except ValueError:
-        return False
-    if not isinstance(event, dict):
-        return False
-    return event.get("event") not in STEP_EVENTS or event.get("step", 0) <= step
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    step = event.get("step")
+    has_step = type(step) is int and 0 <= step < MAX_STEP
+    if not has_step and (step is not None or event["event"] in NEED_A_STEP):
+        return None
+    if type(event.get("time")) in (int, float) and not abs(event["time"]) < MAX_TIME:
+        del event["time"]
+    return event
+
+
+def find_last_saved_step(path: Path) -> int | None:
+    """The newest step of which a run's events say that its checkpoint was saved; None where none was.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    try:
+        events = [parse_event(line) for line in read_lines(path / METRICS_FILE) if b'"checkpoint"' in line]
+    except FileNotFoundError:
+        return None
+    saved = [event for event in events if event and event["event"] == "checkpoint"]
+    # The best one alone is nothing to go on from.
+    return max((event["step"] for event in saved if "/best-" not in str(event.get("path"))), default=None)
+
+
+def require_writable(directory: Path) -> None:
+    """See that files can be made in a directory of a run's. Where none has its name, it can still be made.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if not os.path.lexists(directory):
+        return
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        why = "it is a link to nowhere" if not directory.exists() else error.strerror
+        raise UsageError(
+            f"nothing can be written into {str(directory)!r}, as this run has to: {why}. Mend it, mount what is "
+            "missing, or give another directory with --out."
+        ) from error
+
+
+def _is_kept(line: bytes, step: int) -> bool:
+    event = parse_event(line)
+    return event is not None and (event["event"] not in STEP_EVENTS or (event.get("step") or 0) <= step)
 
 
 def _line_of(event: str, values: Mapping[str, Any]) -> str:

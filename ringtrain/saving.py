@@ -82,39 +82,45 @@ class CheckpointWriter:
         try:
             self._under_way.result()
         except OSError as error:
-            message = str(error)
-            self._say(f"warning: {message}")
-            self._run.write_event("warning", step=self.last_step, message=message)
+            self._warn(str(error))
         finally:
             self._under_way = None
 
     def _write(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
         start = time.perf_counter()
         root, may_write = self._run.checkpoints, self._run.may_write
-        try:
-            paths = [
-                write_checkpoint(root, checkpoint, is_best=is_best, may_write=may_write)
-                for is_best in (False, True)
-                if (as_best if is_best else as_step)
-            ]
-        except OSError as error:
-            raise OSError(self._explain(checkpoint, error)) from error
-        if as_step:
-            self.last_step = checkpoint.step
-        tidy(root, self._keep)
-        for path in paths:
+        for is_best in (False, True):
+            if not (as_best if is_best else as_step):
+                continue
+            try:
+                path = write_checkpoint(root, checkpoint, is_best=is_best, may_write=may_write)
+            except OSError as error:
+                raise OSError(self._explain(checkpoint, error, is_best=is_best)) from error
+            if not is_best:
+                self.last_step = checkpoint.step
             self._run.write_event(
                 "checkpoint",
                 step=checkpoint.step,
                 path=str(path.relative_to(self._run.path)),
                 seconds=round(time.perf_counter() - start, 3),
             )
+        try:
+            tidy(root, self._keep)
+        except OSError as error:
+            self._warn(
+                f"what --keep {self._keep} leaves out below {str(root)!r} cannot be removed: {error.strerror or error}."
+            )
 
-    def _explain(self, checkpoint: Checkpoint, error: OSError) -> str:
+    def _explain(self, checkpoint: Checkpoint, error: OSError, *, is_best: bool) -> str:
+        stands = "The best one before it" if is_best else f"That of step {self.last_step}"
         return (
-            f"the checkpoint of step {checkpoint.step} cannot be written below {str(self._run.checkpoints)!r}: "
-            f"{error.strerror or error}. That of step {self.last_step} stands."
+            f"the {'best ' if is_best else ''}checkpoint of step {checkpoint.step} cannot be written below "
+            f"{str(self._run.checkpoints)!r}: {error.strerror or error}. {stands} stands."
         )
+
+    def _warn(self, message: str) -> None:
+        self._say(f"warning: {message}")
+        self._run.write_event("warning", step=self.last_step, message=message)
 
 
 def take_snapshot(job: Job, step: int, progress: Progress, run_facts: Mapping[str, Any]) -> Checkpoint:
@@ -127,9 +133,10 @@ def take_snapshot(job: Job, step: int, progress: Progress, run_facts: Mapping[st
     return Checkpoint(step=step, variables=variables, progress=asdict(progress), run=run_facts)
 
 
-def describe_run(job: Job) -> dict[str, Any]:
+def describe_run(job: Job, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a checkpoint says about the run that wrote it; JSON values."""
     return {
+        "identity": identity,
         "workload": job.config.workload,
         "world_size": job.collective.world.size,
         "global_batch_size": job.order.global_batch_size,

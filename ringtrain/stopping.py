@@ -81,7 +81,7 @@ class StopRequests:
         return self.reason is not None
 
     def watch_file(self, run: Path) -> None:
-        """Look for the file ``stop`` in the run directory, too; on rank 0."""
+        """Look for the file ``stop`` in the run directory, too; on rank 0. A directory of that name is no request."""
         self._file = run / STOP_FILE
 
     def watch_time(self, limits: Iterable[TimeLimit]) -> None:
@@ -101,7 +101,8 @@ class StopRequests:
     def clear_file(self) -> None:
         """Remove the file, so that the next run does not stop as well."""
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # such as in a directory that cannot be written any more
+                self._file.unlink(missing_ok=True)
 
     def _wait(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -113,7 +114,7 @@ class StopRequests:
             for number in numbers:
                 if number in SIGNALS:
                     self._take(signal.Signals(number))
-            if self._file is not None and self.reason is None and os.path.exists(self._file):
+            if self._file is not None and self.reason is None and os.path.isfile(self._file):
                 self._note(f"the file {self._file}", "file")
             if self._limits and time.monotonic() >= self._limits[0][0]:
                 self._note(self._limits[0][1], "time")

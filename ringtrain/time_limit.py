@@ -69,7 +69,7 @@ def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = 
         return datetime.datetime.fromisoformat((ask or ask_squeue)(job).strip()).timestamp()
     except ValueError:  # no squeue; or NONE, N/A, UNLIMITED
         text = environ.get("SLURM_JOB_END_TIME", "")
-        return float(text) if text.isdigit() and int(text) else None
+        return float(text) if text.isdecimal() and int(text) else None
 
 
 def ask_squeue(job: str) -> str:

@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import stat
 import struct
 import tempfile
 import zlib
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringtrain import activity
+from ringtrain.bounded import parse_json, read_bounded
 from ringtrain.data.example import parse_features
 from ringtrain.data.image_header import HeaderError, read_header
 from ringtrain.errors import DataError
@@ -46,6 +48,7 @@ ENTRY = np.dtype(
 )
 ENCODED, RAW, DAMAGED = 0, 1, 2
 
+_MAX_HEADER_BYTES = 4096  # of each file: its name, and numbers
 _MAGIC = b"ringtfr1"
 _PARSED_TOGETHER = 256
 _PARSED_BYTES = 32 << 20
@@ -107,6 +110,8 @@ def _state_of(path: Path) -> FileState:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. Check the file and its permissions.", reach="node"
         ) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} is no regular file. Remove it, or make it again with ringtrain convert.", reach="node")
     return FileState(path.name, status.st_size, status.st_mtime_ns)
 
 
@@ -132,19 +137,42 @@ def _write_cache(cache: Path, index: Index) -> None:
 
 def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
     """The index in a file; None where there is none for these files as they are now, or it is damaged."""
+    num_bytes = sum(file.num_bytes for file in files)
+    largest = num_bytes // (HEADER_BYTES + FOOTER_BYTES) * ENTRY.itemsize
     try:
-        content = cache.read_bytes()
-    except OSError:
+        content = read_bounded(cache, largest + _MAX_HEADER_BYTES * (1 + len(files)))
+        start = len(_MAGIC) + hashlib.sha256().digest_size
+        body = content[start:]
+        if content[:start] != _MAGIC + hashlib.sha256(body).digest():
+            return None
+        (header_bytes,) = struct.unpack_from("<Q", body)
+        header = parse_json(body[8 : 8 + header_bytes])
+        if header != json.loads(json.dumps({"files": files, "entry": ENTRY.descr})):
+            return None
+        entries = np.frombuffer(body, ENTRY, offset=8 + header_bytes)
+    except (OSError, ValueError, OverflowError, struct.error):
         return None
-    start = len(_MAGIC) + hashlib.sha256().digest_size
-    body = content[start:]
-    if content[:start] != _MAGIC + hashlib.sha256(body).digest():
-        return None
-    (header_bytes,) = struct.unpack_from("<Q", body)
-    header = json.loads(body[8 : 8 + header_bytes])
-    if header != json.loads(json.dumps({"files": files, "entry": ENTRY.descr})):
-        return None
-    return Index(files, np.frombuffer(body, ENTRY, offset=8 + header_bytes))
+    return Index(files, entries) if _cover(entries, files) else None
+
+
+def _cover(entries: np.ndarray, files: tuple[FileState, ...]) -> bool:
+    """Whether records follow each other from the beginning of each file to its end, as those of a scan do."""
+    sizes = np.array([file.num_bytes for file in files], np.int64)
+    is_first = np.diff(entries["file"], prepend=-1) != 0
+    if not np.array_equal(entries["file"][is_first], np.arange(len(files))):
+        return False
+    lengths = entries["length"]
+    if ((lengths < 0) | (lengths > sizes[entries["file"]])).any() or (entries["kind"] > DAMAGED).any():
+        return False
+    ends = entries["offset"] + HEADER_BYTES + lengths + FOOTER_BYTES
+    starts = np.where(is_first, 0, np.roll(ends, 1))
+    pixels = entries["height"].astype(np.float64) * entries["width"] * entries["channels"]
+    is_shaped = (
+        (entries["height"] >= 0) & (entries["width"] >= 0) & (entries["channels"] >= 0) & (entries["label"] >= 0)
+    )
+    is_shaped &= (entries["kind"] != RAW) | (pixels <= lengths)
+    is_last = np.roll(is_first, -1)
+    return bool(is_shaped.all() and (entries["offset"] == starts).all() and (ends[is_last] == sizes).all())
 
 
 # --- The scan ---
@@ -192,10 +220,16 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
     import tensorflow as tf
     from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the one reader that tells offsets
 
+    file = None
     try:
+        file = os.open(path, os.O_RDONLY)
         reader = tf_record_random_reader(os.fspath(path))
         offset = count = 0
         while True:
+            # TensorFlow asks for as much memory as a length says, true or not, and dies where there is none.
+            header = os.pread(file, 8, offset)
+            if len(header) == 8 and struct.unpack("<Q", header)[0] > os.fstat(file).st_size - offset:
+                _length_of_damaged(path, offset, count)
             try:
                 data, end = reader.read(offset)
             except IndexError:  # the end of the file, or so few bytes that they are no header
@@ -209,6 +243,9 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
             offset, count = end, count + 1
     except (OSError, tf.errors.OpError) as error:
         raise DataError(f"{path} cannot be read: {error}. Check the file and its permissions.", reach="node") from error
+    finally:
+        if file is not None:
+            os.close(file)
 
 
 def _length_of_damaged(path: Path, offset: int, count: int) -> int:

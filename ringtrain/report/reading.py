@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,7 @@ from ringtrain.checkpoint import list_steps, read_facts, step_name
 from ringtrain.config import flatten_settings
 from ringtrain.errors import DataError, UsageError
 from ringtrain.report.event_files import ImageSet, read_images
-from ringtrain.run_directory import CONFIG_FILE, METRICS_FILE, read_config
-
-MAX_STEP = 2**53  # the numbers that JSON's readers agree on
-# Events whose step says where they belong; the others follow the events before them.
-NEED_A_STEP = ("train", "eval", "checkpoint")
+from ringtrain.run_directory import CONFIG_FILE, MAX_LINE_BYTES, METRICS_FILE, parse_event, read_config, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +49,8 @@ def read_run(path: Path) -> RunRecord:
     """
     try:
         config = read_config(path)
-        content = (path / METRICS_FILE).read_bytes() if config is not None else b""
-    except NotADirectoryError:
-        config = None
+        lines = read_lines(path / METRICS_FILE) if config is not None else ()
+        events, num_unreadable = parse_events(lines)
     except OSError as error:
         raise UsageError(
             f"{error.filename!r} cannot be read: {error.strerror}. Give the directory of a run.", reach="run"
@@ -67,7 +61,6 @@ def read_run(path: Path) -> RunRecord:
             "runs/digits.",
             reach="run",
         )
-    events, num_unreadable = parse_events(content)
     if not events:
         why = "none of its lines is an event" if num_unreadable else "it is empty"
         raise UsageError(
@@ -85,33 +78,16 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
-def parse_events(content: bytes) -> tuple[list[dict[str, Any]], int]:
+def parse_events(lines: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
     """The events of a metrics.jsonl, and how many whole lines are none."""
-    *lines, unfinished = content.split(b"\n")
     events, num_unreadable = [], 0
     for line in lines:
         event = parse_event(line)
         if event is not None:
             events.append(event)
-        elif line.strip():
+        elif line.strip() and (line.endswith(b"\n") or len(line) == MAX_LINE_BYTES):  # else it is being written
             num_unreadable += 1
-    last = parse_event(unfinished)
-    return [*events, *([last] if last else [])], num_unreadable
-
-
-def parse_event(line: bytes) -> dict[str, Any] | None:
-    """One event; None where the line is none."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
-    step = event.get("step")
-    has_step = type(step) is int and 0 <= step < MAX_STEP
-    if not has_step and (step is not None or event["event"] in NEED_A_STEP):
-        return None
-    return event
+    return events, num_unreadable
 
 
 def read_newest_facts(checkpoints: Path) -> dict[str, Any]:

@@ -113,7 +113,7 @@ print(sorted({{"tensorflow", "keras", "horovod", "mpi4py", "sklearn"}} & set(sys
 @pytest.mark.parametrize("cut", [1, 20, 40])
 def test_a_last_line_that_is_being_written_is_normal(cut: int) -> None:
     whole = "".join(json.dumps(event) + "\n" for event in usual_events()).encode()
-    events, num_unreadable = parse_events(whole[:-cut])
+    events, num_unreadable = parse_events(whole[:-cut].splitlines(keepends=True))
     assert num_unreadable == 0
     expected = list(usual_events())
     assert events == (expected if cut == 1 else expected[:-1])

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from ringtrain.checkpoint import (
-    BEST,
     Checkpoint,
+    find_best,
     find_newest,
     read_checkpoint,
     remove_unfinished,
@@ -188,7 +188,7 @@ def kill_a_writer(lines: Iterator[str], chance: random.Random, announced: dict[s
 
 def assert_all_is_whole(root: Path, announced: dict[str, int]) -> None:
     for path in root.iterdir():
-        if not path.name.startswith(".") and path.exists():  # `best` may mean one that is just being replaced
+        if path.suffix == "" and not path.name.startswith(".") and path.exists():  # `best` may mean one just replaced
             read = read_checkpoint(path)
             assert_is_of_step(read, read.step)
     remove_unfinished(root)
@@ -199,6 +199,8 @@ def assert_all_is_whole(root: Path, announced: dict[str, int]) -> None:
     assert_is_of_step(newest, newest.step)
     assert newest.step >= announced["step"]
     if announced["best"]:
-        best = read_checkpoint(root / BEST)
+        named = find_best(root)
+        assert named is not None
+        best = read_checkpoint(named)
         assert_is_of_step(best, best.step)
         assert best.step >= announced["best"]

@@ -426,12 +426,43 @@ def test_a_holder_whose_file_was_removed_writes_nothing_more(tmp_path: Path) -> 
 
 def test_what_is_no_lease_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / LEASE_DIRECTORY).mkdir()
-    for name in (".123-456", ".000004-99", "000007~", "notes"):
+    for name in (".123-456", ".000004-99", "000007~", "notes", "²", "00000²", "٣٣٣٣٣٣", "9" * 200):
         (tmp_path / LEASE_DIRECTORY / name).write_text("x")
     lease = acquire(tmp_path)
     assert lease.number == 1
     lease.check()
     lease.close()
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "link to nowhere", "device", "deep", "large", "odd pid"])
+def test_whatever_lies_in_the_place_of_a_lease_stands_in_nobody_s_way(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / LEASE_DIRECTORY / "000003"
+    file.parent.mkdir()
+    if kind == "directory":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "link to nowhere":
+        file.symlink_to("gone")
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "odd pid":
+        identity = lease_module._process_identity(os.getpid())
+        file.write_text(json.dumps({**identity, "pid": "../\0" * 300, "restarts": [], "job": {}}))
+    else:
+        file.write_text("[" * 4000 if kind == "deep" else "[" * 10_000_000)
+    begin = time.monotonic()
+    for number in (4, 5):
+        lease = acquire(tmp_path)
+        assert lease.number == number
+        lease.check()
+        lease.close()
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize("restarts", ["²", "-1", "1e9", "x"])
+def test_a_restart_count_that_is_no_number_is_passed_over(tmp_path: Path, restarts: str) -> None:
+    acquire_lease(tmp_path, environ={"SLURM_RESTART_COUNT": restarts}).close()
 
 
 @pytest.mark.parametrize("name", lease_module.JOB_VARIABLES)

@@ -336,3 +336,20 @@ with StopRequests() as requests:
 """
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "True None\n", "")
+
+
+@pytest.mark.parametrize("kind", ["directory", "link to nowhere"])
+def test_what_is_no_file_is_no_request_and_is_left_alone(tmp_path: Path, kind: str) -> None:
+    """``mkdir stop`` ended a run after its save with a traceback, and each one after it at once."""
+    stop = tmp_path / STOP_FILE
+    if kind == "directory":
+        stop.mkdir()
+        (stop / "mine").touch()
+    else:
+        stop.symlink_to("gone")
+    with StopRequests() as requests:
+        requests.watch_file(tmp_path)
+        time.sleep(2.5)  # it looks each second
+        assert requests.reason is None
+        requests.clear_file()
+    assert stop.is_dir() == (kind == "directory")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -397,3 +402,73 @@ def test_an_index_of_data_that_cannot_be_written_is_kept_in_the_user_s_cache(
     assert caches[1].is_file()
     monkeypatch.setattr(tfrecord_index, "scan_file", None)  # the files are not read again
     np.testing.assert_array_equal(tfrecord_index.load_index(paths, caches).entries, index.entries)
+
+
+@pytest.mark.parametrize("length", [100, 2**33, 2**40, 2**62, 2**64 - 8])
+def test_a_length_that_is_not_true_is_an_error_and_no_crash(tmp_path: Path, length: int) -> None:
+    """With the right checksum: TensorFlow's reader asks for so much memory, and the process dies."""
+    path = write(tmp_path / "train.tfrecord", [raw(0), raw(1)])
+    head = struct.pack("<Q", length)
+    with path.open("ab") as file:
+        file.write(head + struct.pack("<I", masked_crc32c(head)) + b"abc" * 10)
+    # In a process of its own, since it could end this one.
+    script = f"""
+from pathlib import Path
+from ringtrain.data.tfrecord_index import scan_file
+scan_file(Path({str(path)!r}), 0)
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 1
+    assert "record 2 (at byte" in finished.stderr
+    assert "is cut off" in finished.stderr
+
+
+def write_cache_with(cache: Path, index: tfrecord_index.Index, **columns: int) -> None:
+    """A cache of an index with some values of its last entry changed, and the right checksum."""
+    entries = index.entries.copy()
+    for name, value in columns.items():
+        entries[name][-1] = value
+    tfrecord_index._write_cache(cache, index._replace(entries=entries))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"offset": -1}, {"offset": 2**62}, {"length": -1}, {"length": 2**62}, {"length": 2**63 - 1}, {"file": -1},
+        {"file": 0}, {"file": 3}, {"file": 2**31 - 1}, {"kind": 3}, {"kind": 255}, {"label": -1}, {"height": -1},
+        {"kind": 1, "height": 2**31 - 1, "width": 2**31 - 1, "channels": 2**31 - 1},
+    ],
+)  # fmt: skip
+def test_an_index_with_the_right_checksum_and_wrong_entries_is_made_anew(
+    folder: Path, tmp_path: Path, columns: dict[str, int]
+) -> None:
+    paths, cache = sorted(folder.glob("*.tfrecord")), tmp_path / "index"
+    index = tfrecord_index.load_index(paths, [cache])
+    write_cache_with(cache, index, **columns)
+    np.testing.assert_array_equal(tfrecord_index.load_index(paths, [cache]).entries, index.entries)
+    assert tfrecord_index._read_cache(cache, index.files) is not None, "the good one was not kept"
+
+
+def test_an_index_of_too_few_or_too_many_records_is_made_anew(folder: Path, tmp_path: Path) -> None:
+    paths, cache = sorted(folder.glob("*.tfrecord")), tmp_path / "index"
+    index = tfrecord_index.load_index(paths, [cache])
+    for entries in (index.entries[:-1], index.entries[1:], index.entries[:0], np.tile(index.entries, 2)):
+        tfrecord_index._write_cache(cache, index._replace(entries=entries))
+        assert tfrecord_index._read_cache(cache, index.files) is None
+
+
+@pytest.mark.parametrize("body", [b"", b"\0", b"\xff" * 8, struct.pack("<Q", 100_000) + b"[" * 100_000])
+def test_an_index_with_the_right_checksum_and_no_header_is_made_anew(folder: Path, tmp_path: Path, body: bytes) -> None:
+    paths, cache = sorted(folder.glob("*.tfrecord")), tmp_path / "index"
+    index = tfrecord_index.load_index(paths, [cache])
+    cache.write_bytes(b"ringtfr1" + hashlib.sha256(body).digest() + body)
+    np.testing.assert_array_equal(tfrecord_index.load_index(paths, [cache]).entries, index.entries)
+
+
+@pytest.mark.parametrize("what", ["index", "train-0.tfrecord"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path, tmp_path: Path, what: str) -> None:
+    paths, cache = sorted(folder.glob("*.tfrecord")), tmp_path / "index"
+    (tmp_path / what).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / what)
+    with pytest.raises(DataError, match="is no regular file") if what != "index" else contextlib.nullcontext():
+        tfrecord_index.load_index(paths, [cache])

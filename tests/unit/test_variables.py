@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import pytest
 
-from ringtrain import checkpoint
 from ringtrain.checkpoint import (
     MANIFEST_FILE,
     Checkpoint,
@@ -18,6 +17,7 @@ from ringtrain.checkpoint import (
     without_optimizer_names,
     write_checkpoint,
 )
+from ringtrain.manifest import digest_of
 from ringtrain.variables import named_slots, slots_that_begin_as_weights
 
 
@@ -64,7 +64,7 @@ def test_the_names_of_the_first_format_are_read_as_those_of_today(tmp_path: Path
     variables = {name: np.array(number) for number, name in enumerate(old)}
     path = write_checkpoint(tmp_path, Checkpoint(step=1, variables=variables, progress={}, run={}), is_best=False)
     content = json.loads((path / MANIFEST_FILE).read_text())["content"] | {"format": 1}
-    (path / MANIFEST_FILE).write_text(json.dumps({"sha256": checkpoint._digest_of(content), "content": content}))
+    (path / MANIFEST_FILE).write_text(json.dumps({"sha256": digest_of(content), "content": content}))
     read = read_checkpoint(path).variables
     assert {name: int(value) for name, value in read.items()} == {
         "weights/adam/iteration": 0, "slots/iteration": 1, "slots/iteration#2": 2, "slots/w_momentum": 3

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain import checkpoint
 from ringtrain.checkpoint import read_checkpoint, step_name
+from ringtrain.manifest import digest_of
 from tests.world.running import (
     assert_history_is_whole,
     digest,
@@ -137,13 +137,34 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(undisturbed: Path, tmp
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_another_run_and_checkpoints_that_have_gone_are_refused(tmp_path: Path) -> None:
+    out, other = tmp_path / "run", tmp_path / "other"
+    run_to_end(out, "--steps", "2", np=1)
+    run_to_end(other, "--steps", "4", "--seed", "7", np=1)
+    names = {path: json.loads((path / "run.json").read_text())["id"][:8] for path in (out, other)}
+    shutil.copytree(final_checkpoint(other, 4), final_checkpoint(out, 4))
+    history = (out / "metrics.jsonl").read_bytes()
+    with running(out, "--steps", "6", np=1, log=tmp_path / "foreign.log") as run:
+        assert run.wait() == 2
+    assert "is of another run" in run.text()
+    assert all(f"run {name}" in run.text() for name in names.values())
+
+    (out / "checkpoints").rename(tmp_path / "elsewhere")
+    (out / "checkpoints").symlink_to("gone")
+    with running(out, "--steps", "6", np=1, log=tmp_path / "gone.log") as run:
+        assert run.wait() == 3
+    assert "has saved checkpoints, the newest of step 2" in run.text()
+    assert (out / "metrics.jsonl").read_bytes() == history
+
+
+@pytest.mark.slow
 def test_another_workloads_checkpoint_is_refused(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(undisturbed, out, symlinks=True)
     manifest = final_checkpoint(out, STEPS) / "manifest.json"
     content = json.loads(manifest.read_text())["content"]
     content["run"]["workload"], content["progress"]["finished"] = "another.py:Model", None
-    manifest.write_text(json.dumps({"sha256": checkpoint._digest_of(content), "content": content}))
+    manifest.write_text(json.dumps({"sha256": digest_of(content), "content": content}))
     with running(out, "--deterministic", "true", np=1) as run:
         assert run.wait() == 2
     assert "its workload is another.py:Model, not" in run.text()
@@ -160,7 +181,7 @@ def test_weights_of_another_run_are_taken_where_they_fit(undisturbed: Path, tmp_
 def test_keep_leaves_the_newest_and_the_best(undisturbed: Path) -> None:
     names = sorted(path.name for path in (undisturbed / "checkpoints").iterdir())
     best = (undisturbed / "checkpoints/best").readlink().name
-    assert names == sorted(["best", best, *(step_name(step) for step in (40, 45, 48))])
+    assert names == sorted(["best", "best.json", best, *(step_name(step) for step in (40, 45, 48))])
     evals = events(undisturbed, "eval")
     highest = max(evals, key=lambda e: e["accuracy"])  # the first of several
     assert best == f"best-{step_name(highest['step'])}"

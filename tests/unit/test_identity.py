@@ -1,0 +1,265 @@
+"""Which run a checkpoint is of, and where the checkpoints of a run have gone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringtrain.checkpoint import MANIFEST_FILE, step_name
+from ringtrain.config import Config
+from ringtrain.errors import DataError, RingtrainError, UsageError
+from ringtrain.identity import IDENTITY_FILE, as_identity, describe_identity, draw_identity, read_identity
+from ringtrain.manifest import digest_of
+from ringtrain.resume import open_run
+from tests.unit.test_resume import make_run, read_files
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(out=tmp_path / "run", epochs=2, batch_size=16)
+
+
+def open_quietly(config: Config) -> dict[str, Any]:
+    """Open a run about which there is nothing to be said; returns its identity."""
+    said: list[str] = []
+    opened = open_run(config, say=said.append)
+    opened.directory.close()
+    assert said == []
+    return dict(opened.identity)
+
+
+def change_facts(run: Path, step: int, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change what a checkpoint says of its run, with the right checksum."""
+    path = run / "checkpoints" / step_name(step)
+    content = json.loads((path / MANIFEST_FILE).read_text())["content"]
+    change(content["run"])
+    (path / MANIFEST_FILE).write_text(json.dumps({"sha256": digest_of(content), "content": content}))
+    return path
+
+
+def sign(run: Path, steps: list[int], identity: dict[str, Any] | None = None) -> None:
+    """Give checkpoints the identity of their run, as training does."""
+    for step in steps:
+        change_facts(run, step, lambda facts: facts.update(identity=identity or read_identity(run)))
+
+
+# --- The identity ---
+
+
+def test_a_run_keeps_the_identity_of_its_first_start(config: Config) -> None:
+    run = make_run(config, [2, 4])
+    first = read_identity(run)
+    assert first is not None
+    assert first["seed"] == config.seed
+    sign(run, [2, 4])
+    assert open_quietly(config) == first
+    assert read_identity(run) == first
+
+
+def test_a_run_that_starts_anew_is_another(config: Config, tmp_path: Path) -> None:
+    make_run(config, [2])
+    first = read_identity(tmp_path / "run")
+    assert open_quietly(replace(config, resume="never"))["id"] != (first or {})["id"]
+    assert draw_identity(0)["id"] != draw_identity(0)["id"]
+
+
+def test_a_run_that_never_saved_anything_is_a_new_one(config: Config) -> None:
+    make_run(config, [])
+    opened = open_run(replace(config, seed=5), say=lambda line: None)
+    opened.directory.close()
+    assert opened.identity["seed"] == 5
+    assert read_identity(opened.directory.path) == opened.identity
+
+
+@pytest.mark.parametrize("content", [None, "", "[" * 100_000, '{"id": 3}', '{"id": "../x"}', "null"])
+def test_an_identity_that_is_lost_is_that_of_the_newest_checkpoint(config: Config, content: str | None) -> None:
+    run = make_run(config, [2, 4])
+    first = read_identity(run)
+    sign(run, [2, 4])
+    (run / IDENTITY_FILE).unlink()
+    if content is not None:
+        (run / IDENTITY_FILE).write_text(content)
+    assert open_quietly(config) == first
+    assert read_identity(run) == first
+
+
+def test_a_run_of_an_older_ringtrain_gets_an_identity_and_keeps_its_checkpoints(config: Config) -> None:
+    run = make_run(config, [2, 4])  # whose manifests have none
+    (run / IDENTITY_FILE).unlink()
+    drawn = open_quietly(config)
+    assert as_identity(drawn) == drawn
+    assert open_quietly(config) == drawn
+
+
+def test_what_is_shown_of_an_identity_is_harmless() -> None:
+    drawn = draw_identity(3)
+    assert as_identity(drawn) == drawn
+    assert re.fullmatch(r"run [0-9a-f]{8} \(seed 3, started 20\S+Z on [\w.-]+\)", describe_identity(drawn))
+    for name, value in (("host", "a\nringtrain: error: b"), ("host", ""), ("seed", 1.5), ("id", "x"), ("started", 0)):
+        assert as_identity({**drawn, name: value}) is None
+    assert as_identity({**drawn, "more": 1}) is None
+
+
+# --- A checkpoint of another run ---
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_both_identities(config: Config, tmp_path: Path) -> None:
+    run = make_run(config, [2, 4])
+    sign(run, [2, 4])
+    other = make_run(replace(config, out=tmp_path / "other", seed=7), [6])
+    sign(other, [6])
+    shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
+    before = read_files(run)
+    with pytest.raises(UsageError) as raised:
+        open_run(config, say=print)
+    message = str(raised.value)
+    assert describe_identity(read_identity(run)) in message
+    assert describe_identity(read_identity(other)) in message
+    assert "seed 0" in message
+    assert "seed 7" in message
+    assert f"--init_from {run / 'checkpoints' / step_name(6)}" in message
+    assert read_files(run) == before
+
+    shutil.rmtree(run / "checkpoints" / step_name(6))
+    assert open_quietly(config) == read_identity(run)
+
+
+def test_one_of_the_same_seed_and_settings_is_told_apart(config: Config, tmp_path: Path) -> None:
+    run = make_run(config, [2])
+    other = make_run(replace(config, out=tmp_path / "other"), [6])
+    sign(other, [6])
+    shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
+    with pytest.raises(UsageError, match=r"is of another run: it is of run .*--init_from"):
+        open_run(config, say=print)
+
+
+def test_one_without_identity_is_told_by_its_settings(config: Config, tmp_path: Path) -> None:
+    run = make_run(config, [2])
+    other = make_run(replace(config, out=tmp_path / "other", seed=7), [6])
+    shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
+    with pytest.raises(UsageError, match=r"of another run with other settings \(seed 7 -> 0\).*older ringtrain"):
+        open_run(config, say=print)
+
+
+def test_a_copied_run_goes_on_as_the_run_that_it_is(config: Config, tmp_path: Path) -> None:
+    run = make_run(config, [2, 4])
+    sign(run, [2, 4])
+    shutil.copytree(run, tmp_path / "copied")
+    assert open_quietly(replace(config, out=tmp_path / "copied")) == read_identity(run)
+
+
+# --- Checkpoints that have gone ---
+
+
+def remove(root: Path) -> None:
+    shutil.rmtree(root)
+
+
+def empty(root: Path) -> None:
+    shutil.rmtree(root)
+    root.mkdir()  # as a mount point is, where nothing is mounted
+
+
+def link_to_nowhere(root: Path) -> None:
+    root.rename(root.with_name("elsewhere"))
+    root.symlink_to("gone")
+
+
+def replace_by_file(root: Path) -> None:
+    shutil.rmtree(root)
+    root.write_text("")
+
+
+GONE = {
+    "is not there": remove,
+    "holds none": empty,
+    "is a link to 'gone', which is not there": link_to_nowhere,
+    "is a file": replace_by_file,
+}
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+@pytest.mark.parametrize("why", GONE)
+def test_a_run_whose_checkpoints_have_gone_is_refused_and_keeps_its_history(
+    config: Config, why: str, resume: Any
+) -> None:
+    run = make_run(config, [2, 4])
+    GONE[why](run / "checkpoints")
+    before = read_files(run)
+    for _ in range(2):
+        with pytest.raises(DataError, match=rf"the newest of step 4 .*checkpoints' {why}\. .*--resume never") as raised:
+            open_run(replace(config, resume=resume), say=print)
+        assert raised.value.exit_code == 3
+    assert read_files(run) == before
+
+
+def test_beside_it_a_new_run_begins(config: Config, tmp_path: Path) -> None:
+    run = make_run(config, [2, 4])
+    remove(run / "checkpoints")
+    before = read_files(run)
+    opened = open_run(replace(config, resume="never"), say=print)
+    opened.directory.close()
+    assert opened.start.path == str(tmp_path / "run-2")
+    assert read_files(run) == before
+
+
+def test_checkpoints_that_come_back_are_gone_on_from(config: Config, tmp_path: Path) -> None:
+    run = make_run(config, [2, 4])
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError):
+        open_run(config, say=print)
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    opened = open_run(config, say=print)
+    opened.directory.close()
+    assert opened.start.step == 4
+
+
+def test_a_run_that_saved_only_a_best_one_begins_anew_as_ever(config: Config) -> None:
+    opened = open_run(config, say=print)
+    opened.directory.write_event("checkpoint", step=3, path="checkpoints/best-step-000000003")
+    opened.directory.close()
+    said: list[str] = []
+    opened = open_run(config, say=said.append)
+    opened.directory.close()
+    assert said == [f"the run in {config.out} holds no checkpoint yet: it starts anew"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "profile"])
+@pytest.mark.parametrize("kind", ["a link to nowhere", "a file"])
+def test_what_will_be_written_is_tried_at_the_start(config: Config, name: str, kind: str) -> None:
+    run = make_run(config, [])
+    if kind == "a file":
+        (run / name).write_text("")
+    else:
+        (run / name).symlink_to("gone")
+    before = read_files(run)
+    with pytest.raises(UsageError, match=rf"nothing can be written into '.*{name}', as this run has to: .*--out"):
+        open_run(replace(config, profile="1:2"), say=lambda line: None)
+    assert read_files(run) == before
+
+
+def test_what_will_not_be_written_is_not_tried(config: Config) -> None:
+    run = make_run(config, [2])
+    (run / "profile").write_text("")
+    open_quietly(config)
+
+
+def test_no_refusal_is_a_traceback(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the file system says."""
+    run = make_run(config, [2])
+
+    def fail(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ringtrain.checkpoint.list_steps", fail)
+        with pytest.raises(RingtrainError, match=r"checkpoints' cannot be read: Permission denied\."):
+            open_run(config, say=print)
+    assert (run / "checkpoints" / step_name(2)).is_dir()

@@ -23,7 +23,7 @@ from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, exp
 from ringtrain.errors import UsageError
 from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
 from ringtrain.fused import FUSED, only_reads_gradients
-from ringtrain.guard.preflight import Facts, describe_training, require_same_training
+from ringtrain.guard.preflight import Facts, describe_training, require_same_code, require_same_training
 from ringtrain.schedule import LearningRate
 from ringtrain.step import TrainStep, set_precision
 from ringtrain.step_times import StepTimes
@@ -142,6 +142,7 @@ def create_job(
         num_threads=num_threads,
         times=StepTimes(times_communication=can_time_communication(config)),
     )
+    require_same_code(collective, name="preflight/code of the job")  # with what data and model have loaded by now
     require_same_training(collective, describe_job(job))
     return job
 

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import sys
-import sysconfig
 import time
 import traceback
 import warnings
@@ -30,6 +29,7 @@ from ringtrain.devices import (
     set_environment,
 )
 from ringtrain.errors import PreemptedError, RingtrainError, UsageError
+from ringtrain.guard.code import is_users_own
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.guard.watchdog import Watchdog
@@ -111,7 +111,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
     with watched(config, world) as watchdog:
         collective = connect(config.backend, world)
         try:
-            require_same_start(collective, config, prepared.workload, command=command, environ=os.environ)
+            require_same_start(collective, config, command=command, environ=os.environ)
             require_working_sums(collective, own_gpu())
             if config.backend == "auto":
                 collective.share_memory()
@@ -285,12 +285,6 @@ def format_defect(error: BaseException) -> str:
     first = next((number for number, frame in enumerate(frames) if is_users_own(frame.filename)), 0)
     shown = traceback.format_list(frames[first:])
     return "".join(["Traceback (most recent call last):\n", *shown, *traceback.format_exception_only(error)])
-
-
-def is_users_own(file: str) -> bool:
-    """Whether a file of code is neither ringtrain's nor Python's, and no installed package's."""
-    foreign = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
-    return not file.startswith(foreign) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def early_end(reason: str, exit_code: int) -> RingtrainError:

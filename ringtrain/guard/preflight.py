@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.collectives.horovod import HOROVOD_SETTINGS
 from ringtrain.config import Config, flatten_settings, to_plain
-from ringtrain.data.sources import Feed, Source
+from ringtrain.data.sources import ArraySource, Feed, Source
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.guard.code import PACKAGES, describe_loaded_code, package_version
 from ringtrain.guard.ranks import group_ranks, name_ranks
@@ -38,6 +38,8 @@ Summary = Mapping[str, str | Mapping[str, Any]]
 SETTINGS_OF_A_NODE = {"data_dir"}
 NOT_SET = "nothing"
 START_REMEDY = "Start all with the same command, in the same environment, from the same files."
+OTHER_DATA = "the ranks have different data"
+DATA_REMEDY = "All nodes must see the same files."
 ENTRIES_PER_BLOCK = 1000
 MAX_LINES = 20
 MAX_VALUE_LENGTH = 160
@@ -88,18 +90,18 @@ def require_same_code(collective: Collective, *, name: str) -> None:
 
 
 def require_same_sources(collective: Collective, sources: Sources) -> None:
-    """See that all ranks have the same samples, as far as that shows without reading them all.
+    """See that all ranks have as many samples, of the same kind. Whether they are the same: ``require_same_contents``.
 
     Raises:
         DataError: on every rank, where they have not.
     """
     require_alike(
         collective,
-        {name: describe_source(source) for name, source in sources._asdict().items()},
+        dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items()))),
         name="preflight/sources",
         kind=DataError,
-        what="the ranks have different data",
-        remedy="All nodes must see the same files.",
+        what=OTHER_DATA,
+        remedy=DATA_REMEDY,
     )
 
 
@@ -138,20 +140,29 @@ def require_alike(
     nodes, summaries = [node for node, _ in ranks], [summary for _, summary in ranks]
     if all(summary == summaries[0] for summary in summaries):
         return
-    shown: list[dict[str, str]] = [{} for _ in ranks]
+    shown: dict[str, list[str]] = {}
     for fact in find_differing(summaries):
         of_ranks = [summary.get(fact) for summary in summaries]
         label, values = fact, [NOT_SET if value is None else str(value) for value in of_ranks]
         if any(isinstance(value, Mapping) for value in of_ranks):
             mine = facts.get(fact, ())
             entries = [mine] if isinstance(mine, str) else mine
-            number, values = _find_first_difference(collective, entries, of_ranks, name=f"{name}/{fact}")
+            number, values = find_first_difference(collective, entries, of_ranks, name=f"{name}/{fact}")
             label = f"{fact} {number}"
-        for rank, value in enumerate(values):
-            shown[rank][label] = value
-    lines = compare(nodes, shown)
+        shown[label] = values
+    raise kind(describe_differences(nodes, shown, what=what, remedy=remedy), reach="run")
+
+
+def describe_differences(nodes: Sequence[str], shown: Mapping[str, Sequence[str]], *, what: str, remedy: str) -> str:
+    """What goes wrong and what to do about it, with a line for each difference.
+
+    Args:
+        nodes: the host of each rank.
+        shown: what each rank has, of all that differs.
+    """
+    lines = compare(nodes, [{label: values[rank] for label, values in shown.items()} for rank in range(len(nodes))])
     more = [f"and {len(lines) - MAX_LINES} more differences"] if len(lines) > MAX_LINES else []
-    raise kind("\n  ".join([f"{what}; nothing was trained. {remedy}", *lines[:MAX_LINES], *more]), reach="run")
+    return "\n  ".join([f"{what}; nothing was trained. {remedy}", *lines[:MAX_LINES], *more])
 
 
 def summarize(facts: Facts) -> dict[str, Any]:
@@ -229,15 +240,19 @@ def describe_device_kind() -> str:
     return f"a GPU of compute capability {'.'.join(map(str, capability)) or 'unknown'}"
 
 
-def describe_source(source: Source | Feed | None) -> str:
-    """What must be the same on all ranks, in words."""
+def describe_source(name: str, source: Source | Feed | None) -> dict[str, str | list[str]]:
+    """What must be the same on all ranks and shows at once, in words. What the samples are is compared by content."""
     if source is None:
-        return NOT_SET
+        return {name: NOT_SET}
     if isinstance(source, Feed):
-        return f"a feed of {source.steps_per_epoch or 'unknown'} steps an epoch"
+        return {name: f"a feed of {source.steps_per_epoch or 'unknown'} steps an epoch"}
     fingerprint = getattr(source, "fingerprint", "")
     printed = f", fingerprint {fingerprint[:12]}" if fingerprint else ""
-    return f"{source.num_samples:,} samples ({type(source).__name__}{printed})"
+    facts: dict[str, str | list[str]] = {name: f"{source.num_samples:,} samples ({type(source).__name__}{printed})"}
+    if isinstance(source, ArraySource):
+        arrays = source.arrays().items()
+        facts[f"{name} array"] = [f"{place} {array.dtype.name} {list(array.shape[1:])}" for place, array in arrays]
+    return facts
 
 
 def describe_training(
@@ -279,7 +294,7 @@ def digest(texts: Sequence[str]) -> str:
     return hashed.hexdigest()[:32]
 
 
-def _find_first_difference(
+def find_first_difference(
     collective: Collective, entries: Sequence[str], summaries: Sequence[Any], *, name: str
 ) -> tuple[int, list[str]]:
     """The number (from 1) of the first entry that differs, and what each rank has there. Every rank must call it.

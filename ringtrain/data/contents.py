@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 BLOCKS = 1024
 MAX_COLUMNS = 64
-COPIED_BYTES = 1 << 20
+COPIED_BYTES = 4 << 20
+SHARED_BYTES = 64 << 20
 SAMPLED_PIECES = 4096
 PIECE_BYTES = 4096
 GIVE_UP_SECONDS = 5.0
@@ -104,16 +105,20 @@ def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None)
     """Digests of every ``size`` samples of an array [n, ...]; fewer once they are not wanted any more."""
     import tensorflow as tf
 
-    bytes_per_block = size * array.shape[1:].num_elements() * array.dtype.size
-    step = size * max(1, COPIED_BYTES // max(1, bytes_per_block))
+    bytes_per_sample = array.shape[1:].num_elements() * array.dtype.size
+    # Slices of samples whose bytes are no multiple of 64 are copies.
+    num_bytes = COPIED_BYTES if bytes_per_sample % 64 else SHARED_BYTES
+    step = size * max(1, num_bytes // max(1, size * bytes_per_sample))
     digests: list[str] = []
     with tf.device("CPU"):
         for first in range(0, len(array), step):
             if is_unwanted is not None and is_unwanted.is_set():
                 break
-            some = array[first : first + step]  # a copy, unless the bytes of a sample are a multiple of 64
+            some = array[first : first + step]
             whole = len(some) // size
-            for part, num_blocks in ((some[: whole * size], whole), (some[whole * size :], 1)):
+            is_ragged = len(some) > whole * size
+            parts = ((some[: whole * size], whole), (some[whole * size :], 1)) if is_ragged else ((some, whole),)
+            for part, num_blocks in parts:
                 if len(part):
                     blocks = tf.reshape(part, [num_blocks, part.shape.num_elements() // num_blocks])
                     digests += [row.tobytes().hex() for row in tf.fingerprint(blocks).numpy()]

@@ -12,6 +12,8 @@ USERS_CODE = "in user code:"  # AutoGraph: frames of two lines each follow, and 
 KERAS_ERROR = "Exception encountered when calling"  # a layer; what went wrong comes next, in bold letters
 FRAME = re.compile(r'File ".*", line \d+, in ')
 BOLD = re.compile(r"\x1b\[\d+m")
+INSTALLED = ("/site-packages/", "/dist-packages/")
+_FOREIGN = (str(Path(__file__).resolve().parent), sysconfig.get_path("stdlib"), "<")
 FUNCTION_NODE = re.compile(r"\{\{function_node .*?\}\} ?")  # TensorFlow's name of an operation, which says nothing
 
 
@@ -45,5 +47,4 @@ def format_defect(error: BaseException) -> str:
 
 def is_users_own(file: str) -> bool:
     """Whether a file of code is neither ringtrain's nor Python's, and no installed package's."""
-    foreign = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
-    return not file.startswith(foreign) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not file.startswith(_FOREIGN) and not any(folder in file for folder in INSTALLED)

@@ -23,7 +23,8 @@ from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, exp
 from ringtrain.errors import UsageError
 from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
 from ringtrain.fused import FUSED, only_reads_gradients
-from ringtrain.guard.preflight import Facts, describe_training, require_same_training
+from ringtrain.guard.contents import require_same_contents
+from ringtrain.guard.preflight import Facts, describe_training, require_same_code, require_same_training
 from ringtrain.schedule import LearningRate
 from ringtrain.step import TrainStep, set_precision
 from ringtrain.step_times import StepTimes
@@ -106,7 +107,7 @@ def create_job(
     """
     activity.note(Doing.PREPARE, takes_long=True)
     set_up_keras(config)
-    sources = open_sources(workload, config, collective, num_threads=num_threads, former_size=former_size)
+    sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=former_size)
     order, learning_rate, total_steps = plan_steps(
         workload, config, sources.train, global_batch_size or choose_global_batch_size(config, collective.world.size)
     )
@@ -147,8 +148,12 @@ def create_job(
         num_threads=num_threads,
         times=StepTimes(times_communication=can_time_communication(config)),
     )
+    require_same_code(collective, name="preflight/code of the job")  # with what data and model have loaded by now
     require_same_training(collective, describe_job(job))
     agree(collective, lambda: check_labels(job, sources), name="labels")
+    if contents is not None:
+        activity.note(Doing.PREPARE, takes_long=True)
+        require_same_contents(collective, contents, say)
     return job
 
 

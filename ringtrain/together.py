@@ -106,7 +106,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
     with watched(config, world) as watchdog:
         collective = connect(config.backend, world)
         try:
-            require_same_start(collective, config, prepared.workload, command=command, environ=os.environ)
+            require_same_start(collective, config, command=command, environ=os.environ)
             require_working_sums(collective, own_gpu())
             if config.backend == "auto":
                 collective.share_memory()

@@ -7,6 +7,7 @@ from typing import Any, SupportsIndex
 from ringtrain.collectives import Collective, agree
 from ringtrain.config import Config
 from ringtrain.data.cache import with_cache
+from ringtrain.data.contents import Contents
 from ringtrain.data.sources import Feed, Source
 from ringtrain.data.stepping import BAD_REMEDY, describe_bad
 from ringtrain.errors import DataError, UsageError
@@ -16,8 +17,11 @@ from ringtrain.workloads.base import Sources, Workload
 
 def open_sources(
     workload: Workload, config: Config, collective: Collective, *, num_threads: int, former_size: int | None
-) -> Sources:
-    """The workload's data, the same on every rank, with the cache of the settings. Every rank must call it.
+) -> tuple[Sources, Contents | None]:
+    """The workload's data, with the cache of the settings. Every rank must call it.
+
+    They are as many on every rank, and of the same kind. Whether they are the same is being found out meanwhile: see
+    ``require_same_contents``; None where this is the only rank.
 
     Raises:
         DataError: they are missing, damaged, or not the same.
@@ -26,7 +30,8 @@ def open_sources(
     sources = agree(collective, lambda: read_sources(workload, config), name="sources")
     require_same_sources(collective, sources)
     refuse_other_size(sources.train, collective.world.size, former_size)
-    return cache_sources(sources, config, collective, num_threads=num_threads)
+    contents = Contents(sources._asdict()) if collective.world.size > 1 else None
+    return cache_sources(sources, config, collective, num_threads=num_threads), contents
 
 
 def read_sources(workload: Workload, config: Config) -> Sources:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
@@ -16,9 +14,6 @@ from ringtrain.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
-
-FINGERPRINT_BYTES = 8 * 2**20
-FINGERPRINT_SAMPLES = 1024
 
 
 class Source(Protocol):
@@ -80,27 +75,18 @@ class ArraySource:
         with tf.device("CPU"):
             return tf.nest.map_structure(lambda array: tf.gather(array, indices), (self.x, self.y))
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of types and shapes and, of arrays of whole numbers or texts, of samples from the first to the last.
-
-        Not of floating-point values: on processors of another kind NumPy may round them otherwise.
-        """
-        import tensorflow as tf
-
-        printed = hashlib.sha256()
-        for tensor in tf.nest.flatten((self.x, self.y)):
-            printed.update(f"{tensor.dtype.name} {tensor.shape}".encode())
-            if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
-                printed.update(_bytes_of_some(np.asarray(tensor)))
-        return printed.hexdigest()
+    def arrays(self) -> dict[str, tf.Tensor]:
+        """The arrays [n, ...] by their places: ``x``, or ``x/image`` where there are several."""
+        return {place: array for name in ("x", "y") for place, array in _leaves(name, getattr(self, name))}
 
 
-def _bytes_of_some(array: np.ndarray) -> bytes:
-    """Values of samples spread evenly over an array [n, ...]."""
-    count = min(len(array), FINGERPRINT_SAMPLES, max(2, FINGERPRINT_BYTES * len(array) // max(1, array.nbytes)))
-    some = array[np.linspace(0, len(array) - 1, count).astype(np.int64)]
-    return repr(some.tolist()).encode() if some.dtype.hasobject else some.tobytes()
+def _leaves(place: str, structure: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays in tuples and dicts, with their places."""
+    if not isinstance(structure, (Mapping, tuple, list)):
+        yield place, structure
+        return
+    for key, part in structure.items() if isinstance(structure, Mapping) else enumerate(structure):
+        yield from _leaves(f"{place}/{key}", part)
 
 
 def from_arrays(x: Any, y: Any) -> ArraySource:

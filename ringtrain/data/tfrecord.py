@@ -201,6 +201,7 @@ class TFRecordSource:
 
     Attributes:
         num_samples: how many records there are, damaged ones as well.
+        paths: string [files].
         image_shape: (h, w, c).
         num_classes: labels are below it.
         fingerprint: SHA-256 over the files' names and sizes, the content of all records, and ``image_shape``.
@@ -216,11 +217,15 @@ class TFRecordSource:
         image_shape: tuple[int, int, int],
         num_classes: int,
     ) -> None:
+        import tensorflow as tf
+
         self.num_samples = len(part.index.entries)
         self.image_shape, self.num_classes = image_shape, num_classes
         self.fingerprint = hashlib.sha256(f"{part.index.fingerprint} {image_shape}".encode()).hexdigest()
         self._part, self._is_raw, self._stored_shape = part, is_raw, stored_shape
         self._files = _OpenFiles(part.paths)
+        with tf.device("CPU"):
+            self.paths = tf.constant([os.fsencode(path) for path in part.paths])
         self._labels = np.asarray(part.index.entries["label"], np.int64)
         self.damaged = tuple(self.find_bad(np.flatnonzero(part.index.entries["kind"] == DAMAGED)))
 

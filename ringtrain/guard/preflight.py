@@ -11,8 +11,6 @@ thousand ranks make much traffic.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import inspect
 import itertools
 import platform
 from collections.abc import Mapping, Sequence
@@ -23,30 +21,31 @@ from typing import TYPE_CHECKING, Any
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.collectives.horovod import HOROVOD_SETTINGS
 from ringtrain.config import Config, flatten_settings, to_plain
-from ringtrain.data.sources import Feed, Source
+from ringtrain.data.sources import ArraySource, Feed, Source
 from ringtrain.errors import DataError, RingtrainError, UsageError
+from ringtrain.guard.code import PACKAGES, describe_loaded_code, package_version
 from ringtrain.guard.ranks import group_ranks, name_ranks
 
 if TYPE_CHECKING:
     import keras
 
-    from ringtrain.workloads.base import Sources, Workload
+    from ringtrain.workloads.base import Sources
 
 Facts = Mapping[str, str | Sequence[str]]
 Summary = Mapping[str, str | Mapping[str, Any]]
 
-PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
 # Nodes may keep the same data in different places; what is there is compared in their stead.
 SETTINGS_OF_A_NODE = {"data_dir"}
 NOT_SET = "nothing"
+START_REMEDY = "Start all with the same command, in the same environment, from the same files."
+OTHER_DATA = "the ranks have different data"
+DATA_REMEDY = "All nodes must see the same files."
 ENTRIES_PER_BLOCK = 1000
 MAX_LINES = 20
 MAX_VALUE_LENGTH = 160
 
 
-def require_same_start(
-    collective: Collective, config: Config, workload: Workload, *, command: str, environ: Mapping[str, str]
-) -> None:
+def require_same_start(collective: Collective, config: Config, *, command: str, environ: Mapping[str, str]) -> None:
     """See that all ranks were started alike. It must be the first thing that the ranks do together.
 
     Raises:
@@ -54,27 +53,55 @@ def require_same_start(
     """
     require_alike(
         collective,
-        {"command": command, "communication": collective.description, **describe_start(config, workload, environ)},
+        {"command": command, "communication": collective.description, **describe_start(config, environ)},
         name="preflight/start",
         kind=UsageError,
         what="the ranks were not started alike",
-        remedy="Start all with the same command, in the same environment, from the same files.",
+        remedy=START_REMEDY,
+    )
+    require_same_code(collective, name="preflight/code")
+
+
+def require_same_code(collective: Collective, *, name: str) -> None:
+    """See that what of the user's code all ranks have loaded by now is the same. Every rank must call it.
+
+    Args:
+        name: of the comparison, unique in the run.
+
+    Raises:
+        UsageError: on every rank, where a file, or a package that it imports, is not the same on all that have it.
+    """
+    facts = describe_loaded_code()
+    mine = {fact: digest([value] if isinstance(value, str) else value) for fact, value in facts.items()}
+    whole = digest([f"{fact} {value}" for fact, value in mine.items()])
+    if len(set(gather_objects(collective, whole, name=f"{name}/digest"))) == 1:
+        return
+    ranks = gather_objects(collective, mine, name=f"{name}/files")
+    known = dict.fromkeys(itertools.chain.from_iterable(ranks))
+    differing = [fact for fact in known if len({rank[fact] for rank in ranks if fact in rank}) > 1]
+    require_alike(
+        collective,
+        {fact: facts[fact] for fact in differing if fact in facts},
+        name=name,
+        kind=UsageError,
+        what="the ranks run different code",
+        remedy=START_REMEDY,
     )
 
 
 def require_same_sources(collective: Collective, sources: Sources) -> None:
-    """See that all ranks have the same samples, as far as that shows without reading them all.
+    """See that all ranks have as many samples, of the same kind. Whether they are the same: ``require_same_contents``.
 
     Raises:
         DataError: on every rank, where they have not.
     """
     require_alike(
         collective,
-        {name: describe_source(source) for name, source in sources._asdict().items()},
+        dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items()))),
         name="preflight/sources",
         kind=DataError,
-        what="the ranks have different data",
-        remedy="All nodes must see the same files.",
+        what=OTHER_DATA,
+        remedy=DATA_REMEDY,
     )
 
 
@@ -113,20 +140,29 @@ def require_alike(
     nodes, summaries = [node for node, _ in ranks], [summary for _, summary in ranks]
     if all(summary == summaries[0] for summary in summaries):
         return
-    shown: list[dict[str, str]] = [{} for _ in ranks]
+    shown: dict[str, list[str]] = {}
     for fact in find_differing(summaries):
         of_ranks = [summary.get(fact) for summary in summaries]
         label, values = fact, [NOT_SET if value is None else str(value) for value in of_ranks]
         if any(isinstance(value, Mapping) for value in of_ranks):
             mine = facts.get(fact, ())
             entries = [mine] if isinstance(mine, str) else mine
-            number, values = _find_first_difference(collective, entries, of_ranks, name=f"{name}/{fact}")
+            number, values = find_first_difference(collective, entries, of_ranks, name=f"{name}/{fact}")
             label = f"{fact} {number}"
-        for rank, value in enumerate(values):
-            shown[rank][label] = value
-    lines = compare(nodes, shown)
+        shown[label] = values
+    raise kind(describe_differences(nodes, shown, what=what, remedy=remedy), reach="run")
+
+
+def describe_differences(nodes: Sequence[str], shown: Mapping[str, Sequence[str]], *, what: str, remedy: str) -> str:
+    """What goes wrong and what to do about it, with a line for each difference.
+
+    Args:
+        nodes: the host of each rank.
+        shown: what each rank has, of all that differs.
+    """
+    lines = compare(nodes, [{label: values[rank] for label, values in shown.items()} for rank in range(len(nodes))])
     more = [f"and {len(lines) - MAX_LINES} more differences"] if len(lines) > MAX_LINES else []
-    raise kind("\n  ".join([f"{what}; nothing was trained. {remedy}", *lines[:MAX_LINES], *more]), reach="run")
+    return "\n  ".join([f"{what}; nothing was trained. {remedy}", *lines[:MAX_LINES], *more])
 
 
 def summarize(facts: Facts) -> dict[str, Any]:
@@ -160,14 +196,14 @@ def compare(nodes: Sequence[str], ranks: Sequence[Mapping[str, str]]) -> list[st
     return lines
 
 
-def describe_start(config: Config, workload: Workload, environ: Mapping[str, str]) -> dict[str, str | list[str]]:
-    """What a rank was started with: settings, code, versions, the kind of its device, Horovod's and Keras' settings."""
+def describe_start(config: Config, environ: Mapping[str, str]) -> dict[str, str | list[str]]:
+    """What a rank was started with: settings, versions, the kind of its device, Horovod's and Keras' settings."""
     import keras
 
     settings = flatten_settings(to_plain(asdict(config)))
     return {
         **{name: str(value) for name, value in settings.items() if name not in SETTINGS_OF_A_NODE},
-        **describe_code(type(workload)),
+        **describe_package(),
         **{name: version or NOT_SET for name, version in package_versions().items()},
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "device": describe_device_kind(),
@@ -177,43 +213,17 @@ def describe_start(config: Config, workload: Workload, environ: Mapping[str, str
     }
 
 
-def describe_code(workload_class: type) -> dict[str, list[str]]:
-    """The lines of the user's files that define a workload, and digests of this package's own files."""
+def describe_package() -> dict[str, list[str]]:
+    """Digests of this package's own files."""
     package = Path(__file__).resolve().parents[1]
-    own = [
-        f"{path.relative_to(package)} {digest([path.read_text(encoding='utf-8')])[:12]}"
-        for path in sorted(package.rglob("*.py"))
-    ]
-    facts = {"ringtrain file": own}
-    files = dict.fromkeys(file for base in workload_class.__mro__ if (file := _file_of(base)) is not None)
-    for file in files:
-        if package not in file.parents:
-            name = file.name if f"{file.name} line" not in facts else f"{file.parent.name}/{file.name}"
-            facts[f"{name} line"] = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return facts
-
-
-def _file_of(base: type) -> Path | None:
-    """The source of a class of the user's; None for one of Python's own."""
-    if base.__module__ in ("builtins", "abc", "typing"):
-        return None
-    try:
-        file = Path(inspect.getfile(base)).resolve()
-    except (TypeError, OSError):  # made in an interactive session
-        return None
-    return file if file.is_file() else None
+    files = sorted(package.rglob("*.py"))
+    own = [f"{file.relative_to(package)} {digest([file.read_text(encoding='utf-8')])[:12]}" for file in files]
+    return {"ringtrain file": own}
 
 
 def package_versions() -> dict[str, str | None]:
     """The versions of the packages that a run depends on; None for one that is not installed."""
-
-    def version(package: str) -> str | None:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-    return {package: version(package) for package in PACKAGES}
+    return {package: package_version(package) for package in PACKAGES}
 
 
 def describe_device_kind() -> str:
@@ -230,15 +240,19 @@ def describe_device_kind() -> str:
     return f"a GPU of compute capability {'.'.join(map(str, capability)) or 'unknown'}"
 
 
-def describe_source(source: Source | Feed | None) -> str:
-    """What must be the same on all ranks, in words."""
+def describe_source(name: str, source: Source | Feed | None) -> dict[str, str | list[str]]:
+    """What must be the same on all ranks and shows at once, in words. What the samples are is compared by content."""
     if source is None:
-        return NOT_SET
+        return {name: NOT_SET}
     if isinstance(source, Feed):
-        return f"a feed of {source.steps_per_epoch or 'unknown'} steps an epoch"
+        return {name: f"a feed of {source.steps_per_epoch or 'unknown'} steps an epoch"}
     fingerprint = getattr(source, "fingerprint", "")
     printed = f", fingerprint {fingerprint[:12]}" if fingerprint else ""
-    return f"{source.num_samples:,} samples ({type(source).__name__}{printed})"
+    facts: dict[str, str | list[str]] = {name: f"{source.num_samples:,} samples ({type(source).__name__}{printed})"}
+    if isinstance(source, ArraySource):
+        arrays = source.arrays().items()
+        facts[f"{name} array"] = [f"{place} {array.dtype.name} {list(array.shape[1:])}" for place, array in arrays]
+    return facts
 
 
 def describe_training(
@@ -280,23 +294,25 @@ def digest(texts: Sequence[str]) -> str:
     return hashed.hexdigest()[:32]
 
 
-def _find_first_difference(
+def find_first_difference(
     collective: Collective, entries: Sequence[str], summaries: Sequence[Any], *, name: str
 ) -> tuple[int, list[str]]:
     """The number (from 1) of the first entry that differs, and what each rank has there. Every rank must call it.
 
-    Of the ranks whose lists are alike one speaks: the first.
+    Of the ranks whose lists are alike one speaks: the first. Two lists that differ are looked at before a missing one.
 
     Args:
-        summaries: of each rank's list.
+        summaries: of each rank's list; None where it has none.
     """
     speakers = [summaries.index(summary) for summary in summaries]
+    compared = [speaker for speaker in speakers if summaries[speaker] is not None]
+    compared = compared if len(set(compared)) > 1 else speakers
     mine = entries if speakers[collective.world.rank] == collective.world.rank else ()
     starts = range(0, len(mine), ENTRIES_PER_BLOCK)
     blocks = [digest(mine[start : start + ENTRIES_PER_BLOCK]) for start in starts]
-    start = ENTRIES_PER_BLOCK * _first_place(gather_objects(collective, blocks, name=f"{name}/blocks"), speakers)
+    start = ENTRIES_PER_BLOCK * _first_place(gather_objects(collective, blocks, name=f"{name}/blocks"), compared)
     said = gather_objects(collective, list(mine[start : start + ENTRIES_PER_BLOCK]), name=f"{name}/entries")
-    place = _first_place(said, speakers)
+    place = _first_place(said, compared)
     values = [said[speaker][place] if place < len(said[speaker]) else NOT_SET for speaker in speakers]
     return start + place + 1, values
 

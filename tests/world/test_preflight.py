@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import json
 import re
 import sys
@@ -80,7 +80,7 @@ def test_a_setting_of_one_rank_is_named_with_the_rank_and_its_host(collective: C
             config = other if rank == odd else Config()
             message = refusal(
                 collective,
-                lambda config=config: require_same_start(collective, config, Digits(), command="train", environ={}),
+                lambda config=config: require_same_start(collective, config, command="train", environ={}),
             )
             assert message.splitlines()[1:] == [f"  {expected_line(fact, odd, size, odd_value, value)}"]
 
@@ -102,7 +102,7 @@ def test_versions_devices_and_the_environment_are_named(collective: Collective, 
             patch.object(preflight, "describe_device_kind", return_value=kind),
         ):
             message = refusal(
-                collective, lambda: require_same_start(collective, Config(), Digits(), command=command, environ=environ)
+                collective, lambda: require_same_start(collective, Config(), command=command, environ=environ)
             )
     finally:
         collective.description = description  # type: ignore[misc]
@@ -110,29 +110,61 @@ def test_versions_devices_and_the_environment_are_named(collective: Collective, 
     assert re.fullmatch(rf"  {fact}: rank 1 on node1 has .*, ranks 0, 2 have .*", line)
 
 
+@contextlib.contextmanager
+def loaded(**sources: str | None) -> Iterator[None]:
+    """As if the user's workload had loaded these modules; None: not on this rank."""
+    with tempfile.TemporaryDirectory() as directory:
+        sys.path.insert(0, directory)
+        for name, source in sources.items():
+            if source is not None:
+                (Path(directory) / f"{name}.py").write_text(source)
+                importlib.invalidate_caches()
+                importlib.import_module(name)
+        try:
+            yield
+        finally:
+            sys.path.remove(directory)
+            for name in sources:
+                sys.modules.pop(name, None)
+
+
+def require_start(collective: Collective) -> None:
+    require_same_start(collective, Config(), command="train", environ={})
+
+
 @on_ranks(2)
 def test_the_first_line_in_which_the_users_code_differs_is_shown(collective: Collective) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "own.py"
-        path.write_text(
-            "from ringtrain.workloads.digits import Digits\n\nclass Own(Digits):\n"
-            f"    width = {3 + collective.world.rank}\n    depth = {collective.world.rank}\n"
-        )
-        spec = importlib.util.spec_from_file_location("preflight_own", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["preflight_own"] = module
-        spec.loader.exec_module(module)
-        message = refusal(
-            collective, lambda: require_same_start(collective, Config(), module.Own(), command="train", environ={})
-        )
+    rank = collective.world.rank
+    with loaded(own=f"import json\n\nclass Own:\n    width = {3 + rank}\n    depth = {rank}\n"):
+        message = refusal(collective, lambda: require_start(collective))
     assert message.splitlines()[1:] == ["  own.py line 4: rank 1 on node1 has width = 4, rank 0 on node0 has width = 3"]
+
+
+@on_ranks(3)
+def test_a_module_is_compared_among_the_ranks_that_have_loaded_it(collective: Collective) -> None:
+    rank = collective.world.rank
+    with loaded(curves="a = 1\n" if rank == 0 else None, own="b = 2\n"):  # such as what draws on rank 0
+        require_start(collective)
+    with loaded(curves="a = 1\n" if rank == 0 else None, own=None if rank == 1 else f"b = 2\nc = {rank}\n"):
+        message = refusal(collective, lambda: require_start(collective))
+    [line] = message.splitlines()[1:]
+    expected = "rank 1 on node1 has nothing, rank 2 on node2 has c = 2, rank 0 on node0 has c = 0"
+    assert line == f"  own.py line 2: {expected}"
+
+
+@on_ranks(2)
+def test_the_version_of_what_the_users_code_imports_is_compared(collective: Collective) -> None:
+    import sklearn
+
+    version = f"1.{collective.world.rank}"
+    with loaded(own="import sklearn\n"), patch.object(sklearn, "__version__", version):
+        message = refusal(collective, lambda: require_start(collective))
+    assert message.splitlines()[1:] == ["  sklearn: rank 1 on node1 has 1.1, rank 0 on node0 has 1.0"]
 
 
 @on_ranks(1, 2, 3, GLOO)
 def test_ranks_that_were_started_alike_go_on(collective: Collective) -> None:
-    require_same_start(collective, Config(), Digits(), command="train", environ={})
+    require_same_start(collective, Config(), command="train", environ={})
 
 
 @on_ranks(2, 3)
@@ -196,6 +228,24 @@ def test_another_model_optimizer_or_metric_of_a_rank_is_named(collective: Collec
         create_job(workload, Config(workload="digits", epochs=1), collective, num_threads=1)
     assert MODELS[what] in str(caught.value)
     assert len(set(gather_objects(collective, str(caught.value), name="refusal"))) == 1
+
+
+class LoadsLate(Digits):
+    """Digits, whose model is made by a module that is imported only then."""
+
+    def create_model(self) -> keras.Model:
+        importlib.import_module("late")
+        return super().create_model()
+
+
+@on_ranks(2)
+def test_code_that_is_loaded_with_the_model_is_compared_as_well(collective: Collective) -> None:
+    with loaded(late=f"width = {collective.world.rank}\n"):
+        del sys.modules["late"]
+        require_start(collective)
+        with nodes_by_rank(collective), pytest.raises(UsageError, match="the ranks run different code") as caught:
+            create_job(LoadsLate(), Config(workload="digits", epochs=1), collective, num_threads=1)
+    assert "late.py line 1: rank 1 on node1 has width = 1, rank 0 on node0 has width = 0" in str(caught.value)
 
 
 BY_RANK = ("-m", "tests.world.started_by_rank")

@@ -1,0 +1,224 @@
+"""What sources hold, in short: digests of all that lies in memory, and of a sample of what lies in files.
+
+Digests are equal where every byte is. Floating-point values may have been rounded otherwise on another kind of
+processor: where their digests differ, weighted sums of blocks tell whether that is all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringtrain import activity
+from ringtrain.data.image_folder import IO_THREADS, ImageFolderSource
+from ringtrain.data.sources import ArraySource
+from ringtrain.data.tfrecord import TFRecordSource
+from ringtrain.errors import RingtrainError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+BLOCKS = 1024
+MAX_COLUMNS = 64
+COPIED_BYTES = 4 << 20
+SHARED_BYTES = 64 << 20
+SAMPLED_PIECES = 4096
+PIECE_BYTES = 4096
+GIVE_UP_SECONDS = 5.0
+GOLDEN_RATIO = 0.6180339887498949
+
+ROUNDING = {"float16": 2.0**-7, "bfloat16": 2.0**-4}
+"""What counts as rounding, relative to the values that are added up; of other types:"""
+COMMON_ROUNDING = 1e-5
+ROUNDING_OF_ALL = 1e-7
+"""The same, relative to most values of an array: what is left of the difference of two that were nearly equal."""
+ROUNDING_OF_SUMS = 1e-10
+
+
+class Contents:
+    """What sources hold, found out by a thread, while the model is being made.
+
+    Attributes:
+        arrays: those in memory [n, ...], by names such as ``train x`` and ``evaluation y/class``.
+    """
+
+    def __init__(self, sources: Mapping[str, Any]) -> None:
+        self.arrays: dict[str, tf.Tensor] = {
+            f"{name} {place}": array
+            for name, source in sources.items()
+            if isinstance(source, ArraySource)
+            for place, array in source.arrays().items()
+        }
+        self._paths = {
+            f"{name} file": source.paths
+            for name, source in sources.items()
+            if isinstance(source, (ImageFolderSource, TFRecordSource))
+        }
+        self._facts: Future[dict[str, list[str]]] = Future()
+        self._is_unwanted = Event()
+        self._thread = Thread(target=self._read, name="ringtrain-contents", daemon=True)
+        self._thread.start()
+        atexit.register(self._give_up)  # TensorFlow must not be taken down while the thread computes
+
+    def facts(self) -> dict[str, list[str]]:
+        """The digests of each array's blocks, and what is sampled of each source's files, once it is known.
+
+        Raises:
+            RingtrainError: the thread failed.
+        """
+        try:
+            return self._facts.result()
+        except Exception as error:
+            raise RingtrainError(f"the data cannot be compared: {type(error).__name__}: {error}") from error
+        finally:
+            atexit.unregister(self._give_up)
+
+    def _read(self) -> None:
+        try:
+            facts = {
+                name: digest_blocks(array, block_size(len(array)), self._is_unwanted)
+                for name, array in self.arrays.items()
+            }
+            facts |= {name: sample_files(paths) for name, paths in self._paths.items()}
+            self._facts.set_result(facts)
+        except Exception as error:
+            self._facts.set_exception(error)
+
+    def _give_up(self) -> None:
+        self._is_unwanted.set()
+        self._thread.join(GIVE_UP_SECONDS)
+
+
+def block_size(num_samples: int) -> int:
+    """How many samples each of at most ``BLOCKS`` blocks has."""
+    return max(1, -(-num_samples // BLOCKS))
+
+
+def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None) -> list[str]:
+    """Digests of every ``size`` samples of an array [n, ...]; fewer once they are not wanted any more."""
+    import tensorflow as tf
+
+    bytes_per_sample = array.shape[1:].num_elements() * array.dtype.size
+    # Slices of samples whose bytes are no multiple of 64 are copies.
+    num_bytes = COPIED_BYTES if bytes_per_sample % 64 else SHARED_BYTES
+    step = size * max(1, num_bytes // max(1, size * bytes_per_sample))
+    digests: list[str] = []
+    with tf.device("CPU"):
+        for first in range(0, len(array), step):
+            if is_unwanted is not None and is_unwanted.is_set():
+                break
+            some = array[first : first + step]
+            whole = len(some) // size
+            is_ragged = len(some) > whole * size
+            parts = ((some[: whole * size], whole), (some[whole * size :], 1)) if is_ragged else ((some, whole),)
+            for part, num_blocks in parts:
+                if len(part):
+                    blocks = tf.reshape(part, [num_blocks, part.shape.num_elements() // num_blocks])
+                    digests += [row.tobytes().hex() for row in tf.fingerprint(blocks).numpy()]
+            activity.move()
+    return digests
+
+
+# --- Sums that rounding does not change ---
+
+
+def sum_blocks(array: tf.Tensor, size: int) -> list[Any]:
+    """Weighted sums of every ``size`` samples of an array [n, ...] of floating-point values.
+
+    The weights differ from sample to sample and from value to value, so that another order has another sum; of either
+    sign, they let errors of rounding add up to no more than their root mean square.
+
+    Returns:
+        For each block [sums, scales], both [2, columns]: first of the finite values, then of the places of others. A
+        column is a value of the sample, or several that follow each other; its scale is the root of the sum of squares.
+    """
+    values = np.asarray(array).reshape(len(array), -1)
+    values = values.view(values.real.dtype) if np.iscomplexobj(values) else values
+    rows, columns = _weights(size), _weights(values.shape[1])
+    starts = np.linspace(0, len(columns), min(len(columns), MAX_COLUMNS), endpoint=False).astype(np.int64)
+    sums = []
+    for first in range(0, len(values), size):
+        block = values[first : first + size].astype(np.float64)
+        is_finite = np.isfinite(block)
+        others = np.zeros((1, block.shape[1]))
+        if not is_finite.all():
+            others = np.where(is_finite, 0.0, np.where(np.isnan(block), 1.0, np.where(block > 0, 2.0, 3.0)))
+            block[~is_finite] = 0.0
+        both = [_add_up(each, rows[: len(each)], columns, starts) for each in (block, others)]
+        sums.append([list(each) for each in zip(*both, strict=True)])
+        activity.move()
+    return sums
+
+
+def _add_up(block: np.ndarray, rows: np.ndarray, columns: np.ndarray, starts: np.ndarray) -> tuple[Any, Any]:
+    """The sums of a block [m, d] by weights [m] x [d] for the columns that begin at ``starts``, and their scales."""
+    peak = np.abs(block).max() or 1.0  # squares of what is large overflow
+    block = block / peak
+    sums = np.add.reduceat(rows @ block * columns, starts)
+    squares = np.add.reduceat(rows**2 @ block**2 * columns**2, starts)
+    return (peak * sums).tolist(), (peak * np.sqrt(squares)).tolist()
+
+
+def _weights(count: int) -> np.ndarray:
+    """Numbers from 0.5 to 1.5 of either sign, the same in every process [count]."""
+    numbers = np.random.default_rng(0).uniform(-1, 1, count)
+    return numbers + np.copysign(0.5, numbers)
+
+
+def find_other_sums(first: Sequence[Any], second: Sequence[Any], dtype: str) -> list[int]:
+    """The blocks whose sums differ by more than rounding.
+
+    Args:
+        first, second: of two ranks, by ``sum_blocks``.
+        dtype: of the values, such as ``float32``.
+    """
+    (sums, scales), (other_sums, other_scales) = (np.moveaxis(np.asarray(each), 1, 0) for each in (first, second))
+    scale = np.maximum(scales, other_scales)  # [blocks, 2, columns]
+    allowed = ROUNDING.get(dtype, COMMON_ROUNDING) * scale + ROUNDING_OF_ALL * np.median(scale[:, 0])
+    allowed[:, 1] = ROUNDING_OF_SUMS * scale[:, 1]  # where NaN and infinity are does not depend on rounding
+    return [int(block) for block in np.flatnonzero(~(np.abs(sums - other_sums) <= allowed).all(axis=(1, 2)))]
+
+
+# --- Files ---
+
+
+def sample_files(paths: tf.Tensor) -> list[str]:
+    """Name, size and a digest of pieces of files: at most 16 MiB in all, spread over the files and over each of them.
+
+    Args:
+        paths: string [n], the same on every rank but for the folders above.
+    """
+    import tensorflow as tf
+
+    count = min(len(paths), SAMPLED_PIECES)
+    with tf.device("CPU"):
+        chosen = tf.gather(paths, np.linspace(0, len(paths) - 1, count).astype(np.int64)).numpy()
+    with ThreadPoolExecutor(IO_THREADS) as threads:
+        return list(threads.map(lambda path, number: _sample_file(path, number, count), chosen, range(count)))
+
+
+def _sample_file(path: bytes, number: int, count: int) -> str:
+    activity.move()
+    name = "/".join(os.fsdecode(path).split(os.sep)[-2:])
+    num_pieces = SAMPLED_PIECES // count
+    printed = hashlib.sha256()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes <= num_pieces * PIECE_BYTES:
+                printed.update(file.read())
+            else:
+                shift = number * GOLDEN_RATIO % 1  # another place of each file
+                for piece in range(num_pieces):
+                    offset = int((piece + shift) / num_pieces * (num_bytes - PIECE_BYTES))
+                    printed.update(os.pread(file.fileno(), PIECE_BYTES, offset))
+    except OSError as error:  # whether that ends the run is decided where its sample is read
+        return f"{name} that cannot be read: {error.strerror}"
+    return f"{name} of {num_bytes:,} bytes, digest {printed.hexdigest()[:12]}"

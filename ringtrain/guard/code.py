@@ -1,0 +1,103 @@
+"""The user's code that is loaded, for the ranks to compare: what belongs to neither Python nor an installed package.
+
+A module that only some ranks have loaded, such as one that draws curves on rank 0, is no difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from ringtrain.defects import INSTALLED, is_users_own
+
+PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
+
+
+def describe_loaded_code() -> dict[str, str | list[str]]:
+    """The lines of each module of the user's, and the versions of the packages that these modules import.
+
+    Files are named as they are imported, since nodes may keep them in different places.
+    """
+    facts: dict[str, str | list[str]] = {}
+    versions: dict[str, str] = {}
+    for name, module in sorted(sys.modules.items()):
+        file = _file_of(module)
+        if file is None or not is_users_own(file):
+            continue
+        lines = _read_lines(name, module, file)
+        if lines is not None:
+            label = _label(name, Path(file))
+            if f"{label} line" in facts:  # of the same name in another folder
+                label = f"{Path(file).parent.name}/{label}"
+            facts[f"{label} line"] = lines
+        versions |= dict(_packages_in(module))
+    return facts | dict(sorted(versions.items()))
+
+
+def package_version(package: str) -> str | None:
+    """The version of an installed package; None for one that is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _file_of(module: object) -> str | None:
+    """Not by ``getattr``, which would have modules that load late load now."""
+    return vars(module).get("__file__") if isinstance(module, ModuleType) else None
+
+
+def _label(name: str, file: Path) -> str:
+    """A file with the folders of its packages: ``nets/blocks.py`` of the module ``nets.blocks``."""
+    depth = name.count(".") + 1 + (file.stem == "__init__")
+    return "/".join(file.parts[-depth:])
+
+
+def _read_lines(name: str, module: ModuleType, file: str) -> list[str] | None:
+    """A module's source; of one that comes without, a digest of its code; None of one that is not Python's."""
+    path = Path(file)
+    if path.suffix == ".py" and path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    spec = getattr(module, "__spec__", None)
+    loader: Any = getattr(spec, "loader", None) or getattr(module, "__loader__", None)
+    try:  # out of an archive, or compiled to a .pyc
+        source = loader.get_source(spec.name if spec else name)
+        code = None if source is not None else loader.get_code(spec.name if spec else name)
+    except (AttributeError, ImportError, OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    if source is not None:
+        return str(source).splitlines()
+    return None if code is None else [f"compiled to {_digest_code(code)}"]
+
+
+def _digest_code(code: CodeType) -> str:
+    """Equal for equal code, wherever its file lies and whenever it was compiled."""
+    digest = hashlib.sha256(code.co_code + repr((code.co_names, code.co_varnames)).encode())
+    for constant in code.co_consts:
+        digest.update((_digest_code(constant) if isinstance(constant, CodeType) else _constant(constant)).encode())
+    return digest.hexdigest()[:12]
+
+
+def _constant(value: object) -> str:
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)  # a set has no order
+
+
+def _packages_in(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """Names and versions of the installed packages that a module has imported something from."""
+    for value in list(vars(module).values()):
+        if isinstance(value, ModuleType):
+            origin = vars(value).get("__name__")
+        else:
+            origin = value.__module__ if isinstance(value, (type, FunctionType)) else None
+        name = str(origin).partition(".")[0]
+        file = _file_of(sys.modules.get(name))
+        if name in PACKAGES or file is None or is_users_own(file) or not any(folder in file for folder in INSTALLED):
+            continue
+        version = package_version(name) or vars(sys.modules[name]).get("__version__")  # sklearn is of scikit-learn
+        if isinstance(version, str):
+            yield name, version

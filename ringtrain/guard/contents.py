@@ -1,0 +1,130 @@
+"""Do all ranks hold the same samples? They compare digests of all of them, and look for the first that differs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringtrain.collectives import Collective, agree, gather_objects
+from ringtrain.data.contents import Contents, block_size, digest_blocks, find_other_sums, sum_blocks
+from ringtrain.errors import DataError
+from ringtrain.guard.preflight import (
+    DATA_REMEDY,
+    OTHER_DATA,
+    describe_differences,
+    find_differing,
+    find_first_difference,
+    summarize,
+)
+from ringtrain.guard.ranks import group_ranks, name_ranks
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+def require_same_contents(collective: Collective, contents: Contents, say: Callable[[str], None]) -> None:
+    """See that all ranks hold the same samples: arrays byte by byte, files by samples of them. Every rank must call it.
+
+    Floating-point values that were rounded otherwise, as on a processor of another kind, are a warning.
+
+    Args:
+        contents: of sources that ``require_same_sources`` found alike.
+        say: shows a line to the user.
+
+    Raises:
+        DataError: on every rank, where they do not.
+    """
+    name = "preflight/contents"
+    facts = agree(collective, contents.facts, name=name)
+    summaries = gather_objects(collective, summarize(facts), name=f"{name}/digests")
+    differing = find_differing(summaries)
+    if not differing:
+        return
+    nodes = gather_objects(collective, collective.world.node, name=f"{name}/nodes")
+    shown: dict[str, list[str]] = {}
+    rounded: list[str] = []
+    for fact in differing:
+        of_ranks = [summary[fact] for summary in summaries]
+        if fact not in contents.arrays:
+            number, values = find_first_difference(collective, facts[fact], of_ranks, name=f"{name}/{fact}")
+            shown[f"{fact} {number}"] = values
+            continue
+        speakers = [of_ranks.index(each) for each in of_ranks]
+        found = _find_first_value(collective, contents.arrays[fact], speakers, name=f"{name}/{fact}")
+        if found is None:
+            _, *odd = group_ranks(speakers).values()
+            rounded.append(f"{fact} of {name_ranks(sorted(itertools.chain(*odd)), nodes)}")
+        else:
+            place, values = found
+            shown[f"{fact}, {place}"] = values
+    if shown:
+        raise DataError(describe_differences(nodes, shown, what=OTHER_DATA, remedy=DATA_REMEDY), reach="run")
+    say(
+        f"warning: the ranks' data are the same but for rounding ({'; '.join(rounded)}), as processors of different "
+        "kinds compute them."
+    )
+
+
+def _find_first_value(
+    collective: Collective, array: tf.Tensor, speakers: Sequence[int], *, name: str
+) -> tuple[str, list[str]] | None:
+    """Where the first value lies that differs by more than rounding, and what each rank has there; None: nowhere."""
+    sample = _find_first_row(collective, array, speakers, name=f"{name}/samples", may_be_rounding=True)
+    if sample is None:
+        return None
+    shape = array.shape[1:]
+    values = np.asarray(array[sample]).reshape(-1)
+    number = _find_first_row(collective, values, speakers, name=f"{name}/values", may_be_rounding=False)
+    said = gather_objects(collective, _in_words(values[number]), name=f"{name}/value")
+    place = [int(index) for index in np.unravel_index(number or 0, shape)]
+    where = f"sample {sample} at {place}" if place else f"sample {sample}"
+    return f"{where} (from 0)", [said[speaker] for speaker in speakers]
+
+
+def _find_first_row(
+    collective: Collective, array: Any, speakers: Sequence[int], *, name: str, may_be_rounding: bool
+) -> int | None:
+    """The first row of an array [n, ...] that differs, by more than rounding if any does. Every rank must call it.
+
+    It is looked for in blocks, in the first of these that differs in smaller ones, down to a single row.
+
+    Args:
+        speakers: for each rank, the first that holds the same as it.
+        may_be_rounding: whether it may be that no row differs by more; then None is returned.
+    """
+    import tensorflow as tf
+
+    with tf.device("CPU"):
+        array = tf.convert_to_tensor(array)
+    is_rounded = array.dtype.is_floating or array.dtype.is_complex
+    speaks = speakers[collective.world.rank] == collective.world.rank
+    first, count = 0, len(array)
+    while True:
+        size = block_size(count)
+        part = array[first : first + count]
+        mine = [digest_blocks(part, size), sum_blocks(part, size) if is_rounded else []] if speaks else []
+        said = gather_objects(collective, mine, name=name)
+        one, *others = [said[speaker] for speaker in dict.fromkeys(speakers)]
+        differing = sorted(
+            block
+            for other in others
+            for block in (find_other_sums(one[1], other[1], array.dtype.name) if is_rounded else _unequal(one, other))
+        )
+        if not differing and may_be_rounding and is_rounded and first == 0 and count == len(array):
+            return None
+        place = differing[0] if differing else min(block for other in others for block in _unequal(one, other))
+        first, count = first + place * size, min(size, count - place * size)
+        if count == 1 or size == 1:
+            return first
+
+
+def _unequal(one: Sequence[Any], other: Sequence[Any]) -> list[int]:
+    """The blocks whose digests differ."""
+    return [block for block, (mine, its) in enumerate(zip(one[0], other[0], strict=True)) if mine != its]
+
+
+def _in_words(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

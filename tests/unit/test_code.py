@@ -1,0 +1,106 @@
+"""Which modules are the user's, and what is told of them; without other ranks."""
+
+from __future__ import annotations
+
+import importlib
+import py_compile
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringtrain.defects import is_users_own
+from ringtrain.guard.code import describe_loaded_code
+
+Facts = dict[str, str | list[str]]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that modules are imported from, and which are forgotten afterwards."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def load(place: Path, name: str, source: str, file: str | None = None) -> Facts:
+    """What is told of all that is loaded, but for what was loaded before, once this is imported as well."""
+    before = describe_loaded_code()
+    path = place / (file or f"{name.replace('.', '/')}.py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    importlib.invalidate_caches()
+    importlib.import_module(name)
+    return {fact: value for fact, value in describe_loaded_code().items() if before.get(fact) != value}
+
+
+def test_a_module_beside_the_workload_is_told_line_by_line(place: Path) -> None:
+    assert load(place, "ownhelpers", "a = 1\nb = 2\n") == {"ownhelpers.py line": ["a = 1", "b = 2"]}
+
+
+def test_a_module_is_named_with_the_folders_of_its_packages_and_not_by_where_it_lies(place: Path) -> None:
+    (place / "ownnets").mkdir()
+    (place / "ownnets/__init__.py").write_text("c = 3\n")
+    facts = load(place, "ownnets.blocks", "a = 1\n")
+    assert facts == {"ownnets/__init__.py line": ["c = 3"], "ownnets/blocks.py line": ["a = 1"]}
+
+
+def test_a_file_that_a_link_of_an_editable_install_leads_to_is_the_user_s(place: Path) -> None:
+    assert is_users_own(str(place / "src/own.py"))
+    assert not is_users_own(str(place / "lib/python3.12/site-packages/own.py"))
+    assert not is_users_own(importlib.__file__)
+    assert not is_users_own("<frozen importlib._bootstrap>")
+
+
+def test_two_files_of_one_name_are_both_told(place: Path) -> None:
+    for folder, name in (("a", "first"), ("b", "second")):
+        (place / folder).mkdir()
+        (place / folder / "models.py").write_text(f"name = {name!r}\n")
+    source = (
+        "import importlib.util, sys\n"
+        "for name, folder in (('first_models', 'a'), ('second_models', 'b')):\n"
+        f"    spec = importlib.util.spec_from_file_location(name, {str(place)!r} + f'/{{folder}}/models.py')\n"
+        "    module = importlib.util.module_from_spec(spec)\n"
+        "    sys.modules[name] = module\n"
+        "    spec.loader.exec_module(module)\n"
+    )
+    facts = load(place, "loads_both", source)
+    assert (facts["models.py line"], facts["b/models.py line"]) == (["name = 'first'"], ["name = 'second'"])
+
+
+def test_a_module_in_an_archive_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(place / "own.zip", "w") as archive:
+        archive.writestr("zipped.py", "a = 1\n")
+    monkeypatch.syspath_prepend(place / "own.zip")
+    assert load(place, "zipped", "", file="unused.txt") == {"zipped.py line": ["a = 1"]}
+
+
+def test_a_module_that_is_compiled_is_told_by_its_code_wherever_and_whenever_that_was_made(place: Path) -> None:
+    told = []
+    for number, value in enumerate((1, 1, 2)):
+        folder = place / str(number)
+        folder.mkdir()
+        (folder / "own.py").write_text(f"def f():\n    return [{value} for x in {{'a', 'b'}} if x in {{'b', 'c'}}]\n")
+        py_compile.compile(str(folder / "own.py"), cfile=str(folder / "compiled.pyc"))
+        shutil.move(folder / "compiled.pyc", place / "compiled.pyc")
+        sys.modules.pop("compiled", None)
+        told.append(load(place, "compiled", "", file="unused.txt"))
+    assert list(told[0]) == ["compiled.pyc line"]
+    assert told[0]["compiled.pyc line"][0].startswith("compiled to ")
+    assert told[0] == told[1] != told[2]
+
+
+def test_the_versions_of_what_the_user_s_modules_import_are_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = place / "site-packages"
+    monkeypatch.syspath_prepend(folder)
+    (folder / "installed_one").mkdir(parents=True)
+    (folder / "installed_one/__init__.py").write_text("__version__ = '3.1'\nfrom installed_one.part import f\n")
+    (folder / "installed_one/part.py").write_text("def f(): pass\n")
+    (folder / "unused_one.py").write_text("__version__ = '1'\n")
+    facts = load(place, "imports_one", "from installed_one import f\nimport numpy\n")
+    assert facts == {"imports_one.py line": ["from installed_one import f", "import numpy"], "installed_one": "3.1"}

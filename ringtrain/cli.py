@@ -50,7 +50,7 @@ from ringtrain.together import (
     report_error,
     train_together,
 )
-from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, load_workload
+from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, is_file_within, load_workload
 from ringtrain.workloads.listing import list_workloads
 from ringtrain.world import World, read_world
 
@@ -100,10 +100,8 @@ def eval_command(arguments: Sequence[str], world: World) -> int:
     """Evaluate a checkpoint of a run, with any number of processes."""
     wanted = parse_arguments(create_eval_parser(), arguments, world)
     run = require_run(wanted)
-    settings = ["--config", str(run / CONFIG_FILE)]
-    for name in ("data_dir", "hang_timeout"):
-        settings += [f"--{name}", str(wanted[name])] if name in wanted else []
-    prepared = prepare(parse_arguments(create_train_parser(), settings, world), world)
+    settings = [f"--{name}={wanted[name]}" for name in ("data_dir", "hang_timeout") if name in wanted]
+    prepared = prepare(read_settings("eval", arguments, wanted, settings, world), world)
     with joined(prepared, world, command="eval") as (collective, _):
         evaluate_together(prepared, collective, run, wanted.get("checkpoint", "best"))
     return 0
@@ -123,8 +121,8 @@ def export_command(arguments: Sequence[str], world: World) -> int:
         raise UsageError(f"output is {str(output)!r}; with --format keras it must end in .keras.", reach="run")
     refuse_taken(output)
     data_dir = wanted.get("data_dir") or find_data(run)
-    settings = ["--config", str(run / CONFIG_FILE), "--data_dir", str(data_dir or "null")]
-    prepared = prepare(parse_arguments(create_train_parser(), settings, world), world)
+    settings = [f"--data_dir={data_dir or 'null'}"]
+    prepared = prepare(read_settings("export", arguments, wanted, settings, world), world)
     from ringtrain.export import export
 
     for line in export(prepared.workload, prepared.config, checkpoint, output, form):
@@ -144,6 +142,43 @@ def require_run(wanted: Mapping[str, Any]) -> Path:
             f"{str(run)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run.", reach="run"
         )
     return run
+
+
+def read_settings(
+    command: str, arguments: Sequence[str], wanted: Mapping[str, Any], settings: Sequence[str], world: World
+) -> dict[str, Any]:
+    """The settings of a run that a command was given; of code, only what the user names.
+
+    A run directory may be a stranger's, and importing the file that its configuration names would run it.
+
+    Args:
+        command: its name.
+        arguments: as the user typed them.
+        wanted: as they were read.
+        settings: flags over those of the run.
+
+    Raises:
+        UsageError: the run's workload is code that the user has not named, or lies in the run directory.
+    """
+    run = require_run(wanted)
+    explicit = parse_arguments(create_train_parser(), ["--config", str(run / CONFIG_FILE), *settings], world)
+    spec = explicit["workload"] = wanted.get("workload", explicit.get("workload", Config.workload))
+    if spec in BUILT_IN:
+        return explicit
+    if is_file_within(spec, run):
+        raise UsageError(
+            f"the workload {spec!r} is Python code in the run directory itself, which may come from anybody: {command} "
+            "does not run it. Where you trust it, copy it to another directory and name the copy with --workload.",
+            reach="run",
+        )
+    if "workload" not in wanted:
+        typed = shlex.join([*PROGRAM.split(), command, *arguments, "--workload", spec])
+        raise UsageError(
+            f"the run's {CONFIG_FILE} names the workload {spec!r}: Python code, which {command} would run. A run "
+            f"directory may come from anybody, so the command has to name it. Where you trust it: {typed}",
+            reach="run",
+        )
+    return explicit
 
 
 def find_data(run: Path) -> Path | None:

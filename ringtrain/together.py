@@ -185,7 +185,7 @@ def train_together(
                 console=console,
                 num_threads=prepared.plan.intra_op_threads,
             )
-    for line in describe_result(result, start.path, best_metric=prepared.config.best_metric):
+    for line in describe_result(result, start.path, prepared.config):
         console.line(line)
     return result
 
@@ -211,18 +211,20 @@ def open_together(
     return start, opened[0] if opened else None
 
 
-def describe_result(result: Result, path: str, *, best_metric: str) -> list[str]:
+def describe_result(result: Result, path: str, config: Config) -> list[str]:
     """The last lines of a run: what came of it, where it is, and what to do with it."""
     from ringtrain.actions import Ending
+    from ringtrain.workloads import BUILT_IN
 
     early = " (stopped early: no better evaluation for a while)" if result.ending is Ending.EARLY else ""
     metrics = result.evaluation.metrics if result.evaluation else {}
     last = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     said = [f"{last} after the last step"] if last else []
     if result.best is not None:
-        said.append(f"best {best_metric} {result.best:.4g} at step {result.best_step}")
+        said.append(f"best {config.best_metric} {result.best:.4g} at step {result.best_step}")
     quoted = shlex.quote(path)
-    evaluate = [f"  evaluate the best:  python -m ringtrain eval {quoted}"] if result.evaluation else []
+    code = "" if config.workload in BUILT_IN else f" --workload {shlex.quote(config.workload)}"
+    evaluate = [f"  evaluate the best:  python -m ringtrain eval {quoted}{code}"] if result.evaluation else []
     report = [f"  see its curves:     {quoted}/{REPORT_FILE}"] if (Path(path) / REPORT_FILE).is_file() else []
     done = ": ".join([f"done{early}", *([", ".join(said)] if said else [])])
     return [done, f"  the run is in:      {quoted}", *evaluate, *report]

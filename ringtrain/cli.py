@@ -19,6 +19,7 @@ from ringtrain.checkpoint import BEST, find_checkpoint
 from ringtrain.config import Config, make_config, to_plain
 from ringtrain.devices import start_tensorflow
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.escaping import escape, escape_message
 from ringtrain.flags import (
     EXPORT_FORMATS,
     SOURCE_KINDS,
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         world = read_world(os.environ)
     except RingtrainError as error:
-        print(f"ringtrain: {error}", file=sys.stderr)
+        print(escape_message(f"ringtrain: {error}"), file=sys.stderr)
         return error.exit_code
     try:
         if arguments in (["-h"], ["--help"]) and not is_named:
@@ -126,7 +127,7 @@ def export_command(arguments: Sequence[str], world: World) -> int:
     from ringtrain.export import export
 
     for line in export(prepared.workload, prepared.config, checkpoint, output, form):
-        print(line)
+        print(escape(line))
     return 0
 
 
@@ -215,7 +216,7 @@ def verify_command(arguments: Sequence[str], world: World) -> int:
             f"training {explicit['steps']} steps under each of the world sizes {', '.join(map(str, sizes))}", flush=True
         )
         for line in verify(sizes, ["--config", str(settings)], Path(directory)):
-            print(line)
+            print(escape(line))
     print("the world sizes train the same")
     return 0
 
@@ -237,7 +238,7 @@ def convert_command(arguments: Sequence[str], world: World) -> int:
         tf.config.set_visible_devices([], "GPU")
         from ringtrain.convert import convert
     made = convert(wanted["source"], wanted["destination"], kind=kind, num_shards=num_shards)
-    print(f"{wanted['destination']}: {made}")
+    print(escape(f"{wanted['destination']}: {made}"))
     return 0
 
 
@@ -255,8 +256,8 @@ def init_command(arguments: Sequence[str], world: World) -> int:
     refuse_launcher("init", world)
     path = wanted["file"]
     write_starting_file(path)
-    print(f"{path}: a model, its data and its loss, for you to change. Train it:")
-    print(f"  horovodrun -np 2 {PROGRAM} --workload {shlex.quote(str(path))}")
+    print(escape(f"{path}: a model, its data and its loss, for you to change. Train it:"))
+    print(escape(f"  horovodrun -np 2 {PROGRAM} --workload {shlex.quote(str(path))}"))
     return 0
 
 
@@ -306,7 +307,7 @@ def report_command(arguments: Sequence[str], world: World) -> int:
             f"the report cannot be written to {str(target)!r}: {error.strerror}. Give another place with --output.",
             reach="run",
         ) from None
-    print(f"the report of {len(runs)} run{'s' if len(runs) > 1 else ''} is in {target}")
+    print(escape(f"the report of {len(runs)} run{'s' if len(runs) > 1 else ''} is in {target}"))
     return 0
 
 

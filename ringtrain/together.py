@@ -30,6 +30,7 @@ from ringtrain.devices import (
     set_environment,
 )
 from ringtrain.errors import PreemptedError, RingtrainError, UsageError
+from ringtrain.escaping import escape, escape_block, escape_message
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.guard.watchdog import Watchdog
@@ -127,9 +128,9 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
             collective.abort(error.exit_code)
         except BaseException as error:
             watchdog.begin_leaving(1)
-            where = f"rank {world.rank} on {world.node} failed"
-            tell_end(end_values("failed", 1, f"{where}: {describe_defect(error)}"))
-            sys.stderr.write(f"{format_defect(error)}ringtrain: error: {where}: {describe_defect(error)}\n")
+            message = escape(f"rank {world.rank} on {world.node} failed: {describe_defect(error)}")
+            tell_end(end_values("failed", 1, message))
+            sys.stderr.write(f"{escape_block(format_defect(error))}ringtrain: error: {message}\n")
             collective.abort(1)
         else:
             watchdog.begin_leaving(0)
@@ -143,7 +144,7 @@ def watched(config: Config, world: World) -> Iterator[Watchdog]:
         world,
         config.hang_timeout,
         report=lambda error: report_error(error, world),
-        warn=lambda text: print(f"ringtrain: warning: {text}", file=sys.stderr, flush=True),
+        warn=lambda text: print(escape_message(f"ringtrain: warning: {text}"), file=sys.stderr, flush=True),
     )
     watchdog.start()
     try:
@@ -407,8 +408,9 @@ def report_error(error: RingtrainError, world: World) -> None:
     speaks = {"run": world.is_first, "node": world.local_rank == 0, "rank": True}[error.reach]
     if speaks:
         where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""
-        tell_end({**end_of(error), "message": f"{where}{error}"})
+        message = escape_message(f"{where}{error}")
+        tell_end({**end_of(error), "message": message})
         sys.stdout.flush()
         kind = "" if isinstance(error, PreemptedError) else "error: "
-        sys.stderr.write(f"ringtrain: {kind}{where}{error}\n")
+        sys.stderr.write(f"ringtrain: {kind}{message}\n")
         sys.stderr.flush()

@@ -16,6 +16,7 @@ from launch.slurm.controller import submit as submit_script
 from launch.slurm.job import JobRequest, read_flag
 from launch.slurm.mpi import find_mpi
 from ringtrain.errors import UsageError
+from ringtrain.escaping import escape
 
 HELP = """\
 usage: python -m launch slurm COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
@@ -78,7 +79,7 @@ def submit(arguments: Sequence[str]) -> int:
     answer = submit_script(make_script(request))
     if not answer.is_good:
         raise UsageError(f"sbatch does not take the job: {answer.text}")
-    print("\n".join(advise(request, answer.text)))
+    print("\n".join(map(escape, advise(request, answer.text))))
     return 0
 
 

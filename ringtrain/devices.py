@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import re
+import shutil
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,13 @@ MIN_INTER_OP_THREADS = 2
 # of large gradients; it pays for those of which many fit in this. On GPUs and between nodes, where nothing was
 # measured, Horovod's own 128 MiB stand.
 FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
+# Open MPI's transports between nodes. Each rank would listen on all interfaces, whatever btl_tcp_if_include says, for
+# ranks that are on its own node and reach it through shared memory.
+TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
+# Open MPI takes 4 MiB in /dev/shm for a rank, ringtrain's own sums the rest. Where there is less, as in containers, it
+# may have to fall back on TCP.
+SHARED_MEMORY_BYTES_PER_RANK = 16 * 1024 * 1024
+SHARED_MEMORY = Path("/dev/shm")
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver on Linux, and on Linux under Windows
 DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
 
@@ -45,12 +53,14 @@ class Machine:
         bound_by_launcher: True where the launcher gave each rank its own cores.
         may_have_gpus: whether a GPU's driver is there. Whether a rank uses a GPU is its own matter
             (``CUDA_VISIBLE_DEVICES``); what all ranks of a node have to do alike cannot depend on that.
+        shared_memory_bytes: the size of ``/dev/shm``.
     """
 
     cores: tuple[int, ...]
     quota: float | None
     bound_by_launcher: bool
     may_have_gpus: bool
+    shared_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +82,7 @@ class DevicePlan:
         cores_source: who chose the cores.
         why_unpinned: why this rank has no cores of its own; empty where it has, or where it is alone on its node.
         intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
-        may_have_gpus: that of the machine.
+        may_have_gpus, shared_memory_bytes: those of the machine.
         settings: the environment variables for the communication, for TensorFlow and the C library.
     """
 
@@ -83,6 +93,7 @@ class DevicePlan:
     intra_op_threads: int
     inter_op_threads: int
     may_have_gpus: bool
+    shared_memory_bytes: int = 0
     settings: tuple[Setting, ...]
 
 
@@ -94,6 +105,7 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
         quota=read_cgroup_quota(Path("/")),
         bound_by_launcher=_is_bound_by_launcher(environ, cores),
         may_have_gpus=has_gpu_driver(),
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
     )
 
 
@@ -187,10 +199,12 @@ def plan_devices(
         intra_op_threads=intra_op_threads,
         inter_op_threads=choose_inter_op_threads(world, cores, intra_op_threads, one_at_a_time),
         may_have_gpus=machine.may_have_gpus,
+        shared_memory_bytes=machine.shared_memory_bytes,
         settings=plan_settings(
             world,
             environ,
             may_have_gpus=machine.may_have_gpus,
+            shared_memory_bytes=machine.shared_memory_bytes,
             deterministic=deterministic,
             hang_timeout=hang_timeout,
             profiles=profiles,
@@ -230,6 +244,7 @@ def adapt_plan(
             world,
             users,
             may_have_gpus=plan.may_have_gpus,
+            shared_memory_bytes=plan.shared_memory_bytes,
             deterministic=deterministic,
             hang_timeout=hang_timeout,
             profiles=profiles,
@@ -258,6 +273,7 @@ def plan_settings(
     deterministic: bool,
     hang_timeout: float = 0.0,
     profiles: bool = False,
+    shared_memory_bytes: int = 0,
 ) -> tuple[Setting, ...]:
     """The environment variables for TensorFlow and, where there is more than one rank, for the communication.
 
@@ -271,6 +287,9 @@ def plan_settings(
     if world.size > 1:
         # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    is_one_node_of_mpi = world.size == world.local_size > 1 and world.launcher != "horovodrun --gloo"
+    if is_one_node_of_mpi and shared_memory_bytes >= world.size * SHARED_MEMORY_BYTES_PER_RANK:
+        wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
     # HOROVOD_AUTOTUNE tunes nothing that a variable sets.
     if world.size > 1 and not is_on(environ.get("HOROVOD_AUTOTUNE", "")):
         # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.

@@ -160,6 +160,25 @@ def test_settings_are_defaults_and_say_where_they_came_from() -> None:
     assert "HOROVOD_DISABLE_GROUP_FUSION" not in settings
 
 
+def test_ranks_of_one_node_keep_mpi_off_the_network_where_they_share_memory() -> None:
+    plenty = 2 * devices.SHARED_MEMORY_BYTES_PER_RANK
+    gloo = dataclasses.replace(local_world(0, 2), launcher="horovodrun --gloo")
+    several_nodes = dataclasses.replace(local_world(0, 2), size=4)
+
+    def transports(world: World, environ: dict[str, str], shared_memory_bytes: int) -> str | None:
+        settings = plan_settings(
+            world, environ, may_have_gpus=True, deterministic=False, shared_memory_bytes=shared_memory_bytes
+        )
+        return {item.name: item.value for item in settings}.get("OMPI_MCA_btl")
+
+    assert transports(local_world(0, 2), {}, plenty) == devices.TRANSPORTS_BETWEEN_NODES
+    assert transports(local_world(0, 2), {"OMPI_MCA_btl": "tcp,self"}, plenty) == "tcp,self"
+    assert transports(local_world(0, 2), {}, plenty - 1) is None
+    for world in (gloo, several_nodes, local_world(0, 1)):
+        assert transports(world, {}, plenty) is None
+    assert read_machine({}).shared_memory_bytes > 0
+
+
 def fusion_threshold(environ: dict[str, str], *, may_have_gpus: bool = False, size: int = 2) -> str | None:
     world = dataclasses.replace(local_world(0, 2), size=size)
     settings = plan_settings(world, environ, may_have_gpus=may_have_gpus, deterministic=False)

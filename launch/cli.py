@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from launch.arguments import find_command
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.escaping import escape_message
 
 HELP = """\
 usage: python -m launch COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
             return 0 if argv else UsageError.exit_code
         return find_command(argv[0], COMMANDS)(argv[1:])
     except RingtrainError as error:
-        print(f"launch: error: {error}", file=sys.stderr)
+        print(escape_message(f"launch: error: {error}"), file=sys.stderr)
         return error.exit_code
 
 

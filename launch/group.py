@@ -17,6 +17,7 @@ from launch.family import die_with_parent, end_descendants, reap, send
 from launch.lines import LabelledLines
 from launch.rank import STATUS_FIFO, fifo_names
 from launch.requests import Requests
+from ringtrain.console import LAUNCHERS
 
 POLL_SECONDS = 0.2
 # Once a rank has failed, the launcher has this long to end the others; so has it to end once all have.
@@ -85,7 +86,7 @@ class Group:
     def __init__(self, command: Sequence[str], listener: Path, num_ranks: int, requests: Requests) -> None:
         """``listener`` is the private directory in which ``launch.rank`` finds its named pipes."""
         self._num_ranks, self._requests = num_ranks, requests
-        self._name = os.path.basename(command[0])
+        self._name = next((word for word in command if word in LAUNCHERS), os.path.basename(command[0]))
         self._pids: dict[int, int] = {}  # of the ranks that live
         self._hosts: dict[int, str] = {}
         self._ends: list[RankEnd] = []

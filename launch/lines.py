@@ -8,6 +8,8 @@ import os
 import select
 import sys
 
+from ringtrain.escaping import escape
+
 LONGEST_LINE_BYTES = 2**20  # what has no end by then is shown in pieces
 KEPT_LINES = 200  # a traceback through TensorFlow is long
 
@@ -43,7 +45,7 @@ class LabelledLines:
 
 def say(*lines: str) -> None:
     """Tell the user, behind all that the ranks have said."""
-    write(sys.stderr.fileno(), "".join(f"launch: {line}\n" for line in lines).encode(errors="surrogateescape"))
+    write(sys.stderr.fileno(), "".join(f"launch: {escape(line)}\n" for line in lines).encode())
 
 
 def write(descriptor: int, data: bytes) -> None:

@@ -31,7 +31,7 @@ def plan_group(
     hosts = f"localhost:{num_ranks}"
     rank = [python, "-m", "launch.rank", str(listener), python, "-m", "ringtrain", *flags]
     if controller == "gloo":
-        return ["horovodrun", "--gloo", "-np", str(num_ranks), "-H", hosts, *rank]
+        return [python, "-m", "launch.gloo", "horovodrun", "--gloo", "-np", str(num_ranks), "-H", hosts, *rank]
     as_root = ["--allow-run-as-root"] if is_root else []
     return ["mpirun", *as_root, "-np", str(num_ranks), "--host", hosts, "--map-by", "slot", "--bind-to", "none", *rank]
 

@@ -19,6 +19,7 @@ from ringtrain.checkpoint import BEST, find_checkpoint
 from ringtrain.config import Config, make_config, to_plain
 from ringtrain.devices import start_tensorflow
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.escaping import escape, escape_message
 from ringtrain.flags import (
     EXPORT_FORMATS,
     SOURCE_KINDS,
@@ -50,7 +51,7 @@ from ringtrain.together import (
     report_error,
     train_together,
 )
-from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, load_workload
+from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, is_file_within, load_workload
 from ringtrain.workloads.listing import list_workloads
 from ringtrain.world import World, read_world
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         world = read_world(os.environ)
     except RingtrainError as error:
-        print(f"ringtrain: {error}", file=sys.stderr)
+        print(escape_message(f"ringtrain: {error}"), file=sys.stderr)
         return error.exit_code
     try:
         if arguments in (["-h"], ["--help"]) and not is_named:
@@ -102,10 +103,8 @@ def eval_command(arguments: Sequence[str], world: World) -> int:
     """Evaluate a checkpoint of a run, with any number of processes."""
     wanted = parse_arguments(create_eval_parser(), arguments, world)
     run = require_run(wanted)
-    settings = ["--config", str(run / CONFIG_FILE)]
-    for name in ("data_dir", "hang_timeout"):
-        settings += [f"--{name}", str(wanted[name])] if name in wanted else []
-    prepared = prepare(parse_arguments(create_train_parser(), settings, world), world)
+    settings = [f"--{name}={wanted[name]}" for name in ("data_dir", "hang_timeout") if name in wanted]
+    prepared = prepare(read_settings("eval", arguments, wanted, settings, world), world)
     with joined(prepared, world, command="eval") as (collective, _):
         evaluate_together(prepared, collective, run, wanted.get("checkpoint", "best"))
     return 0
@@ -125,12 +124,12 @@ def export_command(arguments: Sequence[str], world: World) -> int:
         raise UsageError(f"output is {str(output)!r}; with --format keras it must end in .keras.", reach="run")
     refuse_taken(output)
     data_dir = wanted.get("data_dir") or find_data(run)
-    settings = ["--config", str(run / CONFIG_FILE), "--data_dir", str(data_dir or "null")]
-    prepared = prepare(parse_arguments(create_train_parser(), settings, world), world)
+    settings = [f"--data_dir={data_dir or 'null'}"]
+    prepared = prepare(read_settings("export", arguments, wanted, settings, world), world)
     from ringtrain.export import export
 
     for line in export(prepared.workload, prepared.config, checkpoint, output, form):
-        print(line)
+        print(escape(line))
     return 0
 
 
@@ -146,6 +145,43 @@ def require_run(wanted: Mapping[str, Any]) -> Path:
             f"{str(run)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run.", reach="run"
         )
     return run
+
+
+def read_settings(
+    command: str, arguments: Sequence[str], wanted: Mapping[str, Any], settings: Sequence[str], world: World
+) -> dict[str, Any]:
+    """The settings of a run that a command was given; of code, only what the user names.
+
+    A run directory may be a stranger's, and importing the file that its configuration names would run it.
+
+    Args:
+        command: its name.
+        arguments: as the user typed them.
+        wanted: as they were read.
+        settings: flags over those of the run.
+
+    Raises:
+        UsageError: the run's workload is code that the user has not named, or lies in the run directory.
+    """
+    run = require_run(wanted)
+    explicit = parse_arguments(create_train_parser(), ["--config", str(run / CONFIG_FILE), *settings], world)
+    spec = explicit["workload"] = wanted.get("workload", explicit.get("workload", Config.workload))
+    if spec in BUILT_IN:
+        return explicit
+    if is_file_within(spec, run):
+        raise UsageError(
+            f"the workload {spec!r} is Python code in the run directory itself, which may come from anybody: {command} "
+            "does not run it. Where you trust it, copy it to another directory and name the copy with --workload.",
+            reach="run",
+        )
+    if "workload" not in wanted:
+        typed = shlex.join([*PROGRAM.split(), command, *arguments, "--workload", spec])
+        raise UsageError(
+            f"the run's {CONFIG_FILE} names the workload {spec!r}: Python code, which {command} would run. A run "
+            f"directory may come from anybody, so the command has to name it. Where you trust it: {typed}",
+            reach="run",
+        )
+    return explicit
 
 
 def find_data(run: Path) -> Path | None:
@@ -182,7 +218,7 @@ def verify_command(arguments: Sequence[str], world: World) -> int:
             f"training {explicit['steps']} steps under each of the world sizes {', '.join(map(str, sizes))}", flush=True
         )
         for line in verify(sizes, ["--config", str(settings)], Path(directory)):
-            print(line)
+            print(escape(line))
     print("the world sizes train the same")
     return 0
 
@@ -204,7 +240,7 @@ def convert_command(arguments: Sequence[str], world: World) -> int:
         tf.config.set_visible_devices([], "GPU")
         from ringtrain.convert import convert
     made = convert(wanted["source"], wanted["destination"], kind=kind, num_shards=num_shards)
-    print(f"{wanted['destination']}: {made}")
+    print(escape(f"{wanted['destination']}: {made}"))
     return 0
 
 
@@ -222,8 +258,8 @@ def init_command(arguments: Sequence[str], world: World) -> int:
     refuse_launcher("init", world)
     path = wanted["file"]
     write_starting_file(path)
-    print(f"{path}: a model, its data and its loss, for you to change. Train it:")
-    print(f"  horovodrun -np 2 {PROGRAM} --workload {shlex.quote(str(path))}")
+    print(escape(f"{path}: a model, its data and its loss, for you to change. Train it:"))
+    print(escape(f"  horovodrun -np 2 {PROGRAM} --workload {shlex.quote(str(path))}"))
     return 0
 
 
@@ -273,7 +309,7 @@ def report_command(arguments: Sequence[str], world: World) -> int:
             f"the report cannot be written to {str(target)!r}: {error.strerror}. Give another place with --output.",
             reach="run",
         ) from None
-    print(f"the report of {len(runs)} run{'s' if len(runs) > 1 else ''} is in {target}")
+    print(escape(f"the report of {len(runs)} run{'s' if len(runs) > 1 else ''} is in {target}"))
     return 0
 
 

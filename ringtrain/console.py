@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from ringtrain.escaping import escape, escape_message
+
 if TYPE_CHECKING:
     from ringtrain.progress_bar import ProgressBar
 
@@ -27,7 +29,11 @@ class Console:
         self.is_terminal = is_terminal
 
     def line(self, text: str) -> None:
-        """Show one line."""
+        """Show one line, or a message whose other lines are indented."""
+        self.block(escape_message(text))
+
+    def block(self, text: str) -> None:
+        """Show text in which nothing is left to be escaped, perhaps coloured."""
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
@@ -49,7 +55,7 @@ class Console:
     def progress(self, step: int, values: list[str]) -> None:
         """Move the progress bar, and show these values below it."""
         if self._progress is not None:
-            self._progress.show(step, values)
+            self._progress.show(step, [escape(value) for value in values])
 
     def stop_progress(self) -> None:
         """Leave the progress bar as it stands."""

@@ -12,7 +12,9 @@ import math
 import os
 import re
 import resource
+import shutil
 import socket
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,13 @@ MIN_INTER_OP_THREADS = 2
 # of large gradients; it pays for those of which many fit in this. On GPUs and between nodes, where nothing was
 # measured, Horovod's own 128 MiB stand.
 FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
+# Open MPI's transports between nodes. Each rank would listen on all interfaces, whatever btl_tcp_if_include says, for
+# ranks that are on its own node and reach it through shared memory.
+TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
+# Open MPI takes 4 MiB in /dev/shm for a rank, ringtrain's own sums the rest. Where there is less, as in containers, it
+# may have to fall back on TCP.
+SHARED_MEMORY_BYTES_PER_RANK = 16 * 1024 * 1024
+SHARED_MEMORY = Path("/dev/shm")
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver on Linux, and on Linux under Windows
 DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
 
@@ -47,12 +56,14 @@ class Machine:
         bound_by_launcher: True where the launcher gave each rank its own cores.
         may_have_gpus: whether a GPU's driver is there. Whether a rank uses a GPU is its own matter
             (``CUDA_VISIBLE_DEVICES``); what all ranks of a node have to do alike cannot depend on that.
+        shared_memory_bytes: the size of ``/dev/shm``.
     """
 
     cores: tuple[int, ...]
     quota: float | None
     bound_by_launcher: bool
     may_have_gpus: bool
+    shared_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +85,7 @@ class DevicePlan:
         cores_source: who chose the cores.
         why_unpinned: why this rank has no cores of its own; empty where it has, or where it is alone on its node.
         intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
-        may_have_gpus: that of the machine.
+        may_have_gpus, shared_memory_bytes: those of the machine.
         settings: the environment variables for the communication, for TensorFlow and the C library.
     """
 
@@ -85,6 +96,7 @@ class DevicePlan:
     intra_op_threads: int
     inter_op_threads: int
     may_have_gpus: bool
+    shared_memory_bytes: int = 0
     settings: tuple[Setting, ...]
 
 
@@ -96,6 +108,7 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
         quota=read_cgroup_quota(Path("/")),
         bound_by_launcher=_is_bound_by_launcher(environ, cores),
         may_have_gpus=has_gpu_driver(),
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
     )
 
 
@@ -189,10 +202,12 @@ def plan_devices(
         intra_op_threads=intra_op_threads,
         inter_op_threads=choose_inter_op_threads(world, cores, intra_op_threads, one_at_a_time),
         may_have_gpus=machine.may_have_gpus,
+        shared_memory_bytes=machine.shared_memory_bytes,
         settings=plan_settings(
             world,
             environ,
             may_have_gpus=machine.may_have_gpus,
+            shared_memory_bytes=machine.shared_memory_bytes,
             deterministic=deterministic,
             hang_timeout=hang_timeout,
             profiles=profiles,
@@ -232,6 +247,7 @@ def adapt_plan(
             world,
             users,
             may_have_gpus=plan.may_have_gpus,
+            shared_memory_bytes=plan.shared_memory_bytes,
             deterministic=deterministic,
             hang_timeout=hang_timeout,
             profiles=profiles,
@@ -260,6 +276,7 @@ def plan_settings(
     deterministic: bool,
     hang_timeout: float = 0.0,
     profiles: bool = False,
+    shared_memory_bytes: int = 0,
 ) -> tuple[Setting, ...]:
     """The environment variables for TensorFlow and, where there is more than one rank, for the communication.
 
@@ -273,6 +290,9 @@ def plan_settings(
     if world.size > 1:
         # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    is_one_node_of_mpi = world.size == world.local_size > 1 and world.launcher != "horovodrun --gloo"
+    if is_one_node_of_mpi and shared_memory_bytes >= world.size * SHARED_MEMORY_BYTES_PER_RANK:
+        wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
     # HOROVOD_AUTOTUNE tunes nothing that a variable sets.
     if world.size > 1 and not is_on(environ.get("HOROVOD_AUTOTUNE", "")):
         # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.
@@ -412,23 +432,43 @@ def claim_cores(cores: tuple[int, ...]) -> bool:
     """Take cores for this process, until it ends, against other runs of ringtrain on this machine.
 
     A core's name is an address of Linux's abstract socket name space (unix(7)): taken by one process at a time, freed
-    by the system however that process ends, and without a file that could be left behind.
+    by the system however that process ends, and without a file that could be left behind. Any user can take a name, so
+    that a name alone is not believed: see ``is_run_on_core``.
 
     Returns:
-        False, and nothing taken, where another process has one of them.
+        False, and nothing taken, where another run has one of them.
     """
     claims: list[socket.socket] = []
     for core in cores:
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         claims.append(claim)
+        address = f"\0ringtrain/core/{core}"
         try:
-            claim.bind(f"\0ringtrain/core/{core}")
+            claim.bind(address)
+            claim.listen(socket.SOMAXCONN)  # whoever connects is told by the system which process this is
         except OSError:
-            for taken in claims:
-                taken.close()
-            return False
+            if is_run_on_core(address, core):
+                for taken in claims:
+                    taken.close()
+                return False
     _claims.extend(claims)
     return True
+
+
+def is_run_on_core(address: str, core: int) -> bool:
+    """Whether the process that holds the name of a core is this user's, or is really bound to that core."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(address)
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            pid, user, _ = struct.unpack("3i", credentials)  # unix(7); the process is 0 where it is not to be seen
+            bound_to = os.sched_getaffinity(pid) if pid else set()
+        except BlockingIOError:  # many have asked before
+            return True
+        except OSError:  # no run of ringtrain, or it has ended
+            return False
+    return user == os.getuid() or (core in bound_to and len(bound_to) < len(os.sched_getaffinity(0)))
 
 
 _claims: list[socket.socket] = []  # open until the process ends

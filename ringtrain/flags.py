@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SOURCE_KINDS = ("auto", "image_folder", "cifar10")
 EXPORT_FORMATS = ("keras", "saved_model")
 CHECKPOINT_HELP = "best, newest, or a name such as step-000001000 (best)"
+WORKLOAD_HELP = "the run's workload, as in training, where it is code of your own (the run's, where built in)"
 
 
 def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: World) -> dict[str, Any]:
@@ -134,6 +135,7 @@ def create_eval_parser() -> ArgumentParser:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of the run")
     parser.add_argument("--checkpoint", type=str, metavar="NAME", help=CHECKPOINT_HELP)
+    parser.add_argument("--workload", type=str, metavar="NAME", help=WORKLOAD_HELP)
     parser.add_argument(
         "--data_dir", type=Path, metavar="DIR", help="directory of the workload's data, where it has moved"
     )
@@ -163,6 +165,7 @@ def create_export_parser() -> ArgumentParser:
         "and TensorFlow Serving (keras)",
     )
     parser.add_argument("--checkpoint", type=str, metavar="NAME", help=CHECKPOINT_HELP)
+    parser.add_argument("--workload", type=str, metavar="NAME", help=WORKLOAD_HELP)
     parser.add_argument(
         "--output", type=Path, metavar="PATH", help="what to write; it must not exist (RUN/export/step-NUMBER)"
     )

@@ -82,7 +82,7 @@ def value_word(hint: Any) -> str:
 def _grouped(parser: ArgumentParser) -> Iterator[tuple[str, list[Action]]]:
     """A command's own arguments, then the settings of a run by groups, where it takes those."""
     actions = {a.dest: a for a in parser._actions if a.help != SUPPRESS and a.dest not in ("help", "optimizer")}
-    settings = {name for names in GROUPS.values() for name in names} if "workload" in actions else set()
+    settings = {name for names in GROUPS.values() for name in names} if "epochs" in actions else set()
     if own := [action for name, action in actions.items() if name not in settings]:
         yield "arguments", own
     for title, names in GROUPS.items() if settings else ():

@@ -15,6 +15,7 @@ import yaml
 from ringtrain.config import Config, make_config, merge_options, to_plain
 from ringtrain.devices import start_tensorflow
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.escaping import escape_message
 from ringtrain.flags import create_train_parser, parse_arguments
 from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
@@ -49,7 +50,7 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
     try:
         world = read_world(os.environ)
     except RingtrainError as error:
-        print(f"ringtrain: {error}", file=sys.stderr)
+        print(escape_message(f"ringtrain: {error}"), file=sys.stderr)
         raise SystemExit(error.exit_code) from error
     try:
         with StopRequests() as requests:

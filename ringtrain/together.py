@@ -28,6 +28,7 @@ from ringtrain.devices import (
     set_environment,
 )
 from ringtrain.errors import PreemptedError, RingtrainError, UsageError
+from ringtrain.escaping import escape, escape_block, escape_message
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.guard.watchdog import Watchdog
@@ -122,9 +123,9 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
             collective.abort(error.exit_code)
         except BaseException as error:
             watchdog.begin_leaving(1)
-            where = f"rank {world.rank} on {world.node} failed"
-            tell_end(end_values("failed", 1, f"{where}: {describe_defect(error)}"))
-            sys.stderr.write(f"{format_defect(error)}ringtrain: error: {where}: {describe_defect(error)}\n")
+            message = escape(f"rank {world.rank} on {world.node} failed: {describe_defect(error)}")
+            tell_end(end_values("failed", 1, message))
+            sys.stderr.write(f"{escape_block(format_defect(error))}ringtrain: error: {message}\n")
             collective.abort(1)
         else:
             watchdog.begin_leaving(0)
@@ -138,7 +139,7 @@ def watched(config: Config, world: World) -> Iterator[Watchdog]:
         world,
         config.hang_timeout,
         report=lambda error: report_error(error, world),
-        warn=lambda text: print(f"ringtrain: warning: {text}", file=sys.stderr, flush=True),
+        warn=lambda text: print(escape_message(f"ringtrain: warning: {text}"), file=sys.stderr, flush=True),
     )
     watchdog.start()
     try:
@@ -180,7 +181,7 @@ def train_together(
                 console=console,
                 num_threads=prepared.plan.intra_op_threads,
             )
-    for line in describe_result(result, start.path, best_metric=prepared.config.best_metric):
+    for line in describe_result(result, start.path, prepared.config):
         console.line(line)
     return result
 
@@ -206,18 +207,20 @@ def open_together(
     return start, opened[0] if opened else None
 
 
-def describe_result(result: Result, path: str, *, best_metric: str) -> list[str]:
+def describe_result(result: Result, path: str, config: Config) -> list[str]:
     """The last lines of a run: what came of it, where it is, and what to do with it."""
     from ringtrain.actions import Ending
+    from ringtrain.workloads import BUILT_IN
 
     early = " (stopped early: no better evaluation for a while)" if result.ending is Ending.EARLY else ""
     metrics = result.evaluation.metrics if result.evaluation else {}
     last = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
     said = [f"{last} after the last step"] if last else []
     if result.best is not None:
-        said.append(f"best {best_metric} {result.best:.4g} at step {result.best_step}")
+        said.append(f"best {config.best_metric} {result.best:.4g} at step {result.best_step}")
     quoted = shlex.quote(path)
-    evaluate = [f"  evaluate the best:  python -m ringtrain eval {quoted}"] if result.evaluation else []
+    code = "" if config.workload in BUILT_IN else f" --workload {shlex.quote(config.workload)}"
+    evaluate = [f"  evaluate the best:  python -m ringtrain eval {quoted}{code}"] if result.evaluation else []
     report = [f"  see its curves:     {quoted}/{REPORT_FILE}"] if (Path(path) / REPORT_FILE).is_file() else []
     done = ": ".join([f"done{early}", *([", ".join(said)] if said else [])])
     return [done, f"  the run is in:      {quoted}", *evaluate, *report]
@@ -375,8 +378,9 @@ def report_error(error: RingtrainError, world: World) -> None:
     speaks = {"run": world.is_first, "node": world.local_rank == 0, "rank": True}[error.reach]
     if speaks:
         where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""
-        tell_end({**end_of(error), "message": f"{where}{error}"})
+        message = escape_message(f"{where}{error}")
+        tell_end({**end_of(error), "message": message})
         sys.stdout.flush()
         kind = "" if isinstance(error, PreemptedError) else "error: "
-        sys.stderr.write(f"ringtrain: {kind}{where}{error}\n")
+        sys.stderr.write(f"ringtrain: {kind}{message}\n")
         sys.stderr.flush()

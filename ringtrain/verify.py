@@ -99,8 +99,9 @@ def run_group(size: int, arguments: Sequence[str], directory: Path) -> None:
             raise RingtrainError(f"{size} processes were not done after {RUN_TIMEOUT_SECONDS} s.") from None
         raise
     if process.returncode:
+        failed = f"training with {size} processes failed with exit code {process.returncode}:"
         raise EXIT_CODES.get(process.returncode, RingtrainError)(
-            f"training with {size} processes failed with exit code {process.returncode}:\n{output.strip()}", reach="run"
+            "\n  ".join([failed, *output.strip().split("\n")]), reach="run"
         )
 
 
@@ -264,8 +265,6 @@ def verify(sizes: Sequence[int], arguments: Sequence[str], directory: Path) -> l
         records[size] = {name: load_record(target / f"{name}.npz") for name in ("float64", "float32")}
     lines, passed = describe_findings(sizes, records)
     if not passed:
-        report = "\n".join(lines)
-        raise ReplicasDifferError(
-            f"the world sizes {', '.join(map(str, sizes))} do not train the same.\n{report}", reach="run"
-        )
+        named = ", ".join(map(str, sizes))
+        raise ReplicasDifferError("\n  ".join([f"the world sizes {named} do not train the same.", *lines]), reach="run")
     return lines

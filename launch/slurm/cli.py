@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import stat
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from launch.slurm.controller import submit as submit_script
 from launch.slurm.job import JobRequest, read_flag
 from launch.slurm.mpi import find_mpi
 from ringtrain.errors import UsageError
+from ringtrain.escaping import escape
 
 HELP = """\
 usage: python -m launch slurm COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
@@ -55,15 +58,28 @@ def render(arguments: Sequence[str]) -> int:
     parser = create_request_parser("render", "Print a batch script for sbatch.")
     parser.add_argument("--to", type=Path, metavar="FILE", help="write it there instead")
     options, flags = parser.parse(arguments)
-    text = make_script(read_request(options, flags))
+    request = read_request(options, flags)
+    text = make_script(request)
     if options.to is None:
         sys.stdout.write(text)
         return 0
     try:
-        options.to.write_text(text, encoding="utf-8")
+        write_script(options.to, text, is_private=bool(request.env))
     except OSError as error:
         raise UsageError(f"to is {str(options.to)!r}, which cannot be written: {error.strerror}.") from error
     return 0
+
+
+def write_script(path: Path, text: str, *, is_private: bool) -> None:
+    """Write a batch script; one that ``is_private`` holds values of ``--env``, and nobody else may read it.
+
+    Raises:
+        OSError: it cannot be written, or belongs to somebody else.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        if is_private and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            os.fchmod(file.fileno(), 0o600)  # before anything is in it
+        file.write(text)
 
 
 def submit(arguments: Sequence[str]) -> int:
@@ -78,7 +94,7 @@ def submit(arguments: Sequence[str]) -> int:
     answer = submit_script(make_script(request))
     if not answer.is_good:
         raise UsageError(f"sbatch does not take the job: {answer.text}")
-    print("\n".join(advise(request, answer.text)))
+    print("\n".join(map(escape, advise(request, answer.text))))
     return 0
 
 

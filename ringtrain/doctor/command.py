@@ -163,7 +163,7 @@ def show(world: World, findings: list[Finding], *, complete: bool = True) -> int
     scope = "" if complete or world.size == 1 else "; what rank 0 found"
     title = f"ringtrain {__version__} doctor on {world.node}: {ranks}{scope}"
     console = open_console(is_first=world.is_first)
-    console.line(format_table(title, findings, colour=console.is_terminal and "NO_COLOR" not in os.environ))
+    console.block(format_table(title, findings, colour=console.is_terminal and "NO_COLOR" not in os.environ))
     return exit_code(findings)
 
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from ringtrain.doctor.judging import Finding
+from ringtrain.escaping import escape
 
 WIDTH = 80
 COLOURS = {"ok": "32", "warning": "33", "broken": "1;31"}  # ECMA-48, "select graphic rendition"
@@ -14,7 +15,7 @@ COLOURS = {"ok": "32", "warning": "33", "broken": "1;31"}  # ECMA-48, "select gr
 def format_table(title: str, findings: Sequence[Finding], *, colour: bool) -> str:
     """The whole answer: a title, a row for each finding with its remedy below it, and what it comes to."""
     subjects = max(len(finding.subject) for finding in findings)
-    lines = [*textwrap.wrap(title, WIDTH), ""]
+    lines = [*_wrap(title, ""), ""]
     for finding in findings:
         verdict = f"{finding.verdict:<7}"
         head = f"{finding.subject:<{subjects}}  {verdict}  "
@@ -44,7 +45,8 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def _wrap(text: str, head: str) -> list[str]:
     """Lines that begin below the end of ``head``. A word longer than a line, such as a path, stays whole."""
-    return textwrap.wrap(
+    lines = textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
         break_on_hyphens=False, drop_whitespace=True,
     )  # fmt: skip
+    return [escape(line) for line in lines]

@@ -172,7 +172,8 @@ class Watchdog:
                 self._judge(seconds)
             self._star.send({"bye": True})
         except Exception:  # a defect of ours must not end a run that is well
-            self._warn(f"the watchdog of rank {self._world.rank} has failed:\n{traceback.format_exc()}")
+            failed = f"the watchdog of rank {self._world.rank} has failed:"
+            self._warn("\n  ".join([failed, *traceback.format_exc().rstrip().split("\n")]))
             if self._outside is not None:
                 self._outside.close()
             with contextlib.suppress(Exception):

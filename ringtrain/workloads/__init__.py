@@ -56,6 +56,12 @@ def check_workload_name(spec: str) -> None:
         raise UsageError(f"workload is {spec!r}, but there is no file {place!r}. Check the path.", reach="node")
 
 
+def is_file_within(spec: str, directory: Path) -> bool:
+    """Whether a workload is a file that lies, links followed, below a directory."""
+    place, _ = _split(spec)
+    return place.endswith(".py") and Path(place).resolve().is_relative_to(directory.resolve())
+
+
 def load_workload(spec: str) -> type[Workload]:
     """Import the class of a workload. A user's file may import TensorFlow: pin the devices before.
 

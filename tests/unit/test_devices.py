@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,44 @@ def test_a_core_is_held_until_its_process_ends() -> None:
     assert claim_cores((100001, 100002))
 
 
+HOLD_AS_STRANGER = """
+import os, socket, sys
+os.sched_setaffinity(0, eval(sys.argv[2]))
+os.setuid(65534)
+held = [socket.socket(socket.AF_UNIX, kind) for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM)]
+for each in held:
+    each.bind(f"\\0{sys.argv[1]}")
+held[1].listen()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def held_by_stranger(name: str, cores: set[int]) -> Iterator[None]:
+    """A process of another user, bound to these cores, that holds a name."""
+    command = [sys.executable, "-c", HOLD_AS_STRANGER, name, repr(cores)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "\n"
+        yield
+    finally:
+        holder.communicate("")
+
+
+def test_another_users_claim_counts_where_its_process_is_bound_to_the_core() -> None:
+    everywhere = os.sched_getaffinity(0)
+    with held_by_stranger("ringtrain/core/100003", everywhere):
+        assert claim_cores((100003, 100004))
+    name, core, other = f"ringtrain/test/{os.getpid()}", max(everywhere), min(everywhere)
+    assert core != other
+    for cores, is_believed in (({core}, True), (everywhere, False), ({other}, False)):
+        with held_by_stranger(name, cores):
+            assert devices.is_run_on_core(f"\0{name}", core) is is_believed
+    assert not devices.is_run_on_core(f"\0{name}", core)
+
+
 def test_settings_are_defaults_and_say_where_they_came_from() -> None:
     settings = {
         item.name: item
@@ -158,6 +198,25 @@ def test_settings_are_defaults_and_say_where_they_came_from() -> None:
     assert settings["HOROVOD_CYCLE_TIME"] == Setting(name="HOROVOD_CYCLE_TIME", value="7", source="environment")
     assert settings["OMPI_MCA_mpi_yield_when_idle"].source == "ringtrain"
     assert "HOROVOD_DISABLE_GROUP_FUSION" not in settings
+
+
+def test_ranks_of_one_node_keep_mpi_off_the_network_where_they_share_memory() -> None:
+    plenty = 2 * devices.SHARED_MEMORY_BYTES_PER_RANK
+    gloo = dataclasses.replace(local_world(0, 2), launcher="horovodrun --gloo")
+    several_nodes = dataclasses.replace(local_world(0, 2), size=4)
+
+    def transports(world: World, environ: dict[str, str], shared_memory_bytes: int) -> str | None:
+        settings = plan_settings(
+            world, environ, may_have_gpus=True, deterministic=False, shared_memory_bytes=shared_memory_bytes
+        )
+        return {item.name: item.value for item in settings}.get("OMPI_MCA_btl")
+
+    assert transports(local_world(0, 2), {}, plenty) == devices.TRANSPORTS_BETWEEN_NODES
+    assert transports(local_world(0, 2), {"OMPI_MCA_btl": "tcp,self"}, plenty) == "tcp,self"
+    assert transports(local_world(0, 2), {}, plenty - 1) is None
+    for world in (gloo, several_nodes, local_world(0, 1)):
+        assert transports(world, {}, plenty) is None
+    assert read_machine({}).shared_memory_bytes > 0
 
 
 def fusion_threshold(environ: dict[str, str], *, may_have_gpus: bool = False, size: int = 2) -> str | None:

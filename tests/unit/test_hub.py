@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from ringtrain.guard import hub
 from ringtrain.guard.hub import LOOPBACK, MAX_LINE_BYTES, Star, draw_token, listen
 from ringtrain.world import World
 
@@ -75,7 +77,9 @@ def test_who_proves_nothing_is_not_heard(center: tuple[Star, int], sent: bytes) 
         stranger.sendall(sent)
         assert middle.receive(0.1) == []
         assert middle.peers == []
-        assert stranger.recv(1) == b""
+        with stranger.makefile("rb") as said:
+            assert json.loads(said.readline()).keys() == {"nonce"}
+            assert said.read() == b""
 
 
 def test_another_runs_token_is_refused_by_both_ends(center: tuple[Star, int]) -> None:
@@ -139,13 +143,59 @@ def test_nowhere_to_connect_to_is_an_error() -> None:
     star.close()
 
 
-def test_a_proof_does_not_hold_the_token() -> None:
+def test_a_proof_does_not_hold_the_token_and_serves_once(center: tuple[Star, int]) -> None:
+    """What rank 1 said to a stranger that took the place of rank 0, or that listened, lets nobody in."""
+    middle, port = center
     star = Star(1)
     with socket.create_server((LOOPBACK, 0)) as listener:
         star.connect_to([LOOPBACK], listener.getsockname()[1], token=TOKEN)
         connection, _ = listener.accept()
         with connection:
-            said = json.loads(connection.recv(4096))
+            connection.sendall(b'{"nonce": "drawn by the stranger"}\n')
+            star.receive(0.1)
+            proof = connection.recv(4096)
+    said = json.loads(proof)
     assert TOKEN not in json.dumps(said)
     assert said["rank"] == 1
+    with socket.create_connection((LOOPBACK, port), timeout=5) as stranger:
+        stranger.sendall(proof)
+        middle.receive(0.1)
+        assert middle.peers == []
     star.close()
+
+
+def test_idle_strangers_keep_no_rank_out_and_are_dropped_in_seconds(
+    center: tuple[Star, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    middle, port = center
+    with contextlib.ExitStack() as open_ones:
+        strangers = [
+            open_ones.enter_context(socket.create_connection((LOOPBACK, port), timeout=5)) for _ in range(19)
+        ]  # as many as three ranks allow for
+        wait_for([middle], lambda: len(middle._strangers) == len(strangers))
+        one = Star(1)
+        one.connect_to([LOOPBACK], port, token=TOKEN)
+        wait_for([middle, one], lambda: middle.peers == [1] and one.peers == [0])
+        assert hub.PROVE_SECONDS <= 10
+        monkeypatch.setattr(hub, "PROVE_SECONDS", 0.0)
+        middle.receive(0.1)
+        assert middle._strangers == []
+        one.close()
+
+
+def test_a_rank_that_is_not_heard_tries_again(center: tuple[Star, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else answers at the first address, who drops it, says nothing, or asks for something else."""
+    middle, port = center
+    monkeypatch.setattr(hub, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(hub, "PROVE_SECONDS", 0.2)
+    one = Star(1)
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        one.connect_to([LOOPBACK], listener.getsockname()[1], token=TOKEN)
+        listener.accept()[0].close()
+        wait_for([one], lambda: bool(select.select([listener], [], [], 0)[0]))
+        silent, _ = listener.accept()
+        wait_for([one], lambda: bool(select.select([listener], [], [], 0)[0]))
+        silent.close()
+    one._port = port  # as if rank 0 were heard again
+    wait_for([middle, one], lambda: middle.peers == [1] and one.peers == [0])
+    one.close()

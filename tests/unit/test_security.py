@@ -81,6 +81,50 @@ def test_the_settings_of_a_run_cannot_run_code(tmp_path: Path) -> None:
     assert not witness.exists()
 
 
+def make_strangers_run(directory: Path, workload: object) -> Path:
+    directory.mkdir()
+    (directory / CONFIG_FILE).write_text(f"workload: {workload}\noptimizer: {{}}\n")
+    step = directory / "checkpoints/step-000000001"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize("command", ["eval", "export"])
+@pytest.mark.parametrize("spec", ["{file}", "{file}:Mine", "code_of_a_stranger:Mine"])
+def test_the_code_that_a_run_directory_names_is_run_once_the_user_names_it(
+    command: str, spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    witness, file = tmp_path / "witness", tmp_path / "code_of_a_stranger.py"
+    file.write_text(f"open({str(witness)!r}, 'w')\nraise SystemExit(7)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    workload = spec.format(file=file)
+    run = make_strangers_run(tmp_path / "run", workload)
+    arguments = [command, str(run), "--checkpoint", "step-000000001"]
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert not witness.exists()
+    _, _, typed = line.partition("Where you trust it: python -m ringtrain ")
+    assert typed.split() == [*arguments, "--workload", workload]
+    with pytest.raises(SystemExit):  # now it is the user's wish
+        main(typed.split())
+    assert witness.exists()
+
+
+@pytest.mark.parametrize("command", ["eval", "export"])
+def test_code_in_a_run_directory_is_never_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    witness, link = tmp_path / "witness", tmp_path / "link.py"
+    run = make_strangers_run(tmp_path / "run", tmp_path / "run/mine.py")
+    (run / "mine.py").write_text(f"open({str(witness)!r}, 'w')\n")
+    link.symlink_to(run / "mine.py")
+    for named in ([], ["--workload", str(run / "mine.py:Mine")], ["--workload", str(link)]):
+        assert main([command, str(run), "--checkpoint", "step-000000001", *named]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "is Python code in the run directory itself" in line
+        assert "--workload /" not in line  # nothing to type that would run it
+    assert not witness.exists()
+
+
 @pytest.mark.parametrize("ending", [".keras", ".h5"])
 def test_a_saved_model_cannot_run_code(tmp_path: Path, ending: str) -> None:
     from ringtrain.keras import load_model

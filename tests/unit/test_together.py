@@ -10,6 +10,7 @@ import pytest
 from ringtrain.actions import Ending
 from ringtrain.collectives import on_first
 from ringtrain.collectives.solo import Solo
+from ringtrain.config import Config
 from ringtrain.defects import describe_defect, format_defect
 from ringtrain.evaluation import EvalReport
 from ringtrain.loop import Result
@@ -97,11 +98,11 @@ def test_the_last_lines_say_what_came_of_it_and_where_it_is(tmp_path: Path) -> N
     run.mkdir()
     evaluation = EvalReport(samples=4, loss=0.5, data_loss=0.5, metrics={"accuracy": 0.75})
     result = Result(ending=Ending.EARLY, evaluation=evaluation, best=0.8125, best_step=3)
-    assert describe_result(result, str(run), best_metric="accuracy") == [
+    assert describe_result(result, str(run), Config(workload="my model.py", best_metric="accuracy")) == [
         "done (stopped early: no better evaluation for a while): accuracy 0.7500 after the last step, "
         "best accuracy 0.8125 at step 3",
         f"  the run is in:      '{run}'",
-        f"  evaluate the best:  python -m ringtrain eval '{run}'",
+        f"  evaluate the best:  python -m ringtrain eval '{run}' --workload 'my model.py'",
     ]
     nothing = Result(ending=Ending.COMPLETED, evaluation=None)
-    assert describe_result(nothing, "runs/x", best_metric="loss") == ["done", "  the run is in:      runs/x"]
+    assert describe_result(nothing, "runs/x", Config()) == ["done", "  the run is in:      runs/x"]

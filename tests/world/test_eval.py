@@ -22,10 +22,10 @@ def test_eval_gives_what_the_training_saw(run_ringtrain: RunRingtrain, tmp_path:
     before = (out / "metrics.jsonl").read_bytes()
     best = max(seen.values(), key=lambda event: event["accuracy"])["step"]
     for which, step, launcher in (("best", best, None), ("newest", 48, "mpirun")):
-        finished = run_ringtrain(["eval", out, "--checkpoint", which], launcher=launcher)
+        finished = run_ringtrain(["eval", out, "--checkpoint", which, *LASTING], launcher=launcher)
         assert shown(finished) == (step, round(seen[step]["accuracy"], 4), 13), finished.stdout + finished.stderr
     assert (out / "metrics.jsonl").read_bytes() == before
-    finished = run_ringtrain(["eval", out, "--checkpoint", "step-7"])
+    finished = run_ringtrain(["eval", out, "--checkpoint", "step-7", *LASTING])
     assert finished.rc == 3
     assert "holds no checkpoint 'step-7'; it holds: step-" in finished.stderr
 

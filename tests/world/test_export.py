@@ -88,7 +88,8 @@ def test_what_is_exported_predicts_as_what_was_evaluated(run_ringtrain: RunRingt
     x = data.rename(tmp_path / "moved") / "x.npy"
 
     for form, name in (("keras", f"step-{step:09d}.keras"), ("saved_model", f"step-{step:09d}")):
-        arguments = ["export", tmp_path / "run", "--format", form, "--checkpoint", "newest"]
+        arguments = ["export", tmp_path / "run", "--workload", tmp_path / "mine.py"]
+        arguments += ["--format", form, "--checkpoint", "newest"]
         exported = run_ringtrain(arguments, env=env)
         assert exported.rc == 0, exported.stderr
         assert "moving averages of the weights" in exported.stdout

@@ -78,7 +78,7 @@ def test_a_feed_that_has_ended_goes_on_to_its_end_and_is_evaluated_on_any_number
     longer = run_ringtrain([*FED, "--out", out, "--steps", "60"], launcher="mpirun")
     assert longer.rc == 0, longer.stdout + longer.stderr
     check(out, train_plainly(joined_steps(2)), step=5)
-    evaluated = run_ringtrain(["eval", out, "--checkpoint", "newest"])
+    evaluated = run_ringtrain(["eval", out, "--checkpoint", "newest", "--workload", f"{WORKLOADS}:Fed"])
     assert f"eval loss = {events(out, 'eval')[-1]['loss']:.4g}" in evaluated.stdout, evaluated.stderr
 
 

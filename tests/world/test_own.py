@@ -57,7 +57,7 @@ def test_its_losses_metrics_and_summaries_are_shown_and_its_frozen_part_stays(
     )
     assert (first["weights/frozen/kernel"] == last["weights/frozen/kernel"]).all()
     assert (first["weights/hidden/kernel"] != last["weights/hidden/kernel"]).any()
-    evaluated = run_ringtrain(["eval", out, "--checkpoint", "newest"])
+    evaluated = run_ringtrain(["eval", out, "--checkpoint", "newest", "--workload", f"{OWN}:Everything"])
     assert f"within_one = {events(out, 'eval')[-1]['within_one']:.4f}" in evaluated.stdout, evaluated.stderr
 
 

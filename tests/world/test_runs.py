@@ -36,7 +36,7 @@ LINES = [
     rf"epoch {NUMBER}, step \d+: eval loss = {NUMBER}(, accuracy = {NUMBER})? \(\d+ samples\)",
     rf"done(: accuracy {NUMBER} after the last step(, best \w+ {NUMBER} at step \d+)?)?",
     r"  the run is in:      \S+",
-    r"  evaluate the best:  python -m ringtrain eval \S+",
+    r"  evaluate the best:  python -m ringtrain eval \S+( --workload \S+)?",
     r"  see its curves:     \S+/report\.html",
 ]
 

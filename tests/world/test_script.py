@@ -28,7 +28,10 @@ def test_a_script_trains_on_all_ranks_and_gets_the_result(run_ringtrain: RunRing
 def test_the_run_of_a_script_can_be_evaluated_by_the_command(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """Its configuration names the class: here it has nothing to evaluate on, and that is the answer."""
     assert run_ringtrain(["none", tmp_path / "run"], python=SCRIPT).rc == 0
+    workload = "tests.world.workloads.endings:Line"
     finished = run_ringtrain(["eval", tmp_path / "run"])
+    assert (finished.rc, f"eval {tmp_path / 'run'} --workload {workload}" in finished.stderr) == (2, True)
+    finished = run_ringtrain(["eval", tmp_path / "run", "--workload", workload])
     assert finished.rc == 2
     assert "'tests.world.workloads.endings:Line' has nothing to evaluate on" in finished.stderr
 

@@ -22,7 +22,8 @@ def test_mpirun_is_told_that_root_is_meant() -> None:
 
 def test_gloo_needs_no_mpi() -> None:
     command = plan_group(2, "gloo", FLAGS, listener=Path("/tmp/l"), python="/env/python", is_root=True)
-    assert command == ["horovodrun", "--gloo", "-np", "2", "-H", "localhost:2", *RANK]
+    assert command[:3] == ["/env/python", "-m", "launch.gloo"]
+    assert command[3:] == ["horovodrun", "--gloo", "-np", "2", "-H", "localhost:2", *RANK]
 
 
 def test_a_restart_goes_on_where_the_first_start_was() -> None:

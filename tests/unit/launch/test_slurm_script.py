@@ -108,6 +108,25 @@ def test_a_script_is_written_where_it_is_wanted(tmp_path: Path) -> None:
     assert (tmp_path / "run.sh").read_text() == (RECORDED / "cores.sh").read_text()
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize(("env", "mode"), [(["--env", "TOKEN=secret"], 0o600), ([], 0o644)])
+def test_a_script_that_may_hold_a_secret_is_its_owners_alone(
+    env: list[str], mode: int, is_there: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    before = os.umask(0o022)
+    try:
+        if is_there:
+            script.touch()
+        assert (
+            main(["render", "--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix", *env, "--to", str(script)]) == 0
+        )
+    finally:
+        os.umask(before)
+    assert script.stat().st_mode & 0o777 == mode
+    assert ("secret" in script.read_text()) == bool(env)
+
+
 def test_a_template_cannot_print_what_no_filter_has_quoted() -> None:
     environment = _create_environment()
     assert environment.from_string("{{ a | shell }} {{ b }}").render(a="x y", b=1) == "'x y' 1"

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import sys
-import sysconfig
 import time
 import traceback
 import warnings
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ringtrain import activity
+from ringtrain import activity, leaving, streams
 from ringtrain.activity import Doing
 from ringtrain.config import Config
 from ringtrain.devices import (
@@ -139,6 +138,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
 @contextlib.contextmanager
 def watched(config: Config, world: World) -> Iterator[Watchdog]:
     """The watchdog of a rank, from before it joins the others until it has left them."""
+    leaving.allow(config.exit_timeout, f"rank {world.rank} on {world.node}")
     watchdog = Watchdog(
         world,
         config.hang_timeout,
@@ -246,6 +246,7 @@ def recording_end(
         report_error(error, world)
         write_end(run, end_of(error))
 
+    streams.warn_by(lambda text: run.write_event("warning", step=activity.current()[0].step, message=text))
     requests.watch_file(run.path)
     requests.at_early_end(leave_early)
     report = functools.partial(report_run, run, console)
@@ -282,15 +283,9 @@ def format_defect(error: BaseException) -> str:
     if error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
         return "".join(traceback.format_exception(error))
     frames = traceback.extract_tb(error.__traceback__)
-    first = next((number for number, frame in enumerate(frames) if is_users_own(frame.filename)), 0)
+    first = next((number for number, frame in enumerate(frames) if leaving.is_users_own(frame.filename)), 0)
     shown = traceback.format_list(frames[first:])
     return "".join(["Traceback (most recent call last):\n", *shown, *traceback.format_exception_only(error)])
-
-
-def is_users_own(file: str) -> bool:
-    """Whether a file of code is neither ringtrain's nor Python's, and no installed package's."""
-    foreign = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
-    return not file.startswith(foreign) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def early_end(reason: str, exit_code: int) -> RingtrainError:

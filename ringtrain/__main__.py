@@ -11,11 +11,14 @@ def main() -> int:
     restart_with_huge_pages()
     keep_streams()
     from ringtrain.cli import main as run_command_line  # which would be imported twice before
+    from ringtrain.launched import tell_left
     from ringtrain.leaving import note_exit_code, watch_end
 
     code: object = 1
     try:
-        return (code := run_command_line())
+        code = run_command_line()
+        tell_left()
+        return code
     except SystemExit as error:
         code = error.code
         raise

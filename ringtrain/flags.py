@@ -13,6 +13,7 @@ import yaml
 from ringtrain.config import Config, OptimizerConfig
 from ringtrain.errors import UsageError
 from ringtrain.help import PROGRAM, show_help
+from ringtrain.launched import tell_left
 from ringtrain.world import World
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: Wor
     if {"-h", "--help"} & set(arguments):
         if world.is_first:
             print(show_help(parser), end="")
+        tell_left()
         raise SystemExit(0)
     try:
         explicit = parser.parse_args(list(arguments), defaults=False).clone(with_meta=False).as_dict()

@@ -33,6 +33,7 @@ from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.guard.watchdog import Watchdog
 from ringtrain.launched import tell_end, tell_run
+from ringtrain.launcher import Lineage
 from ringtrain.lease import LeaseLostError
 from ringtrain.run_directory import REPORT_FILE
 from ringtrain.startup import describe_start
@@ -159,6 +160,8 @@ def train_together(
     from ringtrain.console import open_console
     from ringtrain.loop import train
 
+    if collective.world.launcher != "no launcher" and not prepared.config.detached:
+        requests.watch_launcher(Lineage())
     console = open_console(is_first=collective.world.is_first)
     for line in describe_start(collective, prepared.plan, prepared.device):
         console.line(line)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from launch.lines import say
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 0.02
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -65,7 +67,13 @@ def run_guarded(work: Callable[[], int]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _, status = os.waitpid(worker, 0)
     end_descendants()
-    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1
+    if os.WIFEXITED(status):
+        return os.waitstatus_to_exitcode(status)
+    say(
+        f"launch itself (pid {worker}, which watched the ranks) was killed by {name_signal(os.WTERMSIG(status))}; "
+        "the ranks were ended without saving, and the same command goes on from the newest checkpoint"
+    )
+    return 1
 
 
 def is_ignored(number: signal.Signals) -> bool:

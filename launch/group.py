@@ -29,7 +29,8 @@ READ_BYTES = 2**16
 class RankEnd:
     """How a rank ended: by an exit code, or by a signal.
 
-    ``memory_limit`` says for want of which memory the kernel killed it, where it did.
+    ``has_quit``: with exit code 0, but in mid-run. ``memory_limit`` says for want of which memory the kernel killed it,
+    where it did.
     """
 
     rank: int
@@ -37,12 +38,13 @@ class RankEnd:
     pid: int
     exit_code: int | None
     signal: str | None
+    has_quit: bool = False
     memory_limit: str | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether it ended with another exit code than 0."""
-        return self.exit_code != 0
+        """Whether it ended with another exit code than 0, or before it had done all that it was to do."""
+        return self.exit_code != 0 or self.has_quit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +183,7 @@ class Group:
             pid=self._pids.pop(rank),
             exit_code=told["exit_code"],
             signal=told["signal"],
+            has_quit=told["has_quit"],
             memory_limit=told["memory_limit"],
         )
         self._ends.append(end)

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.family import die_with_parent, name_signal
+from launch.family import die_with_parent, is_ignored, name_signal
 from launch.memory import count_kills, find_limit
+from ringtrain.launched import LEFT_VARIABLE
 from ringtrain.world import read_world
 
 STATUS_FIFO = "status"
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def fifo_names(rank: int) -> tuple[str, str]:
@@ -41,9 +42,12 @@ def main(arguments: Sequence[str]) -> int:
 
     # Those who listen signal the rank itself; what a launcher sends, to this process alone or to its whole group, is
     # passed on. A second SIGINT would end a rank without saving, so that one is not.
+    left = listener / f"rank-{rank}.left"
+    left.unlink(missing_ok=True)
     pending: list[int] = []
     kills = count_kills()
-    for number in PASSED_ON:
+    passed_on = [number for number in PASSED_ON if not is_ignored(number)]
+    for number in passed_on:
         signal.signal(number, lambda number, frame: pending.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process = subprocess.Popen(
@@ -51,12 +55,12 @@ def main(arguments: Sequence[str]) -> int:
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=error,
-        env={"PYTHONUNBUFFERED": "1", **os.environ},
+        env={"PYTHONUNBUFFERED": "1", **os.environ, LEFT_VARIABLE: str(left)},
         preexec_fn=prepare_rank,
     )
     os.close(output)
     os.close(error)
-    for number in PASSED_ON:
+    for number in passed_on:
         signal.signal(number, lambda number, frame: process.send_signal(number))
     for early in pending:
         process.send_signal(early)
@@ -66,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         event="ended",
         exit_code=code if code >= 0 else None,
         signal=name_signal(-code) if code < 0 else None,
+        has_quit=code == 0 and not left.exists(),
         memory_limit=find_limit(kills, count_kills()) if code == -signal.SIGKILL else None,
     )
     return code if code >= 0 else 128 - code

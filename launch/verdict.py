@@ -149,6 +149,7 @@ def describe_launcher(group: GroupEnd) -> list[str]:
 def describe(end: RankEnd) -> str:
     """The first rank that failed, in one line."""
     how = f"was killed by {end.signal}" if end.signal else f"ended with exit code {end.exit_code}"
+    how += " in mid-run, such as by sys.exit or os._exit in its code" if end.has_quit else ""
     return f"rank {end.rank} on {end.host} (pid {end.pid}) {how}, the first to end"
 
 

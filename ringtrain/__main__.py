@@ -3,14 +3,28 @@
 import sys
 
 from ringtrain.huge_pages import restart_with_huge_pages
+from ringtrain.streams import keep_streams
 
 
 def main() -> int:
-    """Start once more with large pages where that helps, then run the command."""
+    """Start once more with large pages where that helps, then run the command, and see to it that the process ends."""
     restart_with_huge_pages()
+    keep_streams()
     from ringtrain.cli import main as run_command_line  # which would be imported twice before
+    from ringtrain.launched import tell_left
+    from ringtrain.leaving import note_exit_code, watch_end
 
-    return run_command_line()
+    code: object = 1
+    try:
+        code = run_command_line()
+        tell_left()
+        return code
+    except SystemExit as error:
+        code = error.code
+        raise
+    finally:
+        note_exit_code(code)
+        watch_end(has_left_ranks=True)
 
 
 if __name__ == "__main__":

@@ -226,6 +226,13 @@ class Config:
     hang_timeout: float = 300.0
     """seconds after which a run that does not move is ended; its start and its saves have 600 at least; 0: no watch"""
 
+    # What a tracker's last upload needs; an allocation that idles for a minute costs less than what it would lose.
+    exit_timeout: float = 60.0
+    """seconds that threads, child processes and atexit handlers of your own have when the run has ended; 0: any time"""
+
+    detached: bool = False
+    """whether the ranks train on where their launcher has been killed; else they save and leave"""
+
     deterministic: bool = False
     """bit-equal results of two runs of the same size, at some cost in speed"""
 
@@ -283,6 +290,7 @@ class Config:
                 f"hang_timeout is {self.hang_timeout}; it must be at least 1 second, or 0 for no watch.", reach="run"
             )
         _at_most("hang_timeout", self.hang_timeout, MAX_SECONDS)
+        _at_least("exit_timeout", self.exit_timeout, 0, MAX_SECONDS)
         if self.data_dir is not None and not os.path.isdir(self.data_dir):  # Path.is_dir raises on too long a name
             raise UsageError(
                 f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node"

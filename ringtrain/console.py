@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import IO, TYPE_CHECKING
 
 from ringtrain.escaping import escape, escape_message
+from ringtrain.launcher import find_launcher
+from ringtrain.streams import LastingFile
 
 if TYPE_CHECKING:
     from ringtrain.progress_bar import ProgressBar
-
-LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun")
 
 
 class Console:
@@ -75,19 +75,6 @@ def open_console(*, is_first: bool) -> Console:
     return Console(terminal or sys.stdout, is_terminal=terminal is not None)
 
 
-def find_launcher() -> int | None:
-    """The process id of the launcher on this host that the user started, or None."""
-    found = None
-    for pid in _ancestors():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:2]
-        except OSError:
-            break
-        if any(os.path.basename(word).decode(errors="replace") in LAUNCHERS for word in words):
-            found = pid
-    return found
-
-
 def launcher_terminal(pid: int) -> IO[str] | None:
     """The terminal that the launcher writes to, opened, or None.
 
@@ -100,18 +87,7 @@ def launcher_terminal(pid: int) -> IO[str] | None:
     except OSError:
         return None
     if os.isatty(descriptor):
-        return open(descriptor, "w")  # open until the process ends
+        terminal = LastingFile(descriptor, "the terminal", closefd=True)  # open until the process ends
+        return io.TextIOWrapper(io.BufferedWriter(terminal))
     os.close(descriptor)
     return None
-
-
-def _ancestors() -> Iterator[int]:
-    """The parent of this process, its parent, and so on."""
-    pid = os.getppid()
-    while pid > 1:
-        yield pid
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return
-        pid = int(status.rsplit(")", 1)[1].split()[1])  # the fourth field; the second, the name, may hold anything

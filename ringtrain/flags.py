@@ -13,6 +13,7 @@ import yaml
 from ringtrain.config import Config, OptimizerConfig, field_rules, shorten
 from ringtrain.errors import UsageError
 from ringtrain.help import PROGRAM, show_help
+from ringtrain.launched import tell_left
 from ringtrain.run_directory import CONFIG_FILE, load_settings
 from ringtrain.world import World
 
@@ -37,6 +38,7 @@ def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: Wor
     if {"-h", "--help"} & set(arguments):
         if world.is_first:
             print(show_help(parser), end="")
+        tell_left()
         raise SystemExit(0)
     refuse_empty(arguments)
     refuse_unreadable_file(arguments)

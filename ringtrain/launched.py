@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 DIRECTORY_VARIABLE = "RINGTRAIN_LAUNCH_DIR"
+LEFT_VARIABLE = "RINGTRAIN_LAUNCH_LEFT"  # names the file that one rank makes when it has done all that it is to do
 RUN_FILE, END_FILE = "run.json", "end.json"
 
 
@@ -62,6 +63,14 @@ def tell_run(path: Path, *, step: int, is_complete: bool) -> None:
 def tell_end(values: Mapping[str, Any]) -> None:
     """Say how the run ends, in the words of the ``end`` event; only the first word of any rank counts."""
     _tell(END_FILE, values, replaces=False)
+
+
+def tell_left() -> None:
+    """Say that this rank leaves in good order, which exit code 0 alone does not: the user's code may give it, too."""
+    named = os.environ.get(LEFT_VARIABLE)
+    if named:
+        with contextlib.suppress(OSError):
+            Path(named).touch()
 
 
 def read_run(directory: Path) -> RunTold | None:

@@ -28,7 +28,7 @@ from ringtrain.run_directory import (
 # Settings that do not enter what is trained. The length of a run enters only where the learning rate follows it.
 FREE_SETTINGS = {
     "backend", "cache", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
-    "hang_timeout",
+    "detached", "exit_timeout", "hang_timeout",
     "init_from", "keep", "log_every", "max_hours", "on_bad_sample", "on_nonfinite", "out", "profile", "resume",
     "stop_after",
 }  # fmt: skip

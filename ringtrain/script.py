@@ -17,8 +17,10 @@ from ringtrain.devices import start_tensorflow
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.escaping import escape_message
 from ringtrain.flags import create_train_parser, parse_arguments
+from ringtrain.leaving import note_exit_code, watch_end
 from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
+from ringtrain.streams import keep_streams
 from ringtrain.together import Prepared, early_end, joined, pin, report_end, report_error, train_together
 from ringtrain.workloads import create_workload
 from ringtrain.world import World, read_world
@@ -52,6 +54,7 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
     except RingtrainError as error:
         print(escape_message(f"ringtrain: {error}"), file=sys.stderr)
         raise SystemExit(error.exit_code) from error
+    keep_streams()
     try:
         with StopRequests() as requests:
             requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
@@ -60,7 +63,10 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
                 return train_together(prepared, collective, requests, watchdog)
     except RingtrainError as error:
         report_end(error, world)
+        note_exit_code(error.exit_code)
         raise SystemExit(error.exit_code) from error
+    finally:
+        watch_end(has_left_ranks=True)
 
 
 def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str, Any], world: World) -> Prepared:

@@ -1,9 +1,11 @@
-"""Requests to stop: SIGTERM, SIGINT, SIGUSR1, the file ``stop`` in the run directory, and limits of time.
+"""Requests to stop: SIGTERM, SIGINT, SIGHUP, SIGUSR1, the file ``stop`` in the run directory, limits of time, and the
+end of the launcher.
 
 A thread waits for the signals, since Python's own handlers do not run while the main thread is inside a C call, such
 as a training step. Python's wake-up pipe tells it of each at once, whichever thread the system gave the signal to. A
 request only sets a flag; the flag travels in the control vector, and all ranks save at the same step. Before the first
-step there is nothing to save, and SIGTERM and SIGINT end the process at once.
+step there is nothing to save, and the signals but SIGUSR1 end the process at once. SIGHUP means nothing where it is
+ignored from the start, as by ``nohup``.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from pathlib import Path
 from types import TracebackType
 
 from ringtrain.errors import Cause, PreemptedError
+from ringtrain.launcher import Lineage
 from ringtrain.time_limit import TimeLimit
 
 EXIT_CODE = PreemptedError.exit_code
 STOP_FILE = "stop"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 POLL_SECONDS = 1.0
 
 
@@ -37,6 +40,8 @@ class StopRequests:
         self._is_training = self._was_interrupted = False
         self._file: Path | None = None
         self._limits: list[tuple[float, str]] = []  # on the monotonic clock, and why
+        self._lineage: Lineage | None = None
+        self._signals = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
         self._leave: Callable[[str, int], None] = lambda reason, exit_code: None
         self._announce: Callable[[str], None] = lambda reason: None
         self._ended = threading.Event()
@@ -45,11 +50,11 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         # Blocked here, and so in every thread that starts later, whose system calls they would interrupt. Importing
         # NumPy has started threads already (OpenBLAS's), which take signals: hence handlers, and the pipe.
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._former_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in SIGNALS}
+        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in self._signals}
         os.register_at_fork(after_in_child=self._forget)
         self._thread.start()
         return self
@@ -89,6 +94,10 @@ class StopRequests:
         now = time.monotonic()
         self._limits = sorted((now + limit.seconds_left, limit.reason) for limit in limits)
 
+    def watch_launcher(self, lineage: Lineage) -> None:
+        """Stop when a process ends that started this one, too; nobody would see what becomes of the run."""
+        self._lineage = lineage
+
     def at_early_end(self, leave: Callable[[str, int], None]) -> None:
         """What to do before the process ends at once; called from the thread with the reason and the exit code."""
         self._leave = leave
@@ -105,19 +114,21 @@ class StopRequests:
                 self._file.unlink(missing_ok=True)
 
     def _wait(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         while True:
             ready, _, _ = select.select([self._reader], [], [], POLL_SECONDS)
             numbers = os.read(self._reader, 64) if ready else b""
             if self._ended.is_set():
                 return
             for number in numbers:
-                if number in SIGNALS:
+                if number in self._signals:
                     self._take(signal.Signals(number))
             if self._file is not None and self.reason is None and os.path.isfile(self._file):
                 self._note(f"the file {self._file}", "file")
             if self._limits and time.monotonic() >= self._limits[0][0]:
                 self._note(self._limits[0][1], "time")
+            if self._lineage is not None and self.reason is None and (pid := self._lineage.find_gone()) is not None:
+                self._note(f"the end of its launcher (pid {pid})", "signal")
 
     def _take(self, number: signal.Signals) -> None:
         if number == signal.SIGINT and self._was_interrupted:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ringtrain import activity
+from ringtrain import activity, leaving, streams
 from ringtrain.activity import Doing
 from ringtrain.config import Config
 from ringtrain.defects import describe_defect, format_defect
@@ -33,6 +33,7 @@ from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.guard.watchdog import Watchdog
 from ringtrain.launched import tell_end, tell_run
+from ringtrain.launcher import Lineage
 from ringtrain.lease import LeaseLostError
 from ringtrain.run_directory import REPORT_FILE
 from ringtrain.startup import describe_start
@@ -135,6 +136,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
 @contextlib.contextmanager
 def watched(config: Config, world: World) -> Iterator[Watchdog]:
     """The watchdog of a rank, from before it joins the others until it has left them."""
+    leaving.allow(config.exit_timeout, f"rank {world.rank} on {world.node}")
     watchdog = Watchdog(
         world,
         config.hang_timeout,
@@ -155,6 +157,8 @@ def train_together(
     from ringtrain.console import open_console
     from ringtrain.loop import train
 
+    if collective.world.launcher != "no launcher" and not prepared.config.detached:
+        requests.watch_launcher(Lineage())
     console = open_console(is_first=collective.world.is_first)
     for line in describe_start(collective, prepared.plan, prepared.device):
         console.line(line)
@@ -244,6 +248,7 @@ def recording_end(
         report_error(error, world)
         write_end(run, end_of(error))
 
+    streams.warn_by(lambda text: run.write_event("warning", step=activity.current()[0].step, message=text))
     requests.watch_file(run.path)
     requests.at_early_end(leave_early)
     report = functools.partial(report_run, run, console)

@@ -125,6 +125,6 @@ def tell_end(message: str) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the rank
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # meant for the rank
         signal.signal(number, signal.SIG_IGN)
     main(sys.argv[1], int(sys.argv[2]))

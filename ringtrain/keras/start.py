@@ -10,13 +10,15 @@ import horovod.tensorflow as hvd
 import keras
 
 from ringtrain.collectives.horovod import connect_horovod, require_same_settings_by_rendezvous
+from ringtrain.config import Config
 from ringtrain.devices import apply_plan, claim_cores, plan_devices, read_machine, start_tensorflow
 from ringtrain.errors import UsageError
 from ringtrain.keras import hooks
+from ringtrain.leaving import allow, watch_end
 from ringtrain.world import GLOO_LAUNCHER, World, read_world
 
 
-def init(comm: Any = None, process_sets: Any = None) -> None:
+def init(comm: Any = None, process_sets: Any = None, *, exit_timeout: float = Config.exit_timeout) -> None:
     """Start Horovod, on this rank's own GPU or cores.
 
     Call it right after the imports: devices, cores and thread pools can be chosen until TensorFlow computes something,
@@ -25,6 +27,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Args:
         comm: ranks, or a communicator of mpi4py; by default all processes of the launcher.
         process_sets: process sets to create, or ``"dynamic"``.
+        exit_timeout: seconds after the end of the script in which its threads, child processes and what ``atexit``
+            calls have to end; 0: any time. Other ranks are waited for at the end as long as they take.
 
     Raises:
         UsageError: the launcher's processes do not see each other, Keras does not run on TensorFlow, or the node has
@@ -45,6 +49,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if comm is None and world.launcher != "no launcher":
         connect_horovod(world)  # started already: it compares what Horovod and the launcher say
     hooks.install()
+    allow(exit_timeout, f"rank {world.rank} on {world.node}")
+    watch_end(has_left_ranks=False)
 
 
 def _apply_settings(world: World) -> None:

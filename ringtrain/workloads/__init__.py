@@ -72,7 +72,7 @@ def load_workload(spec: str) -> type[Workload]:
     place, class_name = _split(BUILT_IN.get(spec, spec))
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # whatever a user's module may raise
+    except (Exception, SystemExit) as error:  # whatever a user's module may raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = (
             "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"

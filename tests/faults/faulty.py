@@ -7,7 +7,7 @@
 - ``evaluation``: the data of the first evaluation are read;
 - ``save``: rank 0 writes the checkpoint of ``SAVED_STEP``; ``end``: that of the last step.
 
-The acts: ``raise`` an error; ``exit`` at once with 7; ``sleep`` for ever; ``lock``: wait for ever, Python's lock held;
+The acts: ``raise`` an error; ``exit`` at once with 7, ``quit`` with 0; ``sleep`` for ever, ``lock`` with Python's lock;
 ``nan``: give values that are no numbers; ``flip`` a bit of a weight; ``allocate`` more memory than there is; ``grow``
 until the kernel does something about it. Before it the rank makes the file that ``RINGTRAIN_TEST_HERE`` names. To
 ``pause`` is to wait until somebody removes that file: meanwhile the test does from outside what it wants to, to this
@@ -65,6 +65,7 @@ def act(values: np.ndarray, weights: list[Any] | None = None) -> np.ndarray:
     others: dict[str, Callable[[], Any]] = {
         "raise": raise_fault,
         "exit": lambda: os._exit(EXIT_CODE),
+        "quit": lambda: os._exit(0),
         "sleep": lambda: hang("data"),
         "lock": lambda: hang("lock"),
         "allocate": lambda: np.zeros(2**50),

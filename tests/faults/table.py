@@ -14,6 +14,7 @@ LAUNCHERS = ("launch", "launch over Gloo", "mpirun", "horovodrun")
 # What `make test` runs of it; `make test-faults` runs all. Other tests hold more of it (runs, stops, resumed runs).
 BY_DEFAULT = {
     "SIGKILL to rank 1 in all-reduce under launch",
+    "quit at rank 1 in data under launch",
     "sleep at rank 1 in data under mpirun",
 }
 
@@ -63,6 +64,12 @@ FAULTS = {
         status=None,
         named=r"launch: rank {rank} on {node} \(pid \d+\) ended with exit code 7, the first to end",
     ),
+    "quit": Fault(
+        act="quit",
+        exit_code=1,
+        status=None,
+        named=r"launch: rank {rank} on {node} \(pid \d+\) ended with exit code 0 in mid-run, such as by sys\.exit",
+    ),
     "sleep": Fault(act="sleep", exit_code=6, status="hang", named="rank {rank} on {node} waits for data of"),
     "lock": Fault(act="lock", exit_code=6, status="hang", named=STOPPED),
     "nan": Fault(
@@ -110,6 +117,8 @@ def cases() -> Iterator[Case]:
         ("raise", ("setup", "compile", "data", "step", "evaluation"), ("launch",)),
         ("raise", ("step",), ("launch over Gloo",)),
         ("exit", ("setup", "data", "evaluation"), ("launch",)),
+        ("quit", ("setup", "data", "evaluation", "end"), ("launch",)),
+        ("quit", ("data",), ("launch over Gloo",)),
         ("sleep", ("data", "evaluation"), ("launch",)),
         ("sleep", ("data",), ("mpirun",)),
         ("lock", ("data",), ("launch",)),

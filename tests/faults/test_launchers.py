@@ -44,10 +44,16 @@ def interrupt_twice(run: Run) -> None:
     run.signal_launcher(signal.SIGINT)
 
 
+def kill_worker(run: Run) -> None:
+    """The process of launch that watches the ranks."""
+    run.send([pid for pid in run.pids_of("local") if pid != run.launcher_pid], signal.SIGKILL)
+
+
 # What is done to whom, and the exit codes that may follow; None: any but 0, as the launcher's own.
 CASES: dict[str, tuple[list[str] | None, Callable[[Run], None], tuple[int, ...] | None]] = {
     "launch killed": (LAUNCH, to_the_command(signal.SIGKILL), None),
     "launch over Gloo killed": (LAUNCH_GLOO, to_the_command(signal.SIGKILL), None),
+    "launch's worker killed": (LAUNCH, kill_worker, (1,)),
     "launch told to end": (LAUNCH, to_the_command(signal.SIGTERM), (75,)),
     "launch's terminal closed": (LAUNCH, to_the_command(signal.SIGHUP), (75,)),
     "launch interrupted": (LAUNCH, to_the_command(signal.SIGINT), (75,)),

@@ -19,7 +19,8 @@ from typing import IO
 import pytest
 
 from ringtrain import console
-from ringtrain.console import Console, find_launcher, launcher_terminal, open_console
+from ringtrain.console import Console, launcher_terminal, open_console
+from ringtrain.launcher import LAUNCHERS, find_launcher
 
 
 class CountingStream(io.StringIO):
@@ -60,7 +61,7 @@ def test_without_a_launcher_stdout_decides(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 SHOW_CURSOR = b"\x1b[?25h"
-FIND = "import sys; sys.path.insert(0, {root!r}); from ringtrain.console import find_launcher; print(find_launcher())"
+FIND = "import sys; sys.path.insert(0, {root!r}); from ringtrain.launcher import find_launcher; print(find_launcher())"
 
 CALL = """#!{python}
 import os, subprocess
@@ -81,7 +82,7 @@ def test_the_outermost_launcher_is_found_by_its_name(tmp_path: Path, name: str) 
         path.chmod(0o755)
     finished = subprocess.run([outer], capture_output=True, text=True, check=True)
     pid, _, found = finished.stdout.split()
-    expected = pid if name in console.LAUNCHERS else "None"
+    expected = pid if name in LAUNCHERS else "None"
     assert found == expected or (expected == "None" and found == str(find_launcher()))
 
 

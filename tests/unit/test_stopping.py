@@ -97,6 +97,12 @@ class Process:
         return self.popen.returncode, said.strip(), complaint
 
 
+@pytest.fixture(autouse=True)
+def listening() -> None:
+    """As in a user's shell: whatever runs the tests may have been started by nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Process]:
     started = Process(tmp_path)
@@ -108,7 +114,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
 # --- Before the first step ---
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("is_computing", [False, True])
 def test_before_the_first_step_a_request_ends_the_process_at_once(
     process: Process, number: signal.Signals, is_computing: bool
@@ -129,6 +135,21 @@ def test_before_the_first_step_sigusr1_is_kept_in_mind(process: Process) -> None
     assert process.tell("train") == "done"
     assert process.tell("state") == "state SIGUSR1"
     assert process.end() == (0, "outside", "")
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """As after ``nohup``; a handler would take that away."""
+    script = """
+import os, signal
+from ringtrain.stopping import StopRequests
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with StopRequests() as requests:
+    os.kill(os.getpid(), signal.SIGHUP)
+    requests.start_training(print)
+print(requests.reason, signal.getsignal(signal.SIGHUP).name)
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "None SIG_IGN\n", "")
 
 
 def test_a_process_whose_last_words_fail_still_ends(tmp_path: Path) -> None:

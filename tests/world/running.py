@@ -111,6 +111,10 @@ class Run:
         assert self._process.wait_until_gone(10), "processes live on after the launcher ended"
         return code
 
+    def wait_until_gone(self, timeout: float = START_SECONDS) -> None:
+        """Wait for the ends of all processes, where the launcher has been killed."""
+        assert self._process.wait_until_gone(timeout), f"processes live on after {timeout} s:\n{self.text()}"
+
     @property
     def is_under_way(self) -> bool:
         """Whether the launcher lives."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,73 @@ def test_ctrl_c_without_a_launcher_saves_and_tells_how_to_go_on(tmp_path: Path) 
     assert "The same command goes on from there." in message_of(run)
     assert "Traceback" not in run.text()
     assert events(out, "checkpoint")
+
+
+# --- Terminals and launchers that go ---
+
+HOROVODRUN = ["horovodrun", "-np", "2", sys.executable, "-m", "ringtrain"]
+HOROVODRUN_GLOO = ["horovodrun", "--gloo", "-np", "2", sys.executable, "-m", "ringtrain"]
+
+
+def assert_last_step_is_saved(out: Path) -> None:
+    assert end_of(out) == ("preempted", 75)
+    assert final_checkpoint(out, events(out, "train")[-1]["step"]).is_dir()
+
+
+def test_a_terminal_that_is_closed_saves_like_sigterm(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with running(out, np=1, env=SLOW_STEP) as run:
+        run.wait_for_step(2)
+        run.signal_launcher(signal.SIGHUP)
+        assert run.wait() == 75, run.text()
+    assert "stopped by SIGHUP at rank 0" in message_of(run)
+    assert_last_step_is_saved(out)
+
+
+@pytest.mark.slow
+def test_a_run_under_nohup_goes_on_when_its_terminal_and_its_shell_go(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    start = ["nohup", "bash", "-c", '"$@" & sleep 20', "bash", sys.executable, "-m", "ringtrain"]
+    with running(out, np=1, start=start, env=SLOW_STEP) as run:
+        run.wait_for_step(2)
+        [rank] = [pid for pid in run.pids_of("ringtrain") if pid != run.launcher_pid]
+        run.signal_launcher(signal.SIGKILL)
+        run.send([rank], signal.SIGHUP)
+        run.wait_until_gone()
+    assert end_of(out) == ("completed", 0)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(None, id="mpirun"),
+        pytest.param(HOROVODRUN, id="horovodrun", marks=pytest.mark.slow),
+        pytest.param(HOROVODRUN_GLOO, id="horovodrun over Gloo", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_whose_launcher_is_killed_save_and_leave(
+    start: list[str] | None, reference: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    with running(out, "--deterministic", "true", start=start, env=SLOW_STEP) as run:
+        run.wait_for_step(7)
+        run.signal_launcher(signal.SIGKILL)
+        run.wait_until_gone()
+    assert_last_step_is_saved(out)
+    # What horovodrun over Gloo leaves of itself may be the first to tell them.
+    causes = ("stopped by the end of its launcher (pid ", *(["stopped by SIGTERM"] if start is HOROVODRUN_GLOO else []))
+    assert events(out)[-1]["message"].startswith(causes)
+    assert_went_on(out, reference)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_detached_train_on_without_their_launcher(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with running(out, "--detached", "true", start=HOROVODRUN, env=SLOW_STEP) as run:
+        run.wait_for_step(3)
+        run.signal_launcher(signal.SIGKILL)
+        run.wait_until_gone()
+    assert end_of(out) == ("completed", 0)
 
 
 @pytest.mark.slow

@@ -62,11 +62,13 @@ def test_work_that_returns_leaves_nothing_and_its_code() -> None:
 
 
 @pytest.mark.parametrize("who", ["guard", "worker"])
-def test_whoever_is_killed_the_other_one_ends_all(who: str) -> None:
+def test_whoever_is_killed_the_other_one_ends_all(who: str, capfd: pytest.CaptureFixture[str]) -> None:
     with guarded("time.sleep(600)") as (process, worker):
         wait_for_sleepers(process, 2)
         os.kill(worker if who == "worker" else process.popen.pid, signal.SIGKILL)
         assert process.popen.wait(10) == (1 if who == "worker" else -signal.SIGKILL)
+        said = f"launch: launch itself (pid {worker}, which watched the ranks) was killed by SIGKILL; the ranks"
+        assert capfd.readouterr().err.startswith(said) == (who == "worker")
         assert process.wait_until_gone(10)
 
 

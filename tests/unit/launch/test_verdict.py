@@ -51,6 +51,8 @@ def end_told(status: str, exit_code: int, message: str | None = None, stopped_by
         (attempt(rank_end(1, 3), rank_end(0, 1)), 3),
         (attempt(rank_end(1, None, "SIGKILL"), rank_end(0, 1)), 1),
         (attempt(rank_end(1, 137), rank_end(0, 1)), 1),
+        (attempt(replace(rank_end(1), has_quit=True), rank_end(0, 1), end=end_told(LOST_RANKS, 1)), 1),
+        (attempt(replace(rank_end(1), has_quit=True), rank_end(0, None, "SIGTERM")), 1),
         (attempt(rank_end(1, 1), end=end_told("data", 3)), 3),
         (attempt(rank_end(1, None, "SIGKILL"), end=end_told("failed", 1)), 1),
         (attempt(rank_end(0), rank_end(1, None, "SIGKILL"), end=end_told("completed", 0)), 0),

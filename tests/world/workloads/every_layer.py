@@ -125,7 +125,7 @@ def compute_alike() -> dict[str, Branch]:
     for pattern, arguments in options.items():
         for rank, shape in enumerate((SEQUENCE, IMAGE, VOLUME), start=1):
             name = pattern.format(rank)
-            if hasattr(layers, name):
+            if hasattr(layers, name) and name not in NOT_TRIED:
                 found[name] = shape, functools.partial(getattr(layers, name), *arguments(rank))
     for name in ("Add", "Average", "Concatenate", "Dot", "Maximum", "Minimum", "Multiply", "Subtract"):
         found[name] = VECTOR, lambda name=name: merge_with_its_dense(name)  # type: ignore[misc]
@@ -145,6 +145,7 @@ NOT_TRIED = {
     *("GRUCell", "LSTMCell", "SimpleRNNCell", "Embedding", "ReversibleEmbedding", "MaxNumBoundingBoxes"),
     *("CategoryEncoding", "Discretization", "HashedCrossing", "Hashing", "IntegerLookup", "StringLookup"),
     *("TextVectorization", "MelSpectrogram", "STFTSpectrogram"),
+    *("AveragePooling3D", "AvgPool3D", "MaxPooling3D", "MaxPool3D"),  # TensorFlow has none in float64
     *("FlaxLayer", "JaxLayer", "TFSMLayer", "TorchModuleWrapper"),
 }
 

@@ -264,7 +264,7 @@ def test_every_layer_of_keras_that_draws_draws_nothing_in_the_comparison(collect
     "only",
     [
         "MultiHeadAttention,LSTM,Dropout",
-        *(pytest.param(group, marks=pytest.mark.slow) for group in ("draw", "images", "alike")),
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("draw", "images")),
     ],
 )
 @on_ranks(2, timeout=400)

@@ -7,6 +7,7 @@ import difflib
 import functools
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -204,21 +205,25 @@ def refuse_launcher(command: str, world: World) -> None:
 
 def verify_command(arguments: Sequence[str], world: World) -> int:
     """See that N processes train what one trains, on your own model."""
-    from ringtrain.verify import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_STEPS, parse_world_sizes, verify
+    from ringtrain.verify import DEFAULT_GLOBAL_BATCH_SIZE, parse_world_sizes, verify
 
     refuse_launcher("verify", world)
     explicit = parse_arguments(create_verify_parser(), arguments, world)
-    sizes = parse_world_sizes(explicit.pop("world_sizes", "1,2,3"))
-    explicit = {"steps": DEFAULT_STEPS, "global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE, **explicit}
+    sizes, with_oracle = parse_world_sizes(explicit.pop("world_sizes", "1,2,3")), explicit.pop("oracle", False)
+    explicit = {"global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE, **explicit}
     check_settings(explicit)
-    with tempfile.TemporaryDirectory(prefix="ringtrain-verify-") as directory:
-        settings = Path(directory) / "settings.yaml"
-        settings.write_text(yaml.safe_dump(to_plain(explicit)), encoding="utf-8")
-        print(
-            f"training {explicit['steps']} steps under each of the world sizes {', '.join(map(str, sizes))}", flush=True
-        )
-        for line in verify(sizes, ["--config", str(settings)], Path(directory)):
-            print(escape(line))
+    say = functools.partial(print, flush=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="ringtrain-verify-") as directory:
+            settings = Path(directory) / "settings.yaml"
+            settings.write_text(yaml.safe_dump(to_plain(explicit)), encoding="utf-8")
+            say(f"training under each of the world sizes {', '.join(map(str, sizes))}")
+            arguments = ["--config", str(settings)]
+            for line in verify(sizes, arguments, Path(directory), with_oracle=with_oracle, say=say):
+                print(escape(line))
+    except KeyboardInterrupt:
+        print("ringtrain: verify was interrupted; its processes are gone.", file=sys.stderr)
+        return 128 + signal.SIGINT
     print("the world sizes train the same")
     return 0
 
@@ -317,13 +322,24 @@ def record_command(arguments: Sequence[str], world: World) -> int:
     """One process of a run of ``verify``."""
     parser = create_train_parser()
     parser.add_argument("--record_to", type=Path)
+    parser.add_argument("--record_as", type=str)
     explicit = parse_arguments(parser, arguments, world)
-    directory = explicit.pop("record_to")
+    directory, role = explicit.pop("record_to"), explicit.pop("record_as")
     prepared = prepare(explicit, world)
-    with joined(prepared, world, command="record") as (collective, _):
-        from ringtrain.record import record
+    config = prepared.config
+    if not {"steps", "epochs"} & set(explicit):
+        from ringtrain.verify import choose_steps
 
-        record(prepared.workload, prepared.config, collective, directory)
+        config = dataclasses.replace(config, steps=choose_steps(prepared.workload.defaults), epochs=None)
+    with joined(prepared, world, command="record") as (collective, _):
+        if role == "oracle":
+            from ringtrain.oracle import record_with_oracle
+
+            record_with_oracle(prepared.workload, config, collective, directory)
+        else:
+            from ringtrain.record import record
+
+            record(prepared.workload, config, collective, directory, is_reference=role == "reference")
     return 0
 
 

@@ -121,6 +121,12 @@ def create_verify_parser() -> ArgumentParser:
     parser.add_argument(
         "--world_sizes", type=str, metavar="N,N", default="1,2,3", help="numbers of processes, such as 1,2,3"
     )
+    parser.add_argument(
+        "--oracle",
+        type=bool,
+        default=False,
+        help="also compare one process with a plain Keras loop, BatchNorm included",
+    )
     return parser
 
 

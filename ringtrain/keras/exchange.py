@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
 import keras
@@ -88,7 +88,11 @@ class Settings:
 class Exchange:
     """Reduces the gradients of one optimizer or tape."""
 
+    spans_world: ClassVar[bool] = True  # all that were made
+    _local_somewhere: ClassVar[set[Hashable]] = set()
+
     def __init__(self, settings: Settings, accumulation: Accumulation | None = None) -> None:
+        Exchange.spans_world &= settings.process_set == hvd.global_process_set
         self.settings, self.accumulation = settings, accumulation
         self._local: set[Hashable] = set()
         self._last: Gradients = []
@@ -96,6 +100,12 @@ class Exchange:
     def register_local(self, variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
         self._local.add(variable_key(variable))
+        self._local_somewhere.add(variable_key(variable))
+
+    @classmethod
+    def is_local_somewhere(cls, variable: Any) -> bool:
+        """Whether any optimizer or tape keeps a variable's gradients on this rank."""
+        return variable_key(variable) in cls._local_somewhere
 
     def is_local(self, variable: Any) -> bool:
         """Whether a variable's gradients stay on this rank."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
 import keras
@@ -15,6 +16,7 @@ from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.devices import own_gpu
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.collective import ProcessSetCollective
+from ringtrain.keras.exchange import Exchange
 from ringtrain.keras.optimizer import Distributed, find_distributed, is_applying
 
 
@@ -22,9 +24,10 @@ def check_distributed(optimizer: Any) -> None:
     """Notice an optimizer that updates this rank's model alone. Called at its first step, while that is traced.
 
     Raises:
-        UsageError: there are other ranks, and this process has reduced no gradients at all.
+        UsageError: there are other ranks, and this process has reduced no gradients at all: in a ``fit``, none since
+            its begin, whatever an earlier one with another optimizer did.
     """
-    if isinstance(optimizer, Distributed) or is_applying.get() or GradientReduction.calls:
+    if isinstance(optimizer, Distributed) or is_applying.get() or TrainingGuard.has_reduced():
         return
     if not hvd.is_initialized() or hvd.size() == 1:
         return
@@ -41,10 +44,12 @@ class TrainingGuard(keras.callbacks.Callback):
     """Holds the ranks of a ``fit`` with a distributed optimizer together.
 
     Before training, all must be about to take as many steps, and what they sum must be right; after each epoch, all
-    must hold the same weights. Where the number of batches cannot be known before (a generator), a rank that has run
-    out of them adds zeros to the others' reductions until all are there (Horovod's join), and then the numbers are
-    compared.
+    must hold the same weights, also where a distributed tape reduces. Where the number of batches cannot be known
+    before (a generator), a rank that has run out of them adds zeros to the others' reductions until all are there
+    (Horovod's join), and then the numbers are compared.
     """
+
+    reductions_before: ClassVar[int] = 0  # this fit
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +57,21 @@ class TrainingGuard(keras.callbacks.Callback):
         self._distributed: Distributed | None = None
         self._num_batches = 0
 
+    @classmethod
+    def has_reduced(cls) -> bool:
+        """Whether this process has reduced gradients; in a ``fit``, whether that has done so, or traced it."""
+        return GradientReduction.calls > cls.reductions_before
+
     def on_train_begin(self, logs: Any = None) -> None:
+        TrainingGuard.reductions_before = GradientReduction.calls
         self._distributed = find_distributed(self.model.optimizer)
         self._collective = self._connect()
         if self._collective is not None:
             self._require_same_plan(self._collective)
             require_working_sums(self._collective, own_gpu())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        TrainingGuard.reductions_before = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._num_batches = 0
@@ -67,6 +81,8 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._collective is None:
+            if self._distributed is None and self._trains_by_tape():
+                self._require_same_weights(ProcessSetCollective(), epoch)
             return
         if self.params.get("steps") is None:
             hvd.join()
@@ -76,6 +92,13 @@ class TrainingGuard(keras.callbacks.Callback):
                 _BATCHES_REMEDY,
             )
         self._require_same_weights(self._collective, epoch)
+
+    def _trains_by_tape(self) -> bool:
+        """Whether all ranks reduce this model's gradients, in a train_step of the user's: as long as it is not traced
+        anew, no reduction is noticed after the first ``fit``."""
+        if self.has_reduced():
+            _trained_by_tape.add(self.model)
+        return self.model in _trained_by_tape and Exchange.spans_world
 
     def _connect(self) -> ProcessSetCollective | None:
         """The ranks that train this model together."""
@@ -110,8 +133,11 @@ class TrainingGuard(keras.callbacks.Callback):
                 )
 
     def _shared_weights(self) -> list[keras.Variable]:
-        exchange = self._distributed.exchange  # type: ignore[union-attr]
-        return [weight for weight in self.model.trainable_variables if not exchange.is_local(weight)]
+        is_local = self._distributed.exchange.is_local if self._distributed else Exchange.is_local_somewhere
+        return [weight for weight in self.model.trainable_variables if not is_local(weight)]
+
+
+_trained_by_tape: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 _BATCHES_REMEDY = (

@@ -55,12 +55,15 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
     """The losses [n] and the metrics, [n] each, of n samples.
 
     Args:
+        y: its floats are made float64 where the outputs are, as in ``verify``: TensorFlow mixes no types.
         outputs: the model's; those of half precision are made float32 first, since a loss needs its range.
 
     Raises:
         UsageError: the workload gives something else than one value for each sample, or a metric a name that is taken.
     """
     outputs = tf.nest.map_structure(_at_least_float32, outputs)
+    if any(tensor.dtype == tf.float64 for tensor in tf.nest.flatten(outputs)):
+        y = tf.nest.map_structure(_float64_if_float, y)
     name = type(workload).__name__
     num_samples = next((leaf.shape[0] for leaf in tf.nest.flatten(y) if leaf.shape.rank), None)
     losses = _one_for_each(name, "loss", workload.loss(y, outputs), num_samples)
@@ -119,3 +122,7 @@ def _one_for_each(workload: str, name: str, value: Any, num_samples: int | None)
 
 def _at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
+
+
+def _float64_if_float(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tensor, tf.float64) if tensor.dtype.is_floating else tensor

@@ -76,6 +76,43 @@ def test_an_optimizer_that_is_not_distributed_is_named_at_its_first_step(collect
 
 
 @on_ranks(2)
+def test_a_second_compile_without_the_wrapper_is_named(collective: Collective) -> None:
+    """Fine-tuning in two phases: the head first, then all of it."""
+    model, batches = make_model(), make_batches(4)
+    model.layers[0].trainable = False
+    fit(model, DISTRIBUTE(keras.optimizers.SGD()), batches)
+    model.layers[0].trainable = True
+    with pytest.raises(UsageError, match=r"'forgotten' \(SGD\) is not distributed.*hvd.DistributedOptimizer"):
+        fit(model, keras.optimizers.SGD(name="forgotten"), batches)
+    fit(model, DISTRIBUTE(keras.optimizers.SGD(1e-3)), batches)
+
+
+class TapedModel(keras.Sequential):
+    """Reduces by a tape in a training step of its own."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@on_ranks(2)
+def test_replicas_of_a_distributed_tape_that_drift_are_named_after_the_epoch(collective: Collective) -> None:
+    hvd.init()
+    model = TapedModel(make_model().layers)
+    batches = make_batches(4)
+    for _ in range(2):
+        fit(model, keras.optimizers.SGD(1e-3), batches, epochs=2)
+    model.fit(dataset(batches), verbose=0)  # the same traced step
+    kernel = model.layers[1].kernel
+    kernel.assign(kernel + collective.world.rank)
+    with pytest.raises(ReplicasDifferError, match=r"after epoch 1, rank 1 .*/kernel"):
+        model.fit(dataset(batches), verbose=0)
+
+
+@on_ranks(2)
 def test_ranks_may_train_models_of_their_own_if_they_say_so(collective: Collective) -> None:
     hvd.init()
     if collective.world.rank == 0:

@@ -59,6 +59,33 @@ def test_each_position_holds_each_sample_equally_often() -> None:
     assert chi_squared < 160  # 100 degrees of freedom: above 160 with a probability of 1e-4
 
 
+def epoch_of(order: SampleOrder, epoch: int) -> np.ndarray:
+    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+    return np.concatenate([order.local_batch(step, rank=0, size=1).indices for step in steps])
+
+
+def test_each_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
+    order = SampleOrder(num_samples=1003, global_batch_size=100, seed=5)
+    epochs = [epoch_of(order, epoch) for epoch in range(5)]
+    epochs.append(epoch_of(SampleOrder(num_samples=1003, global_batch_size=100, seed=6), 0))
+    for number, samples in enumerate(epochs):
+        np.testing.assert_array_equal(np.sort(samples), np.arange(1003))
+        for other in epochs[:number]:
+            assert np.mean(samples == other) < 0.02  # one in a thousand by chance
+
+
+def test_over_the_epochs_each_step_holds_each_sample_equally_often() -> None:
+    order = SampleOrder(num_samples=12, global_batch_size=3)
+    epochs = 1000
+    counts = np.zeros((4, 12))  # [steps, samples]
+    for epoch in range(epochs):
+        for step in range(4):
+            counts[step, order.local_batch(4 * epoch + step, rank=0, size=1).indices] += 1
+    expected = epochs * 3 / 12
+    chi_squared = np.sum((counts - expected) ** 2 / expected)
+    assert chi_squared < 70  # 33 degrees of freedom: above 70 with a probability of 1e-4 or less
+
+
 def test_neighbours_are_spread() -> None:
     order = whole(100_000, (0, 0))
     correlation = np.corrcoef(order[:-1], order[1:])[0, 1]

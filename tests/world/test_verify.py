@@ -16,11 +16,16 @@ from unittest import mock
 
 import pytest
 
-from ringtrain.verify import fold_notes
+from ringtrain.verify import DEFAULT_STEPS, choose_steps, fold_notes
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
 from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
 
+SETTINGS: dict[str, Any] = {
+    "steps": 12,  # more than two epochs of 107 samples
+    "global_batch_size": 25,
+    "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+}
 WORKLOADS = REPOSITORY / "tests/world/workloads"
 SGD = ["--optimizer.name", "sgd", "--optimizer.lr", "0.05", "--optimizer.momentum", "0.9"]
 OPTIMIZERS = {
@@ -37,6 +42,14 @@ DEFECTS = [
     "a slot that is not broadcast",
     "regularisation added on every rank",
 ]
+SHARED_DEFECTS: dict[str, dict[str, Any]] = {  # those that all world sizes share, with what shows them
+    "the same order in every epoch": {},
+    "an epoch's rest in its last batch": {},
+    "the last evaluation batch counted twice": {},
+    "evaluation's regularisation doubled": {},
+    "batch normalization's state kept as it was": {},
+    "micro-batches that count alike": {"accumulate": 3},
+}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +60,11 @@ def test_one_two_and_three_ranks_train_digits_alike(run_ringtrain: RunRingtrain,
     finished = run_ringtrain(["verify", "--world_sizes", "1,2,3", *OPTIMIZERS[optimizer]], timeout=280)
     assert finished.rc == 0, finished.stdout + finished.stderr
     assert "float64, 20 steps" in finished.stdout
+    assert re.findall(r"^(\d process\w*): 20 steps, \d+ s$", finished.stdout, re.MULTILINE) == [
+        "1 process",
+        "2 processes",
+        "3 processes",
+    ]
     assert "DIFFERS" not in finished.stdout
     assert len(re.findall(r": \w+ +ok\b", finished.stdout)) == 2 * 2 * 6  # sizes, precisions, comparisons
 
@@ -60,7 +78,13 @@ def test_verify_fails_with_exit_code_5_where_a_users_workload_is_wrong(run_ringt
     assert "Traceback" not in finished.stderr
 
 
-def test_verify_takes_its_processes_along_when_it_is_told_to_end(tmp_path: Path) -> None:
+def test_the_steps_are_the_workloads_own_where_they_are_few() -> None:
+    assert choose_steps({"steps": 7}) == 7
+    assert choose_steps({"epochs": 3}) == choose_steps({"steps": 100_000}) == DEFAULT_STEPS
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_verify_takes_its_processes_along_when_it_is_told_to_end(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "ringtrain", "verify", "--world_sizes", "2,3", "--steps", "5000"]
     with (tmp_path / "log").open("wb") as log:
         process = MarkedProcess(command, clean_environment(), stdout=log, stderr=subprocess.STDOUT)
@@ -70,18 +94,29 @@ def test_verify_takes_its_processes_along_when_it_is_told_to_end(tmp_path: Path)
             assert process.popen.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < end, (tmp_path / "log").read_text()
             time.sleep(0.05)
-        process.popen.terminate()
+        process.popen.send_signal(number)
         assert process.wait_until_gone(20)
-        assert process.popen.returncode == 128 + signal.SIGTERM
+        assert process.popen.returncode == 128 + number
     finally:
         process.end()
+    lines = (tmp_path / "log").read_text().splitlines()
+    said = ["ringtrain: verify was interrupted; its processes are gone."] if number == signal.SIGINT else []
+    assert lines == ["training under each of the world sizes 2, 3", *said]
+
+
+@pytest.mark.slow
+def test_the_command_holds_one_process_against_a_plain_keras_loop(run_ringtrain: RunRingtrain) -> None:
+    arguments = ["verify", "--workload", f"{WORKLOADS / 'small.py'}:LiveBatchNorm", "--world_sizes", "1,2"]
+    finished = run_ringtrain([*arguments, "--oracle", "true", "--steps", "6", "--accumulate", "2"])
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert len(re.findall(r"1 against plain Keras: \w+ +ok\b", finished.stdout)) == 6
 
 
 @on_ranks(2)
 def test_what_differs_by_design_is_named_and_switched_off(collective: Any) -> None:
     from tests.world.workloads.small import DropoutAndBatchNorm
 
-    findings, notes = findings_of(DropoutAndBatchNorm, collective)
+    findings, notes = findings_of(DropoutAndBatchNorm(), collective)
     assert all(finding.passes for finding in findings), findings
     if collective.world.is_first:
         assert [note.split(":")[0] for note in notes] == ["normalization", "dropout"]
@@ -96,7 +131,7 @@ def test_layers_of_which_the_same_is_said_share_a_line() -> None:
 def test_verify_passes_without_a_defect(collective: Any) -> None:
     from tests.world.workloads.small import Small
 
-    findings, notes = findings_of(Small, collective)
+    findings, notes = findings_of(Small(), collective)
     assert all(finding.passes for finding in findings), findings
     assert notes == []
 
@@ -106,50 +141,215 @@ def test_verify_passes_without_a_defect(collective: Any) -> None:
 def test_verify_fails_on_a_planted_defect(collective: Any, defect: str) -> None:
     from tests.world.workloads.small import Small
 
-    findings, _ = findings_of(Small, collective, defect=defect)
+    findings, _ = findings_of(Small(), collective, defect=defect)
     if collective.world.is_first:
         assert not all(finding.passes for finding in findings), findings
 
 
-def findings_of(workload: Any, collective: Any, *, defect: str | None = None) -> tuple[list[Any], list[str]]:
+@pytest.mark.parametrize("defect", SHARED_DEFECTS)
+@on_ranks(1)
+def test_a_plain_keras_loop_shows_a_defect_that_all_world_sizes_share(collective: Any, defect: str) -> None:
+    from tests.world.workloads.small import LiveBatchNorm
+
+    assert not oracle_passes(LiveBatchNorm(), defect, **SHARED_DEFECTS[defect])
+
+
+@pytest.mark.parametrize("name", ["LiveBatchNorm", "Attention", "Normalized"])
+@on_ranks(1)
+def test_one_process_trains_what_a_plain_keras_loop_trains(collective: Any, name: str) -> None:
+    from tests.world.workloads import small
+
+    optimizer = {"name": "adamw", "lr": 0.01, "weight_decay": 0.01, "clip_global_norm": 0.5, "ema": 0.9}
+    # SyncBatchNormalization and micro-batches: the loop's are the step's
+    assert oracle_passes(getattr(small, name)(), optimizer=optimizer, accumulate=2 if name != "Normalized" else 1)
+
+
+@on_ranks(2)
+def test_the_tests_of_the_step_see_what_only_ranks_share(collective: Any) -> None:
+    from tests.world import test_step
+
+    for defect, body in (
+        (
+            "batch normalization's state weighted by ranks",
+            test_step.test_moving_statistics_are_those_of_all_samples_on_all_ranks,
+        ),
+        ("dropout's seeds without the step", test_step.test_dropout_masks_are_a_function_of_seed_step_and_rank),
+    ):
+        with planted(defect, collective.world.rank), pytest.raises(AssertionError):
+            body.body(collective)
+
+
+@pytest.mark.parametrize("name", ["Attention", "Normalized"])
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+@on_ranks(2)
+def test_weights_whose_gradient_is_rounding_are_no_difference(collective: Any, name: str, optimizer: str) -> None:
+    from tests.world.workloads import small
+
+    findings, _ = findings_of(
+        getattr(small, name)(), collective, optimizer={"name": optimizer, "lr": 0.01}, global_batch_size=26
+    )
+    assert all(finding.passes for finding in findings), findings
+    named = [path for finding in findings for path in finding.undetermined]
+    if optimizer == "lion" and collective.world.is_first:  # which takes the sign of rounding
+        bias = {"Attention": "attention/key/bias", "Normalized": "shifted/bias"}[name]
+        assert bias in named, findings
+        assert not [path for path in named if path.endswith("kernel")]
+
+
+@on_ranks(2)
+def test_what_rounding_decides_is_compared_by_its_gradient(collective: Any) -> None:
+    from tests.world.workloads.small import Normalized
+
+    findings, _ = findings_of(
+        Normalized(),
+        collective,
+        optimizer={"name": "lion", "lr": 0.01},
+        defect="a bias' gradient doubled on rank 1",
+    )
+    if collective.world.is_first:
+        assert [finding.name for finding in findings if not finding.passes and "shifted" in finding.where], findings
+
+
+@on_ranks(2)
+def test_labels_and_regularisers_of_float32_meet_float64(collective: Any) -> None:
+    from ringtrain.errors import UsageError
+    from tests.world.workloads.small import MixedTypes, Squares
+
+    findings, _ = findings_of(Squares(), collective)
+    assert all(finding.passes for finding in findings), findings
+    with pytest.raises(UsageError, match=r"float64, and the workload's code .* Take the type"):
+        findings_of(MixedTypes(), collective)
+
+
+@on_ranks(1)
+def test_every_layer_of_keras_that_draws_draws_nothing_in_the_comparison(collective: Any) -> None:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from ringtrain.errors import UsageError
+    from ringtrain.record import make_comparable
+    from ringtrain.step import set_precision
+    from tests.world.workloads import every_layer
+
+    set_precision("float64")
+    tried = {getattr(keras.layers, name) for create in every_layer.GROUPS.values() for name in create()}
+    left_out = {name for name in dir(keras.layers) if isinstance(getattr(keras.layers, name), type)}
+    left_out -= every_layer.NOT_TRIED
+    assert not {name for name in left_out if getattr(keras.layers, name) not in tried}
+    x = tf.constant(np.random.default_rng(0).uniform(size=(3, every_layer.NUM_FEATURES)))
+    for group in ("draw", "images"):
+        for name in every_layer.GROUPS[group]():
+            workload = every_layer.EveryLayer()
+            workload.options = {"group": group, "only": name}  # type: ignore[misc]
+            model = workload.create_model()
+            notes = make_comparable(model)
+            assert notes or not [v for v in model.variables if v.name == "seed_generator_state"], name
+            np.testing.assert_array_equal(model(x, training=True), model(x, training=True), err_msg=name)
+
+    class Sampling(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__(name="sampling")
+            self.seed_generator = keras.random.SeedGenerator(1)
+
+        def call(self, inputs: Any) -> Any:
+            return inputs + keras.random.normal((1, 2), seed=self.seed_generator)
+
+    model = keras.Sequential([keras.Input((2,)), Sampling()])
+    with pytest.raises(UsageError, match=r"the layer 'sampling' \(Sampling\) draws random numbers in every call"):
+        make_comparable(model)
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        "MultiHeadAttention,LSTM,Dropout",
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("draw", "images")),
+    ],
+)
+@on_ranks(2, timeout=400)
+def test_two_ranks_train_the_layers_of_keras_as_one_does(collective: Any, only: str) -> None:
+    from tests.world.workloads.every_layer import GROUPS, EveryLayer
+
+    workload = EveryLayer()
+    workload.options = {"group": only, "only": ""} if only in GROUPS else {"group": "draw", "only": only}  # type: ignore[misc]
+    findings, _ = findings_of(workload, collective, steps=2, global_batch_size=5, optimizer={"name": "adam"})
+    assert all(finding.passes for finding in findings), findings
+
+
+def findings_of(
+    workload: Any, collective: Any, *, defect: str | None = None, **settings: Any
+) -> tuple[list[Any], list[str]]:
     """Hold this group of ranks, with a defect planted, against one process without, as `ringtrain verify` does.
 
     Returns:
-        On rank 0 the findings and the notes; nothing on the others.
+        On rank 0 the findings in float64 and float32, and the notes; nothing on the others.
     """
     from ringtrain.collectives.solo import Solo
     from ringtrain.config import make_config
+    from ringtrain.keras import normalization
     from ringtrain.record import record
-    from ringtrain.verify import compare, load_record
-    from ringtrain.world import World
+    from ringtrain.verify import compare, load_record, measure_noise
 
-    settings = {"steps": 12, "global_batch_size": 25, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}
-    config = make_config(settings, workload.defaults)
-    alone = World(rank=0, size=1, local_rank=0, local_size=1, node="here", launcher="no launcher")
+    config = make_config({**SETTINGS, **settings}, workload.defaults)
     with tempfile.TemporaryDirectory() as directory:
         for name in ("one", "both"):
             (Path(directory) / name).mkdir()
         if collective.world.is_first:
-            record(workload(), config, Solo(alone), Path(directory) / "one")
+            with mock.patch.object(normalization, "_connect", return_value=None):  # one process, as it were
+                record(workload, config, Solo(alone()), Path(directory) / "one", is_reference=True)
         with planted(defect, collective.world.rank):
-            record(workload(), config, collective, Path(directory) / "both")
+            record(workload, config, collective, Path(directory) / "both")
         if not collective.world.is_first:
             return [], []
-        records = [load_record(Path(directory) / name / "float64.npz") for name in ("one", "both")]
-        return compare(*records, precision="float64"), records[0]["notes"].tolist()
+        one, both = (
+            {path.stem: load_record(path) for path in (Path(directory) / name).iterdir()} for name in ("one", "both")
+        )
+        findings = []
+        for precision in ("float64", "float32"):
+            noise = measure_noise(one[precision], one[f"{precision}-perturbed"])
+            findings += compare(one[precision], both[precision], noise, precision=precision)
+        return findings, one["float64"]["notes"].tolist()
+
+
+def oracle_passes(workload: Any, defect: str | None = None, **settings: Any) -> bool:
+    """Whether this process alone, with a defect planted, trains what a plain Keras loop trains."""
+    from ringtrain.collectives.solo import Solo
+    from ringtrain.config import make_config
+    from ringtrain.oracle import record_with_oracle
+    from ringtrain.verify import describe_oracle, load_record
+
+    config = make_config({**SETTINGS, **settings}, workload.defaults)
+    with tempfile.TemporaryDirectory() as directory, planted(defect, 0):
+        record_with_oracle(workload, config, Solo(alone()), Path(directory))
+        lines, passed = describe_oracle({path.stem: load_record(path) for path in Path(directory).iterdir()})
+        assert passed == ("DIFFERS" not in " ".join(lines))
+        return passed
+
+
+def alone() -> Any:
+    """The world of one process."""
+    from ringtrain.world import World
+
+    return World(rank=0, size=1, local_rank=0, local_size=1, node="here", launcher="no launcher")
 
 
 @contextlib.contextmanager
 def planted(defect: str | None, rank: int) -> Iterator[None]:
     """Plant a defect in this rank's ringtrain."""
-    from ringtrain import record, step, variables
+    import tensorflow as tf
+
+    from ringtrain import evaluation, record, step, variables
     from ringtrain.collectives import Totals
     from ringtrain.collectives.horovod import HorovodCollective
-    from ringtrain.data import augment, pipeline
+    from ringtrain.collectives.reduce import GradientReduction
+    from ringtrain.data import augment, order, pipeline
     from ringtrain.data.order import SampleOrder
 
     right_plan, right_sharing = SampleOrder._plan, variables.share_first_values
-    right_sum = HorovodCollective.sum_alone
+    right_sum, right_reduction = HorovodCollective.sum_alone, GradientReduction.__call__
+    right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
+    right_batches, right_seeds = evaluation.evaluation_batches, step.TrainStep._dropout_seeds
 
     def mean_of_means(self: Any, *steps: int, rank: int, size: int) -> Any:
         planned = right_plan(self, *steps, rank=rank, size=size)
@@ -174,7 +374,51 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     def its_input(self: Any, tensors: Any, **how: Any) -> Totals:
         return Totals(list(tensors)) if how["name"].startswith("gradients") else right_sum(self, tensors, **how)
 
+    def doubled_on_rank_1(self: Any, gradients: Any, control: Any = None) -> Any:
+        first, bias, *others = gradients
+        return right_reduction(self, [first, 2 * bias if rank == 1 else bias, *others], control)
+
+    def as_in_first_epoch(positions: Any, domain_size: int, key: Any) -> Any:
+        return right_permute(positions, domain_size, (key[0], 0))
+
+    def with_last_twice(*arguments: Any, **options: Any) -> Any:
+        batches = list(right_batches(*arguments, **options))
+        return [*batches, batches[-1]]
+
+    def mean_of_micro_batches(data_loss_sum: Any, regularization: Any, *, count: Any, global_count: Any) -> Any:
+        return (data_loss_sum / count + regularization) / 3
+
+    def by_ranks(self: Any, batch: Any, learning_rate: Any, told: Any) -> Any:
+        forward = self._all_forward_and_backward(batch, tf.shape(batch.indices, tf.int64)[0])
+        state = [value / self._collective.world.size for value in forward.state]
+        return self._reduce_and_update(forward._replace(state=state), learning_rate, told)
+
     defects = {
+        "a bias' gradient doubled on rank 1": (GradientReduction, "__call__", doubled_on_rank_1),
+        "the same order in every epoch": (order, "permute", as_in_first_epoch),
+        "an epoch's rest in its last batch": (
+            SampleOrder,
+            "steps_per_epoch",
+            property(lambda self: self.num_samples // self.global_batch_size),
+        ),
+        "the last evaluation batch counted twice": (evaluation, "evaluation_batches", with_last_twice),
+        "evaluation's regularisation doubled": (
+            evaluation.EvalStep,
+            "regularization",
+            lambda self: 2 * right_penalty(self),
+        ),
+        "batch normalization's state kept as it was": (
+            step.TrainStep,
+            "_sum_state",
+            lambda self, state: [tf.convert_to_tensor(variable.value) for variable in self._state],
+        ),
+        "batch normalization's state weighted by ranks": (step.TrainStep, "_train_samples", by_ranks),
+        "micro-batches that count alike": (step, "partial_objective", mean_of_micro_batches),
+        "dropout's seeds without the step": (
+            step.TrainStep,
+            "_dropout_seeds",
+            lambda self, number, micro_batch: right_seeds(self, tf.zeros_like(number), micro_batch),
+        ),
         "a reduction that returns its input": (HorovodCollective, "sum_alone", its_input),
         "a mean of means": (SampleOrder, "_plan", mean_of_means),
         "a duplicated sample": (SampleOrder, "_plan", duplicated_sample),

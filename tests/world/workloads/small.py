@@ -66,3 +66,90 @@ class DropoutAndBatchNorm(Small):
             ],
             name="dropout_and_batch_norm",
         )
+
+
+class LiveBatchNorm(Small):
+    """Local BatchNorm and regularisation, as a plain Keras loop trains them."""
+
+    def create_model(self) -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((NUM_FEATURES,)),
+                layers.Dense(8, activation="tanh", kernel_regularizer="l2", bias_regularizer="l1"),
+                layers.BatchNormalization(momentum=0.75),
+                layers.Dropout(0.5),
+                layers.Dense(NUM_CLASSES),
+            ],
+            name="live_batch_norm",
+        )
+
+
+class Attention(Small):
+    """A small transformer: softmax does not see what its key's bias adds, whose gradient is rounding alone."""
+
+    def create_model(self) -> keras.Model:
+        inputs = keras.Input((NUM_FEATURES,))
+        x = layers.Dense(4)(layers.Reshape((NUM_FEATURES, 1))(inputs))
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 2, name="attention")(x, x))
+        x = layers.LayerNormalization()(x + layers.Dense(4)(layers.Dense(8, activation="gelu")(x)))
+        return keras.Model(inputs, layers.Dense(NUM_CLASSES)(layers.Flatten()(x)), name="transformer")
+
+
+class Normalized(Small):
+    """The normalization takes away what the bias before it adds; a layer is unused, and one is dead."""
+
+    def create_model(self) -> keras.Model:
+        from ringtrain.keras import SyncBatchNormalization
+
+        inputs = keras.Input((NUM_FEATURES,))
+        x = SyncBatchNormalization(name="normalization")(layers.Dense(5, name="shifted")(inputs))
+        x = layers.Dense(4, activation="tanh")(x)
+        dead = layers.Dense(3, activation="relu", bias_initializer=keras.initializers.Constant(-100.0), name="dead")(x)
+        unused = layers.Dense(2, name="unused")(x)
+        return Unused(inputs, [layers.Dense(NUM_CLASSES)(layers.Concatenate()([x, dead])), unused], name="normalized")
+
+
+class Unused(keras.Model):
+    """A model whose second output nobody reads."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return super().call(*args, **kwargs)[0]
+
+
+class Squares(Small):
+    """A loss that meets the outputs with labels of float32, and regularisers that were made before the model."""
+
+    def create_model(self) -> keras.Model:
+        regularizer = OldL1(0.01)
+        return keras.Sequential(
+            [keras.Input((NUM_FEATURES,)), layers.Dense(1, kernel_regularizer=regularizer, bias_regularizer="l1")]
+        )
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        del data_dir, synthetic
+        x = np.random.default_rng(7).standard_normal((NUM_SAMPLES, NUM_FEATURES)).astype(np.float32)
+        source = from_arrays(x, np.abs(x[:, 0]))
+        return Sources(source, source)
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        return (y - outputs[:, 0]) ** 2
+
+    def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"error": abs(y - outputs[:, 0])}
+
+
+class OldL1(keras.regularizers.Regularizer):
+    """L1 as Keras had it up to 3.13: its factor is of the type of the moment of its creation."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = tf.constant(factor, tf.float32)
+
+    def __call__(self, x: Any) -> Any:
+        return self.factor * keras.ops.sum(keras.ops.absolute(x))
+
+
+class MixedTypes(Squares):
+    """A loss with a constant of float32, which float64 does not mix with."""
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        return tf.constant(0.5, tf.float32) * super().loss(y, outputs)

@@ -29,7 +29,7 @@ from ringtrain.devices import (
 )
 from ringtrain.errors import PreemptedError, RingtrainError, UsageError
 from ringtrain.escaping import escape, escape_block, escape_message
-from ringtrain.guard.lost import explaining_lost_ranks
+from ringtrain.guard.lost import LostRanksError, explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.guard.watchdog import Watchdog
 from ringtrain.launched import tell_end, tell_run
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 # Time for rank 0 to say an error that it has as well, and for the launcher to end the other ranks then; on a busy node
 # ranks start seconds apart.
 FIRST_RANK_SECONDS = 15.0
+# For the launcher to end a rank that has lost another, before it adds an error to the one that tells why.
+LAUNCHER_SECONDS = 3.0
 
 
 class Prepared(NamedTuple):
@@ -116,6 +118,8 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
             yield collective, watchdog
         except RingtrainError as error:
             watchdog.begin_leaving(error.exit_code, functools.partial(report_error, error, world))
+            if isinstance(error, LostRanksError):
+                time.sleep(LAUNCHER_SECONDS)
             if error.reach == "run":
                 error.is_agreed = True
                 collective.close()

@@ -24,10 +24,10 @@ def check_distributed(optimizer: Any) -> None:
     """Notice an optimizer that updates this rank's model alone. Called at its first step, while that is traced.
 
     Raises:
-        UsageError: there are other ranks, and this process has reduced no gradients at all: in a ``fit``, none since
-            its begin, whatever an earlier one with another optimizer did.
+        UsageError: there are other ranks, and this process has reduced no gradients at all; in a ``fit`` of weights
+            that a distributed optimizer has trained before, none since its begin.
     """
-    if isinstance(optimizer, Distributed) or is_applying.get() or TrainingGuard.has_reduced():
+    if isinstance(optimizer, Distributed) or is_applying.get() or TrainingGuard.may_apply_alone():
         return
     if not hvd.is_initialized() or hvd.size() == 1:
         return
@@ -50,6 +50,8 @@ class TrainingGuard(keras.callbacks.Callback):
     """
 
     reductions_before: ClassVar[int] = 0  # this fit
+    goes_on: ClassVar[bool] = False  # with weights that an earlier fit trained together
+    trained_together: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,19 +61,29 @@ class TrainingGuard(keras.callbacks.Callback):
 
     @classmethod
     def has_reduced(cls) -> bool:
-        """Whether this process has reduced gradients; in a ``fit``, whether that has done so, or traced it."""
+        """Whether this fit has reduced gradients, or traced that."""
         return GradientReduction.calls > cls.reductions_before
+
+    @classmethod
+    def may_apply_alone(cls) -> bool:
+        """Whether an optimizer that is not distributed may be meant so: what it is given may be reduced already, or the
+        model be this rank's own."""
+        return cls.has_reduced() if cls.goes_on else GradientReduction.calls > 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         TrainingGuard.reductions_before = GradientReduction.calls
         self._distributed = find_distributed(self.model.optimizer)
+        weights = {id(weight): weight for weight in self.model.trainable_variables}
+        TrainingGuard.goes_on = bool(weights.keys() & self.trained_together.keys())
+        if self._distributed is not None:
+            self.trained_together.update(weights)
         self._collective = self._connect()
         if self._collective is not None:
             self._require_same_plan(self._collective)
             require_working_sums(self._collective, own_gpu())
 
     def on_train_end(self, logs: Any = None) -> None:
-        TrainingGuard.reductions_before = 0
+        TrainingGuard.goes_on = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._num_batches = 0

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from ringtrain.config import Config
 from ringtrain.defects import is_users_own
+from ringtrain.escaping import escape
 from ringtrain.leftovers import hand_over, read_command
 
 FLUSH_SECONDS = 5.0
@@ -86,7 +87,7 @@ def _watch(has_left_ranks: bool) -> None:
         "take so long, raise --exit_timeout."
     )
     with contextlib.suppress(OSError):
-        os.write(2, f"ringtrain: warning: {message}\n".encode())
+        os.write(2, f"ringtrain: warning: {escape(message)}\n".encode())
     if waits:
         return
     for process in children:  # they would hold the launcher's pipes

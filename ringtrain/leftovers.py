@@ -50,6 +50,7 @@ def read_command(pid: int | None) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
     except OSError:
         return "gone"
+    words = "".join(sign if sign.isprintable() else "?" for sign in words)  # it must pass for nothing of ours
     return words if len(words) <= LONGEST_COMMAND else f"{words[:LONGEST_COMMAND]}..."
 
 

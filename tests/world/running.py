@@ -18,6 +18,7 @@ from typing import Any
 from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
 
 WORKLOAD = REPOSITORY / "tests/world/workloads/lasting.py"
+STAYING = WORKLOAD.with_name("staying.py")
 START_SECONDS = 60.0
 NUM_SAMPLES = 50
 

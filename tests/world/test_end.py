@@ -11,7 +11,7 @@ import pytest
 
 from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY
-from tests.world.running import WORKLOAD, events, running
+from tests.world.running import STAYING, events, running
 
 KEEPING = REPOSITORY / "tests/world/workloads/keeping.py"
 NODE = re.escape(socket.gethostname())
@@ -80,7 +80,7 @@ def test_a_process_that_outlives_its_rank_holds_up_no_launcher(
 
 def test_a_stopped_run_that_something_keeps_leaves_with_75(tmp_path: Path) -> None:
     env = {"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}
-    with running(tmp_path / "run", "--exit_timeout", "1", np=1, env=env, workload=f"{WORKLOAD}:LastingThread") as run:
+    with running(tmp_path / "run", "--exit_timeout", "1", np=1, env=env, workload=f"{STAYING}:LastingThread") as run:
         run.wait_for_step(2)
         run.signal_launcher(signal.SIGTERM)
         assert run.wait(30) == 75, run.text()

@@ -12,7 +12,7 @@ from typing import IO
 import pytest
 
 from tests.world.processes import MarkedProcess, clean_environment
-from tests.world.running import WORKLOAD, events, running
+from tests.world.running import STAYING, events, running
 
 SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}
 LOST = "stdout cannot be written any more ({}): the program goes on without it."
@@ -45,7 +45,7 @@ def test_a_reader_that_leaves_ends_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
     reader = subprocess.Popen(["head", "-3"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert reader.stdin is not None
-    arguments = ["--workload", f"{WORKLOAD}:LastingTalker", "--out", str(out), "--epochs", "2"]
+    arguments = ["--workload", f"{STAYING}:LastingTalker", "--out", str(out), "--epochs", "2"]
     code, complaints = ringtrain(*arguments, stdout=reader.stdin, stderr=subprocess.PIPE)
     reader.stdin.close()
     reader.wait()
@@ -58,7 +58,7 @@ def test_a_reader_that_leaves_ends_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_full_disk_behind_the_log_ends_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = ["--workload", f"{WORKLOAD}:LastingTalker", "--out", str(out), "--epochs", "2"]
+    arguments = ["--workload", f"{STAYING}:LastingTalker", "--out", str(out), "--epochs", "2"]
     with open("/dev/full", "wb", buffering=0) as full:
         code, complaints = ringtrain(*arguments, stdout=full, stderr=subprocess.PIPE)
     assert code == 0, complaints
@@ -72,7 +72,7 @@ def test_with_no_stream_left_at_all_the_run_ends_as_it_would(
     stdout: str, broken_pipe: IO[bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    arguments = ["--workload", f"{WORKLOAD}:LastingTalker", "--out", str(out), "--epochs", "2"]
+    arguments = ["--workload", f"{STAYING}:LastingTalker", "--out", str(out), "--epochs", "2"]
     code, _ = ringtrain(*arguments, stdout=None if stdout == "closed" else broken_pipe, stderr=broken_pipe)
     assert code == 0
     assert events(out)[-1]["status"] == "completed"

@@ -217,8 +217,9 @@ def test_labels_and_regularisers_of_float32_meet_float64(collective: Any) -> Non
 
     findings, _ = findings_of(Squares(), collective)
     assert all(finding.passes for finding in findings), findings
-    with pytest.raises(UsageError, match=r"float64, and the workload's code .* Take the type"):
-        findings_of(MixedTypes(), collective)
+    if collective.world.is_first:  # in the reference, before it meets the others
+        with pytest.raises(UsageError, match=r"float64, and the workload's code .* Take the type"):
+            findings_of(MixedTypes(), collective)
 
 
 @on_ranks(1)

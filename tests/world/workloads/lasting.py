@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -151,21 +149,3 @@ class Lasting(Workload):
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: Any) -> dict[str, Images | Histogram]:
         return {"input": Images(x), "weights": Histogram(model.trainable_variables[0].value)}
-
-
-class LastingThread(Lasting):
-    """A thread of its own outlives the training."""
-
-    def create_model(self) -> keras.Model:
-        threading.Thread(target=time.sleep, args=(3600,), name="monitor").start()
-        return super().create_model()
-
-
-class LastingTalker(Lasting):
-    """It prints by itself as well, when it starts and when Python ends."""
-
-    def create_model(self) -> keras.Model:
-        atexit.register(print, "the end")
-        for number in range(3000):  # more than a pipe or a buffer holds
-            print(f"a line of the user's own, number {number}")
-        return super().create_model()

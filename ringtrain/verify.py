@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -352,7 +353,7 @@ def parse_world_sizes(text: str) -> list[int]:
         UsageError: fewer than two different positive numbers.
     """
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in words) or len(set(words)) < 2:
+    if not all(re.fullmatch(r"[1-9][0-9]{0,5}", word) for word in words) or len(set(words)) < 2:
         raise UsageError(
             f"world_sizes is {text!r}; it must be at least two different numbers of processes, such as 1,2,3.",
             reach="run",

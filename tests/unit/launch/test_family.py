@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.family import find_descendants
-from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
+from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment, listen_to_signals
 
 # A worker, its child in a session of its own, and an orphan whose parent has ended.
 SCRIPT = """
@@ -95,7 +95,14 @@ sys.exit(run_guarded(work))
     command = ["nohup", sys.executable, "-c", script]
     finished = subprocess.run(command, env=clean_environment(), cwd=REPOSITORY, capture_output=True, timeout=20)
     assert finished.returncode == 0, finished.stderr
-    finished = subprocess.run(command[1:], env=clean_environment(), cwd=REPOSITORY, capture_output=True, timeout=20)
+    finished = subprocess.run(
+        command[1:],
+        env=clean_environment(),
+        cwd=REPOSITORY,
+        capture_output=True,
+        timeout=20,
+        preexec_fn=listen_to_signals,
+    )
     assert finished.returncode >= 1
 
 

@@ -15,16 +15,18 @@ from ringtrain.activity import Doing
 from ringtrain.collectives import Collective, agree
 from ringtrain.collectives.reduce import GradientReduction
 from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, OPTIMIZER_CLASSES, Config, OptimizerConfig
+from ringtrain.data.contents import Contents
 from ringtrain.data.feeding import fed_batches
 from ringtrain.data.order import FedOrder, SampleOrder
 from ringtrain.data.pipeline import Augment, Batch, describe_structure, has_structure_of, local_batches
-from ringtrain.data.sources import ArraySource, Feed, Source, is_fallible
+from ringtrain.data.sources import ArraySource, FallibleSource, Feed, Source, is_fallible
 from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, explain_bad
-from ringtrain.errors import UsageError
+from ringtrain.errors import DataError, UsageError
 from ringtrain.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
 from ringtrain.fused import FUSED, only_reads_gradients
 from ringtrain.guard.contents import require_same_contents
 from ringtrain.guard.preflight import Facts, describe_training, require_same_code, require_same_training
+from ringtrain.labels import Labels, keeps_labels
 from ringtrain.schedule import LearningRate
 from ringtrain.step import TrainStep, set_precision
 from ringtrain.step_times import StepTimes
@@ -50,6 +52,7 @@ class Job:
     step: TrainStep
     evaluation: Source | None
     eval_step: EvalStep | None
+    labels_to_check: Sequence[Labels]  # of the first batches: those that were not looked at before
     num_threads: int
     times: StepTimes
 
@@ -125,13 +128,14 @@ def create_job(
     activity.note(Doing.COMPILE, takes_long=True)
     model = agree(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
-    chosen = optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0))
-    batch_spec = batches.element_spec
+    spec = batches.element_spec
 
-    def trace_step() -> TrainStep:
-        return create_step(workload, config, collective, model, chosen, batch_spec=batch_spec, order=order)
+    def trace() -> tuple[TrainStep, EvalStep | None]:
+        chosen = optimizer() if optimizer else choose_optimizer(workload, config, learning_rate(0))
+        step = create_step(workload, config, collective, model, chosen, batch_spec=spec, order=order)
+        return step, create_eval_step(workload, config, step, sources.evaluation, collective, batch_spec=spec)
 
-    step = agree(collective, trace_step, name="step")
+    step, eval_step = agree(collective, trace, name="step")
     warn_of_python(step, say)
     job = Job(
         workload=workload,
@@ -144,17 +148,29 @@ def create_job(
         batches=batches,
         step=step,
         evaluation=sources.evaluation,
-        eval_step=create_eval_step(workload, config, step, sources.evaluation, collective, batch_spec=batch_spec),
+        eval_step=eval_step,
+        labels_to_check=() if is_given_as_it_lies(workload, sources.train) else step.labels,
         num_threads=num_threads,
         times=StepTimes(times_communication=can_time_communication(config)),
     )
+    require_same_job(job, sources, contents, say)
+    return job
+
+
+def require_same_job(job: Job, sources: Sources, contents: Contents | None, say: Callable[[str], None]) -> None:
+    """See that all ranks have the same code, model and data, and labels that the model knows. Every rank calls it.
+
+    Raises:
+        DataError: their samples differ, or a label is no class of the model.
+        UsageError: their code or their models differ.
+    """
+    collective = job.collective
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have loaded by now
     require_same_training(collective, describe_job(job))
     agree(collective, lambda: check_labels(job, sources), name="labels")
     if contents is not None:
         activity.note(Doing.PREPARE, takes_long=True)
         require_same_contents(collective, contents, say)
-    return job
 
 
 def check_labels(job: Job, sources: Sources) -> None:
@@ -165,8 +181,17 @@ def check_labels(job: Job, sources: Sources) -> None:
     """
     for of, source, step in (("training", sources.train, job.step), ("evaluation", sources.evaluation, job.eval_step)):
         if isinstance(source, ArraySource) and step is not None:
-            for labels in step.labels:
-                labels.check(source.y, range(source.num_samples), of=of)
+            try:
+                for labels in step.labels:
+                    labels.check(source.y, range(source.num_samples), of=of)
+            except DataError:
+                if step is job.eval_step or keeps_labels(job.workload.augment, source):
+                    raise
+
+
+def is_given_as_it_lies(workload: Workload, train: Source | Feed) -> bool:
+    """Whether the batches have the labels that lie in memory; an ``augment`` of the workload's may change them."""
+    return isinstance(train, ArraySource) and getattr(workload.augment, "__func__", None) is Workload.augment
 
 
 def describe_job(job: Job) -> Facts:
@@ -267,11 +292,13 @@ def create_batches(
         return CountedBatches(fed.dataset, collective, order, **steps, explain=fed.explain)
 
     explain = functools.partial(explain_bad, train, order, world)
-    if skips_bad and is_fallible(train):
-        dataset = local_batches(train, order, world, **steps, **read, skips_bad=True)
-        return CountedBatches(dataset, collective, order, **steps, explain=explain, find_bad=train.find_bad, say=say)
-    dataset = local_batches(train, order, world, **steps, **read)
-    return PlannedBatches(dataset, **steps, explain=explain)
+    skips = skips_bad and is_fallible(train)
+    trace = functools.partial(local_batches, train, order, world, **steps, **read, skips_bad=skips)
+    dataset = agree(collective, trace, name="batches")
+    if not skips:
+        return PlannedBatches(dataset, **steps, explain=explain)
+    find_bad = cast(FallibleSource, train).find_bad
+    return CountedBatches(dataset, collective, order, **steps, explain=explain, find_bad=find_bad, say=say)
 
 
 def create_step(

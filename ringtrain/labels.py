@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.pipeline import Batch
+from ringtrain.data.pipeline import Augment, Batch
+from ringtrain.data.sources import ArraySource
 from ringtrain.errors import DataError
 
 CHECKED_STEPS = 100  # of a process: a look at a batch costs some microseconds
@@ -68,3 +69,19 @@ def find_labels(function: Any, batch_spec: Batch) -> Sequence[Labels]:
         if labels.ref() in inputs and logits.shape[-1] is not None:
             found.add(Labels(inputs[labels.ref()], logits.shape[-1]))
     return sorted(found, key=lambda one: (one.place, one.num_classes))
+
+
+def keeps_labels(augment: Augment, source: ArraySource) -> bool:
+    """Whether ``augment`` gives each y as it gets it, as its trace shows."""
+    kept = []
+
+    @tf.autograph.experimental.do_not_convert
+    def look(one: Any, other: Any) -> None:
+        kept.append(all(a is b for a, b in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)))
+
+    def trace(indices: tf.Tensor, keys: tf.Tensor) -> None:
+        x, y = source.gather(indices)
+        look(y, augment(x, y, keys)[1])
+
+    tf.function(trace).get_concrete_function(tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uint64))
+    return all(kept)

@@ -281,7 +281,7 @@ def run_steps(
         activity.note(Doing.STEP, step, takes_long=not is_prepared)
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
         is_stop_wanted = requests is not None and requests.is_pending
-        for labels in job.step.labels if step <= job.first_step + CHECKED_STEPS else ():
+        for labels in job.labels_to_check if step <= job.first_step + CHECKED_STEPS else ():
             labels.check(batch.y, batch.indices, of="training")
         with times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
             returned = job.step(

@@ -246,11 +246,12 @@ def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]
         if world.is_first:
             _ask_rendezvous(place, json.dumps(mine).encode())
             return
-        end = time.monotonic() + RANK_0_SECONDS
+        end, pause = time.monotonic() + RANK_0_SECONDS, 0.05
         while (answer := _ask_rendezvous(place)) is None:
             if time.monotonic() > end:
                 raise UsageError("rank 0 did not come to Horovod's launcher in time. Look for its own error.")
-            time.sleep(0.05)
+            time.sleep(pause)
+            pause = min(1.0, 1.5 * pause)  # a thousand ranks ask one server
     except (OSError, http.client.HTTPException) as error:
         raise UsageError(
             f"Horovod's launcher does not answer at {place} (HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT): {error}. It has "

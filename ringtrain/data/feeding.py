@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, agree, gather_objects
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.order import FedOrder
 from ringtrain.data.pipeline import PREFETCHED_BATCHES, Augment, Batch, as_pair, describe_structure, own_errors
@@ -84,8 +84,12 @@ def fed_batches(
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = num_threads
-    with own_errors():
-        batches = fed.map(to_batch)
+
+    def trace() -> tf.data.Dataset:
+        with own_errors():
+            return fed.map(to_batch)
+
+    batches = agree(collective, trace, name="fed batches")
     return FedBatches(batches.prefetch(PREFETCHED_BATCHES).with_options(options), failures)
 
 

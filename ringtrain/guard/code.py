@@ -25,10 +25,12 @@ def describe_loaded_code() -> dict[str, str | list[str]]:
     """
     facts: dict[str, str | list[str]] = {}
     versions: dict[str, str] = {}
+    seen = set()  # a module may have several names, as the program does in a process that has multiprocessing
     for name, module in sorted(sys.modules.items()):
         file = _file_of(module)
-        if file is None or not is_users_own(file):
+        if file is None or file in seen or not is_users_own(file):
             continue
+        seen.add(file)
         lines = _read_lines(name, module, file)
         if lines is not None:
             label = _label(name, Path(file))

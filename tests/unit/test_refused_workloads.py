@@ -15,7 +15,7 @@ from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays, from_generator
 from ringtrain.errors import DataError, UsageError
 from ringtrain.job import Job, create_job
-from ringtrain.workloads.base import Sources
+from ringtrain.workloads.base import Sources, Workload
 from ringtrain.world import World
 from tests.world.workloads.small import NUM_CLASSES, NUM_FEATURES, Small
 
@@ -185,6 +185,16 @@ def test_labels_are_classes_of_the_model(part: str) -> None:
 def test_labels_that_the_loss_changes_are_left_to_it() -> None:
     job = job_of(create_sources=sources(from_arrays(X, Y + NUM_CLASSES), None), loss=shifted_loss)
     assert not job.step.labels
+
+
+def test_labels_that_augment_changes_are_looked_at_as_it_gives_them() -> None:
+    job = job_of(create_sources=sources(from_arrays(X, Y + NUM_CLASSES), None), augment=lambda x, y, keys: (x, y - 3))
+    assert job.labels_to_check == job.step.labels != ()
+
+
+def test_labels_in_memory_are_looked_at_once() -> None:
+    plain = Workload.augment.__get__(object())
+    assert job_of(create_sources=sources(from_arrays(X, Y), None), augment=plain).labels_to_check == ()
 
 
 def test_labels_that_are_not_in_memory_are_looked_at_in_each_batch() -> None:

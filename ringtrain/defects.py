@@ -48,3 +48,11 @@ def format_defect(error: BaseException) -> str:
 def is_users_own(file: str) -> bool:
     """Whether a file of code is neither ringtrain's nor Python's, and no installed package's."""
     return not file.startswith(_FOREIGN) and not any(folder in file for folder in INSTALLED)
+
+
+def find_users_place(error: BaseException) -> str:
+    """Where in the user's own code, called by ringtrain, an error came up, as ``FILE:LINE``; empty: not in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = max((number for number, frame in enumerate(frames) if frame.filename.startswith(_FOREIGN[0])), default=0)
+    own = [frame for frame in frames[ours:] if is_users_own(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -21,6 +21,7 @@ from ringtrain.config import Config
 from ringtrain.console import Console
 from ringtrain.data.order import FedOrder
 from ringtrain.data.pipeline import Batch
+from ringtrain.defects import describe_defect, find_users_place
 from ringtrain.errors import UsageError
 from ringtrain.job import Job, create_job
 from ringtrain.loop import run_steps
@@ -30,6 +31,9 @@ from ringtrain.step_report import StepReport
 from ringtrain.variables import share_first_values
 from ringtrain.workloads.base import Workload
 
+# TensorFlow computes them in single precision at most; what they make of a sample is that sample's own, so that they
+# round alike under any world size.
+WITHOUT_FLOAT64 = {"AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AveragePooling3D", "MaxPooling3D"}
 # Rank 0's first values must reach every rank: the others start from noise of this size.
 NOISE = 1.0
 
@@ -106,17 +110,23 @@ def create_recorded_job(
 
 @contextlib.contextmanager
 def explaining_float64(config: Config) -> Iterator[None]:
-    """Say what it is where a workload's own code does not compute in float64."""
+    """Say what it is where the workload's own code, or a layer of its model, does not compute in float64."""
     try:
         yield
-    except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
-        words = {line.strip(): set(re.findall(r"\w+", line)) for line in str(error).splitlines()}
-        mixed = [line for line, said in words.items() if said & {"float64", "double"} and said & {"float32", "float"}]
-        if config.precision != "float64" or not mixed:
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as error:
+        words = [set(re.findall(r"\w+", line)) for line in str(error).splitlines()]
+        speaks_of_types = any(said & {"float64", "double"} and said & {"float32", "float"} for said in words)
+        if config.precision != "float64" or not speaks_of_types:
             raise
+        place = find_users_place(error)
         raise UsageError(
-            "exactness is shown in float64, and the workload's code meets it with another type: "
-            f"{mixed[0]} Take the type from what it is given, such as tf.cast(value, outputs.dtype).",
+            f"exactness is shown in float64, and {place or 'a layer of the model'} does not compute in it: "
+            f"{describe_defect(error).removesuffix('.')}. "
+            + (
+                "Take types from what is given, such as tf.cast(value, outputs.dtype)."
+                if place
+                else "Verify the model without that layer."
+            ),
             reach="run",
         ) from error
 
@@ -176,7 +186,12 @@ def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
     notes = []
     for layer in model._flatten_layers():
         match_regularizers(layer)
-        if draws(layer):
+        if type(layer).__name__ in WITHOUT_FLOAT64:
+            layer.dtype_policy = "float32"
+        if type(layer).__name__ == "Equalization":
+            call_without_training(layer)
+            notes.append(f"{layer.name}: equalizes each rank's samples by themselves; switched off for the comparison")
+        elif draws(layer):
             call_without_training(layer)
             notes.append(f"{layer.name}: its random draws differ by rank; switched off for the comparison")
         if freezes and isinstance(layer, keras.layers.BatchNormalization) and not is_synchronised(layer):

@@ -218,7 +218,7 @@ def test_labels_and_regularisers_of_float32_meet_float64(collective: Any) -> Non
     findings, _ = findings_of(Squares(), collective)
     assert all(finding.passes for finding in findings), findings
     if collective.world.is_first:  # in the reference, before it meets the others
-        with pytest.raises(UsageError, match=r"float64, and the workload's code .* Take the type"):
+        with pytest.raises(UsageError, match=r"float64, and \S+small\.py:\d+ does not .* Take types"):
             findings_of(MixedTypes(), collective)
 
 
@@ -265,7 +265,7 @@ def test_every_layer_of_keras_that_draws_draws_nothing_in_the_comparison(collect
     "only",
     [
         "MultiHeadAttention,LSTM,Dropout",
-        *(pytest.param(group, marks=pytest.mark.slow) for group in ("draw", "images")),
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("draw", "images", "alike")),
     ],
 )
 @on_ranks(2, timeout=400)

@@ -26,7 +26,6 @@ IMAGE_OPTIONS: dict[str, dict[str, Any]] = {
     "RandomContrast": {"factor": 0.2},
     "RandomColorDegeneration": {"factor": 0.5},
     "RandomColorJitter": {"brightness_factor": 0.2, "value_range": (0, 1)},
-    "RandomCrop": {"height": 6, "width": 6},
     "RandomHue": {"factor": 0.2, "value_range": (0, 1)},
     "RandomPosterization": {"factor": 4, "value_range": (0, 1)},
     "RandomRotation": {"factor": 0.2},
@@ -74,10 +73,15 @@ def change_images() -> dict[str, Branch]:
     """Layers that change images at random."""
     names = [name for name in dir(layers) if name.startswith("Random") and name not in NOT_TRIED]
     names += [name for name in ("AugMix", "CutMix", "MixUp", "RandAugment", "Solarization") if hasattr(layers, name)]
-    return {
+    found: dict[str, Branch] = {
         name: (IMAGE, lambda name=name: getattr(layers, name)(**IMAGE_OPTIONS.get(name, {})))  # type: ignore[misc]
         for name in names
     }
+    # Outside of training it gives another shape than it says.
+    found["RandomCrop"] = IMAGE, lambda: lambda x: layers.GlobalAveragePooling2D()(layers.RandomCrop(6, 6)(x))
+    if hasattr(layers, "Equalization"):
+        found["Equalization"] = IMAGE, lambda: Within(layers.Equalization(value_range=(0, 1)))
+    return found
 
 
 def compute_alike() -> dict[str, Branch]:
@@ -138,16 +142,25 @@ GROUPS: dict[str, Callable[[], dict[str, Branch]]] = {
     "alike": compute_alike,
 }
 # Bases, and cells whose layers are above; layers of words and whole numbers, which come before training (embeddings are
-# tried in test_step.py); those that run other programs' models; and two of images: outside of
-# training RandomCrop gives another shape than it says, and Equalization cannot be part of a functional model.
+# tried in test_step.py); and those that run other programs' models.
 NOT_TRIED = {
-    *("Layer", "Wrapper", "InputLayer", "InputSpec", "Pipeline", "AbstractRNNCell", "RandomCrop", "Equalization"),
+    *("Layer", "Wrapper", "InputLayer", "InputSpec", "Pipeline", "AbstractRNNCell"),
     *("GRUCell", "LSTMCell", "SimpleRNNCell", "Embedding", "ReversibleEmbedding", "MaxNumBoundingBoxes"),
     *("CategoryEncoding", "Discretization", "HashedCrossing", "Hashing", "IntegerLookup", "StringLookup"),
     *("TextVectorization", "MelSpectrogram", "STFTSpectrogram"),
-    *("AveragePooling3D", "AvgPool3D", "MaxPooling3D", "MaxPool3D"),  # TensorFlow has none in float64
     *("FlaxLayer", "JaxLayer", "TFSMLayer", "TorchModuleWrapper"),
 }
+
+
+class Within(layers.Layer):
+    """Another layer, which Keras takes into a functional model in no other way."""
+
+    def __init__(self, layer: keras.layers.Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        return self.layer(x, training=training)
 
 
 def attend_to_itself(layer: Any) -> Callable[[Any], Any]:

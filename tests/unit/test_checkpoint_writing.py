@@ -105,7 +105,7 @@ def kinds_of_full() -> Iterator[str]:
             yield "disk"
 
 
-@pytest.mark.parametrize("kind", kinds_of_full())
+@pytest.mark.parametrize("kind", list(kinds_of_full()))
 def test_a_full_disk_is_an_error_that_leaves_all_as_it_was(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-c", FILL_UP, str(tmp_path), kind]
     if kind == "disk":

@@ -24,6 +24,7 @@ from ringtrain.errors import UsageError
 from ringtrain.guard import preflight
 from ringtrain.guard.preflight import ENTRIES_PER_BLOCK, require_alike, require_same_start
 from ringtrain.job import create_job
+from ringtrain.workloads.base import Workload
 from ringtrain.workloads.digits import Digits
 from tests.world.conftest import RunRingtrain
 from tests.world.group import GLOO, on_ranks
@@ -43,12 +44,12 @@ def nodes_by_rank(collective: Any) -> Iterator[None]:
         collective.world = world
 
 
-def refusal(collective: Any, act: Any) -> str:
+def refusal(collective: Any, act: Any, *, seconds: float = SECONDS_TO_STOP) -> str:
     """What all ranks are told, alike and in time, when they do this."""
     start = time.monotonic()
     with nodes_by_rank(collective), pytest.raises(UsageError) as caught:
         act()
-    assert time.monotonic() - start < SECONDS_TO_STOP
+    assert time.monotonic() - start < seconds
     assert caught.value.reach == "run"
     assert len(set(gather_objects(collective, str(caught.value), name="refusal"))) == 1
     return str(caught.value)
@@ -138,6 +139,26 @@ def test_the_first_line_in_which_the_users_code_differs_is_shown(collective: Col
     with loaded(own=f"import json\n\nclass Own:\n    width = {3 + rank}\n    depth = {rank}\n"):
         message = refusal(collective, lambda: require_start(collective))
     assert message.splitlines()[1:] == ["  own.py line 4: rank 1 on node1 has width = 4, rank 0 on node0 has width = 3"]
+
+
+@on_ranks(2)
+def test_what_a_method_gives_on_one_rank_alone_is_told_with_that_rank(collective: Collective) -> None:
+    from tests.world.workloads.small import Small
+
+    for method, given, said in (
+        ("augment", lambda x, y, keys: x, "it must give the pair (x, y)"),
+        ("create_optimizer", lambda learning_rate: "adam", "create_optimizer"),
+        ("metrics", lambda y, outputs: {"share": None}, "'share'"),
+    ):
+        own = {method: staticmethod(given)} if collective.world.rank == 1 else {}
+        workload = type("Mine", (Small,), own)()
+
+        def create(workload: Workload = workload) -> None:
+            create_job(workload, Config(steps=1), collective, num_threads=1)
+
+        message = refusal(collective, create, seconds=60)  # it builds a model, and compiles
+        assert message.startswith("rank 1 of 2 (the first on node1): "), message
+        assert said in message
 
 
 @on_ranks(3)

@@ -343,13 +343,16 @@ def refuse_unreadable_file(arguments: Sequence[str]) -> None:
     """See that the file of settings can be read, and is small once its aliases are written out; else the parser hangs.
 
     Raises:
-        UsageError: it cannot, or is not.
+        UsageError: it cannot, or is not, or has an empty text where the parser would read a path.
     """
     file = find_config_file(arguments)
     if file is None:
         return
     try:
-        load_settings(Path(file))
+        settings = load_settings(Path(file))
+        empty = [name for name, value in settings.items() if value == ""] if isinstance(settings, dict) else []
+        if empty:
+            raise UsageError(f"{empty[0]} is '' in {file}; give it a value, or leave it out.", reach="run")
         return
     except (UnicodeDecodeError, yaml.YAMLError):
         return  # the parser says what is wrong

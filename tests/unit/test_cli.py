@@ -74,6 +74,7 @@ WRONG = [
     (["--config", "wrong_type.yaml"], ["epochs is", "it must be a whole number"]),
     (["--config", "no_yaml.yaml"], ["no_yaml.yaml"]),
     (["--config", "list.yaml"], ["list.yaml"]),
+    (["--config", "empty_value.yaml"], ["out is '' in empty_value.yaml; give it a value, or leave it out"]),
     (["--batch_size", "4", "--global_batch_size", "8"], ["give one of the two"]),
     (["trian"], ["there is no command 'trian'", "Did you mean 'train'?"]),
     (["--epochs"], ["epochs"]),
@@ -95,6 +96,7 @@ FILES = {
     "wrong_type.yaml": "epochs: many\n",
     "no_yaml.yaml": "a: [1\n",
     "list.yaml": "- 1\n- 2\n",
+    "empty_value.yaml": "out: ''\n",
 }
 
 

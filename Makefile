@@ -44,7 +44,8 @@ test-gpu: setup ## Run the tests that need NVIDIA's GPUs, after `make setup GPU=
 	@$(BIN)/python -m pytest -v -m gpu tests/gpu
 
 test-faults: setup-tests ## Run all injected faults (an hour or two) and write results/faults.json
-	@RINGTRAIN_TEST_EXAMPLES=500 $(BIN)/python -m pytest -m '' tests/faults --faults-table results/faults.json
+	@tests=$$($(BIN)/python -m tests.faults.summary); RINGTRAIN_TEST_EXAMPLES=500 $(BIN)/python -m pytest -m '' $$tests \
+		--faults-table results/faults.json
 
 lint: setup ## Check style and types: ruff and mypy
 	@$(BIN)/ruff check $(SOURCES)

@@ -1,4 +1,4 @@
-"""``--faults-table FILE`` writes what the tests of this directory found, and shows a table of it.
+"""``--faults-table FILE`` writes what these tests and those of the promises found, and shows tables of it.
 
 What the file holds of other cases stays, with the commit that each was tried at: parts may be run one after the other.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.summary import describe_commit, markdown, summarize
+from tests.faults.summary import describe_commit, kind_of, markdown, markdown_promises, summarize
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,12 +33,12 @@ class FaultsTable:
         self._result: dict[str, Any] | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        module = report.nodeid.partition("::")[0]
-        if "faults/" not in module or (report.when != "call" and report.passed):
+        kind = kind_of(report.nodeid)
+        if kind is None or (report.when != "call" and report.passed):
             return
         properties = dict(report.user_properties)
         self._cases[report.nodeid] = {
-            "kind": Path(module).stem,
+            "kind": kind,
             "commit": self._commit,
             "held": report.passed,
             "answer_seconds": properties.get("answer_seconds"),
@@ -53,4 +53,4 @@ class FaultsTable:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._result is not None:
             terminalreporter.section("injected faults")
-            terminalreporter.write_line(markdown(self._result))
+            terminalreporter.write_line(f"{markdown(self._result)}\n\n{markdown_promises(self._result)}")

@@ -1,4 +1,4 @@
-"""What became of the injected faults: counts by kind, and a table of them."""
+"""What became of the injected faults: counts by kind, and tables of them. As a program: where their tests are."""
 
 from __future__ import annotations
 
@@ -15,17 +15,52 @@ KINDS = {
     "test_data": "data are damaged, vanish or differ; a feed ends early",
     "test_watchdog": "hangs, long starts and slow ranks, as the watchdog sees them",
     "test_fuzz": "any configuration, any run directory",
+    "test_foreign_files": "files of a run that ringtrain did not write",
 }
+# What strangers broke, and its kin: the tests that hold it lie with their subjects.
+PROMISES = {
+    "a rank leaves, whatever the user's code has left behind": ("world/test_end.py",),
+    "a signal, a terminal, a pipe or a launcher that goes loses nothing": (
+        "world/test_stop.py", "world/test_streams.py",
+    ),
+    "ranks with other data, code, settings or versions are told apart": (
+        "world/test_sources.py", "world/test_preflight.py", "unit/test_contents.py", "unit/test_code.py",
+    ),
+    "a run that was copied, mixed up or has vanished is seen for what it is": (
+        "unit/test_best.py", "unit/test_identity.py",
+    ),
+    "what a workload gives, and what the environment says, is known before the first step": (
+        "unit/test_refused_workloads.py", "unit/test_environment.py",
+    ),
+    "strangers run no code, forge no line and shut nobody out": (
+        "unit/test_security.py", "unit/test_escaping.py", "unit/test_hub.py", "world/test_listening.py",
+    ),
+    "`verify` passes what is right, and shows each defect that is planted": ("world/test_verify.py",),
+}  # fmt: skip
+TESTS = ("tests/faults", *(f"tests/{module}" for modules in PROMISES.values() for module in modules))
+
+
+def kind_of(nodeid: str) -> str | None:
+    """Of which kind a test is; None: of none."""
+    module = nodeid.partition("::")[0].partition("tests/")[2]
+    if module.startswith("faults/"):
+        return module.removeprefix("faults/").removesuffix(".py")
+    return next((promise for promise, modules in PROMISES.items() if module in modules), None)
 
 
 def summarize(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The content of the result file, from the outcome of each case."""
-    by_kind = {kind: [case for case in cases.values() if case["kind"] == kind] for kind in KINDS}
+    faults = {kind: [case for case in cases.values() if case["kind"] == kind] for kind in KINDS}
+    promises = {promise: [case for case in cases.values() if case["kind"] == promise] for promise in PROMISES}
     return {
         "command": "make test-faults",
         "commits": sorted({case["commit"] for case in cases.values()}),
-        "kinds": {kind: count(of_kind) for kind, of_kind in by_kind.items()},
-        "all": count(list(cases.values())),
+        "kinds": {kind: count(of_kind) for kind, of_kind in faults.items()},
+        "all": count([case for of_kind in faults.values() for case in of_kind]),
+        "promises": {
+            promise: {"tried": len(of_kind), "held": sum(case["held"] for case in of_kind)}
+            for promise, of_kind in promises.items()
+        },
         "cases": dict(cases),
     }
 
@@ -43,7 +78,7 @@ def count(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table."""
+    """The table of the faults."""
     lines = ["| what happens | tried | named | survived | lost | longest answer |", "|---|---|---|---|---|---|"]
     rows = [*((KINDS[kind], counts) for kind, counts in result["kinds"].items()), ("**all**", result["all"])]
     for what, counts in rows:
@@ -51,6 +86,12 @@ def markdown(result: Mapping[str, Any]) -> str:
         cells = [what, *(str(counts[name]) for name in ("tried", "named", "survived", "lost"))]
         lines.append(f"| {' | '.join(cells)} | {f'{longest:.0f} s' if longest is not None else 'none timed'} |")
     return "\n".join(lines)
+
+
+def markdown_promises(result: Mapping[str, Any]) -> str:
+    """The table of the promises."""
+    rows = [f"| {promise} | {of['tried']} | {of['held']} |" for promise, of in result["promises"].items()]
+    return "\n".join(["| what must hold | tried | held |", "|---|---|---|", *rows])
 
 
 def describe_commit() -> str:
@@ -61,3 +102,7 @@ def describe_commit() -> str:
 
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    print(" ".join(TESTS))

@@ -15,7 +15,7 @@ from ringtrain.bench.command import MODES
 from ringtrain.bench.page import QUESTIONS, make_page, read_results
 from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
 from ringtrain.bench.variations import VARIATIONS
-from tests.faults.summary import markdown, summarize
+from tests.faults.summary import TESTS, markdown, markdown_promises, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 README = " ".join((ROOT / "README.md").read_text().split())
@@ -69,7 +69,9 @@ def test_the_readme_says_of_the_soak_what_its_result_does() -> None:
 def test_the_readme_shows_the_table_of_the_injected_faults() -> None:
     result = json.loads((ROOT / "results/faults.json").read_text())
     assert summarize(result["cases"]) == result
-    assert markdown(result) in (ROOT / "README.md").read_text()
+    assert markdown(result) in README
+    assert markdown_promises(result) in README
+    assert all((ROOT / test).exists() for test in TESTS)
     assert [name for name, case in result["cases"].items() if not case["held"]] == []
     assert result["all"]["tried"] >= 100
 

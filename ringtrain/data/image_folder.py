@@ -47,6 +47,7 @@ class ImageFolderSource:
         image_shape: (h, w, c).
         is_resized: whether images of other sizes and channels are brought to ``image_shape``, or must have it.
         fingerprint: SHA-256 of the classes and of each image's path below the data directory and its size.
+        changed: SHA-256 of the times at which the images were last changed; another copy of them has another.
         damaged: the samples whose headers say already that they cannot be decoded; headers are read unless
             ``is_resized``.
     """
@@ -58,6 +59,7 @@ class ImageFolderSource:
     image_shape: tuple[int, int, int]
     is_resized: bool
     fingerprint: str
+    changed: str
     damaged: tuple[BadSample, ...]
 
     @property
@@ -162,6 +164,7 @@ def _create_source(data_dir: Path, listing: _Listing, class_names: tuple[str, ..
             num_samples=len(files),
             class_names=class_names,
             fingerprint=_fingerprint(data_dir, files, class_names),
+            changed=hashlib.sha256(repr([file.changed_ns for file in files]).encode()).hexdigest(),
             **fields,
         )
 
@@ -172,6 +175,7 @@ def _create_source(data_dir: Path, listing: _Listing, class_names: tuple[str, ..
 class _File(NamedTuple):
     path: str
     num_bytes: int
+    changed_ns: int
 
 
 _Listing = dict[str, list[_File]]
@@ -229,7 +233,8 @@ def _list_class(folder: Path) -> list[_File]:
     for entry in entries:
         if not os.access(entry.path, os.R_OK):
             raise DataError(f"{entry.path} cannot be read. Check the file and its permissions.", reach="node")
-    return [_File(entry.path, entry.stat().st_size) for entry in entries]
+    stats = [entry.stat() for entry in entries]
+    return [_File(entry.path, stat.st_size, stat.st_mtime_ns) for entry, stat in zip(entries, stats, strict=True)]
 
 
 _REMEDY = "Move what does not belong there to another place; names that begin with a dot are ignored."

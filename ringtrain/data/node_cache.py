@@ -1,9 +1,10 @@
 """Decoded samples in one file for each node, which all of its ranks map into their memory.
 
 The ranks of a node fill it together before the training, each its share. It is filled under another name and renamed at
-the end: under its own name it is whole. While it is filled local rank 0 holds a lock on it, which the system frees when
-that process ends, however it ends: a part that nobody holds is left over, and the next run removes it. Two runs that
-start at once fill a file each; nobody waits for another run.
+the end: under its own name, which is of the samples and of when their files last changed, it is whole. While it is
+filled local rank 0 holds a lock on it, which the system frees when that process ends, however it ends: a part that
+nobody holds is left over, and the next run removes it, like whole files that no run has opened for a month. Two runs
+that start at once fill a file each; nobody waits for another run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 ENDING = ".samples"
 PART_ENDING = ".part"
+UNUSED_SECONDS = 30 * 86400
+UNUSED_SECONDS_WHERE_SPACE_LACKS = 86400
 _FORMAT = 1
 _HEADER_BYTES = 4096
 _ALIGNMENT = 64
@@ -60,7 +64,9 @@ def open_node_cache(source: FallibleSource, collective: Collective, *, name: str
         DataError: there is not enough space, the file cannot be written, or the ranks see different samples.
     """
     world, label = collective.world, f"cache/{name}"
-    file = CacheFile(cache_directory(world.node), find_layout(source), source.fingerprint)
+    file = CacheFile(
+        cache_directory(world.node), find_layout(source), f"{source.fingerprint} {getattr(source, 'changed', '')}"
+    )
     with contextlib.ExitStack() as stack:
 
         def begin() -> Filling | None:
@@ -139,6 +145,7 @@ class CacheFile:
         with _saying_where(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _remove_left_over(self.path.parent)
+            self._make_room()
             self._check_space()
             filling = Filling(self.path)
             try:
@@ -150,6 +157,14 @@ class CacheFile:
                 filling.close()
                 raise
             return filling
+
+    def _make_room(self) -> None:
+        """Remove files that no run has opened for long, the longest unused first."""
+        used = {path: path.stat().st_mtime for path in self.path.parent.glob(f"*{ENDING}")}
+        for path in sorted(used, key=lambda path: used[path]):
+            lacks_space = shutil.disk_usage(self.path.parent).free < self.num_bytes
+            if time.time() - used[path] > (UNUSED_SECONDS_WHERE_SPACE_LACKS if lacks_space else UNUSED_SECONDS):
+                path.unlink(missing_ok=True)
 
     def _check_space(self) -> None:
         free = shutil.disk_usage(self.path.parent).free
@@ -192,6 +207,8 @@ class CacheFile:
             DataError: it cannot be read.
         """
         with _saying_where(self.path):
+            with contextlib.suppress(PermissionError):  # another user's
+                os.utime(self.path)  # what is in use is not removed: see _make_room
             is_good, *arrays = self._map(self.path, "r")
             return np.array(is_good, bool), arrays
 

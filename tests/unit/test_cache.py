@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import tensorflow as tf
 from ringtrain.collectives.solo import Solo
 from ringtrain.data import cache
 from ringtrain.data.cache import with_cache
+from ringtrain.data.image_folder import load_image_folder
 from ringtrain.data.node_cache import CacheFile, cache_directory, share_of
 from ringtrain.data.sources import BadSample, from_arrays
 from ringtrain.errors import DataError
@@ -189,6 +191,34 @@ def test_other_samples_get_another_file(place: Path) -> None:
     cached(source, "node")
     assert sorted(source.decoded) == ALL.tolist()
     assert len(list(place.iterdir())) == 2
+
+
+def test_an_image_that_was_changed_is_decoded_anew(tmp_path: Path, place: Path) -> None:
+    image = tmp_path / "images/train/cat/1.png"
+    image.parent.mkdir(parents=True)
+    sizes = set()
+    for value in (3, 200):
+        image.write_bytes(tf.io.encode_png(np.full((4, 4, 3), value, np.uint8)).numpy())
+        sizes.add(image.stat().st_size)
+        source, _ = load_image_folder(tmp_path / "images", image_size=None, channels=3)
+        x, _ = run(cached(source, "node").gather, [0])
+        assert np.unique(x).tolist() == [value]
+    assert len(sizes) == 1  # which says nothing, then
+
+
+def test_files_that_no_run_has_opened_for_long_are_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = {"of_today": 0, "of_last_week": 7, "of_last_month": 31}
+    place.mkdir(parents=True)
+    for name, days in ages.items():
+        (place / f"{name}.samples").touch()
+        os.utime(place / f"{name}.samples", (time.time() - 86400 * days,) * 2)
+    cached(Decoding(), "node")
+    cached(Decoding(), "node")
+    assert {path.stem for path in place.iterdir()} & set(ages) == {"of_today", "of_last_week"}
+    monkeypatch.setattr("ringtrain.data.node_cache.shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(DataError, match="where 100 are free"):
+        cached(Decoding(fingerprint="other"), "node")
+    assert {path.stem for path in place.iterdir()} & set(ages) == {"of_today"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ written and flushed in a temporary directory that is then renamed: a name withou
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -38,6 +39,8 @@ UNNAMED = re.compile(r"variable(_\d+)?")
 STEP_NAME = re.compile(r"step-(\d+)", re.ASCII)
 BEST_NAME = re.compile(rf"{BEST}-{STEP_NAME.pattern}", re.ASCII)
 HASHED_CHUNK_BYTES = 16 * 2**20
+# Of this process and of the way to the disk; they say nothing about what lies there.
+NO_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         DamagedError: a file is missing, or not what was written; the message names it and what is wrong.
-        DataError: it was written by a newer version of ringtrain.
+        DataError: it was written by a newer version of ringtrain, or this process may not read it.
     """
     content = _read_manifest(path / MANIFEST_FILE)
     data = _read_verified(path / VARIABLES_FILE, content["files"][VARIABLES_FILE])
@@ -354,10 +357,11 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
     return data
 
 
-def _unreadable(path: Path, error: OSError) -> DamagedError:
+def _unreadable(path: Path, error: OSError) -> DataError:
     if isinstance(error, FileNotFoundError):
         return DamagedError(f"{str(path)!r} is missing.")
-    return DamagedError(f"{str(path)!r} cannot be read: {error.strerror}.")
+    said = f"{str(path)!r} cannot be read: {error.strerror}."
+    return DataError(f"{said} Mend that, and start again.") if error.errno in NO_DAMAGE else DamagedError(said)
 
 
 def _bytes_of(value: npt.NDArray[Any]) -> memoryview:

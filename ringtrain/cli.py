@@ -37,6 +37,7 @@ from ringtrain.flags import (
     parse_arguments,
 )
 from ringtrain.help import PROGRAM, show_overview
+from ringtrain.identity import require_own
 from ringtrain.run_directory import CONFIG_FILE, REPORT_FILE, read_config, refuse_taken
 from ringtrain.starting_file import write_starting_file
 from ringtrain.startup import quiet_start
@@ -118,7 +119,7 @@ def export_command(arguments: Sequence[str], world: World) -> int:
     run, form = require_run(wanted), wanted.get("format", EXPORT_FORMATS[0])
     if form not in EXPORT_FORMATS:
         raise UsageError(f"format is {form!r}; it must be one of {', '.join(EXPORT_FORMATS)}.", reach="run")
-    checkpoint = find_checkpoint(run, wanted.get("checkpoint", BEST))
+    checkpoint = require_own(run, find_checkpoint(run, wanted.get("checkpoint", BEST)))
     ending = ".keras" if form == "keras" else ""
     output = wanted.get("output", run / "export" / (checkpoint.resolve().name.removeprefix(f"{BEST}-") + ending))
     if ending and output.suffix != ending:

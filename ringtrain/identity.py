@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.bounded import parse_json, read_bounded
+from ringtrain.checkpoint import read_facts
+from ringtrain.errors import UsageError
 
 IDENTITY_FILE = "run.json"
 MAX_BYTES = 4096
@@ -55,6 +57,25 @@ def write_identity(run: Path, identity: Mapping[str, Any]) -> None:
     temporary = run / f".{IDENTITY_FILE}"
     temporary.write_text(json.dumps(dict(identity)) + "\n", encoding="utf-8")
     temporary.replace(run / IDENTITY_FILE)
+
+
+def require_own(run: Path, path: Path) -> Path:
+    """See that a checkpoint which lies in a run directory is that run's, as far as both say which they are.
+
+    Returns:
+        Its path.
+
+    Raises:
+        UsageError: it is another run's; the message says what both are.
+        DataError: it cannot be read.
+    """
+    own, theirs = read_identity(run), as_identity(read_facts(path).get("identity"))
+    if own and theirs and own["id"] != theirs["id"]:
+        raise UsageError(
+            f"the checkpoint {str(path)!r} is of {describe_identity(theirs)}, and {str(run)!r} is that of "
+            f"{describe_identity(own)}. Put it back into the directory of its own run, and name that."
+        )
+    return path
 
 
 def describe_identity(identity: Mapping[str, Any] | None) -> str:

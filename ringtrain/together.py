@@ -345,12 +345,13 @@ def evaluate_together(prepared: Prepared, collective: Collective, run: Path, whi
     from ringtrain.checkpoint import find_checkpoint, read_checkpoint
     from ringtrain.collectives import on_first
     from ringtrain.console import open_console
+    from ringtrain.identity import require_own
     from ringtrain.job import create_job
     from ringtrain.saving import restore
     from ringtrain.variables import share_first_values
 
     def restore_on_first() -> int:
-        checkpoint = read_checkpoint(find_checkpoint(run, which))
+        checkpoint = read_checkpoint(require_own(run, find_checkpoint(run, which)))
         restore(job, checkpoint)
         return checkpoint.step
 

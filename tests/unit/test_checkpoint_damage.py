@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +198,29 @@ def test_a_newer_format_is_no_damage_and_says_update(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=rf"format {FORMAT + 1}, written by a newer.*Update ringtrain") as raised:
             read()
         assert not isinstance(raised.value, DamagedError)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_this_process_may_not_read_is_no_damage(name: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # one that other users may enter
+        root = Path(directory) / "checkpoints"
+        for step in (1, 2):
+            save(root, step)
+        for path in (root.parent, root, *root.iterdir()):
+            path.chmod(0o755)
+        (root / step_name(2) / name).chmod(0)
+        with as_nobody(), pytest.raises(DataError, match=f"{name}' cannot be read: Permission denied. Mend") as caught:
+            find_newest(root)
+    assert not isinstance(caught.value, DamagedError)
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may read everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from ringtrain.checkpoint import MANIFEST_FILE, step_name
+from ringtrain.cli import export_command
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.identity import IDENTITY_FILE, as_identity, describe_identity, draw_identity, read_identity
+from ringtrain.identity import IDENTITY_FILE, as_identity, describe_identity, draw_identity, read_identity, require_own
 from ringtrain.manifest import digest_of
 from ringtrain.resume import open_run
+from ringtrain.world import read_world
 from tests.unit.test_resume import make_run, read_files
 
 
@@ -129,6 +131,22 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_identities(config: Con
 
     shutil.rmtree(run / "checkpoints" / step_name(6))
     assert open_quietly(config) == read_identity(run)
+
+
+def test_eval_and_export_take_the_runs_own_checkpoints(config: Config, tmp_path: Path) -> None:
+    run = make_run(config, [2])
+    sign(run, [2])
+    other = make_run(replace(config, out=tmp_path / "other"), [6])
+    path = run / "checkpoints" / step_name(6)
+    shutil.copytree(other / "checkpoints" / step_name(6), path)
+    assert require_own(run, path) == path  # an older ringtrain's says nothing
+    sign(run, [6], read_identity(other))
+    assert require_own(run, path.with_name(step_name(2)))
+    with pytest.raises(UsageError) as raised:
+        require_own(run, path)
+    assert f"{str(path)!r} is of {describe_identity(read_identity(other))}" in str(raised.value)
+    with pytest.raises(UsageError, match=r"is of run .* Put it back into the directory of its own run"):
+        export_command([str(run), "--checkpoint", step_name(6)], read_world({}))
 
 
 def test_one_of_the_same_seed_and_settings_is_told_apart(config: Config, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -44,3 +45,32 @@ def test_a_script_starts_well_and_does_not_train_apart(tmp_path: Path) -> None:
     for rank in range(2):
         assert f"rank {rank} of 2: cycle 2 ms, 2 threads" in run.stdout
     assert "is not distributed: each of the 2 ranks would train a model of its own" in run.stderr
+
+
+LEAVING = """
+import threading, time
+import numpy as np
+import keras
+import ringtrain.keras as hvd
+
+hvd.init(exit_timeout=1)
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0, callbacks=[first])
+if hvd.rank() == 1:
+    threading.Thread(target=time.sleep, args=(3600,), name="uploader").start()
+time.sleep(2)  # longer than exit_timeout, which begins with the end
+print("the script goes on", flush=True)
+"""
+
+
+def test_a_script_whose_thread_goes_on_is_ended_after_its_end(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEAVING)
+    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")
+    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script)]
+    run = run_command(command, env=env, timeout=60)
+    assert run.rc == 0, run.stderr
+    assert run.stdout.count("the script goes on") == 2
+    assert re.search(r"warning: rank 1 on \S+ .* kept by the thread 'uploader'.* leaves with exit code 0", run.stderr)

@@ -23,6 +23,7 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import Cause, PreemptedError, RingtrainError
 from ringtrain.evaluation import EvalReport
 from ringtrain.guard.finite import require_finite_values
+from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.preflight import package_versions
 from ringtrain.job import Job, create_job
 from ringtrain.labels import CHECKED_STEPS
@@ -103,7 +104,11 @@ def train(
     console.start_progress(job.total_steps, job.first_step, actions.find_last_saved_step)
     try:
         actions.profile.begin()
-        step, ending = run_steps(job, actions.in_order, guard, progress, requests)
+        with explaining_lost_ranks():  # before what is closed makes this rank be somewhere else
+            step, ending = run_steps(job, actions.in_order, guard, progress, requests)
+    except BaseException:
+        requests.end_training()
+        raise
     finally:
         actions.close()
         console.stop_progress()

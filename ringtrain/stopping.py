@@ -107,6 +107,10 @@ class StopRequests:
         self._announce = announce
         self._is_training = True
 
+    def end_training(self) -> None:
+        """An error ends the training: a request to stop changes nothing from now on, and nothing is said of it."""
+        self._announce = lambda reason: None
+
     def clear_file(self) -> None:
         """Remove the file, so that the next run does not stop as well."""
         if self._file is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 from ringtrain import activity
@@ -10,10 +11,22 @@ from ringtrain.errors import LOST_RANK_SIGN, RingtrainError
 
 # What Horovod 0.28 gives every pending collective once its background thread has ended (common.h: SHUT_DOWN_ERROR).
 SIGNS = ("Horovod has been shut down", LOST_RANK_SIGN)
+NAMED_SECONDS = 1.5  # the watchdog looks each second
 
 
 class LostRanksError(RingtrainError):
     """Another rank has ended, or cannot be reached."""
+
+
+_first_lost = ""  # in words; the first whose connection has ended, as others end in its wake
+_is_known = threading.Event()
+
+
+def note_lost(who: str) -> None:
+    """The connection of a rank, such as ``rank 1 on node7``, has ended without its leave. The watchdog says so."""
+    global _first_lost
+    _first_lost = _first_lost or who
+    _is_known.set()
 
 
 @contextlib.contextmanager
@@ -28,7 +41,17 @@ def explaining_lost_ranks() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RingtrainError) or not any(sign in str(error) for sign in SIGNS):
             raise
-        raise LostRanksError(
-            f"lost the other ranks while it {activity.current()[0].words_of_one}: one of them has ended, or the "
-            "network between them has failed. Look for the first error, which is another rank's."
-        ) from error
+        place = activity.current()[0].words_of_one
+        _is_known.wait(NAMED_SECONDS)
+        message = f"lost {_first_lost or 'the other ranks'} while this one {place}: "
+        if _first_lost:
+            message += (
+                "it has ended, or the network to it has failed. Look for its own error; where it wrote none, it was "
+                "killed, or its code left by sys.exit or os._exit."
+            )
+        else:
+            message += (
+                "one of them has ended, or the network between them has failed. Look for the first error, which is "
+                "another rank's."
+            )
+        raise LostRanksError(message) from error

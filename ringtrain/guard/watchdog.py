@@ -24,6 +24,7 @@ from ringtrain.activity import Doing, limit_seconds
 from ringtrain.errors import HangError
 from ringtrain.guard.ending import STACKS_SECONDS, STACKS_SIGNAL, run_bounded, start_bounded, write_stacks
 from ringtrain.guard.hub import Message, Star, draw_token, listen
+from ringtrain.guard.lost import note_lost
 from ringtrain.guard.outside import Outside
 from ringtrain.guard.ranks import name_ranks
 from ringtrain.guard.states import RankState, find_hang, read_state
@@ -198,6 +199,7 @@ class Watchdog:
     def _take(self, rank: int, message: Message | None) -> None:
         """What another rank says of itself; None: it has gone without a word."""
         if message is None:
+            note_lost(name_ranks([rank], self._nodes))
             if rank in self._states:
                 self._states[rank] = dataclasses.replace(self._states[rank], is_gone=True)
         elif "bye" in message:

@@ -118,7 +118,7 @@ def cases() -> Iterator[Case]:
         ("raise", ("step",), ("launch over Gloo",)),
         ("exit", ("setup", "data", "evaluation"), ("launch",)),
         ("quit", ("setup", "data", "evaluation", "end"), ("launch",)),
-        ("quit", ("data",), ("launch over Gloo",)),
+        ("quit", ("data",), ("launch over Gloo", "mpirun")),
         ("sleep", ("data", "evaluation"), ("launch",)),
         ("sleep", ("data",), ("mpirun",)),
         ("lock", ("data",), ("launch",)),

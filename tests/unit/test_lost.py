@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import tensorflow as tf
 
 from ringtrain.errors import LOST_RANK_SIGN, DataError
-from ringtrain.guard.lost import LostRanksError, explaining_lost_ranks
+from ringtrain.guard import lost
+from ringtrain.guard.lost import LostRanksError, explaining_lost_ranks, note_lost
 
 
 @pytest.mark.parametrize("sign", ["Horovod has been shut down", f"{LOST_RANK_SIGN}: rank 1"])
@@ -26,3 +29,15 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, explaining_lost_ranks():
         raise error
     assert caught.value is error
+
+
+def test_the_first_rank_whose_connection_has_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost, "_first_lost", "")
+    monkeypatch.setattr(lost, "_is_known", threading.Event())
+    for who in ("rank 1 on node7", "rank 2 on node8"):  # the second ends in the wake of the first
+        note_lost(who)
+    with (
+        pytest.raises(LostRanksError, match=r"^lost rank 1 on node7 while .* left by sys\.exit"),
+        explaining_lost_ranks(),
+    ):
+        raise RuntimeError(LOST_RANK_SIGN)

@@ -165,6 +165,7 @@ def test_help_fits_a_terminal_and_has_an_example(
         assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
+    assert not re.search(r"\(\)|\w {3,}[a-z]+ [a-z]", re.sub(r"^  \S.{25}", "", text, flags=re.MULTILINE))
     first, *_ = text.partition("examples:\n")[2].splitlines()
     assert re.match(
         rf"  (horovodrun -np 2 )?python -m ringtrain{f' {command}' if command not in ('', 'train') else ''}( |$)", first

@@ -297,6 +297,8 @@ def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequenc
     endless = re.search(r'Parser key "([\w.]+)":\s+Exceeds the limit', message)
     if endless:
         return f"{endless[1]} has thousands of digits; it must be {field_rules().get(endless[1], 'a whole number')}."
+    if message.startswith('Parser key "optimizer":'):
+        return "optimizer has several settings, each with a flag of its own, such as --optimizer.name. See --help."
     if re.match("Problems parsing config|Unexpected config", message):
         return f"{find_config_file(arguments)} holds no YAML mapping of settings: {' '.join(message.split())}"
     return " ".join(message.split())
@@ -349,10 +351,8 @@ def refuse_unreadable_file(arguments: Sequence[str]) -> None:
     if file is None:
         return
     try:
-        settings = load_settings(Path(file))
-        empty = [name for name, value in settings.items() if value == ""] if isinstance(settings, dict) else []
-        if empty:
-            raise UsageError(f"{empty[0]} is '' in {file}; give it a value, or leave it out.", reach="run")
+        refuse_other_files(file, load_settings(Path(file)))
+        return
         return
     except (UnicodeDecodeError, yaml.YAMLError):
         return  # the parser says what is wrong
@@ -365,3 +365,26 @@ def refuse_unreadable_file(arguments: Sequence[str]) -> None:
     except OSError as error:
         reason = f"it cannot be read: {error.strerror}. Check the path"
     raise UsageError(f"config is {file!r}, and {reason}.", reach="run")
+
+
+def refuse_other_files(file: str, settings: Any) -> None:
+    """See that what a file of settings holds names no other one: the parser would read it, whatever it is.
+
+    Raises:
+        UsageError: it does, or is empty, or has an empty text, which the parser may take for the current directory.
+    """
+    if settings is None:
+        raise UsageError(f"{file} is empty; it must hold settings, such as epochs: 5.", reach="run")
+    if not isinstance(settings, Mapping):
+        return  # the parser says what is wrong
+    empty = [name for name, value in settings.items() if value == ""]
+    if empty:
+        raise UsageError(f"{empty[0]} is '' in {file}; give it a value, or leave it out.", reach="run")
+    if "config" in settings:
+        raise UsageError(f"{file} has the key config; a file of settings cannot name another one.", reach="run")
+    if not isinstance(settings.get("optimizer", {}), Mapping | None):
+        raise UsageError(
+            f"optimizer is {shorten(repr(settings['optimizer']))}; it must be a mapping of settings, such as "
+            "{name: adam}.",
+            reach="run",
+        )

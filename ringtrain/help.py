@@ -92,7 +92,7 @@ def _grouped(parser: ArgumentParser) -> Iterator[tuple[str, list[Action]]]:
 def _describe(action: Action, columns: int) -> list[str]:
     """A flag with its value, its meaning and its default."""
     hint = getattr(action, "_typehint", None)
-    text = action.help or ""
+    text = " ".join((action.help or "").split())
     if action.dest == "options":
         head = "--options.NAME VALUE"
     elif not action.option_strings:
@@ -103,7 +103,7 @@ def _describe(action: Action, columns: int) -> list[str]:
         word = value_word(hint)
         head = f"{action.option_strings[0]} {word}"
         text += f": {', '.join(_choices(hint))}" if word == "NAME" and _choices(hint) else ""
-    if hint is not None and action.default is not None and not isinstance(action.default, dict):
+    if hint is not None and action.default not in (None, "") and not isinstance(action.default, dict):
         text += f" ({_show_default(action.default)})"
     lines = textwrap.wrap(text, columns - FLAG_COLUMNS - 2, break_on_hyphens=False)
     if len(head) > FLAG_COLUMNS - 1:

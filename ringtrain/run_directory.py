@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,15 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values; what it merges (``<<``) does not grow without end."""
+    """YAML's plain values, each key once; what it merges (``<<``) does not grow without end."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
+        twice = next((key for key, count in keys.items() if count > 1), None)
+        if twice is not None:
+            raise ValueError(f"the key {twice!r} stands there twice")
+        return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)

@@ -2,7 +2,8 @@
 
 A pipe whose reader has ended (``| head``), a terminal that was closed, a full disk behind ``> log``: there every print
 raises an error, in the user's own code as well, and so does the interpreter's last flush. The streams that are made
-here write to ``/dev/null`` from the first failure on.
+here write to ``/dev/null`` from the first failure on. What a reader that stands still (``| less``, Ctrl-S) leaves no
+room for is left out: the run would wait for it, and with it all ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import select
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
+from ringtrain import activity
+
 STREAMS = {"stdout": 1, "stderr": 2}
+PATIENCE_SECONDS = 30.0
+TICK_SECONDS = 1.0
 
 _warn: Callable[[str], None] | None = None
 
@@ -26,13 +33,35 @@ class LastingFile(io.FileIO):
         """``name`` is the stream's, in words."""
         super().__init__(descriptor, "w", closefd=closefd)
         self.name = name
+        self._left_out = 0  # bytes, while its reader stands still
 
-    def write(self, data: Any) -> int | None:  # type: ignore[override]  # None: a pipe that is full for now
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
         try:
-            return super().write(data)
+            while rest:
+                if not self._is_ready():
+                    self._left_out += len(rest)
+                    break
+                # For more than this there may be no room. None: a pipe that does not wait had too little.
+                rest = rest[super().write(rest[: select.PIPE_BUF]) or 0 :]
         except OSError as error:
             give_up(self.fileno(), str(self.name).strip("<>"), error)
-            return memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def _is_ready(self) -> bool:
+        """Whether something can be written without having to wait; it is waited for, but not again and again."""
+        stream = str(self.name).strip("<>")
+        end = time.monotonic() + (0 if self._left_out else PATIENCE_SECONDS)
+        while not _has_room(self.fileno(), seconds=TICK_SECONDS if time.monotonic() < end else 0):
+            activity.move()  # others may wait for this one meanwhile
+            if time.monotonic() >= end:
+                if not self._left_out:
+                    _tell(stream, f"{stream} is not read any more: what does not fit is left out until it is.")
+                return False
+        if self._left_out:
+            super().write(f"\nringtrain: warning: {self._left_out:,} bytes of {stream} are left out here.\n".encode())
+            self._left_out = 0
+        return True
 
 
 def keep_streams() -> None:
@@ -68,10 +97,15 @@ def keep_streams() -> None:
 def give_up(descriptor: int, name: str, error: OSError) -> None:
     """Lead a descriptor that takes nothing any more to ``/dev/null``, and say so where somebody may still read it."""
     _lead_to_nothing(descriptor)
-    message = f"{name} cannot be written any more ({error.strerror}): the program goes on without it."
+    _tell(name, f"{name} cannot be written any more ({error.strerror}): the program goes on without it.")
+
+
+def _tell(name: str, message: str) -> None:
+    """Say what is wrong with a stream where somebody may read it: on the other one, and in the run's events."""
     other = STREAMS["stdout" if name == "stderr" else "stderr"]
     with contextlib.suppress(OSError):
-        os.write(other, f"ringtrain: warning: {message}\n".encode())
+        if _has_room(other, seconds=0):
+            os.write(other, f"ringtrain: warning: {message}\n".encode())
     if _warn is not None:
         with contextlib.suppress(Exception):  # the run directory may be on the same full disk, or closed
             _warn(message)
@@ -81,6 +115,13 @@ def warn_by(warn: Callable[[str], None]) -> None:
     """Have this told of each stream that goes away, too."""
     global _warn
     _warn = warn
+
+
+def _has_room(descriptor: int, *, seconds: float) -> bool:
+    """Whether a descriptor takes something within so long; also where that can only fail."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(1000 * seconds))
 
 
 def _lead_to_nothing(descriptor: int) -> None:

@@ -167,6 +167,7 @@ def test_help_fits_a_terminal_and_has_an_example(
         assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
+    assert not re.search(r"\(\)|\w {3,}[a-z]+ [a-z]", re.sub(r"^  \S.{25}", "", text, flags=re.MULTILINE))
     first, *_ = text.partition("examples:\n")[2].splitlines()
     assert re.match(
         rf"  (horovodrun -np 2 )?python -m ringtrain{f' {command}' if command not in ('', 'train') else ''}( |$)", first
@@ -190,6 +191,27 @@ def test_what_print_config_prints_is_read_back(capsys: pytest.CaptureFixture[str
     (tmp_path / "settings.yaml").write_text(first)
     assert main(["--config", "settings.yaml", "--print_config"]) == 0
     assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: 2\nsteps: 3\n", "settings.yaml holds no settings: the key 'steps' stands there twice."),
+        ("optimizer: {lr: 1, lr: 2}\n", "settings.yaml holds no settings: the key 'lr' stands there twice."),
+        ("config: o.yaml\n", "settings.yaml has the key config; a file of settings cannot name another one."),
+        ("optimizer: o.yaml\n", "optimizer is 'o.yaml'; it must be a mapping of settings, such as {name: adam}."),
+        ("# later\n", "settings.yaml is empty; it must hold settings, such as epochs: 5."),
+    ],
+)
+def test_a_file_of_settings_says_each_once_and_itself(
+    text: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Another file would be read whatever it is: of this one, the text would fill the memory."""
+    endless = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]" for n in range(10))
+    (tmp_path / "o.yaml").write_text(endless)
+    (tmp_path / "settings.yaml").write_text(text)
+    assert main(["--config", "settings.yaml", "--print_config"]) == 2
+    assert capsys.readouterr().err == f"ringtrain: error: {message}\n"
 
 
 def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

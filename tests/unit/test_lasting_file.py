@@ -1,0 +1,81 @@
+"""Pipes that are full: what is printed waits for a reader that is slow, and not for one that stands still."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ringtrain import streams
+from ringtrain.streams import LastingFile
+
+LINE = "x" * 99 + "\n"
+NUM_LINES = 2000  # more than a pipe holds
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Its reading and its writing end."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def text_stream(descriptor: int) -> io.TextIOWrapper:
+    """As ``keep_streams`` makes them."""
+    return io.TextIOWrapper(io.BufferedWriter(LastingFile(descriptor, "<stdout>")), line_buffering=True)
+
+
+def read_all(descriptor: int) -> bytes:
+    """What a pipe holds."""
+    data = b""
+    while select.select([descriptor], [], [], 0)[0]:
+        data += os.read(descriptor, 65536)
+    return data
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["blocking", "non-blocking"])
+def test_a_slow_reader_gets_everything(pipe: tuple[int, int], waits: bool) -> None:
+    """A pipe is non-blocking where another process that has it made it so, such as Node."""
+    reader, writer = pipe
+    os.set_blocking(writer, waits)
+    data: list[bytes] = []
+
+    def read() -> None:
+        while sum(map(len, data)) < NUM_LINES * len(LINE):
+            time.sleep(0.01)
+            data.append(os.read(reader, 65536))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    stream = text_stream(writer)
+    for _ in range(NUM_LINES):
+        stream.write(LINE)
+    stream.flush()
+    thread.join()
+    assert b"".join(data) == NUM_LINES * LINE.encode()
+
+
+def test_a_reader_that_stands_still_is_not_waited_for(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``| less`` and Ctrl-S: the run goes on, says so once, and prints again once it is read again."""
+    reader, writer = pipe
+    warnings: list[str] = []
+    monkeypatch.setattr(streams, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(streams, "_warn", warnings.append)
+    stream = text_stream(writer)
+    for _ in range(NUM_LINES):
+        stream.write(LINE)
+    assert warnings == ["stdout is not read any more: what does not fit is left out until it is."]
+    seen = read_all(reader).decode()
+    left_out = NUM_LINES * len(LINE) - len(seen)
+    assert left_out > 0
+    stream.write("again\n")
+    gap = f"\nringtrain: warning: {left_out:,} bytes of stdout are left out here.\n"
+    assert read_all(reader).decode() == f"{gap}again\n"
+    assert len(warnings) == 1

@@ -353,7 +353,6 @@ def refuse_unreadable_file(arguments: Sequence[str]) -> None:
     try:
         refuse_other_files(file, load_settings(Path(file)))
         return
-        return
     except (UnicodeDecodeError, yaml.YAMLError):
         return  # the parser says what is wrong
     except ValueError as error:

@@ -36,7 +36,7 @@ def require_sound(content: Mapping[str, Any], variables_file: str) -> None:
     files = content.get("files")
     file = files.get(variables_file) if isinstance(files, dict) else None
     _require(variables_file, file, lambda value: isinstance(value, dict) and _is_count(value.get("bytes")))
-    _require("checksum", file["sha256"] if file else None, _is_digest)
+    _require("checksum", file.get("sha256") if file else None, _is_digest)
     variables = content.get("variables")
     _require("list of variables", variables, lambda value: isinstance(value, list))
     end, names = 0, set()

@@ -126,7 +126,7 @@ PLACES: list[tuple[Any, ...]] = [
         (("progress",), {"x": 1}),
         (("progress", "best"), "1"), (("progress", "finished"), "perhaps"), (("run",), "x"), (("run", "config"), None),
         (("run", "world_size"), 0), (("run", "global_batch_size"), -7), (("run", "global_batch_size"), 2**70),
-        (("files",), []), (("files", "variables.bin", "sha256"), 7),
+        (("files",), []), (("files", "variables.bin", "sha256"), 7), (("files", "variables.bin"), {"bytes": 20}),
     ],
 )  # fmt: skip
 def test_a_manifest_of_wrong_values_is_damaged_and_the_one_before_it_is_taken(

@@ -97,10 +97,16 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
         y: what the loss compares the outputs with, in the same form.
 
     Raises:
-        DataError: no array at all, or arrays of different length.
+        DataError: no array at all, or arrays of different length, or one that is ragged or sparse.
     """
     import tensorflow as tf
 
+    for array in tf.nest.flatten((x, y)):
+        if isinstance(array, (tf.RaggedTensor, tf.SparseTensor)):
+            raise DataError(
+                f"the arrays of a source hold a {type(array).__name__}; they must be dense. Fill it up: "
+                f"{'array.to_tensor()' if isinstance(array, tf.RaggedTensor) else 'tf.sparse.to_dense(array)'}."
+            )
     lengths = {len(array) for array in tf.nest.flatten((x, y)) if np.ndim(array)}
     if len(lengths) != 1 or any(np.ndim(array) == 0 for array in tf.nest.flatten((x, y))):
         shapes = ", ".join(str(np.shape(array)) for array in tf.nest.flatten((x, y)))

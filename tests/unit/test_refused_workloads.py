@@ -151,6 +151,22 @@ def test_a_generator_of_more_than_pairs_is_named() -> None:
         job_of(create_sources=sources(feed, None))
 
 
+@pytest.mark.parametrize(
+    ("x", "remedy"),
+    [
+        (lambda: tf.ragged.constant([[1.0], [1.0, 2.0]]), r"hold a RaggedTensor; .* array\.to_tensor\(\)"),
+        (
+            lambda: tf.sparse.from_dense([[0.0, 1.0], [0.0, 0.0]]),
+            r"hold a SparseTensor; .* tf\.sparse\.to_dense\(array\)",
+        ),
+        (lambda: np.zeros([3, 2]), r"have the shapes \(3, 2\), \(2,\)"),
+    ],
+)
+def test_arrays_are_dense_and_of_one_length(x: Any, remedy: str) -> None:
+    with pytest.raises(DataError, match=remedy):
+        from_arrays(x(), np.zeros(2))
+
+
 def test_a_model_takes_the_samples() -> None:
     with pytest.raises(UsageError, match=r"does not take the x of the training samples, float32 \[n, 6\]"):
         job_of(create_model=lambda: dense(NUM_FEATURES - 1))

@@ -331,6 +331,9 @@ def make_config(
     if workload_options is not None:
         options = merge_options(options, workload_options)
     values = {**defaults, **explicit, "optimizer": OptimizerConfig(**optimizer), "options": options}
+    for name in ("data_dir", "out", "init_from"):  # no shell has done so in a file, nor bash in --out=~/run
+        if isinstance(values.get(name), Path):
+            values[name] = Path(os.path.expanduser(values[name]))
     return Config(**values)
 
 

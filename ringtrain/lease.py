@@ -42,6 +42,7 @@ class Lease:
     def __init__(self, directory: Path, number: int) -> None:
         self.number = number
         self._directory, self._file = directory, directory / _file_name(number)
+        self._pid = os.getpid()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
@@ -50,8 +51,13 @@ class Lease:
         """See that the lease still holds.
 
         Raises:
-            LeaseLostError: another process has taken over.
+            LeaseLostError: another process has taken over, or this one was forked from the holder.
         """
+        if os.getpid() != self._pid:
+            raise LeaseLostError(
+                f"process {os.getpid()}, which the workload's code has forked, came back from there into the training, "
+                f"which is that of process {self._pid}. It has to end by itself, such as by os._exit(0)."
+            )
         try:
             newest = _newest_number(self._directory)
         except OSError as error:

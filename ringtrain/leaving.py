@@ -25,8 +25,8 @@ from types import FrameType
 from typing import NoReturn
 
 from ringtrain.config import Config
-from ringtrain.defects import is_users_own
-from ringtrain.escaping import escape
+from ringtrain.defects import format_defect, is_users_own
+from ringtrain.escaping import escape, escape_block
 from ringtrain.leftovers import hand_over, read_command
 
 FLUSH_SECONDS = 5.0
@@ -48,6 +48,24 @@ def note_exit_code(status: object) -> None:
     """What the program leaves with: the argument of ``sys.exit``, as Python reads it."""
     global _exit_code
     _exit_code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
+
+
+@contextlib.contextmanager
+def ending_forked() -> Iterator[None]:
+    """End a process that the user's code has forked, where it comes back from there: the run is its parent's."""
+    pid = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == pid:
+            raise
+        note_exit_code(error.code if isinstance(error, SystemExit) else 1)
+        with contextlib.suppress(OSError):
+            if not isinstance(error, SystemExit):
+                sys.stderr.write(escape_block(format_defect(error)))
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(_exit_code)
 
 
 def watch_end(*, has_left_ranks: bool) -> None:

@@ -186,6 +186,11 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
                 f"the run directory {str(wanted)!r} cannot be made: {error.strerror}. Give another with --out."
             ) from error
     if not wanted.is_dir() or (_holds_something(wanted) and not (wanted / CONFIG_FILE).is_file()):
+        if (wanted / "checkpoints").is_dir():  # a copy that broke off: nobody is to remove what it still has
+            raise UsageError(
+                f"out is {str(wanted)!r}, which has checkpoints, but no {CONFIG_FILE}: half a run. Bring the file back "
+                "from where the run was copied, or give another directory with --out."
+            )
         raise UsageError(
             f"out is {str(wanted)!r}, which is not empty and holds no run of ringtrain. Give another with --out, or "
             "remove it."

@@ -178,7 +178,7 @@ def train_together(
                 f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
             )
             return None
-        with explaining_lost_ranks(), explaining_memory(prepared.config):
+        with leaving.ending_forked(), explaining_lost_ranks(), explaining_memory(prepared.config):
             result = train(
                 prepared.workload,
                 prepared.config,

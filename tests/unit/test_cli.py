@@ -214,6 +214,16 @@ def test_a_file_of_settings_says_each_once_and_itself(
     assert capsys.readouterr().err == f"ringtrain: error: {message}\n"
 
 
+def test_a_tilde_means_the_home_directory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "settings.yaml").write_text("out: ~/run\n")
+    for arguments in (["--config", "settings.yaml"], ["--out=~/run"]):
+        assert main([*arguments, "--print_config"]) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["out"] == str(tmp_path / "home" / "run")
+
+
 def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text("epochs: 3\nseed: 5\noptimizer:\n  lr: 0.5\n")
     for arguments in (["--config", "settings.yaml", "--epochs", "4"], ["--epochs", "4", "--config", "settings.yaml"]):

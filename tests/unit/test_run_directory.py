@@ -47,6 +47,12 @@ def test_a_run_that_starts_anew_gets_a_number_where_the_directory_is_taken(tmp_p
     assert made == ["digits", "digits-2", "digits-3"]
 
 
+def test_nobody_is_told_to_remove_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UsageError, match=r"has checkpoints, but no config\.yaml: half a run\. Bring the file back"):
+        create_run_directory(tmp_path)
+
+
 def test_an_empty_directory_is_someone_else_s_that_is_about_to_write_for_a_run_that_starts_anew(tmp_path: Path) -> None:
     (tmp_path / "digits").mkdir()
     assert create_run_directory(tmp_path / "digits", is_anew=True).name == "digits-2"

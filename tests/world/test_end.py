@@ -100,3 +100,15 @@ def test_a_script_has_all_its_time_and_is_ended_after_its_end(
     assert finished.rc == code, finished.stderr
     assert "the script goes on" in finished.stdout
     assert re.search(kept_by(how, code=code), finished.stderr), finished.stderr
+
+
+def test_a_forked_process_that_comes_back_does_not_touch_the_run(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--workload", f"{STAYING}:LastingForker", "--out", out, "--epochs", "1"]
+    finished = run_ringtrain(arguments, timeout=60)
+    assert finished.rc == 0, finished.stderr
+    assert "ValueError: of the forked process" in finished.stderr
+    assert "came back from there into the training" in finished.stderr
+    assert [event["status"] for event in events(out, "end")] == ["completed"]
+    assert len(events(out, "start")) == 1
+    assert "released" in (next((out / ".lease").iterdir())).read_text()

@@ -247,7 +247,7 @@ def describe_source(name: str, source: Source | Feed | None) -> dict[str, str | 
     if isinstance(source, Feed):
         return {name: f"a feed of {source.steps_per_epoch or 'unknown'} steps an epoch"}
     fingerprint = getattr(source, "fingerprint", "")
-    printed = f", fingerprint {fingerprint[:12]}" if fingerprint else ""
+    printed = f", fingerprint {str(fingerprint)[:12]}" if fingerprint else ""
     facts: dict[str, str | list[str]] = {name: f"{source.num_samples:,} samples ({type(source).__name__}{printed})"}
     if isinstance(source, ArraySource):
         arrays = source.arrays().items()

@@ -2,13 +2,11 @@
 
 import sys
 
-from ringtrain.huge_pages import restart_with_huge_pages
 from ringtrain.streams import keep_streams
 
 
 def main() -> int:
-    """Start once more with large pages where that helps, then run the command, and see to it that the process ends."""
-    restart_with_huge_pages()
+    """Run the command, and see to it that the process ends."""
     keep_streams()
     from ringtrain.cli import main as run_command_line  # which would be imported twice before
     from ringtrain.launched import tell_left

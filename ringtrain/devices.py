@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ringtrain import huge_pages
 from ringtrain.activity import limit_seconds
 from ringtrain.environment import check_address_space, check_environment, explaining_import
 from ringtrain.errors import UsageError
@@ -86,7 +85,7 @@ class DevicePlan:
         why_unpinned: why this rank has no cores of its own; empty where it has, or where it is alone on its node.
         intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
         may_have_gpus, shared_memory_bytes: those of the machine.
-        settings: the environment variables for the communication, for TensorFlow and the C library.
+        settings: the environment variables for the communication and for TensorFlow.
     """
 
     own_cores: tuple[int, ...]
@@ -238,7 +237,6 @@ def adapt_plan(
         environ: with the settings of ``plan``; the other arguments are those of ``plan_devices``.
     """
     own = {setting.name: setting.value for setting in plan.settings if setting.source == "ringtrain"}
-    own.pop(huge_pages.VARIABLE, None)  # which no setting of a run changes
     users = {name: value for name, value in environ.items() if own.get(name) != value}
     return dataclasses.replace(
         plan,
@@ -278,10 +276,7 @@ def plan_settings(
     profiles: bool = False,
     shared_memory_bytes: int = 0,
 ) -> tuple[Setting, ...]:
-    """The environment variables for TensorFlow and, where there is more than one rank, for the communication.
-
-    Those of the C library are from before this process started: ``ringtrain.huge_pages``.
-    """
+    """The environment variables for TensorFlow and, where there is more than one rank, for the communication."""
     wanted = {
         "KERAS_BACKEND": "tensorflow",
         # Errors only: TensorFlow and its parts print a page of notices at import otherwise.
@@ -315,17 +310,12 @@ def plan_settings(
             "HOROVOD_DISABLE_GROUP_FUSION": "1",
             "TF_DETERMINISTIC_OPS": "1",
         }
-    settings = [
+    return tuple(
         Setting(name=name, value=environ[name], source="environment")
         if name in environ
         else Setting(name=name, value=value, source="ringtrain")
         for name, value in wanted.items()
-    ]
-    if huge_pages.VARIABLE in environ:
-        tunables = environ[huge_pages.VARIABLE]
-        source: Source = "ringtrain" if environ.get(huge_pages.RESTARTED) == tunables else "environment"
-        settings.append(Setting(name=huge_pages.VARIABLE, value=tunables, source=source))
-    return tuple(settings)
+    )
 
 
 def is_on(value: str) -> bool:

@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ringtrain import huge_pages
 from ringtrain.bench.contenders import DIRECTORY, PORT, Command, Finished
 
 MARK = "RINGTRAIN_BENCH_MARK"
@@ -28,7 +27,7 @@ END_SECONDS = 10.0
 FIRST_STEP_LINE = re.compile(r"step \d+, loss")
 # Of a launcher around the benchmark, and what would change a contender's speed behind its back.
 FOREIGN_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SLURM_", "TF_", "OMP_", "KMP_", "XLA_")
-FOREIGN_NAMES = ("KERAS_BACKEND", "PYTHONWARNINGS", huge_pages.VARIABLE, huge_pages.RESTARTED)
+FOREIGN_NAMES = ("KERAS_BACKEND", "PYTHONWARNINGS", "GLIBC_TUNABLES")
 
 
 class ChildFailedError(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ringtrain import huge_pages
 from ringtrain.config import Config
 from ringtrain.devices import DevicePlan, Machine, plan_devices
 from ringtrain.world import World
@@ -46,17 +45,13 @@ class Settings:
 
 def choose_settings(size: int, machine: Machine) -> Settings:
     """The settings of ``size`` ranks on a machine of which no run has taken cores yet."""
-    tunables = huge_pages.choose_here({})
     plans = [plan_rank(rank, size, machine) for rank in range(size)]
     return Settings(
         cores=tuple(plan.cores for plan in plans),
         intra_op_threads=plans[0].intra_op_threads,
         inter_op_threads=plans[0].inter_op_threads,
         rank_inter_op_threads=plan_rank(0, size, machine, one_at_a_time=True).inter_op_threads,
-        env={
-            **{setting.name: setting.value for setting in plans[0].settings},
-            **({huge_pages.VARIABLE: tunables} if tunables else {}),
-        },
+        env={setting.name: setting.value for setting in plans[0].settings},
     )
 
 

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ringtrain import huge_pages
 from ringtrain.bench.contenders import Comparison, Contender, Experiment
 from ringtrain.bench.outcomes import read_training
 from ringtrain.bench.steps import AUTOTUNE, LENGTHS, NO_FUSION, Length, plan_one_process, plan_training, workload_flags
@@ -28,7 +27,6 @@ VARIATIONS = {
     "ringtrain_again": Variation("ringtrain"),
     "cycle_5_ms": Variation("ringtrain", {"HOROVOD_CYCLE_TIME": "5"}),
     "spinning": Variation("ringtrain", {"OMPI_MCA_mpi_yield_when_idle": "0"}),
-    "small_pages": Variation("ringtrain", {huge_pages.VARIABLE: f"{huge_pages.TUNABLE}=0"}),
     "inter_op_2": Variation("ringtrain", {"TF_NUM_INTEROP_THREADS": "2"}),
     "intra_op_2": Variation("ringtrain", {"TF_NUM_INTRAOP_THREADS": "2"}),
     "horovod": Variation("ringtrain", by_horovod=True),

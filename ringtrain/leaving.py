@@ -84,13 +84,15 @@ def watch_end(*, has_left_ranks: bool) -> None:
 
     sys.exit = exit_noted
     atexit.register(hand_over, _name, _timeout)
-    threading.Thread(target=_watch, args=(has_left_ranks,), name="end", daemon=True).start()
+    timer = _Timer()
+    if has_left_ranks:  # what was registered before comes after this, and may let no thread run
+        atexit.register(lambda: timer.exit_in(_timeout, _earned_code()))
+    threading.Thread(target=_watch, args=(has_left_ranks, timer), name="end", daemon=True).start()
 
 
-def _watch(has_left_ranks: bool) -> None:
+def _watch(has_left_ranks: bool, timer: _Timer) -> None:
     tick = min(LONGEST_TICK_SECONDS, _timeout / 4)
     left = _timeout
-    timer = _Timer()
     while left > 0:
         time.sleep(tick)
         left = left - tick if _is_ending() else _timeout

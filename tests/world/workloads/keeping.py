@@ -40,6 +40,8 @@ def keep(how: str) -> None:
         pool.submit(wait_for_ever)
     elif how == "atexit":
         atexit.register(wait_for_ever)
+    elif how == "atexit in C":  # in which no thread of Python runs
+        atexit.register(ctypes.PyDLL(None).sleep, int(FOR_EVER))
     elif how == "child":
         multiprocessing.get_context("spawn").Process(target=time.sleep, args=(FOR_EVER,), name="decoder").start()
     elif how == "destructor":

@@ -143,7 +143,10 @@ def _acquire(run: Path, environ: Mapping[str, str], say: Callable[[str], None]) 
                 if not _remove(directory / _file_name(number)):
                     break
             return Lease(directory, newest + 1)
-    raise UsageError(f"the run directory {str(run)!r} is wanted by too many runs at once. Give each its own --out.")
+    raise UsageError(
+        f"the run directory {str(run)!r} is wanted by too many runs at once, or something else wrote into "
+        f"{str(directory)!r}. Give each run its own --out; where none is running, remove that directory."
+    )
 
 
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:

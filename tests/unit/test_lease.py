@@ -529,3 +529,10 @@ def test_a_lease_that_was_let_go_or_taken_by_another_run_is_not_ended(tmp_path: 
 def test_a_lease_that_cannot_be_seen_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         take_over(tmp_path / "gone", 1, environ={})
+
+
+def test_a_lease_of_the_last_number_says_what_to_remove(tmp_path: Path, short: None) -> None:
+    (tmp_path / LEASE_DIRECTORY).mkdir()
+    (tmp_path / LEASE_DIRECTORY / "999999999").write_text('{"released": true}')
+    with pytest.raises(UsageError, match=rf"wrote into '{tmp_path / LEASE_DIRECTORY}'.* remove that directory"):
+        acquire_lease(tmp_path, environ={})

@@ -42,6 +42,7 @@ from ringtrain.run_directory import CONFIG_FILE, REPORT_FILE, read_config, refus
 from ringtrain.starting_file import write_starting_file
 from ringtrain.startup import quiet_start
 from ringtrain.stopping import StopRequests
+from ringtrain.streams import has_lost_stdout
 from ringtrain.together import (
     Prepared,
     adapt,
@@ -82,17 +83,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(
                 f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.", reach="run"
             )
-        return run_command(arguments, world)
+        code = run_command(arguments, world)
+        return code if command == "train" else fail_unheard(code)
     except RingtrainError as error:
         report_end(error, world)
         return error.exit_code
+
+
+def fail_unheard(code: int) -> int:
+    """The exit code of a command of which nothing is left but what it prints."""
+    return RingtrainError.exit_code if code == 0 and has_lost_stdout() else code
 
 
 def train_command(arguments: Sequence[str], world: World) -> int:
     """Train a workload: what is done where no command is named."""
     explicit = parse_arguments(create_train_parser(), arguments, world)
     if explicit.pop("print_config", False):
-        return print_config(explicit, world)
+        return fail_unheard(print_config(explicit, world))
     with StopRequests() as requests:
         requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
         prepared = prepare(explicit, world)

@@ -9,6 +9,7 @@ room for is left out: the run would wait for it, and with it all ranks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import select
@@ -23,6 +24,7 @@ STREAMS = {"stdout": 1, "stderr": 2}
 PATIENCE_SECONDS = 30.0
 TICK_SECONDS = 1.0
 
+_lost: set[str] = set()  # those that took no more, whoever read them
 _warn: Callable[[str], None] | None = None
 
 
@@ -97,6 +99,8 @@ def keep_streams() -> None:
 def give_up(descriptor: int, name: str, error: OSError) -> None:
     """Lead a descriptor that takes nothing any more to ``/dev/null``, and say so where somebody may still read it."""
     _lead_to_nothing(descriptor)
+    if error.errno != errno.EPIPE:  # a reader that left had what it wanted
+        _lost.add(name)
     _tell(name, f"{name} cannot be written any more ({error.strerror}): the program goes on without it.")
 
 
@@ -109,6 +113,12 @@ def _tell(name: str, message: str) -> None:
     if _warn is not None:
         with contextlib.suppress(Exception):  # the run directory may be on the same full disk, or closed
             _warn(message)
+
+
+def has_lost_stdout() -> bool:
+    """Whether something that was printed could not be written, such as to a full disk."""
+    sys.stdout.flush()
+    return "stdout" in _lost
 
 
 def warn_by(warn: Callable[[str], None]) -> None:

@@ -17,8 +17,9 @@ from launch.lines import say
 from launch.slurm.controller import submit as submit_script
 from launch.slurm.job import JobRequest, read_flag
 from launch.slurm.mpi import find_mpi
-from ringtrain.errors import UsageError
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.escaping import escape
+from ringtrain.streams import has_lost_stdout
 
 HELP = """\
 usage: python -m launch slurm COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
@@ -62,7 +63,7 @@ def render(arguments: Sequence[str]) -> int:
     text = make_script(request)
     if options.to is None:
         sys.stdout.write(text)
-        return 0
+        return RingtrainError.exit_code if has_lost_stdout() else 0
     try:
         write_script(options.to, text, is_private=bool(request.env))
     except OSError as error:

@@ -87,6 +87,21 @@ def test_a_short_command_has_its_own_exit_code_too(arguments: tuple[str, ...], b
     assert "Traceback" not in complaints
 
 
+RENDER = ["-m", "launch", "slurm", "render", "--nodes", "2", "--gpus_per_node", "4"]
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "ringtrain", "workloads"], ["-m", "ringtrain", "--print_config"], RENDER], ids=lambda c: c[-1]
+)
+def test_a_result_that_could_not_be_written_is_no_success(command: list[str]) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        finished = subprocess.run(
+            [sys.executable, *command], stdout=full, stderr=subprocess.PIPE, text=True, env=clean_environment()
+        )
+    assert finished.returncode == 1
+    assert finished.stderr.endswith(f"ringtrain: warning: {LOST.format('No space left on device')}\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", "launch"])
 def test_a_reader_that_leaves_a_launcher_loses_nothing(launcher: str, tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_command = (COMMANDS | INTERNAL_COMMANDS).get(command)
         if run_command is None:
             near = difflib.get_close_matches(command, COMMANDS, n=1)
-            suggestion = f"Did you mean {near[0]!r}? " if near else ""
+            meant = f"--workload {command}" if command.endswith(".py") else repr(near[0]) if near else ""
+            suggestion = f"Did you mean {meant}? " if meant else ""
             raise UsageError(
                 f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.", reach="run"
             )

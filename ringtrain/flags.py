@@ -299,6 +299,9 @@ def explain_parse_error(message: str, parser: ArgumentParser, arguments: Sequenc
         return f"{endless[1]} has thousands of digits; it must be {field_rules().get(endless[1], 'a whole number')}."
     if message.startswith('Parser key "optimizer":'):
         return "optimizer has several settings, each with a flag of its own, such as --optimizer.name. See --help."
+    missing = re.match("the following arguments are required: (.*)", message)
+    if missing:
+        return f"{missing[1]} must be given. See --help."
     if re.match("Problems parsing config|Unexpected config", message):
         return f"{find_config_file(arguments)} holds no YAML mapping of settings: {' '.join(message.split())}"
     return " ".join(message.split())

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from ringtrain.errors import UsageError
+from ringtrain.workloads import refuse_hiding
 
 TEMPLATE = Path(__file__).parent / "templates" / "my_workload.txt"
 TEMPLATE_NAME = "my_workload.py"
@@ -20,6 +21,7 @@ def write_starting_file(path: Path) -> None:
     """
     if path.suffix != ".py":
         raise UsageError(f"file is {str(path)!r}; it must end in .py, such as {TEMPLATE_NAME}.", reach="run")
+    refuse_hiding(path)
     text = TEMPLATE.read_text(encoding="utf-8").replace(TEMPLATE_NAME, path.name)
     try:
         with tempfile.TemporaryDirectory(prefix=".ringtrain-", dir=path.parent) as directory:

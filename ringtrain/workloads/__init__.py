@@ -26,6 +26,8 @@ BUILT_IN = {
 
 PYTHON_FUNCTIONS = ("py_function", "numpy_function", "py_func")
 
+IMPORTED = ("horovod", "keras", "launch", "mpi4py", "numpy", "ringtrain", "tensorflow", "yaml")
+
 
 def check_workload_name(spec: str) -> None:
     """See that a workload's name can be right, without importing anything.
@@ -54,6 +56,21 @@ def check_workload_name(spec: str) -> None:
         )
     if place.endswith(".py") and not os.path.isfile(place):  # Path.is_file raises on a name that is too long
         raise UsageError(f"workload is {spec!r}, but there is no file {place!r}. Check the path.", reach="node")
+    refuse_hiding(Path(place))
+
+
+def refuse_hiding(file: Path) -> None:
+    """See that a workload's file has no name by which training imports something else: it would get that file.
+
+    Raises:
+        UsageError: it has.
+    """
+    if file.suffix == ".py" and file.stem in IMPORTED:
+        raise UsageError(
+            f"{str(file)!r} would be imported in place of {file.stem}, which training needs. Give the file another "
+            f"name, such as my_{file.name}.",
+            reach="run",
+        )
 
 
 def is_file_within(spec: str, directory: Path) -> bool:

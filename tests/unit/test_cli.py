@@ -49,6 +49,10 @@ WRONG = [
     (["export", "run"], ["'run' is no run directory"]),
     (["export", "run", "--fromat", "keras"], ["there is no flag --fromat", "Did you mean --format?"]),
     (["init", "workload"], ["file is 'workload'; it must end in .py"]),
+    (["init", "keras.py"], ["'keras.py' would be imported in place of keras", "such as my_keras.py"]),
+    (["--workload", "numpy.py"], ["'numpy.py' would be imported in place of numpy"]),
+    (["mine.py"], ["there is no command 'mine.py'. Did you mean --workload mine.py?"]),
+    (["convert"], ["source, destination must be given. See --help."]),
     (["init", "no/such/place.py"], ["'no/such/place.py' cannot be written: No such file or directory"]),
     (["init"], ["file"]),
     (["workloads", "--verbose"], ["there is no flag --verbose"]),
@@ -95,6 +99,7 @@ FILES = {
     "wrong_nested_key.yaml": "optimizer:\n  rate: 3\n",
     "wrong_type.yaml": "epochs: many\n",
     "no_yaml.yaml": "a: [1\n",
+    "numpy.py": "",
     "list.yaml": "- 1\n- 2\n",
     "empty_value.yaml": "out: ''\n",
 }

@@ -19,6 +19,7 @@ from ringtrain.job import create_job
 from ringtrain.loop import run_steps
 from ringtrain.nonfinite import NonfiniteGuard
 from ringtrain.progress import Progress
+from ringtrain.step_report import is_updated
 from ringtrain.variables import share_first_values
 from ringtrain.workloads.base import Sources
 from tests.world.conftest import RunRingtrain
@@ -46,6 +47,13 @@ class NotANumber(Line):
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
         return super().loss(y, outputs) * np.nan
+
+
+class NothingOfNothing(Line):
+    """A metric that is no number, such as the precision where nothing was found."""
+
+    def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"precision": tf.zeros_like(y) / tf.zeros_like(y)}
 
 
 def run(collective: Collective, workload: Line, **settings: Any) -> str:
@@ -78,6 +86,17 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank_where_the_loss_is(
 @on_ranks(2)
 def test_a_loss_that_is_no_number_is_not_taken_for_an_overflow_of_the_loss_scale(collective: Collective) -> None:
     assert run(collective, NotANumber(), precision="mixed_float16").startswith("step 1: ")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@on_ranks(1, 2)
+def test_a_metric_that_is_no_number_stops_no_step(collective: Collective, accumulate: int) -> None:
+    config = Config(global_batch_size=NUM_SAMPLES, steps=1, accumulate=accumulate)
+    job = create_job(NothingOfNothing(), config, collective, num_threads=1)
+    share_first_values(job.step.variables, collective)
+    returned = job.step(next(iter(job.batches)), learning_rate=0.1)
+    assert is_updated(returned)
+    assert np.isnan(job.step.read(returned).metrics["precision"])
 
 
 @pytest.mark.parametrize("are_alike", [True, False])

@@ -137,6 +137,7 @@ def create_job(
 
     step, eval_step = agree(collective, trace, name="step")
     warn_of_python(step, say)
+    warn_of_own_step(model, say)
     job = Job(
         workload=workload,
         config=config,
@@ -220,6 +221,18 @@ def warn_of_python(step: TrainStep, say: Callable[[str], None]) -> None:
         say(
             f"warning: the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A "
             "tf.function in that code would wait for ever; if there is one, set TF_NUM_INTEROP_THREADS=2."
+        )
+
+
+def warn_of_own_step(model: keras.Model, say: Callable[[str], None]) -> None:
+    """Say that a model's own ``train_step`` trains nothing here."""
+    own = [
+        name for name in ("train_step", "test_step") if not getattr(type(model), name).__module__.startswith("keras.")
+    ]
+    if own:
+        say(
+            f"warning: {' and '.join(f'{type(model).__name__}.{name}' for name in own)} is never called: a step here "
+            "is the workload's loss, metrics and optimizer. Train such a model by fit, under ringtrain.keras."
         )
 
 

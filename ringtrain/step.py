@@ -284,6 +284,7 @@ class TrainStep:
         communication_sec = tf.constant(0.0, tf.float64)
         if begin is not None:
             communication_sec = moment_after([sums, *state, *gradients]) - begin
+        assert sums is not None  # a control vector was given
         looked_at = [sums[:end], *state]  # a metric may be NaN, such as 0 of 0; nothing is trained by it
         is_finite = tf.reduce_all([gradients_finite, *(tf.reduce_all(tf.math.is_finite(each)) for each in looked_at)])
         scale = self.loss_scale.value

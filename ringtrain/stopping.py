@@ -40,6 +40,7 @@ class StopRequests:
         self._is_training = self._was_interrupted = False
         self._file: Path | None = None
         self._limits: list[tuple[float, str]] = []  # on the monotonic clock, and why
+        self._lineage_at_start = Lineage()  # a launcher may end before the ranks have joined
         self._lineage: Lineage | None = None
         self._signals = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
         self._leave: Callable[[str, int], None] = lambda reason, exit_code: None
@@ -94,9 +95,9 @@ class StopRequests:
         now = time.monotonic()
         self._limits = sorted((now + limit.seconds_left, limit.reason) for limit in limits)
 
-    def watch_launcher(self, lineage: Lineage) -> None:
+    def watch_launcher(self) -> None:
         """Stop when a process ends that started this one, too; nobody would see what becomes of the run."""
-        self._lineage = lineage
+        self._lineage = self._lineage_at_start
 
     def at_early_end(self, leave: Callable[[str, int], None]) -> None:
         """What to do before the process ends at once; called from the thread with the reason and the exit code."""

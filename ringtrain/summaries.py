@@ -8,7 +8,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from ringtrain.defects import strip_nodes
+from ringtrain.defects import describe_defect, strip_nodes
+from ringtrain.errors import UsageError
 from ringtrain.run_directory import RunDirectoryError
 from ringtrain.workloads.base import Histogram, Images
 
@@ -18,7 +19,8 @@ MAX_IMAGES = 8
 class EventFiles:
     """What TensorBoard shows of a run.
 
-    Each method raises RunDirectoryError where the files cannot be written.
+    Each method raises RunDirectoryError where the files cannot be written, and ``show`` UsageError where a workload's
+    values are none that TensorBoard shows.
     """
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
@@ -38,10 +40,16 @@ class EventFiles:
         """Write a workload's images and histograms under their names."""
         with self._explaining(), self._writer.as_default(step=step):
             for name, value in values.items():
-                if isinstance(value, Images):
-                    tf.summary.image(name, value.values, max_outputs=MAX_IMAGES)
-                else:
-                    tf.summary.histogram(name, value.values)
+                try:
+                    if isinstance(value, Images):
+                        tf.summary.image(name, value.values, max_outputs=MAX_IMAGES)
+                    else:
+                        tf.summary.histogram(name, value.values)
+                except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, TypeError, ValueError) as error:
+                    raise UsageError(
+                        f"the summary {name!r} cannot be shown: {describe_defect(error)} Give images as [n, h, w, c] "
+                        "with 1, 3 or 4 channels, and numbers to a histogram."
+                    ) from error
 
     def flush(self) -> None:
         """Bring all to the files: before a checkpoint, whose steps are not trained again."""

@@ -33,7 +33,6 @@ from ringtrain.guard.lost import LostRanksError, explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.guard.watchdog import Watchdog
 from ringtrain.launched import tell_end, tell_run
-from ringtrain.launcher import Lineage
 from ringtrain.lease import LeaseLostError
 from ringtrain.run_directory import REPORT_FILE
 from ringtrain.startup import describe_start
@@ -162,7 +161,7 @@ def train_together(
     from ringtrain.loop import train
 
     if collective.world.launcher != "no launcher" and not prepared.config.detached:
-        requests.watch_launcher(Lineage())
+        requests.watch_launcher()
     console = open_console(is_first=collective.world.is_first)
     for line in describe_start(collective, prepared.plan, prepared.device):
         console.line(line)

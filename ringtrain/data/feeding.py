@@ -12,7 +12,15 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, agree, gather_objects
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.order import FedOrder
-from ringtrain.data.pipeline import PREFETCHED_BATCHES, Augment, Batch, as_pair, describe_structure, own_errors
+from ringtrain.data.pipeline import (
+    PREFETCHED_BATCHES,
+    Augment,
+    Batch,
+    change,
+    describe_structure,
+    explain_change,
+    own_errors,
+)
 from ringtrain.data.sources import Feed
 from ringtrain.errors import DataError
 
@@ -31,8 +39,7 @@ class FedBatches(NamedTuple):
 
     def explain(self, error: Exception, step: int) -> Exception:
         """What went wrong, where it was in the feed."""
-        del step
-        return self.failures[0] if self.failures else error
+        return self.failures[0] if self.failures else explain_change(error, step)
 
 
 def fed_batches(
@@ -76,7 +83,7 @@ def fed_batches(
         if augment is not None:
             # From the step, so that a run that goes on gives the same; another rank's sample must not get the same.
             keys = sample_keys(order.seed, step, indices * world.size + world.rank)
-            x, y = as_pair(augment, augment(x, y, keys), of=(x, y))
+            x, y = change(augment, x, y, keys)
         return Batch(x, y, indices, step, tf.zeros([], tf.int64))
 
     scalar = tf.TensorSpec([], tf.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +17,7 @@ from ringtrain.data.sources import FallibleSource, Source
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.world import World
 
+OTHER_COUNT = "gave another number of samples than it got"
 # (x, y, keys) -> (x, y); keys are those of augment.sample_keys
 Augment = Callable[[Any, Any, tf.Tensor], tuple[Any, Any]]
 
@@ -77,8 +79,7 @@ def local_batches(
         else:
             x, y = as_pair(source.gather, source.gather(indices))
         if augment is not None:
-            changed = augment(x, y, sample_keys(order.seed, epoch, indices))
-            x, y = as_pair(augment, changed, of=(x, y))
+            x, y = change(augment, x, y, sample_keys(order.seed, epoch, indices))
         return Batch(x, y, indices, step, global_count)
 
     # Many steps travel at once: to enter Python for each would cost a core as much as a small step's computation.
@@ -115,6 +116,25 @@ def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | Non
         f"tuples or dicts of such. {'Return unchanged what it does not change.' if of else 'Return x, y.'}",
         reach="run",
     )
+
+
+def change(augment: Augment, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]:
+    """What ``augment`` makes of samples, which must be as many, or others would count than are trained.
+
+    Raises:
+        UsageError: it gives something else; of another number the graph raises an error (``explain_change``).
+    """
+    changed = as_pair(augment, augment(x, y, keys), of=(x, y))
+    said = f"{getattr(augment, '__qualname__', type(augment).__name__)} {OTHER_COUNT}"
+    same = [tf.debugging.assert_equal(tf.shape(leaf)[0], tf.shape(keys)[0], said) for leaf in tf.nest.flatten(changed)]
+    with tf.control_dependencies(same):
+        return tf.nest.map_structure(tf.identity, changed)
+
+
+def explain_change(error: Exception, step: int) -> Exception:
+    """What to tell the user of an error of the pipeline at a step (from 0), where it is that of ``change``."""
+    found = re.search(rf"[^\s\[]+ {OTHER_COUNT}", str(error))
+    return UsageError(f"{found[0]} in step {step + 1}; it must give as many.") if found else error
 
 
 @contextlib.contextmanager

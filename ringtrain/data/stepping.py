@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.data.order import FedOrder, SampleOrder
-from ringtrain.data.pipeline import Batch
+from ringtrain.data.pipeline import Batch, explain_change
 from ringtrain.data.sources import BadSample, Source, is_fallible
 from ringtrain.errors import DataError
 from ringtrain.world import World
@@ -197,9 +197,9 @@ def explain_bad(source: Source, order: SampleOrder, world: World, error: Excepti
     """What to tell the user about the samples of a step (from 0) that a source could not give to this rank."""
     indices = order.local_batch(step, rank=world.rank, size=world.size).indices
     bad = source.find_bad(indices) if is_fallible(source) else []
-    if not bad:
-        return error
-    return DataError(f"{describe_bad(bad)} {BAD_REMEDY}", reach="rank")
+    if bad:
+        return DataError(f"{describe_bad(bad)} {BAD_REMEDY}", reach="rank")
+    return explain_change(error, step)
 
 
 def describe_bad(samples: list[BadSample]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,7 +16,8 @@ from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays, from_generator
 from ringtrain.errors import DataError, UsageError
 from ringtrain.job import Job, create_job
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain.summaries import EventFiles
+from ringtrain.workloads.base import Histogram, Images, Sources, Workload
 from ringtrain.world import World
 from tests.world.workloads.small import NUM_CLASSES, NUM_FEATURES, Small
 
@@ -142,6 +144,47 @@ def test_sources_are_sources_of_one_structure(case: str) -> None:
     method, message = SOURCES[case]
     with pytest.raises(UsageError, match=message):
         job_of(create_sources=method)
+
+
+def halves(x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    del keys
+    return x[::2], y[::2]
+
+
+@pytest.mark.parametrize("train", [ARRAYS, from_generator(lambda rank, size: iter([(X, Y)]), steps_per_epoch=1)])
+def test_augment_gives_as_many_samples_as_it_got(train: Any) -> None:
+    job = job_of(create_sources=sources(train, None), augment=halves)
+
+    def read_first() -> None:
+        job.batches.begin()
+        next(iter(job.batches))
+
+    with pytest.raises(UsageError, match=r"^halves gave another number of samples than it got in step 1; it must"):
+        read_first()
+
+
+@pytest.mark.parametrize("value", [Images([["a"]]), Images(np.zeros([2, 4, 4, 7])), Histogram([["a"]])])
+def test_a_summary_that_cannot_be_shown_is_named(value: Any, tmp_path: Path) -> None:
+    files = EventFiles(tmp_path, first_step=0)
+    with pytest.raises(UsageError, match=r"^the summary 'mine' cannot be shown: .*Give images as \[n, h, w, c\]"):
+        files.show({"mine": value}, step=1)
+
+
+def test_a_model_that_trains_by_itself_is_told_that_it_does_not() -> None:
+    class Own(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            return super().train_step(data)
+
+    def create_model() -> keras.Model:
+        inputs = keras.Input((NUM_FEATURES,))
+        return Own(inputs, keras.layers.Dense(NUM_CLASSES)(inputs))
+
+    said: list[str] = []
+    for method in (create_model, lambda: dense(NUM_FEATURES)):
+        workload = type("Mine", (Small,), {"create_model": staticmethod(method)})()
+        create_job(workload, Config(steps=1), Solo(ALONE), num_threads=1, say=said.append)
+    [line] = said
+    assert line.startswith("warning: Own.train_step is never called")
 
 
 def test_a_generator_of_more_than_pairs_is_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import signal
 import sys
 from pathlib import Path
@@ -212,6 +214,29 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(
     causes = ("stopped by the end of its launcher (pid ", *(["stopped by SIGTERM"] if start is HOROVODRUN_GLOO else []))
     assert events(out)[-1]["message"].startswith(causes)
     assert_went_on(out, reference)
+
+
+@pytest.mark.parametrize(
+    "start", [pytest.param(None, id="mpirun"), pytest.param(HOROVODRUN, id="horovodrun", marks=pytest.mark.slow)]
+)
+def test_ranks_whose_launcher_is_killed_before_they_have_joined_leave(start: list[str] | None, tmp_path: Path) -> None:
+    with running(tmp_path / "run", "--epochs", "2000", start=start, env=SLOW_STEP) as run:
+        run.wait_for("ranks that listen to signals", lambda: len(list(filter(blocks_sigterm, ranks_of(run)))) == 2)
+        assert "started by" not in run.text()
+        run.signal_launcher(signal.SIGKILL)
+        run.wait_until_gone()
+    assert not events(tmp_path / "run", "end") or events(tmp_path / "run", "end")[-1]["exit_code"] == 75
+
+
+def ranks_of(run: Run) -> set[int]:
+    return set(run.pids_of("ringtrain")).difference(*map(run.pids_of, ("horovodrun", "mpirun", "sh")))
+
+
+def blocks_sigterm(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        blocked = re.search(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return blocked is not None and bool(int(blocked[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return False
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
         "evaluation.py",
         [
             [STEP, "-k", f"{FEW} and (evaluat or averages)"],
-            ["tests/world/test_feeding.py", "-k", f"{FEW} and left_out"],
+            ["tests/unit/test_refused_workloads.py", "-k", "labels"],
+            ["tests/world/test_feeding.py", "-k", "left_out"],
             ["tests/world/test_verify.py", "-k", "plain_keras and not command"],
         ],
     ),
@@ -65,6 +66,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
         "step.py",
         [
             [STEP, "tests/world/test_nonfinite.py", "-k", FEW],
+            ["tests/unit/test_refused_workloads.py"],
             ["tests/world/test_verify.py", "-k", "one_process_trains"],
         ],
     ),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from ringtrain import activity
+from ringtrain.activity import Doing, Note
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.collectives.solo import Solo
 from ringtrain.config import Config
@@ -16,7 +19,7 @@ from ringtrain.data.sources import from_arrays
 from ringtrain.errors import UsageError
 from ringtrain.evaluation import EvalStep, evaluate
 from ringtrain.job import create_job
-from ringtrain.loss_scale import INITIAL_LOSS_SCALE
+from ringtrain.loss_scale import INITIAL_LOSS_SCALE, LossScale
 from ringtrain.step import TrainStep
 from ringtrain.step_report import StepReport, is_updated, wants_stop
 from ringtrain.variables import is_seed_state, share_first_values
@@ -235,6 +238,21 @@ def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
         assert_close(result.metrics["accuracy"], np.mean(np.argmax(logits, axis=1) == y), "accuracy")
 
 
+@on_ranks(1)
+def test_the_watchdog_hears_of_each_batch_of_an_evaluation(collective: Collective) -> None:
+    source = dense_samples(13)
+    spec = batches_of(source, collective, global_batch_size=5, steps=1).element_spec
+    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], spec)
+    eval_step = eval_step_of(step, collective, spec)
+    for takes_long in (True, False):  # what compiles, compiles in the first batch
+        with mock.patch.object(activity, "note") as note:
+            evaluate(eval_step, source, collective, global_batch_size=5, num_threads=1)
+        first = [Note(doing, 1, takes_long) for doing in (Doing.EVALUATION_DATA, Doing.EVALUATION_STEP)]
+        others = [Note(doing, number) for number in (2, 3) for doing in (Doing.EVALUATION_DATA, Doing.EVALUATION_STEP)]
+        said = [Note(*call.args, **call.kwargs) for call in note.call_args_list]
+        assert said == [*first, *others, Note(Doing.EVALUATION_DATA, 4)]
+
+
 @on_ranks(1, 2, 3)
 def test_moving_statistics_are_those_of_all_samples_on_all_ranks(collective: Collective) -> None:
     world = collective.world
@@ -354,6 +372,33 @@ def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(collec
         gradient = 2 * (64 + (world.size - 1) * 1e-6) / world.size
         assert_close(reports[-1].gradient_norm, gradient, "gradient norm, without the scale", tolerance=1e-2)
         assert_same_bits_on_all_ranks(step.variables, collective)
+
+
+@on_ranks(1)
+def test_the_loss_scale_halves_at_once_and_doubles_after_2000_good_steps_within_what_float32_holds(
+    collective: Collective,
+) -> None:
+    scale = LossScale(is_dynamic=True)
+    value, good_steps = scale.variables
+
+    def after(*are_finite: bool) -> float:
+        for is_finite in are_finite:
+            scale.adapt(tf.constant(is_finite))
+        return float(scale.value)
+
+    def after_good(count: int) -> float:
+        good_steps.assign(good_steps.value + (count - 1))  # all but the last of them, which change nothing else
+        return after(True)
+
+    assert after() == after(True) == 2.0**15
+    assert [after_good(1998), after_good(1), after_good(1999), after_good(1)] == [2.0**15, 2.0**16, 2.0**16, 2.0**17]
+    assert [after_good(1999), after(False)] == [2.0**17, 2.0**16]
+    assert [after_good(1999), after_good(1)] == [2.0**16, 2.0**17]
+    value.assign(2.0)
+    assert after(False, False) == 1
+    value.assign(2.0**127)
+    assert after_good(2000) == 2.0**127
+    assert float(LossScale(is_dynamic=False).value) == 1
 
 
 BLOCK = 64

@@ -453,6 +453,29 @@ def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collecti
         np.testing.assert_array_equal(together[block], masks[rank][block])
 
 
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+@on_ranks(1)
+def test_no_two_steps_share_their_dropout_whatever_the_seed(collective: Collective, seed: int) -> None:
+    batch = make_batch(np.ones((1, 3 * BLOCK)), np.zeros(1), step=0, global_count=1)
+    step = create_step(collective, dropout_model, OPTIMIZERS["momentum"], spec_of(batch), seed=seed)
+    states = [step._dropout_seeds(tf.constant(number), tf.constant(part)) for number in range(200) for part in (0, 1)]
+    assert len({tuple(state.numpy()) for [state] in states}) == 400
+
+
+@on_ranks(1)
+def test_a_step_is_traced_for_batches_of_a_kind_that_came_before(collective: Collective) -> None:
+    def batch(num_samples: int) -> Any:
+        x = np.zeros((num_samples, NUM_FEATURES))
+        return make_batch(x, np.zeros(num_samples, np.int64), step=0, global_count=4)
+
+    spec = spec_of(batch(4))
+    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], spec, local_batch_size=4)
+    for num_samples in (4, 3, 0):
+        assert step.is_traced_for(batch(num_samples)) is (num_samples == 4)
+        step(batch(num_samples), 0.1)
+        assert step.is_traced_for(batch(num_samples))
+
+
 @on_ranks(1, 2, 3)
 def test_first_values_reach_every_variable_and_slot_but_no_seed(collective: Collective) -> None:
     world = collective.world

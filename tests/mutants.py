@@ -28,7 +28,6 @@ from tests.faults.summary import describe_commit
 from tests.world.processes import REPOSITORY, clean_environment, run_command
 
 RESULT = REPOSITORY / "results/mutation.json"
-SECONDS = 400  # for the tests of one file; a defect that lets them wait for longer is killed
 FEW = "not [3 and not Gloo"  # what a third rank alone sees is not looked for
 STEP = "tests/world/test_step.py"
 
@@ -188,14 +187,14 @@ def identity(case: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(case[name] for name in ("file", "column", "source", "was", "became"))
 
 
-def who_fails(root: Path, stages: Sequence[Sequence[str]]) -> str | None:
-    """The first test that fails in this copy of the checkout; None where all pass."""
+def who_fails(root: Path, stages: Sequence[Sequence[str]], limit_seconds: float) -> str | None:
+    """The first test that fails in this copy of the checkout, or takes too long; None where all pass."""
     for stage in stages:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *stage]
         try:
-            finished = run_command(command, env=clean_environment(), timeout=SECONDS, cwd=root)
+            finished = run_command(command, env=clean_environment(), timeout=limit_seconds, cwd=root)
         except subprocess.TimeoutExpired:
-            return f"more than {SECONDS} s"
+            return f"more than {limit_seconds:.0f} s"
         if finished.rc != 0:
             failed = re.search(r"^(?:FAILED|ERROR) (\S+)", finished.stdout, re.MULTILINE)
             return failed[1] if failed else (finished.stdout + finished.stderr)[-1000:]
@@ -207,8 +206,9 @@ def try_module(root: Path, module: str, arguments: argparse.Namespace, known: di
     file, stages = MODULES[module]
     path, start = root / "ringtrain" / file, time.monotonic()
     source = path.read_bytes()
-    if failing := who_fails(root, stages):
+    if failing := who_fails(root, stages, 600):
         sys.exit(f"{module}: without a defect fails {failing}")
+    limit_seconds = 30 + 3 * (time.monotonic() - start)  # of one run of pytest; what lets it wait for longer is killed
     print(f"{module}: the tests take {time.monotonic() - start:.0f} s", flush=True)
     for mutant in choose(source, arguments.count, f"{module} {arguments.seed}"):
         case = describe(file, source, mutant)
@@ -219,7 +219,10 @@ def try_module(root: Path, module: str, arguments: argparse.Namespace, known: di
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):  # it is told from its source by time and size
             compiled.unlink()
         start = time.monotonic()
-        known[identity(case)] = case | {"killed_by": who_fails(root, stages), "commit": describe_commit()}
+        known[identity(case)] = case | {
+            "killed_by": who_fails(root, stages, limit_seconds),
+            "commit": describe_commit(),
+        }
         print(f"{time.monotonic() - start:4.0f} s", *known[identity(case)].values(), sep=" | ", flush=True)
         write_result(list(known.values()), arguments)
     path.write_bytes(source)

@@ -219,11 +219,9 @@ def try_module(root: Path, module: str, arguments: argparse.Namespace, known: di
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):  # it is told from its source by time and size
             compiled.unlink()
         start = time.monotonic()
-        known[identity(case)] = case | {
-            "killed_by": who_fails(root, stages, limit_seconds),
-            "commit": describe_commit(),
-        }
-        print(f"{time.monotonic() - start:4.0f} s", *known[identity(case)].values(), sep=" | ", flush=True)
+        case |= {"killed_by": who_fails(root, stages, limit_seconds), "commit": describe_commit()}
+        known[identity(case)] = case
+        print(f"{time.monotonic() - start:4.0f} s", *case.values(), sep=" | ", flush=True)
         write_result(list(known.values()), arguments)
     path.write_bytes(source)
 

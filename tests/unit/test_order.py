@@ -51,14 +51,15 @@ def test_a_position_s_sample_does_not_depend_on_what_is_asked_beside_it(
     np.testing.assert_array_equal(permute(positions, num_samples, key), whole(num_samples, key)[positions])
 
 
-def test_each_position_holds_each_sample_equally_often() -> None:
-    num_samples, epochs = 11, 4000
+@pytest.mark.parametrize(("num_samples", "limit"), [(11, 160), (17, 350)])  # 17: one more than four bits tell apart
+def test_each_position_holds_each_sample_equally_often(num_samples: int, limit: float) -> None:
+    epochs = 4000
     counts = np.zeros((num_samples, num_samples))
     for epoch in range(epochs):
         counts[np.arange(num_samples), whole(num_samples, (3, epoch))] += 1
     expected = epochs / num_samples
     chi_squared = np.sum((counts - expected) ** 2 / expected)
-    assert chi_squared < 160  # 100 degrees of freedom: above 160 with a probability of 1e-4
+    assert chi_squared < limit  # 100 and 256 degrees of freedom: above it with a probability of 1e-4
 
 
 def epoch_of(order: SampleOrder, epoch: int) -> np.ndarray:

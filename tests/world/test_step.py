@@ -371,6 +371,8 @@ def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(collec
         assert bits_of(step.model.variables) != before[: len(step.model.variables)]
         gradient = 2 * (64 + (world.size - 1) * 1e-6) / world.size
         assert_close(reports[-1].gradient_norm, gradient, "gradient norm, without the scale", tolerance=1e-2)
+        [[weight]] = step.model.trainable_variables[0].numpy()
+        assert_close(1 - weight, 1e-6 * gradient, "update, without the scale", tolerance=1e-2)
         assert_same_bits_on_all_ranks(step.variables, collective)
 
 

@@ -210,10 +210,12 @@ def try_module(root: Path, module: str, arguments: argparse.Namespace, known: di
         sys.exit(f"{module}: without a defect fails {failing}")
     limit_seconds = 30 + 3 * (time.monotonic() - start)  # of one run of pytest; what lets it wait for longer is killed
     print(f"{module}: the tests take {time.monotonic() - start:.0f} s", flush=True)
-    for mutant in choose(source, arguments.count, f"{module} {arguments.seed}"):
+    chosen = set(choose(source, arguments.count, f"{module} {arguments.seed}"))
+    for mutant in mutants_of(source):
         case = describe(file, source, mutant)
         before = known.get(identity(case), {})
-        if before.get("killed_by") or "reason" in before:
+        is_decided = before.get("killed_by") or "reason" in before
+        if is_decided or not (before or mutant in chosen):
             continue
         path.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):  # it is told from its source by time and size

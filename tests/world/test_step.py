@@ -23,6 +23,7 @@ from ringtrain.loss_scale import INITIAL_LOSS_SCALE, LossScale
 from ringtrain.step import TrainStep
 from ringtrain.step_report import StepReport, is_updated, wants_stop
 from ringtrain.variables import is_seed_state, share_first_values
+from ringtrain.workloads.base import Workload
 from ringtrain.world import World
 from tests.world.group import GLOO, on_ranks
 from tests.world.training import (
@@ -209,9 +210,9 @@ def test_a_vote_of_one_rank_reaches_all_in_steps_and_evaluations(collective: Col
         assert result is None
 
 
-def eval_step_of(step: TrainStep, collective: Collective, spec: Any) -> EvalStep:
+def eval_step_of(step: TrainStep, collective: Collective, spec: Any, workload: Workload | None = None) -> EvalStep:
     return EvalStep(
-        workload=Classification(regularised_model),
+        workload=workload or Classification(regularised_model),
         model=step.model,
         averages=step.averages,
         collective=collective,
@@ -236,6 +237,23 @@ def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
         assert_close(result.data_loss, data_loss, "data_loss")
         assert_close(result.loss, data_loss + KERNEL_DECAY * np.sum(kernel**2) + BIAS_DECAY * np.sum(bias_2**2), "loss")
         assert_close(result.metrics["accuracy"], np.mean(np.argmax(logits, axis=1) == y), "accuracy")
+
+
+@on_ranks(2)
+def test_metrics_may_have_another_order_on_each_rank(collective: Collective) -> None:
+    class Unordered(Classification):  # as those of a set, whose order Python draws anew for each process
+        def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+            values = {"one": tf.ones_like(outputs[:, 0]), "two": 2 * tf.ones_like(outputs[:, 0])}
+            return dict(reversed(values.items())) if collective.world.rank else values
+
+    source, workload = dense_samples(13), Unordered(regularised_model)
+    batches = batches_of(source, collective, global_batch_size=5, steps=1)
+    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], batches.element_spec, workload=workload)
+    [report] = train(step, batches)
+    eval_step = eval_step_of(step, collective, batches.element_spec, workload)
+    result = evaluate(eval_step, source, collective, global_batch_size=5, num_threads=1)
+    assert result is not None
+    assert report.metrics == result.metrics == {"one": 1, "two": 2}
 
 
 @on_ranks(1)

@@ -172,8 +172,10 @@ def choose(source: bytes, count: int, seed: str) -> list[Mutant]:
 def describe(file: str, source: bytes, mutant: Mutant) -> dict[str, Any]:
     """A defect before it is tried."""
     line_start = source.rfind(b"\n", 0, mutant.start) + 1
+    functions = re.findall(rb"^ *def (\w+)", source[: mutant.start], re.MULTILINE)
     return {
         "file": f"ringtrain/{file}",
+        "function": functions[-1].decode() if functions else "",
         "line": source.count(b"\n", 0, mutant.start) + 1,
         "column": mutant.start - line_start,
         "source": source[line_start:].split(b"\n", 1)[0].decode().strip(),
@@ -184,7 +186,7 @@ def describe(file: str, source: bytes, mutant: Mutant) -> dict[str, Any]:
 
 def identity(case: Mapping[str, Any]) -> tuple[Any, ...]:
     """What stays the same while lines are added elsewhere."""
-    return tuple(case[name] for name in ("file", "column", "source", "was", "became"))
+    return tuple(case[name] for name in ("file", "function", "column", "source", "was", "became"))
 
 
 def who_fails(root: Path, stages: Sequence[Sequence[str]], limit_seconds: float) -> str | None:
@@ -251,7 +253,7 @@ def main() -> None:
     known = {identity(case): case for case in json.loads(RESULT.read_text())["cases"]} if RESULT.exists() else {}
     with tempfile.TemporaryDirectory(prefix="ringtrain-mutants-") as directory:
         listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=REPOSITORY, text=True)
-        for name in filter(None, listed.split("\0")):
+        for name in filter(lambda name: (REPOSITORY / name).is_file(), listed.split("\0")):
             copied = Path(directory) / name
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, copied)

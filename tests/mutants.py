@@ -1,4 +1,4 @@
-"""Defects planted in the source, one at a time: do the tests that hold a file see them?
+"""Plant defects in the source, one at a time: do the tests that hold a file see them?
 
     python -m tests.mutants [--modules step,reduce] [--count N] [--seed S]
 
@@ -131,7 +131,7 @@ def changes(node: Any) -> Iterator[tuple[Any, ast.AST]]:
             yield node.test, ast.UnaryOp(ast.Not(), node.test)
     elif isinstance(node, ast.comprehension):
         yield from ((test, ast.Constant(True)) for test in node.ifs)
-    elif isinstance(node, ast.Constant) and type(node.value) in (bool, int, float):
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         yield node, ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1)
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield node, ast.Pass()

@@ -30,6 +30,7 @@ from tests.world.training import (
     BIAS_DECAY,
     KERNEL_DECAY,
     MODELS,
+    NUM_CLASSES,
     NUM_FEATURES,
     OPTIMIZERS,
     Classification,
@@ -146,6 +147,24 @@ def test_the_logged_loss_is_the_mean_over_all_samples_of_all_ranks(collective: C
         loss = data_loss + KERNEL_DECAY * np.sum(kernel**2) + BIAS_DECAY * np.sum(bias_2**2)
         assert_close(report.loss, loss, "loss")
         assert report.metrics["accuracy"] == pytest.approx(np.mean(np.argmax(logits, axis=1) == y), abs=1e-12)
+
+
+@on_ranks(1)
+def test_what_a_layer_adds_to_the_loss_is_trained_as_keras_does(collective: Collective) -> None:
+    def create() -> keras.Model:
+        dense = keras.layers.Dense(NUM_CLASSES, activity_regularizer=keras.regularizers.L2(KERNEL_DECAY))
+        return keras.Sequential([keras.Input((NUM_FEATURES,)), dense])
+
+    source = dense_samples(46)
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=3)
+    step = create_step(collective, create, OPTIMIZERS["momentum"], batches.element_spec)
+    reference, optimizer = create(), OPTIMIZERS["momentum"]()
+    reference.set_weights(step.model.get_weights())
+    losses = [report.loss for report in train(step, batches)]
+    expected = train_plainly(reference, optimizer, source, global_batch_size=GLOBAL_BATCH_SIZE, steps=3)
+    assert_close(losses, [loss for loss, _, _ in expected], "loss")
+    for variable, right in zip(step.model.variables, reference.variables, strict=True):
+        assert_close(variable.numpy(), right.numpy(), variable.path)
 
 
 @on_ranks(1, 2, 3)

@@ -294,6 +294,7 @@ def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
             variables.append({**item, "offset": offset, "bytes": data.nbytes})
             offset += data.nbytes
             activity.move()
+        file.flush()
         _flush(file.fileno())
     content = {
         "format": FORMAT,

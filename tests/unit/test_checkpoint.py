@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ringtrain import activity
 from ringtrain import checkpoint as checkpoint_module
 from ringtrain.checkpoint import (
     BEST,
@@ -101,6 +102,18 @@ def test_a_large_variable_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(checkpoint_module, "HASHED_CHUNK_BYTES", 1000)
     path = write_checkpoint(tmp_path, make_checkpoint(5, 333), is_best=False)
     assert_is_of_step(read_checkpoint(path), 5)
+
+
+def test_the_watchdog_hears_of_each_variable_written_and_each_chunk_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves: list[None] = []
+    monkeypatch.setattr(activity, "move", lambda: moves.append(None))
+    path = save(tmp_path, 1)
+    assert len(moves) == 2
+    monkeypatch.setattr(checkpoint_module, "HASHED_CHUNK_BYTES", 40)
+    read_checkpoint(path)  # of 7 * 4 and 14 * 8 bytes
+    assert len(moves) == 2 + 4
 
 
 def test_nothing_that_runs_code_is_used_to_read() -> None:

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from ringtrain import checkpoint as checkpoint_module
 from ringtrain.checkpoint import (
+    BEST_FILE,
     Checkpoint,
     find_best,
     find_newest,
@@ -53,6 +55,28 @@ def test_whether_it_may_write_is_asked_when_all_is_written_and_nothing_visible(t
     )
     temporary = f".writing-{step_name(1)}"
     assert seen == [[temporary, *(f"{temporary}/{file}" for file in FILES)]]
+
+
+def test_all_that_is_written_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: dict[str, int] = {}
+
+    def flush(descriptor: int) -> None:
+        flushed[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(checkpoint_module, "_flush", flush)
+    path = save(tmp_path, 1, is_best=True)
+    sizes = {name: (path / name).stat().st_size for name in FILES}
+    sizes[f".writing-{BEST_FILE}"] = (tmp_path / BEST_FILE).stat().st_size
+    assert {name: flushed[name] for name in sizes} == sizes
+    assert {f".writing-{path.name}", tmp_path.name} <= set(flushed)  # and the names themselves
+
+
+def test_nothing_is_left_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    read_checkpoint(save(tmp_path, 1, is_best=True))
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_value_that_is_no_json_leaves_nothing_behind(tmp_path: Path) -> None:

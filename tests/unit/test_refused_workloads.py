@@ -15,6 +15,7 @@ from ringtrain.collectives.solo import Solo
 from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays, from_generator
 from ringtrain.errors import DataError, UsageError
+from ringtrain.evaluation import evaluate
 from ringtrain.job import Job, create_job
 from ringtrain.summaries import EventFiles
 from ringtrain.workloads.base import Histogram, Images, Sources, Workload
@@ -263,3 +264,11 @@ def test_labels_that_are_not_in_memory_are_looked_at_in_each_batch() -> None:
     labels.check(np.array([]), np.array([]), of="training")
     with pytest.raises(DataError, match="sample 3 of the training data has the label -1"):
         labels.check(np.array([0, -1]), np.array([7, 3]), of="training")
+
+
+def test_labels_to_evaluate_on_that_are_not_in_memory_are_looked_at_in_each_batch() -> None:
+    job = job_of(create_sources=sources(ARRAYS, ARRAYS))
+    assert job.eval_step is not None
+    wrong = from_arrays(X, np.arange(NUM_SAMPLES) // 5)
+    with pytest.raises(DataError, match="sample 15 of the evaluation data has the label 3"):
+        evaluate(job.eval_step, wrong, Solo(ALONE), global_batch_size=4, num_threads=1)

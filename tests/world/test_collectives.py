@@ -382,6 +382,22 @@ def test_what_leaves_at_once_is_judged_as_it_is_summed(collective: Collective) -
             assert reduced.gradients[index].numpy().flat[-1] == pytest.approx(bad, nan_ok=True)
 
 
+@on_ranks(2)
+def test_a_small_model_and_ranks_of_one_core_send_one_message_and_keep_what_is_shared(collective: Collective) -> None:
+    assert isinstance(collective, HorovodCollective)
+    small, large, control = tf.zeros([8]), tf.zeros([ONE_MESSAGE_BYTES]), tf.zeros([3])
+    for carries_all, gradient, is_one in ((False, small, True), (False, large, False), (True, large, True)):
+        for may_share in (False, True):
+            reduction = GradientReduction(collective=collective, may_share=may_share)
+            with (
+                mock.patch.object(collective._shared, "carries_all", carries_all),
+                mock.patch.object(collective, "sum_alone", wraps=collective.sum_alone) as sum_alone,
+            ):
+                reduced = tf.function(reduction, autograph=False)([gradient], control)
+            assert sum_alone.called is is_one
+            assert bool(reduced.kept) is (is_one and may_share)
+
+
 @on_ranks(1, 2, 3)
 def test_infinities_that_cancel_are_still_seen(collective: Collective) -> None:
     sign = 1.0 if collective.world.rank == 0 else -1.0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from ringtrain import activity
+from ringtrain.activity import Doing, Note
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.collectives.solo import Solo
 from ringtrain.config import Config
@@ -16,16 +19,18 @@ from ringtrain.data.sources import from_arrays
 from ringtrain.errors import UsageError
 from ringtrain.evaluation import EvalStep, evaluate
 from ringtrain.job import create_job
-from ringtrain.loss_scale import INITIAL_LOSS_SCALE
+from ringtrain.loss_scale import INITIAL_LOSS_SCALE, LossScale
 from ringtrain.step import TrainStep
 from ringtrain.step_report import StepReport, is_updated, wants_stop
 from ringtrain.variables import is_seed_state, share_first_values
+from ringtrain.workloads.base import Workload
 from ringtrain.world import World
 from tests.world.group import GLOO, on_ranks
 from tests.world.training import (
     BIAS_DECAY,
     KERNEL_DECAY,
     MODELS,
+    NUM_CLASSES,
     NUM_FEATURES,
     OPTIMIZERS,
     Classification,
@@ -144,6 +149,24 @@ def test_the_logged_loss_is_the_mean_over_all_samples_of_all_ranks(collective: C
         assert report.metrics["accuracy"] == pytest.approx(np.mean(np.argmax(logits, axis=1) == y), abs=1e-12)
 
 
+@on_ranks(1)
+def test_what_a_layer_adds_to_the_loss_is_trained_as_keras_does(collective: Collective) -> None:
+    def create() -> keras.Model:
+        dense = keras.layers.Dense(NUM_CLASSES, activity_regularizer=keras.regularizers.L2(KERNEL_DECAY))
+        return keras.Sequential([keras.Input((NUM_FEATURES,)), dense])
+
+    source = dense_samples(46)
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=3)
+    step = create_step(collective, create, OPTIMIZERS["momentum"], batches.element_spec)
+    reference, optimizer = create(), OPTIMIZERS["momentum"]()
+    reference.set_weights(step.model.get_weights())
+    losses = [report.loss for report in train(step, batches)]
+    expected = train_plainly(reference, optimizer, source, global_batch_size=GLOBAL_BATCH_SIZE, steps=3)
+    assert_close(losses, [loss for loss, _, _ in expected], "loss")
+    for variable, right in zip(step.model.variables, reference.variables, strict=True):
+        assert_close(variable.numpy(), right.numpy(), variable.path)
+
+
 @on_ranks(1, 2, 3)
 def test_each_sample_comes_once_per_epoch(collective: Collective) -> None:
     source = dense_samples(46)
@@ -206,9 +229,9 @@ def test_a_vote_of_one_rank_reaches_all_in_steps_and_evaluations(collective: Col
         assert result is None
 
 
-def eval_step_of(step: TrainStep, collective: Collective, spec: Any) -> EvalStep:
+def eval_step_of(step: TrainStep, collective: Collective, spec: Any, workload: Workload | None = None) -> EvalStep:
     return EvalStep(
-        workload=Classification(regularised_model),
+        workload=workload or Classification(regularised_model),
         model=step.model,
         averages=step.averages,
         collective=collective,
@@ -233,6 +256,38 @@ def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
         assert_close(result.data_loss, data_loss, "data_loss")
         assert_close(result.loss, data_loss + KERNEL_DECAY * np.sum(kernel**2) + BIAS_DECAY * np.sum(bias_2**2), "loss")
         assert_close(result.metrics["accuracy"], np.mean(np.argmax(logits, axis=1) == y), "accuracy")
+
+
+@on_ranks(2)
+def test_metrics_may_have_another_order_on_each_rank(collective: Collective) -> None:
+    class Unordered(Classification):  # as those of a set, whose order Python draws anew for each process
+        def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+            values = {"one": tf.ones_like(outputs[:, 0]), "two": 2 * tf.ones_like(outputs[:, 0])}
+            return dict(reversed(values.items())) if collective.world.rank else values
+
+    source, workload = dense_samples(13), Unordered(regularised_model)
+    batches = batches_of(source, collective, global_batch_size=5, steps=1)
+    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], batches.element_spec, workload=workload)
+    [report] = train(step, batches)
+    eval_step = eval_step_of(step, collective, batches.element_spec, workload)
+    result = evaluate(eval_step, source, collective, global_batch_size=5, num_threads=1)
+    assert result is not None
+    assert report.metrics == result.metrics == {"one": 1, "two": 2}
+
+
+@on_ranks(1)
+def test_the_watchdog_hears_of_each_batch_of_an_evaluation(collective: Collective) -> None:
+    source = dense_samples(13)
+    spec = batches_of(source, collective, global_batch_size=5, steps=1).element_spec
+    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], spec)
+    eval_step = eval_step_of(step, collective, spec)
+    for takes_long in (True, False):  # what compiles, compiles in the first batch
+        with mock.patch.object(activity, "note") as note:
+            evaluate(eval_step, source, collective, global_batch_size=5, num_threads=1)
+        first = [Note(doing, 1, takes_long) for doing in (Doing.EVALUATION_DATA, Doing.EVALUATION_STEP)]
+        others = [Note(doing, number) for number in (2, 3) for doing in (Doing.EVALUATION_DATA, Doing.EVALUATION_STEP)]
+        said = [Note(*call.args, **call.kwargs) for call in note.call_args_list]
+        assert said == [*first, *others, Note(Doing.EVALUATION_DATA, 4)]
 
 
 @on_ranks(1, 2, 3)
@@ -353,7 +408,36 @@ def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(collec
         assert bits_of(step.model.variables) != before[: len(step.model.variables)]
         gradient = 2 * (64 + (world.size - 1) * 1e-6) / world.size
         assert_close(reports[-1].gradient_norm, gradient, "gradient norm, without the scale", tolerance=1e-2)
+        [[weight]] = step.model.trainable_variables[0].numpy()
+        assert_close(1 - weight, 1e-6 * gradient, "update, without the scale", tolerance=1e-2)
         assert_same_bits_on_all_ranks(step.variables, collective)
+
+
+@on_ranks(1)
+def test_the_loss_scale_halves_at_once_and_doubles_after_2000_good_steps_within_what_float32_holds(
+    collective: Collective,
+) -> None:
+    scale = LossScale(is_dynamic=True)
+    value, good_steps = scale.variables
+
+    def after(*are_finite: bool) -> float:
+        for is_finite in are_finite:
+            scale.adapt(tf.constant(is_finite))
+        return float(scale.value)
+
+    def after_good(count: int) -> float:
+        good_steps.assign(good_steps.value + (count - 1))  # all but the last of them, which change nothing else
+        return after(True)
+
+    assert after() == after(True) == 2.0**15
+    assert [after_good(1998), after_good(1), after_good(1999), after_good(1)] == [2.0**15, 2.0**16, 2.0**16, 2.0**17]
+    assert [after_good(1999), after(False)] == [2.0**17, 2.0**16]
+    assert [after_good(1999), after_good(1)] == [2.0**16, 2.0**17]
+    value.assign(2.0)
+    assert after(False, False) == 1
+    value.assign(2.0**127)
+    assert after_good(2000) == 2.0**127
+    assert float(LossScale(is_dynamic=False).value) == 1
 
 
 BLOCK = 64
@@ -406,6 +490,30 @@ def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collecti
     together = kept_inputs(collective, mine)
     for rank, block in enumerate(blocks):
         np.testing.assert_array_equal(together[block], masks[rank][block])
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+@on_ranks(1)
+def test_no_two_steps_share_their_dropout_whatever_the_seed(collective: Collective, seed: int) -> None:
+    batch = make_batch(np.ones((1, 3 * BLOCK)), np.zeros(1), step=0, global_count=1)
+    step = create_step(collective, dropout_model, OPTIMIZERS["momentum"], spec_of(batch), seed=seed)
+    states = [step._dropout_seeds(tf.constant(number), tf.constant(part)) for number in range(200) for part in (0, 1)]
+    assert len({tuple(state.numpy()) for [state] in states}) == 400
+    assert step._state == []  # they follow the step, and are nothing that the ranks would have to average
+
+
+@on_ranks(1)
+def test_a_step_is_traced_for_batches_of_a_kind_that_came_before(collective: Collective) -> None:
+    def batch(num_samples: int) -> Any:
+        x = np.zeros((num_samples, NUM_FEATURES))
+        return make_batch(x, np.zeros(num_samples, np.int64), step=0, global_count=4)
+
+    spec = spec_of(batch(4))
+    step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], spec, local_batch_size=4)
+    for num_samples in (4, 3, 0):
+        assert step.is_traced_for(batch(num_samples)) is (num_samples == 4)
+        step(batch(num_samples), 0.1)
+        assert step.is_traced_for(batch(num_samples))
 
 
 @on_ranks(1, 2, 3)

@@ -191,6 +191,8 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
                 f"out is {str(wanted)!r}, which has checkpoints, but no {CONFIG_FILE}: half a run. Bring the file back "
                 "from where the run was copied, or give another directory with --out."
             )
+        if not wanted.is_dir():
+            raise UsageError(f"out is {str(wanted)!r}, which is no directory. Give another with --out.")
         raise UsageError(
             f"out is {str(wanted)!r}, which is not empty and holds no run of ringtrain. Give another with --out, or "
             "remove it."

@@ -225,7 +225,7 @@ def describe_result(result: Result, path: str, config: Config) -> list[str]:
     said = [f"{last} after the last step"] if last else []
     if result.best is not None:
         said.append(f"best {config.best_metric} {result.best:.4g} at step {result.best_step}")
-    quoted = shlex.quote(path)
+    quoted = shlex.quote(f"./{path}" if path.startswith("-") else path)  # else it would be read as a flag
     code = "" if config.workload in BUILT_IN else f" --workload {shlex.quote(config.workload)}"
     evaluate = [f"  evaluate the best:  python -m ringtrain eval {quoted}{code}"] if result.evaluation else []
     report = [f"  see its curves:     {quoted}/{REPORT_FILE}"] if (Path(path) / REPORT_FILE).is_file() else []

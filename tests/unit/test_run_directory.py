@@ -47,6 +47,11 @@ def test_a_run_that_starts_anew_gets_a_number_where_the_directory_is_taken(tmp_p
     assert made == ["digits", "digits-2", "digits-3"]
 
 
+def test_nobody_is_told_to_remove_what_is_no_directory() -> None:
+    with pytest.raises(UsageError, match=r"^out is '/dev/null', which is no directory\. Give another with --out\.$"):
+        create_run_directory(Path("/dev/null"))
+
+
 def test_nobody_is_told_to_remove_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UsageError, match=r"has checkpoints, but no config\.yaml: half a run\. Bring the file back"):

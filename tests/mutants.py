@@ -55,7 +55,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
     "evaluation": (
         "evaluation.py",
         [
-            [STEP, "-k", f"{FEW} and (evaluat or averages)"],
+            [STEP, "-k", f"{FEW} and (evaluat or averages or another_order)"],
             ["tests/unit/test_refused_workloads.py", "-k", "labels"],
             ["tests/world/test_feeding.py", "-k", "left_out"],
             ["tests/world/test_verify.py", "-k", "plain_keras and not command"],
@@ -223,7 +223,7 @@ def try_module(root: Path, module: str, arguments: argparse.Namespace, known: di
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):  # it is told from its source by time and size
             compiled.unlink()
         start = time.monotonic()
-        case |= {"killed_by": who_fails(root, stages, limit_seconds), "commit": describe_commit()}
+        case |= {"killed_by": who_fails(root, stages, limit_seconds), "commit": arguments.commit}
         known[identity(case)] = case
         print(f"{time.monotonic() - start:4.0f} s", *case.values(), sep=" | ", flush=True)
         write_result(list(known.values()), arguments)
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--modules", default=",".join(MODULES), help="default: %(default)s")
     parser.add_argument("--count", type=int, default=16, help="defects of each file (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which of them (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(namespace=argparse.Namespace(commit=describe_commit()))
     known = {identity(case): case for case in json.loads(RESULT.read_text())["cases"]} if RESULT.exists() else {}
     with tempfile.TemporaryDirectory(prefix="ringtrain-mutants-") as directory:
         listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=REPOSITORY, text=True)

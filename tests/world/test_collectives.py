@@ -385,7 +385,7 @@ def test_what_leaves_at_once_is_judged_as_it_is_summed(collective: Collective) -
 @on_ranks(2)
 def test_a_small_model_and_ranks_of_one_core_send_one_message_and_keep_what_is_shared(collective: Collective) -> None:
     assert isinstance(collective, HorovodCollective)
-    small, large, control = tf.zeros([8]), tf.zeros([ONE_MESSAGE_BYTES]), tf.zeros([3])
+    small, large, control = tf.zeros([8]), tf.zeros([ONE_MESSAGE_BYTES // 4]), tf.zeros([3])  # float32
     for carries_all, gradient, is_one in ((False, small, True), (False, large, False), (True, large, True)):
         for may_share in (False, True):
             reduction = GradientReduction(collective=collective, may_share=may_share)

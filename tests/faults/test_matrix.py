@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ringtrain.checkpoint import list_steps, read_checkpoint, step_name
-from tests.faults.table import BY_DEFAULT, NUM_RANKS, Case, cases
+from tests.faults.table import BY_DEFAULT, NUM_RANKS, WRITTEN, Case, cases
 from tests.world.running import Run, assert_history_is_whole, events, running
 
 WORKLOAD = "tests.faults.faulty:Faulty"
@@ -74,8 +74,7 @@ def hook_of(case: Case) -> str:
     """What the workload does, where: to itself, or a pause in which the fault comes from outside."""
     if case.moment == "all-reduce":  # in which the others wait for one that waits for data
         return f"pause@data:{(case.rank + 1) % NUM_RANKS}"
-    writes = case.moment in ("save", "end")  # which rank 0 does alone
-    return f"{case.what.act}@{case.moment}:{0 if writes else case.rank}"
+    return f"{case.what.act}@{case.moment}:{0 if case.moment in WRITTEN else case.rank}"
 
 
 def has_left(run: Run) -> bool:

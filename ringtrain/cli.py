@@ -127,15 +127,15 @@ def export_command(arguments: Sequence[str], world: World) -> int:
     run, form = require_run(wanted), wanted.get("format", EXPORT_FORMATS[0])
     if form not in EXPORT_FORMATS:
         raise UsageError(f"format is {form!r}; it must be one of {', '.join(EXPORT_FORMATS)}.", reach="run")
+    data_dir = wanted.get("data_dir") or find_data(run)
+    explicit = read_settings("export", arguments, wanted, [f"--data_dir={data_dir or 'null'}"], world)
     checkpoint = require_own(run, find_checkpoint(run, wanted.get("checkpoint", BEST)))
     ending = ".keras" if form == "keras" else ""
     output = wanted.get("output", run / "export" / (checkpoint.resolve().name.removeprefix(f"{BEST}-") + ending))
     if ending and output.suffix != ending:
         raise UsageError(f"output is {str(output)!r}; with --format keras it must end in .keras.", reach="run")
     refuse_taken(output)
-    data_dir = wanted.get("data_dir") or find_data(run)
-    settings = [f"--data_dir={data_dir or 'null'}"]
-    prepared = prepare(read_settings("export", arguments, wanted, settings, world), world)
+    prepared = prepare(explicit, world)
     from ringtrain.export import export
 
     for line in export(prepared.workload, prepared.config, checkpoint, output, form):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -171,19 +172,25 @@ def show(world: World, findings: list[Finding], *, complete: bool = True) -> int
 def ending_in_time(speak: Callable[[str], None]) -> Iterator[threading.Event]:
     """End this process with exit code 2 where the launcher ends it, or the ranks wait for each other for too long.
 
-    A rank that waits in MPI runs no signal handler, so a thread waits for the signal.
+    A rank that waits in MPI runs no signal handler of Python's, so a thread waits for the signal; by Python's wake-up
+    pipe, since the threads that importing NumPy has started (OpenBLAS's) take signals, too.
 
     Yields:
         An event to set once all is said.
     """
     said = threading.Event()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
 
     def watch() -> None:
-        info = signal.sigtimedwait([signal.SIGTERM], TOGETHER_SECONDS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        is_told, _, _ = select.select([reader], [], [], TOGETHER_SECONDS)
         if not said.is_set():
             said.set()
-            reason = "another rank ended first" if info else f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"
+            reason = "another rank ended first" if is_told else f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"
             speak(reason)
         leave(2)
 

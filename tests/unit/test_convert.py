@@ -172,7 +172,7 @@ def test_a_source_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
         (["a", "b", "--kind", "mnist"], "kind is 'mnist'; it must be one of auto, image_folder, cifar10"),
         (["a", "b", "--shards", "0"], "shards is 0; it must be from 1 to 99,999"),
         (["a", "b", "--shard", "2"], "there is no flag --shard. Did you mean --shards?"),
-        (["a"], "arguments are required: destination"),
+        (["a"], "destination must be given"),
     ],
 )
 def test_wrong_arguments_are_said_in_one_line(

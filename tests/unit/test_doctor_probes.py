@@ -105,6 +105,7 @@ def test_the_tightest_memory_limit_counts(tmp_path: Path, files: dict[str, str],
 
 WAIT = """
 import ctypes
+import numpy  # whose threads take signals
 from ringtrain.doctor import command
 command.TOGETHER_SECONDS = {seconds}
 with command.ending_in_time(lambda reason: print(reason, flush=True)):

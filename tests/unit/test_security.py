@@ -9,6 +9,7 @@ from pathlib import Path
 import keras
 import pytest
 
+from ringtrain.checkpoint import Checkpoint, write_checkpoint
 from ringtrain.cli import main
 from ringtrain.data import cifar10
 from ringtrain.errors import UsageError
@@ -84,9 +85,7 @@ def test_the_settings_of_a_run_cannot_run_code(tmp_path: Path) -> None:
 def make_strangers_run(directory: Path, workload: object) -> Path:
     directory.mkdir()
     (directory / CONFIG_FILE).write_text(f"workload: {workload}\noptimizer: {{}}\n")
-    step = directory / "checkpoints/step-000000001"
-    step.mkdir(parents=True)
-    (step / "manifest.json").write_text("{}")
+    write_checkpoint(directory / "checkpoints", Checkpoint(step=1, variables={}, progress={}, run={}), is_best=False)
     return directory
 
 

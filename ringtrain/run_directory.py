@@ -59,7 +59,7 @@ class RunDirectory:
         self.path, self.may_write = path, may_write
         self._on_close = on_close
         self._lock = threading.Lock()
-        self._is_cut_off = False
+        self._is_cut_off = self._has_ended = False
         with self._explaining():
             self._metrics = _open_metrics(path)
 
@@ -99,15 +99,19 @@ class RunDirectory:
     def write_event(self, event: str, **values: Any) -> None:
         """Append one line to metrics.jsonl, with the time (seconds since 1970).
 
-        JSON has no infinities or NaN: such numbers are written as strings.
+        JSON has no infinities or NaN: such numbers are written as strings. The end is the last event: a warning that
+        comes later, of another thread whose console has gone for example, is left out.
 
         Raises:
             RunDirectoryError: it cannot be written, such as on a full disk.
         """
         line = _line_of(event, values).encode()
         with self._lock:
+            if self._has_ended and event == "warning":
+                return
             self.may_write()
             self._append(line)
+            self._has_ended |= event == "end"
 
     def _append(self, line: bytes) -> None:
         """Write a line; what a full disk leaves of one is a line of its own, which readers pass over."""

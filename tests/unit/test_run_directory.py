@@ -84,6 +84,14 @@ def test_a_directory_that_holds_a_run_is_taken(tmp_path: Path) -> None:
     assert create_run_directory(tmp_path / "a") == tmp_path / "a"
 
 
+def test_the_end_is_the_last_event_of_a_run(tmp_path: Path) -> None:
+    run = RunDirectory(create_run_directory(tmp_path / "a"))
+    for event in ("warning", "end", "warning"):
+        run.write_event(event, message="stdout cannot be written any more")
+    run.close()
+    assert [json.loads(line)["event"] for line in (run.path / "metrics.jsonl").open()] == ["warning", "end"]
+
+
 def test_a_run_that_ended_before_it_wrote_anything_is_no_obstacle(tmp_path: Path) -> None:
     RunDirectory(create_run_directory(tmp_path / "a")).close()
     (tmp_path / "a/.lease").mkdir()

@@ -190,7 +190,8 @@ def test_a_manifest_of_any_values_is_read_or_damaged(
         assert opened is None or opened.start.step in (10, NEWEST)
         assert opened is not None or isinstance(refusal, RingtrainError)
         assert all(is_untouched(pristine, path, step) for step in (5, 10)), "a whole checkpoint was lost"
-        find_newest(path / "checkpoints")
+        if opened is not None:  # else it may be of a newer ringtrain, which asks for that
+            find_newest(path / "checkpoints")
 
 
 # --- Events ---

@@ -89,7 +89,8 @@ def test_the_end_is_the_last_event_of_a_run(tmp_path: Path) -> None:
     for event in ("warning", "end", "warning"):
         run.write_event(event, message="stdout cannot be written any more")
     run.close()
-    assert [json.loads(line)["event"] for line in (run.path / "metrics.jsonl").open()] == ["warning", "end"]
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["warning", "end"]
 
 
 def test_a_run_that_ended_before_it_wrote_anything_is_no_obstacle(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def meet(world: World, facts: Facts, said: threading.Event) -> int:
     except Exception as error:  # Horovod's and MPI's own errors are of many kinds
         leave_alone(world, facts, said, cannot_join(shorten(f"{type(error).__name__}: {error}")))
     collective.close()
+    if code:  # the launcher ends this rank once another has left: with a code of its own, where Python is cleaning up
+        leave(code)
     return code
 
 

@@ -26,6 +26,7 @@ TICK_SECONDS = 1.0
 
 _lost: set[str] = set()  # those that took no more, whoever read them
 _warn: Callable[[str], None] | None = None
+_untold: list[str] = []  # what went wrong before there was a run to tell
 
 
 class LastingFile(io.FileIO):
@@ -110,9 +111,11 @@ def _tell(name: str, message: str) -> None:
     with contextlib.suppress(OSError):
         if _has_room(other, seconds=0):
             os.write(other, f"ringtrain: warning: {message}\n".encode())
-    if _warn is not None:
-        with contextlib.suppress(Exception):  # the run directory may be on the same full disk, or closed
-            _warn(message)
+    if _warn is None:
+        _untold.append(message)
+        return
+    with contextlib.suppress(Exception):  # the run directory may be on the same full disk, or closed
+        _warn(message)
 
 
 def has_lost_stdout() -> bool:
@@ -122,9 +125,12 @@ def has_lost_stdout() -> bool:
 
 
 def warn_by(warn: Callable[[str], None]) -> None:
-    """Have this told of each stream that goes away, too."""
+    """Have this told of each stream that goes away, too, those included that already have."""
     global _warn
     _warn = warn
+    while _untold:
+        with contextlib.suppress(Exception):
+            warn(_untold.pop(0))
 
 
 def _has_room(descriptor: int, *, seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
@@ -79,3 +80,18 @@ def test_a_reader_that_stands_still_is_not_waited_for(pipe: tuple[int, int], mon
     gap = f"\nringtrain: warning: {left_out:,} bytes of stdout are left out here.\n"
     assert read_all(reader).decode() == f"{gap}again\n"
     assert len(warnings) == 1
+
+
+def test_a_stream_that_went_before_the_run_began_is_told_to_the_run(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ``head`` has its lines before there is a run directory."""
+    monkeypatch.setattr(streams, "_warn", None)
+    monkeypatch.setattr(streams, "_untold", [])
+    descriptor = os.dup(pipe[1])
+    streams.give_up(descriptor, "stdout", OSError(errno.EPIPE, "Broken pipe"))
+    os.close(descriptor)
+    warnings: list[str] = []
+    streams.warn_by(warnings.append)
+    streams.warn_by(warnings.append)  # once is enough
+    assert warnings == ["stdout cannot be written any more (Broken pipe): the program goes on without it."]

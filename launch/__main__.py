@@ -3,7 +3,7 @@
 import sys
 
 from launch.cli import main
-from ringtrain.streams import keep_streams
+from ringtrain.runtime.streams import keep_streams
 
 keep_streams()
 sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from launch.arguments import find_command
 from ringtrain.errors import RingtrainError, UsageError
-from ringtrain.escaping import escape_message
+from ringtrain.messages.escaping import escape_message
 
 HELP = """\
 usage: python -m launch COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from http.server import HTTPServer
 
-from ringtrain.guard.hub import LOOPBACK
+from ringtrain.watchdog.hub import LOOPBACK
 
 
 def find_port(create_server: Callable[[tuple[str, int]], HTTPServer]) -> tuple[HTTPServer, int]:

@@ -17,7 +17,7 @@ from launch.family import die_with_parent, end_descendants, reap, send
 from launch.lines import LabelledLines
 from launch.rank import STATUS_FIFO, fifo_names
 from launch.requests import Requests
-from ringtrain.launcher import LAUNCHERS
+from ringtrain.runtime.launcher import LAUNCHERS
 
 POLL_SECONDS = 0.2
 # Once a rank has failed, the launcher has this long to end the others; so has it to end once all have.

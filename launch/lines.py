@@ -8,7 +8,7 @@ import os
 import select
 import sys
 
-from ringtrain.escaping import escape
+from ringtrain.messages.escaping import escape
 
 LONGEST_LINE_BYTES = 2**20  # what has no end by then is shown in pieces
 KEPT_LINES = 200  # a traceback through TensorFlow is long

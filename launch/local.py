@@ -18,7 +18,7 @@ from launch.plan import Controller, plan_group, plan_restart
 from launch.requests import Requests
 from launch.verdict import Attempt, decide, explain
 from ringtrain.errors import UsageError
-from ringtrain.launched import DIRECTORY_VARIABLE, clear, read_end, read_run
+from ringtrain.runtime.launched import DIRECTORY_VARIABLE, clear, read_end, read_run
 
 MAX_NUMBER = 10_000  # of ranks on one machine
 
@@ -121,7 +121,7 @@ def supervise(
 
 def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requests, *, last_step: int) -> Attempt:
     """Run a group to its end. ``last_step`` is that of the newest checkpoint that is known of."""
-    from ringtrain.checkpoint import list_steps  # NumPy starts threads, which take signals: not before the guard's
+    from ringtrain.run.checkpoint import list_steps  # NumPy starts threads, which take signals: not before the guard's
 
     clear(listener)
     group = Group(command, listener, num_ranks, requests).run()

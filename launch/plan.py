@@ -21,7 +21,7 @@ def plan_group(
     """The argv of a launcher with ``num_ranks`` ranks, each of which runs ``python -m ringtrain FLAGS``.
 
     Slots are given by hand: mpirun refuses more ranks than it counts cores, and inside a batch job it would spread them
-    over the job's nodes. No core is bound, since each rank takes its own (see ``ringtrain.devices``).
+    over the job's nodes. No core is bound, since each rank takes its own (see ``ringtrain.runtime.devices``).
 
     Args:
         listener: directory where ``launch.rank`` finds those who listen to the ranks.

@@ -17,8 +17,8 @@ from typing import Any
 
 from launch.family import die_with_parent, is_ignored, name_signal
 from launch.memory import count_kills, find_limit
-from ringtrain.launched import LEFT_VARIABLE
-from ringtrain.world import read_world
+from ringtrain.runtime.launched import LEFT_VARIABLE
+from ringtrain.runtime.world import read_world
 
 STATUS_FIFO = "status"
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

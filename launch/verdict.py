@@ -11,7 +11,7 @@ from launch.family import name_signal
 from launch.group import GroupEnd, RankEnd
 from ringtrain.errors import EXIT_CODES, PreemptedError
 from ringtrain.guard.lost import LostRanksError
-from ringtrain.launched import EndTold
+from ringtrain.runtime.launched import EndTold
 
 ERROR_MARK = "ringtrain: "
 SHOWN_LINES = 5

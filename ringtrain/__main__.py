@@ -2,15 +2,15 @@
 
 import sys
 
-from ringtrain.streams import keep_streams
+from ringtrain.runtime.streams import keep_streams
 
 
 def main() -> int:
     """Run the command, and see to it that the process ends."""
     keep_streams()
     from ringtrain.cli import main as run_command_line  # which would be imported twice before
-    from ringtrain.launched import tell_left
-    from ringtrain.leaving import note_exit_code, watch_end
+    from ringtrain.runtime.launched import tell_left
+    from ringtrain.runtime.leaving import note_exit_code, watch_end
 
     code: object = 1
     try:

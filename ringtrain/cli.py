@@ -16,12 +16,7 @@ from typing import Any
 
 import yaml
 
-from ringtrain.checkpoint import BEST, find_checkpoint
-from ringtrain.config import Config, make_config, to_plain
-from ringtrain.devices import start_tensorflow
-from ringtrain.errors import RingtrainError, UsageError
-from ringtrain.escaping import escape, escape_message
-from ringtrain.flags import (
+from ringtrain.commands.flags import (
     EXPORT_FORMATS,
     SOURCE_KINDS,
     create_bench_parser,
@@ -36,14 +31,20 @@ from ringtrain.flags import (
     create_workloads_parser,
     parse_arguments,
 )
-from ringtrain.help import PROGRAM, show_overview
-from ringtrain.identity import require_own
-from ringtrain.run_directory import CONFIG_FILE, REPORT_FILE, read_config, refuse_taken
-from ringtrain.starting_file import write_starting_file
-from ringtrain.startup import quiet_start
-from ringtrain.stopping import StopRequests
-from ringtrain.streams import has_lost_stdout
-from ringtrain.together import (
+from ringtrain.commands.help import PROGRAM, show_overview
+from ringtrain.commands.starting_file import write_starting_file
+from ringtrain.config import Config, make_config, to_plain
+from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.messages.escaping import escape, escape_message
+from ringtrain.run.checkpoint import BEST, find_checkpoint
+from ringtrain.run.directory import CONFIG_FILE, REPORT_FILE, read_config, refuse_taken
+from ringtrain.run.identity import require_own
+from ringtrain.runtime.devices import start_tensorflow
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.runtime.streams import has_lost_stdout
+from ringtrain.runtime.world import World, read_world
+from ringtrain.terminal.startup import quiet_start
+from ringtrain.training.together import (
     Prepared,
     adapt,
     early_end,
@@ -56,7 +57,6 @@ from ringtrain.together import (
 )
 from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, is_file_within, load_workload
 from ringtrain.workloads.listing import list_workloads
-from ringtrain.world import World, read_world
 
 MAX_SHARDS = 99_999  # a shard's number has five digits
 
@@ -214,7 +214,7 @@ def refuse_launcher(command: str, world: World) -> None:
 
 def verify_command(arguments: Sequence[str], world: World) -> int:
     """See that N processes train what one trains, on your own model."""
-    from ringtrain.verify import DEFAULT_GLOBAL_BATCH_SIZE, parse_world_sizes, verify
+    from ringtrain.verify.compare import DEFAULT_GLOBAL_BATCH_SIZE, parse_world_sizes, verify
 
     refuse_launcher("verify", world)
     explicit = parse_arguments(create_verify_parser(), arguments, world)
@@ -252,7 +252,7 @@ def convert_command(arguments: Sequence[str], world: World) -> int:
 
         # It needs no GPU, whose memory may be another's. What TensorFlow says of a missing driver is held back here.
         tf.config.set_visible_devices([], "GPU")
-        from ringtrain.convert import convert
+        from ringtrain.data.formats.conversion import convert
     made = convert(wanted["source"], wanted["destination"], kind=kind, num_shards=num_shards)
     print(escape(f"{wanted['destination']}: {made}"))
     return 0
@@ -337,16 +337,16 @@ def record_command(arguments: Sequence[str], world: World) -> int:
     prepared = prepare(explicit, world)
     config = prepared.config
     if not {"steps", "epochs"} & set(explicit):
-        from ringtrain.verify import choose_steps
+        from ringtrain.verify.compare import choose_steps
 
         config = dataclasses.replace(config, steps=choose_steps(prepared.workload.defaults), epochs=None)
     with joined(prepared, world, command="record") as (collective, _):
         if role == "oracle":
-            from ringtrain.oracle import record_with_oracle
+            from ringtrain.verify.oracle import record_with_oracle
 
             record_with_oracle(prepared.workload, config, collective, directory)
         else:
-            from ringtrain.record import record
+            from ringtrain.verify.record import record
 
             record(prepared.workload, config, collective, directory, is_reference=role == "reference")
     return 0

@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 import keras
 
-from ringtrain.checkpoint import Checkpoint, read_checkpoint
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.job import create_model, set_up_keras
-from ringtrain.run_directory import refuse_taken
-from ringtrain.training_data import read_sources
-from ringtrain.variables import name_variables, named_weights
+from ringtrain.run.checkpoint import Checkpoint, read_checkpoint
+from ringtrain.run.directory import refuse_taken
+from ringtrain.run.variables import name_variables, named_weights
+from ringtrain.training.job import create_model, set_up_keras
+from ringtrain.training.sources import read_sources
 from ringtrain.workloads.base import Workload
 
 Format = Literal["keras", "saved_model"]

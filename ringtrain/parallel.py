@@ -22,7 +22,7 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed
 from ringtrain.collectives import Collective, connect
 from ringtrain.collectives.differentiable import Tensors, add, gather, is_differentiable, take_and_spread, unique_name
 from ringtrain.errors import UsageError
-from ringtrain.world import World, read_world
+from ringtrain.runtime.world import World, read_world
 
 RULES = ("concat", "mean", "sum")
 _TRACES = "_ringtrain_parallel_traces"  # attribute of a function: its traces by what the inputs look like

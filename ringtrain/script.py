@@ -12,21 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ringtrain.commands.flags import create_train_parser, parse_arguments
 from ringtrain.config import Config, make_config, merge_options, to_plain
-from ringtrain.devices import start_tensorflow
 from ringtrain.errors import RingtrainError, UsageError
-from ringtrain.escaping import escape_message
-from ringtrain.flags import create_train_parser, parse_arguments
-from ringtrain.leaving import note_exit_code, watch_end
-from ringtrain.startup import quiet_start
-from ringtrain.stopping import StopRequests
-from ringtrain.streams import keep_streams
-from ringtrain.together import Prepared, early_end, joined, pin, report_end, report_error, train_together
+from ringtrain.messages.escaping import escape_message
+from ringtrain.runtime.devices import start_tensorflow
+from ringtrain.runtime.leaving import note_exit_code, watch_end
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.runtime.streams import keep_streams
+from ringtrain.runtime.world import World, read_world
+from ringtrain.terminal.startup import quiet_start
+from ringtrain.training.together import (
+    Prepared,
+    early_end,
+    joined,
+    pin,
+    report_end,
+    report_error,
+    train_together,
+)
 from ringtrain.workloads import create_workload
-from ringtrain.world import World, read_world
 
 if TYPE_CHECKING:
-    from ringtrain.loop import Result
+    from ringtrain.training.loop import Result
     from ringtrain.workloads.base import Workload
 
 

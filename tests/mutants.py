@@ -34,26 +34,26 @@ STEP = "tests/world/test_step.py"
 # Each file with the tests that hold it, those that are done soon first: each list is a run of pytest.
 MODULES: dict[str, tuple[str, list[list[str]]]] = {
     "order": ("data/order.py", [["tests/unit/test_order.py"]]),
-    "schedule": ("schedule.py", [["tests/unit/test_schedule.py"]]),
+    "schedule": ("step/schedule.py", [["tests/unit/test_schedule.py"]]),
     "checkpoint": (
-        "checkpoint.py",
+        "run/checkpoint.py",
         [
             [f"tests/unit/test_{name}.py" for name in ("checkpoint", "checkpoint_damage", "checkpoint_writing")],
             [f"tests/unit/test_{name}.py" for name in ("best", "resume", "variables", "identity")],
         ],
     ),
     "reduce": (
-        "collectives/reduce.py",
+        "collectives/gradients.py",
         [
             ["tests/unit/test_groups.py"],
             ["tests/world/test_collectives.py", "-k", FEW],
             [STEP, "-k", f"{FEW} and (n_ranks or sparse or overflow)"],
         ],
     ),
-    "averages": ("averages.py", [[STEP, "-k", f"{FEW} and averages"]]),
-    "loss_scale": ("loss_scale.py", [[STEP, "-k", f"{FEW} and (loss_scale or first_values)"]]),
+    "averages": ("step/averages.py", [[STEP, "-k", f"{FEW} and averages"]]),
+    "loss_scale": ("step/loss_scale.py", [[STEP, "-k", f"{FEW} and (loss_scale or first_values)"]]),
     "evaluation": (
-        "evaluation.py",
+        "training/evaluation.py",
         [
             [STEP, "-k", f"{FEW} and (evaluat or averages or another_order)"],
             ["tests/unit/test_refused_workloads.py", "-k", "labels"],
@@ -62,7 +62,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
         ],
     ),
     "step": (
-        "step.py",
+        "step/train_step.py",
         [
             [STEP, "tests/world/test_nonfinite.py", "-k", FEW],
             ["tests/unit/test_refused_workloads.py"],

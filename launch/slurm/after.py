@@ -15,8 +15,15 @@ from launch.lines import say
 from launch.slurm.controller import chain, describe_job, requeue
 from launch.slurm.output import FailedRank, find_failed_rank, read_output
 from ringtrain.errors import PreemptedError, UsageError
-from ringtrain.launched import DIRECTORY_VARIABLE, EndTold, RunTold, clear, read_end, read_run
-from ringtrain.run_directory import read_config
+from ringtrain.run.directory import read_config
+from ringtrain.runtime.launched import (
+    DIRECTORY_VARIABLE,
+    EndTold,
+    RunTold,
+    clear,
+    read_end,
+    read_run,
+)
 
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
 """restarts under former numbers, where this site refuses to requeue and each restart is a job of its own"""
@@ -239,7 +246,7 @@ def begins_anew(run: RunTold | None) -> bool:
 
 def find_newest_step(run: RunTold | None) -> int | None:
     """The step of the run's newest checkpoint."""
-    from ringtrain.checkpoint import list_steps
+    from ringtrain.run.checkpoint import list_steps
 
     steps = list_steps(run.path / "checkpoints") if run else []
     return steps[-1] if steps else None

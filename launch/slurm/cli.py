@@ -16,10 +16,10 @@ from launch.arguments import Parser, find_command
 from launch.lines import say
 from launch.slurm.controller import submit as submit_script
 from launch.slurm.job import JobRequest, read_flag
-from launch.slurm.mpi import find_mpi
 from ringtrain.errors import RingtrainError, UsageError
-from ringtrain.escaping import escape
-from ringtrain.streams import has_lost_stdout
+from ringtrain.messages.escaping import escape
+from ringtrain.runtime.srun import find_mpi
+from ringtrain.runtime.streams import has_lost_stdout
 
 HELP = """\
 usage: python -m launch slurm COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
@@ -188,8 +188,8 @@ def check_flags(flags: Sequence[str]) -> None:
     """
     from ringtrain.cli import COMMANDS as RINGTRAIN_COMMANDS  # here, so that help needs no parser of ringtrain's
     from ringtrain.cli import check_settings
-    from ringtrain.flags import create_train_parser, parse_arguments
-    from ringtrain.world import read_world
+    from ringtrain.commands.flags import create_train_parser, parse_arguments
+    from ringtrain.runtime.world import read_world
 
     words = list(flags)
     if words and not words[0].startswith("-"):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringtrain.errors import UsageError
+from ringtrain.runtime.srun import HOROVODRUN
 
-HOROVODRUN = "horovodrun"
 MPI_NAME = re.compile(r"pmix(_v\d+)?|pmi2|" + HOROVODRUN)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)  # 0: all that a node has

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import jinja2
 
-from launch.slurm.job import HOROVODRUN, JobRequest
+from launch.slurm.job import JobRequest
+from ringtrain.runtime.srun import HOROVODRUN
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 PLAIN_OPTION = re.compile(r"[A-Za-z0-9_.,:%@+=/&|*()\[\]-]+")

@@ -28,8 +28,8 @@ from ringtrain.bench.steps import LOOP_GOALS, OTHER, STEP_CONTENDERS, Length, pl
 from ringtrain.bench.sums import plan_sums
 from ringtrain.bench.table import describe_result
 from ringtrain.bench.variations import SETTINGS_CONTENDERS, plan_variations
-from ringtrain.devices import read_machine
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.runtime.devices import read_machine
 
 MODES = ("step", "loop", "allreduce", "input", "startup", "checkpoint", "guards", "settings")
 CONTENDERS = {"step": STEP_CONTENDERS, "settings": SETTINGS_CONTENDERS}  # of the modes that let one choose

@@ -36,12 +36,12 @@ def main() -> None:
 def time_reading(kind: str, data_dir: Path) -> tuple[float, str]:
     """Seconds for each image on one core, and what was wrong."""
     from ringtrain.collectives.solo import Solo
-    from ringtrain.data.cache import with_cache
-    from ringtrain.data.image_folder import load_image_folder
+    from ringtrain.data.cache.memory import with_cache
+    from ringtrain.data.formats.image_folder import load_image_folder
+    from ringtrain.data.formats.tfrecord import load_tfrecords
     from ringtrain.data.order import SampleOrder
     from ringtrain.data.pipeline import local_batches
-    from ringtrain.data.tfrecord import load_tfrecords
-    from ringtrain.world import read_world
+    from ringtrain.runtime.world import read_world
 
     world = read_world({})
     load: Any = load_image_folder if kind == "image_folder" else load_tfrecords

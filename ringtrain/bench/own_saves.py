@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from ringtrain.config import make_config
-from ringtrain.devices import start_tensorflow
-from ringtrain.together import pin
-from ringtrain.world import read_world
+from ringtrain.runtime.devices import start_tensorflow
+from ringtrain.runtime.world import read_world
+from ringtrain.training.together import pin
 
 NUM_SAVES = 9
 STEPS_BETWEEN = 3
@@ -41,8 +41,8 @@ def main() -> None:
 
     from ringtrain.bench import workloads
     from ringtrain.collectives import connect
-    from ringtrain.job import create_job
-    from ringtrain.variables import share_first_values
+    from ringtrain.run.variables import share_first_values
+    from ringtrain.training.job import create_job
 
     workload_class = getattr(workloads, arguments.model)
     config = make_config({"steps": 10**6}, workload_class.defaults)
@@ -63,11 +63,11 @@ def main() -> None:
 
 def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[float], str]:
     """Seconds of each save on rank 0, and what was wrong."""
-    from ringtrain.checkpoint import find_newest
-    from ringtrain.console import Console
-    from ringtrain.progress import Progress
-    from ringtrain.run_directory import RunDirectory
-    from ringtrain.saving import CheckpointWriter, describe_run, take_snapshot
+    from ringtrain.run.checkpoint import find_newest
+    from ringtrain.run.directory import RunDirectory
+    from ringtrain.run.progress import Progress
+    from ringtrain.terminal.console import Console
+    from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
 
     batches = iter(job.batches)
     facts = describe_run(job)

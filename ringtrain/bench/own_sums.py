@@ -13,9 +13,9 @@ from typing import Any
 
 from ringtrain.bench.peers import peer_sums
 from ringtrain.config import Config
-from ringtrain.devices import start_tensorflow
-from ringtrain.together import pin
-from ringtrain.world import read_world
+from ringtrain.runtime.devices import start_tensorflow
+from ringtrain.runtime.world import read_world
+from ringtrain.training.together import pin
 
 
 def main() -> None:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringtrain.config import Config
-from ringtrain.devices import DevicePlan, Machine, plan_devices
-from ringtrain.world import World
+from ringtrain.runtime.devices import DevicePlan, Machine, plan_devices
+from ringtrain.runtime.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What ``ringtrain.devices`` plans for the ranks of one machine.
+    """What ``ringtrain.runtime.devices`` plans for the ranks of one machine.
 
     Attributes:
         cores: of each rank.

@@ -1,4 +1,4 @@
-"""``bench settings``: each rule of ``ringtrain.devices`` against none, by what overrules it.
+"""``bench settings``: each rule of ``ringtrain.runtime.devices`` against none, by what overrules it.
 
 What the user sets in the environment wins, so that every rule can be undone alone.
 """

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ringtrain import activity
 from ringtrain.errors import EXIT_CODES, RingtrainError, UsageError
-from ringtrain.world import World
+from ringtrain.runtime import activity
+from ringtrain.runtime.world import World
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringtrain.collectives import Collective
-from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.collectives.gradients import GradientReduction
 
 Tensors = list[tf.Tensor]
 _numbers = itertools.count(1)

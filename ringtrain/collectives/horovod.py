@@ -19,9 +19,9 @@ import numpy as np
 
 from ringtrain.collectives import Totals, gather_objects
 from ringtrain.collectives.shared_memory import DTYPES, SharedSums, share_window
-from ringtrain.devices import DYNAMIC_TIMELINE
 from ringtrain.errors import UsageError
-from ringtrain.world import GLOO_LAUNCHER, World
+from ringtrain.runtime.devices import DYNAMIC_TIMELINE
+from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringtrain.collectives import Totals
-from ringtrain.world import World
+from ringtrain.runtime.world import World
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain import activity
-from ringtrain.data.image_folder import IO_THREADS, ImageFolderSource
+from ringtrain.data.formats.image_folder import IO_THREADS, ImageFolderSource
+from ringtrain.data.formats.tfrecord import TFRecordSource
 from ringtrain.data.sources import ArraySource
-from ringtrain.data.tfrecord import TFRecordSource
 from ringtrain.errors import RingtrainError
+from ringtrain.runtime import activity
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -15,7 +15,7 @@ from ringtrain.data.augment import sample_keys
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.sources import FallibleSource, Source
 from ringtrain.errors import RingtrainError, UsageError
-from ringtrain.world import World
+from ringtrain.runtime.world import World
 
 OTHER_COUNT = "gave another number of samples than it got"
 # (x, y, keys) -> (x, y); keys are those of augment.sample_keys

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
-from ringtrain import activity
 from ringtrain.errors import DataError
+from ringtrain.runtime import activity
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -19,7 +19,7 @@ from ringtrain.data.order import FedOrder, SampleOrder
 from ringtrain.data.pipeline import Batch, explain_change
 from ringtrain.data.sources import BadSample, Source, is_fallible
 from ringtrain.errors import DataError
-from ringtrain.world import World
+from ringtrain.runtime.world import World
 
 MAX_NAMED = 5
 BAD_REMEDY = "Mend or remove what is damaged, or leave it out with --on_bad_sample skip."

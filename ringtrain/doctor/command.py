@@ -14,8 +14,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from ringtrain import __version__
-from ringtrain.console import open_console
-from ringtrain.devices import DevicePlan, own_gpu, start_tensorflow
 from ringtrain.doctor.facts import AllReduce, Facts, facts_from_plain
 from ringtrain.doctor.inside import shorten
 from ringtrain.doctor.judging import Finding, can_join, judge
@@ -23,9 +21,11 @@ from ringtrain.doctor.probes import LOAD_SECONDS, gather_facts
 from ringtrain.doctor.ranks import judge_ranks
 from ringtrain.doctor.table import exit_code, format_table
 from ringtrain.errors import RingtrainError, UsageError
-from ringtrain.startup import quiet_start
-from ringtrain.together import pin, report_end
-from ringtrain.world import World
+from ringtrain.runtime.devices import DevicePlan, own_gpu, start_tensorflow
+from ringtrain.runtime.world import World
+from ringtrain.terminal.console import open_console
+from ringtrain.terminal.startup import quiet_start
+from ringtrain.training.together import pin, report_end
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective

@@ -115,7 +115,7 @@ class Facts:
     """All that one process found.
 
     Attributes:
-        rank, size, local_rank, local_size, node, launcher: its place (see ``ringtrain.world``).
+        rank, size, local_rank, local_size, node, launcher: its place (see ``ringtrain.runtime.world``).
         device: what it computes on, such as ``GPU 1`` or ``core 0``.
         gpu: what the driver calls its GPU; None on cores.
         device_failure: why it has no device.

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ringtrain.devices import format_cores
 from ringtrain.doctor.facts import Facts, Stack
+from ringtrain.runtime.devices import format_cores
 
 Verdict = Literal["ok", "warning", "broken"]
 

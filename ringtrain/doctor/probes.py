@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ringtrain.devices import cgroup_directories, read_machine
 from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack
 from ringtrain.doctor.inside import STEPS, shorten
-from ringtrain.world import World
+from ringtrain.runtime.devices import cgroup_directories, read_machine
+from ringtrain.runtime.world import World
 
 Found = TypeVar("Found")
 
@@ -197,7 +197,7 @@ def read_cgroup_memory(root: Path) -> int | None:
 
 def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
     """The launchers in ``PATH``."""
-    from launch.slurm.mpi import ask_srun, choose_mpi
+    from ringtrain.runtime.srun import ask_srun, choose_mpi
 
     mpirun, srun = shutil.which("mpirun"), shutil.which("srun")
     status, words = _ask([mpirun, "--version"]) if mpirun else (0, "")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ringtrain.doctor.facts import AllReduce, Facts
 from ringtrain.doctor.judging import MIB, Finding, judge
-from ringtrain.guard.ranks import name_ranks
+from ringtrain.messages.ranks import name_ranks
 
 
 def judge_ranks(ranks: Sequence[Facts], all_reduce: AllReduce | None) -> list[Finding]:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from ringtrain.doctor.judging import Finding
-from ringtrain.escaping import escape
+from ringtrain.messages.escaping import escape
 
 WIDTH = 80
 COLOURS = {"ok": "32", "warning": "33", "broken": "1;31"}  # ECMA-48, "select graphic rendition"

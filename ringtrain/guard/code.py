@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from ringtrain.defects import INSTALLED, is_users_own
+from ringtrain.messages.defects import INSTALLED, is_users_own
 
 PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
 

@@ -19,7 +19,7 @@ from ringtrain.guard.preflight import (
     find_first_difference,
     summarize,
 )
-from ringtrain.guard.ranks import group_ranks, name_ranks
+from ringtrain.messages.ranks import group_ranks, name_ranks
 
 if TYPE_CHECKING:
     import tensorflow as tf

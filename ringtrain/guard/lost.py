@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from ringtrain import activity
 from ringtrain.errors import LOST_RANK_SIGN, RingtrainError
+from ringtrain.runtime import activity
 
 # What Horovod 0.28 gives every pending collective once its background thread has ended (common.h: SHUT_DOWN_ERROR).
 SIGNS = ("Horovod has been shut down", LOST_RANK_SIGN)

@@ -6,9 +6,9 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from ringtrain import activity
 from ringtrain.config import DEFAULT_BATCH_SIZE, Config
 from ringtrain.errors import RingtrainError
+from ringtrain.runtime import activity
 
 # What TensorFlow's allocators, XLA, CUDA's driver, Python and NumPy say.
 SIGNS = re.compile(

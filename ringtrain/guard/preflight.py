@@ -24,7 +24,7 @@ from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.data.sources import ArraySource, Feed, Source
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.guard.code import PACKAGES, describe_loaded_code, package_version
-from ringtrain.guard.ranks import group_ranks, name_ranks
+from ringtrain.messages.ranks import group_ranks, name_ranks
 
 if TYPE_CHECKING:
     import keras

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain import activity
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.errors import ReplicasDifferError
-from ringtrain.guard.ranks import group_ranks, name_ranks
+from ringtrain.messages.ranks import group_ranks, name_ranks
+from ringtrain.runtime import activity
 
 if TYPE_CHECKING:
     import keras

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.errors import UsageError
-from ringtrain.world import World
+from ringtrain.runtime.world import World
 
 # TensorFlow's graphs of the branches and bodies within a function.
 BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")

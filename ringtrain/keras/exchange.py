@@ -1,7 +1,8 @@
 """What an optimizer's, or a tape's, gradients go through between this rank and the others.
 
-``Exchange`` is built on ``ringtrain.collectives.reduce``, which the training step uses as well. What is added here are
-the arguments of Horovod's interface: which variables stay local, factors, groups, and passes that are added up first.
+``Exchange`` is built on ``ringtrain.collectives.gradients``, which the training step uses as well. What is added here
+are the arguments of Horovod's interface: which variables stay local, factors, groups, and passes that are added up
+first.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from ringtrain.collectives.reduce import Compression, GradientReduction, gradient_spec, scaled
+from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, require_init, unique_name
-from ringtrain.variables import require_gradients_that_add
+from ringtrain.run.variables import require_gradients_that_add
 
 Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable
 
@@ -74,7 +75,7 @@ class Settings:
 
     @property
     def compression_name(self) -> Compression:
-        """The compression in the words of ``ringtrain.collectives.reduce``."""
+        """The compression in the words of ``ringtrain.collectives.gradients``."""
         if self.compression is hvd.Compression.none:
             return "none"
         if self.compression is hvd.Compression.fp16:

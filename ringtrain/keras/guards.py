@@ -12,12 +12,12 @@ import keras
 
 from ringtrain.collectives import gather_objects
 from ringtrain.collectives.checks import require_working_sums
-from ringtrain.collectives.reduce import GradientReduction
-from ringtrain.devices import own_gpu
+from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.exchange import Exchange
 from ringtrain.keras.optimizer import Distributed, find_distributed, is_applying
+from ringtrain.runtime.devices import own_gpu
 
 
 def check_distributed(optimizer: Any) -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, require_init, unique_name
-from ringtrain.world import read_world
+from ringtrain.runtime.world import read_world
 
 
 @keras.saving.register_keras_serializable(package="ringtrain")

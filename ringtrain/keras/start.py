@@ -11,11 +11,11 @@ import keras
 
 from ringtrain.collectives.horovod import connect_horovod, require_same_settings_by_rendezvous
 from ringtrain.config import Config
-from ringtrain.devices import apply_plan, claim_cores, plan_devices, read_machine, start_tensorflow
 from ringtrain.errors import UsageError
 from ringtrain.keras import hooks
-from ringtrain.leaving import allow, watch_end
-from ringtrain.world import GLOO_LAUNCHER, World, read_world
+from ringtrain.runtime.devices import apply_plan, claim_cores, plan_devices, read_machine, start_tensorflow
+from ringtrain.runtime.leaving import allow, watch_end
+from ringtrain.runtime.world import GLOO_LAUNCHER, World, read_world
 
 
 def init(comm: Any = None, process_sets: Any = None, *, exit_timeout: float = Config.exit_timeout) -> None:

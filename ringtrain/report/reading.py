@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringtrain.checkpoint import list_steps, read_facts, step_name
 from ringtrain.config import flatten_settings
 from ringtrain.errors import DataError, UsageError
 from ringtrain.report.event_files import ImageSet, read_images
-from ringtrain.run_directory import CONFIG_FILE, MAX_LINE_BYTES, METRICS_FILE, parse_event, read_config, read_lines
+from ringtrain.run.checkpoint import list_steps, read_facts, step_name
+from ringtrain.run.directory import (
+    CONFIG_FILE,
+    MAX_LINE_BYTES,
+    METRICS_FILE,
+    parse_event,
+    read_config,
+    read_lines,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

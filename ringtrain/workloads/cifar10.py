@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ringtrain.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, Samples, load_cifar10
+from ringtrain.data.formats.cifar10 import IMAGE_SIZE, NUM_CLASSES, Samples, load_cifar10
 from ringtrain.workloads.base import Sources, Workload
 
 if TYPE_CHECKING:

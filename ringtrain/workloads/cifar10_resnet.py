@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ringtrain.data.cifar10 import IMAGE_SIZE, NUM_CLASSES
+from ringtrain.data.formats.cifar10 import IMAGE_SIZE, NUM_CLASSES
 from ringtrain.workloads.base import Sources, Workload
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ringtrain.data.image_folder import load_image_folder
-from ringtrain.data.tfrecord import has_tfrecords, load_tfrecords
+from ringtrain.data.formats.image_folder import load_image_folder
+from ringtrain.data.formats.tfrecord import has_tfrecords, load_tfrecords
 from ringtrain.errors import DataError, UsageError
 from ringtrain.workloads.base import Sources, Workload
 

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from ringtrain.data.pipeline import describe_structure
-from ringtrain.defects import describe_defect, is_users_own
 from ringtrain.errors import UsageError
+from ringtrain.messages.defects import describe_defect, is_users_own
 from ringtrain.workloads.base import Workload
 
 # The keys of the events in metrics.jsonl beside which the metrics stand.

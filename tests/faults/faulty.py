@@ -27,9 +27,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain import activity, checkpoint
-from ringtrain.checkpoint import step_name
 from ringtrain.data.sources import ArraySource
+from ringtrain.run import checkpoint
+from ringtrain.run.checkpoint import step_name
+from ringtrain.runtime import activity
 from ringtrain.workloads.base import Sources
 from tests.world.workloads.lasting import Lasting, hang, my_rank
 

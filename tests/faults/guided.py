@@ -18,10 +18,11 @@ import atheris
 import numpy as np
 
 with atheris.instrument_imports():
-    from ringtrain import bounded, manifest
-    from ringtrain.checkpoint import MANIFEST_FILE, VARIABLES_FILE, DamagedError, read_checkpoint
-    from ringtrain.data import tfrecord_index
+    from ringtrain.data.formats import tfrecord_index
     from ringtrain.errors import DataError
+    from ringtrain.files import bounded
+    from ringtrain.run import manifest
+    from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, DamagedError, read_checkpoint
 
 DIRECTORY = Path(tempfile.mkdtemp())
 VARIABLES = bytes(20)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.image_folder import load_image_folder
+from ringtrain.data.formats.image_folder import load_image_folder
 from ringtrain.workloads.base import Sources, Workload
 
 SIDE = 8

@@ -19,14 +19,14 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ringtrain import lease
-from ringtrain.checkpoint import Checkpoint, list_steps, write_checkpoint
 from ringtrain.cli import main
 from ringtrain.config import Config, OptimizerConfig, to_plain
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.progress import Progress
-from ringtrain.resume import OpenedRun, open_run
-from ringtrain.run_directory import RunDirectoryError
+from ringtrain.run import lease
+from ringtrain.run.checkpoint import Checkpoint, list_steps, write_checkpoint
+from ringtrain.run.directory import RunDirectoryError
+from ringtrain.run.progress import Progress
+from ringtrain.run.resume import OpenedRun, open_run
 
 SETTINGS = [*(f.name for f in fields(Config)), *(f"optimizer.{f.name}" for f in fields(OptimizerConfig))]
 # Each says where a file is to be looked for, or opened.

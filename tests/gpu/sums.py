@@ -6,8 +6,8 @@ import os
 
 import numpy as np
 
-from ringtrain.devices import apply_plan, plan_devices, read_machine, start_tensorflow
-from ringtrain.world import read_world
+from ringtrain.runtime.devices import apply_plan, plan_devices, read_machine, start_tensorflow
+from ringtrain.runtime.world import read_world
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64")
 SIZES = [0, 1, 3, *(2**power + extra for power in range(4, 25, 2) for extra in (-1, 0, 1))]

@@ -12,7 +12,7 @@ import pytest
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.errors import UsageError
-from ringtrain.variables import is_seed_state
+from ringtrain.run.variables import is_seed_state
 from tests.keras.training import CLASSES, FEATURES, dataset, make_batches, make_model, split_batches
 from tests.world.group import on_ranks
 

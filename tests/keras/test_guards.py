@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective, gather_objects
-from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras import hooks
 from tests.keras.training import FEATURES, dataset, make_batches, make_model, split_batches, train

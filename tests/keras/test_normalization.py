@@ -12,7 +12,7 @@ import tensorflow as tf
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
 from ringtrain.errors import UsageError
-from ringtrain.step import set_precision
+from ringtrain.step.train_step import set_precision
 from tests.keras.training import WAYS, largest_difference, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
 from tests.world.training import (

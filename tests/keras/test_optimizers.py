@@ -10,9 +10,9 @@ from packaging.version import Version
 
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
-from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import UsageError
-from ringtrain.step import set_precision
+from ringtrain.step.train_step import set_precision
 from tests.keras.training import WAYS, dataset, largest_difference, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
 from tests.world.training import multi_optimizer

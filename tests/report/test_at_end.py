@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.console import Console
 from ringtrain.errors import DivergedError, PreemptedError
-from ringtrain.lease import LeaseLostError
-from ringtrain.run_directory import RunDirectory
-from ringtrain.stopping import StopRequests
-from ringtrain.together import recording_end
-from ringtrain.world import read_world
+from ringtrain.run.directory import RunDirectory
+from ringtrain.run.lease import LeaseLostError
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.runtime.world import read_world
+from ringtrain.terminal.console import Console
+from ringtrain.training.together import recording_end
 from tests.report.made_run import START, make_run, timed, train_event
 
 LOG = "console.log"

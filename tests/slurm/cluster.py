@@ -49,7 +49,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from ringtrain.world import SLURM_FIRST_SPECIAL_STEP
+from ringtrain.runtime.world import SLURM_FIRST_SPECIAL_STEP
 from tests.slurm import host
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 

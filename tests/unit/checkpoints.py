@@ -7,12 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ringtrain.checkpoint import (
-    MANIFEST_FILE,
-    VARIABLES_FILE,
-    Checkpoint,
-    write_checkpoint,
-)
+from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, Checkpoint, write_checkpoint
 
 FILES = (MANIFEST_FILE, VARIABLES_FILE)
 RNG = np.random.default_rng(0)

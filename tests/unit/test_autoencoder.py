@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.data.cifar10 import FILES, RECORD_BYTES
+from ringtrain.data.formats.cifar10 import FILES, RECORD_BYTES
 from ringtrain.errors import DataError, UsageError
 from ringtrain.workloads import create_workload, load_workload
 from ringtrain.workloads.autoencoder import Autoencoder, ImagesOf, choose_levels, create_autoencoder

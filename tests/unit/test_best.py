@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain import checkpoint as checkpoint_module
-from ringtrain.checkpoint import (
+from ringtrain.run import checkpoint as checkpoint_module
+from ringtrain.run.checkpoint import (
     BEST,
     BEST_FILE,
     find_best,
@@ -25,7 +25,7 @@ from ringtrain.checkpoint import (
     step_name,
     tidy,
 )
-from ringtrain.run_directory import RunDirectory
+from ringtrain.run.directory import RunDirectory
 from tests.unit.checkpoints import assert_is_of_step, make_checkpoint, read_tree, save
 
 
@@ -205,7 +205,7 @@ def test_a_step_saved_again_replaces_a_link_to_an_archive_and_not_the_archive(tm
 
 def write_bests(run: Path, steps: range, *, keep: int) -> list[str]:
     """Save these steps, each the best so far, as a run does; returns what the user is told."""
-    from ringtrain.saving import CheckpointWriter  # here: it loads TensorFlow
+    from ringtrain.training.saving import CheckpointWriter  # here: it loads TensorFlow
 
     said: list[str] = []
     directory = RunDirectory(run)

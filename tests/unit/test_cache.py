@@ -15,13 +15,13 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives.solo import Solo
-from ringtrain.data import cache
-from ringtrain.data.cache import with_cache
-from ringtrain.data.image_folder import load_image_folder
-from ringtrain.data.node_cache import CacheFile, cache_directory, share_of
+from ringtrain.data.cache import memory as cache
+from ringtrain.data.cache.memory import with_cache
+from ringtrain.data.cache.node import CacheFile, cache_directory, share_of
+from ringtrain.data.formats.image_folder import load_image_folder
 from ringtrain.data.sources import BadSample, from_arrays
 from ringtrain.errors import DataError
-from ringtrain.world import World
+from ringtrain.runtime.world import World
 
 NUM_SAMPLES = 23
 ALL = np.arange(NUM_SAMPLES)
@@ -215,7 +215,7 @@ def test_files_that_no_run_has_opened_for_long_are_removed(place: Path, monkeypa
     cached(Decoding(), "node")
     cached(Decoding(), "node")
     assert {path.stem for path in place.iterdir()} & set(ages) == {"of_today", "of_last_week"}
-    monkeypatch.setattr("ringtrain.data.node_cache.shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    monkeypatch.setattr("ringtrain.data.cache.node.shutil.disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(DataError, match="where 100 are free"):
         cached(Decoding(fingerprint="other"), "node")
     assert {path.stem for path in place.iterdir()} & set(ages) == {"of_today"}
@@ -255,7 +255,7 @@ def test_what_a_killed_run_left_is_removed_and_what_another_run_fills_is_not(pla
 
 
 def test_too_little_space_is_found_before_training(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
-    monkeypatch.setattr("ringtrain.data.node_cache.shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    monkeypatch.setattr("ringtrain.data.cache.node.shutil.disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(DataError, match=rf"need [\d,]+ bytes in {place}, where 100 are free.*--cache none") as caught:
         cached(Decoding(), "node")
     assert (caught.value.exit_code, caught.value.reach) == (3, "run")  # all ranks raise it once they have agreed

@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ringtrain import activity
-from ringtrain import checkpoint as checkpoint_module
-from ringtrain.checkpoint import (
+from ringtrain.errors import DataError
+from ringtrain.run import checkpoint as checkpoint_module
+from ringtrain.run.checkpoint import (
     BEST,
     BEST_FILE,
     MANIFEST_FILE,
@@ -33,7 +33,7 @@ from ringtrain.checkpoint import (
     tidy,
     write_checkpoint,
 )
-from ringtrain.errors import DataError
+from ringtrain.runtime import activity
 from tests.unit.checkpoints import FILES, RNG, assert_is_of_step, make_checkpoint, read_tree, save, shorten_by_one
 
 BESTS = (BEST, BEST_FILE)

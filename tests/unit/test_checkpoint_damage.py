@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from ringtrain.checkpoint import (
+from ringtrain.errors import DataError
+from ringtrain.run.checkpoint import (
     FORMAT,
     MANIFEST_FILE,
     VARIABLES_FILE,
@@ -22,7 +23,6 @@ from ringtrain.checkpoint import (
     read_checkpoint,
     step_name,
 )
-from ringtrain.errors import DataError
 from tests.unit.checkpoints import FILES, assert_is_of_step, save, shorten_by_one
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain import checkpoint as checkpoint_module
-from ringtrain.checkpoint import (
+from ringtrain.run import checkpoint as checkpoint_module
+from ringtrain.run.checkpoint import (
     BEST_FILE,
     Checkpoint,
     find_best,
@@ -91,7 +91,7 @@ FILL_UP = """
 import json, os, resource, sys
 from pathlib import Path
 import numpy as np
-from ringtrain.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from ringtrain.run.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 
 root, kind = Path(sys.argv[1]), sys.argv[2]
 
@@ -145,7 +145,7 @@ WRITER = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from ringtrain.checkpoint import Checkpoint, find_newest, remove_unfinished, tidy, write_checkpoint
+from ringtrain.run.checkpoint import Checkpoint, find_newest, remove_unfinished, tidy, write_checkpoint
 
 def write_for_ever(root):
     remove_unfinished(root)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringtrain.data.cifar10 import (
+from ringtrain.data.formats.cifar10 import (
     ARCHIVE_NAME,
     FILES,
     FOLDER_NAME,
@@ -294,7 +294,7 @@ def test_a_silent_server_is_given_up(tmp_path: Path, serve: Callable[..., Server
 
 LOAD = """
 import pathlib, sys
-from ringtrain.data.cifar10 import Download, load_cifar10
+from ringtrain.data.formats.cifar10 import Download, load_cifar10
 from ringtrain.errors import DataError
 place, url, md5 = sys.argv[1:]
 print("started", flush=True)

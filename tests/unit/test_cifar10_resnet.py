@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.config import make_config
-from ringtrain.data.cifar10 import FILES, RECORD_BYTES
+from ringtrain.data.formats.cifar10 import FILES, RECORD_BYTES
 from ringtrain.data.sources import ArraySource, from_arrays
-from ringtrain.job import plan_steps
+from ringtrain.training.job import plan_steps
 from ringtrain.workloads import create_workload, load_workload
 from ringtrain.workloads.cifar10_resnet import (
     CHANNEL_MEANS,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.data.cifar10 import FILES, FOLDER_NAME, RECORD_BYTES
+from ringtrain.data.formats.cifar10 import FILES, FOLDER_NAME, RECORD_BYTES
 from ringtrain.data.sources import ArraySource
 from ringtrain.errors import DataError
 from ringtrain.workloads import load_workload

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.defects import is_users_own
 from ringtrain.guard.code import describe_loaded_code
+from ringtrain.messages.defects import is_users_own
 
 Facts = dict[str, str | list[str]]
 

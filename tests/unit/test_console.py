@@ -18,9 +18,9 @@ from typing import IO
 
 import pytest
 
-from ringtrain import console
-from ringtrain.console import Console, launcher_terminal, open_console
-from ringtrain.launcher import LAUNCHERS, find_launcher
+from ringtrain.runtime.launcher import LAUNCHERS, find_launcher
+from ringtrain.terminal import console
+from ringtrain.terminal.console import Console, launcher_terminal, open_console
 
 
 class CountingStream(io.StringIO):
@@ -61,7 +61,11 @@ def test_without_a_launcher_stdout_decides(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 SHOW_CURSOR = b"\x1b[?25h"
-FIND = "import sys; sys.path.insert(0, {root!r}); from ringtrain.launcher import find_launcher; print(find_launcher())"
+FIND = """import sys
+sys.path.insert(0, {root!r})
+from ringtrain.runtime.launcher import find_launcher
+print(find_launcher())
+"""
 
 CALL = """#!{python}
 import os, subprocess

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.cli import main
-from ringtrain.convert import convert
-from ringtrain.data.cifar10 import FILES, FOLDER_NAME, load_cifar10
-from ringtrain.data.tfrecord import TFRecordSource, load_tfrecords
+from ringtrain.data.formats.cifar10 import FILES, FOLDER_NAME, load_cifar10
+from ringtrain.data.formats.conversion import convert
+from ringtrain.data.formats.tfrecord import TFRecordSource, load_tfrecords
 from ringtrain.errors import DataError, UsageError
 from tests.world.processes import Finished, clean_environment, run_command
 

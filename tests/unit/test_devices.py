@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from ringtrain import devices
-from ringtrain.devices import (
+from ringtrain.errors import UsageError
+from ringtrain.runtime import devices
+from ringtrain.runtime.devices import (
     DevicePlan,
     Machine,
     Setting,
@@ -30,8 +31,7 @@ from ringtrain.devices import (
     read_machine,
     set_environment,
 )
-from ringtrain.errors import UsageError
-from ringtrain.world import World
+from ringtrain.runtime.world import World
 
 
 def local_world(local_rank: int, local_size: int) -> World:
@@ -130,7 +130,7 @@ def test_cores_that_another_run_has_are_not_taken() -> None:
 
 HOLD_CORES = """
 import sys
-from ringtrain.devices import claim_cores
+from ringtrain.runtime.devices import claim_cores
 print(claim_cores((100001, 100002)), flush=True)
 sys.stdin.read()
 """

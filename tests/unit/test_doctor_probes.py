@@ -19,7 +19,7 @@ from ringtrain.doctor.probes import (
     read_cgroup_memory,
 )
 from ringtrain.doctor.table import exit_code
-from ringtrain.world import World
+from ringtrain.runtime.world import World
 
 BEGIN = "import json, os, signal, sys, time\nprint(json.dumps({'begins': 'tensorflow'}), flush=True)\n"
 DONE = "print(json.dumps({'ends': 'tensorflow', 'found': {'version': '1'}}), flush=True)\n"

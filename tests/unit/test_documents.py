@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = " ".join((ROOT / "README.md").read_text().split())
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-DOCUMENTS += [*(ROOT / "docs").glob("*.md"), ROOT / "launch/README.md", ROOT / "ringtrain/README.md"]
+DOCUMENTS += [*(ROOT / "docs").glob("*.md"), ROOT / "launch/README.md"]
 SOURCES = [path.read_text() for room in ("ringtrain", "launch") for path in (ROOT / room).rglob("*.py")]
 # A message as it is printed: what is split over lines is joined.
 JOINED = [" ".join(re.sub(r'"\s+f?"', "", source).split()) for source in SOURCES]

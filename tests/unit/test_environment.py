@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.environment import MIN_ADDRESS_BYTES, check_address_space, check_environment
 from ringtrain.errors import UsageError
+from ringtrain.runtime.environment import MIN_ADDRESS_BYTES, check_address_space, check_environment
 
 WRONG = {
     "HOROVOD_CACHE_CAPACITY": ["-5", "99999999999999999999", "many", "1.5", "\u0663"],

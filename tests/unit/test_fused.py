@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.fused import FusedAdam, FusedAdamW, FusedSGD
-from ringtrain.variables import named_slots
+from ringtrain.run.variables import named_slots
+from ringtrain.step.optimizers import FusedAdam, FusedAdamW, FusedSGD
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "sgd": (FusedSGD, keras.optimizers.SGD, {}),

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ringtrain.guard import hub
-from ringtrain.guard.hub import LOOPBACK, MAX_LINE_BYTES, Star, draw_token, listen
-from ringtrain.world import World
+from ringtrain.runtime.world import World
+from ringtrain.watchdog import hub
+from ringtrain.watchdog.hub import LOOPBACK, MAX_LINE_BYTES, Star, draw_token, listen
 
 TOKEN = draw_token()
 

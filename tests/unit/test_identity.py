@@ -12,14 +12,21 @@ from typing import Any
 
 import pytest
 
-from ringtrain.checkpoint import MANIFEST_FILE, step_name
 from ringtrain.cli import export_command
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.identity import IDENTITY_FILE, as_identity, describe_identity, draw_identity, read_identity, require_own
-from ringtrain.manifest import digest_of
-from ringtrain.resume import open_run
-from ringtrain.world import read_world
+from ringtrain.run.checkpoint import MANIFEST_FILE, step_name
+from ringtrain.run.identity import (
+    IDENTITY_FILE,
+    as_identity,
+    describe_identity,
+    draw_identity,
+    read_identity,
+    require_own,
+)
+from ringtrain.run.manifest import digest_of
+from ringtrain.run.resume import open_run
+from ringtrain.runtime.world import read_world
 from tests.unit.test_resume import make_run, read_files
 
 
@@ -277,7 +284,7 @@ def test_no_refusal_is_a_traceback(config: Config, monkeypatch: pytest.MonkeyPat
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr("ringtrain.checkpoint.list_steps", fail)
+        patched.setattr("ringtrain.run.checkpoint.list_steps", fail)
         with pytest.raises(RingtrainError, match=r"checkpoints' cannot be read: Permission denied\."):
             open_run(config, say=print)
     assert (run / "checkpoints" / step_name(2)).is_dir()

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.data import image_folder
-from ringtrain.data.decoding import resize_middle
-from ringtrain.data.image_folder import ImageFolderSource, load_image_folder
-from ringtrain.data.image_header import HeaderError, ImageHeader, read_header
+from ringtrain.data.formats import image_folder
+from ringtrain.data.formats.decoding import resize_middle
+from ringtrain.data.formats.image_folder import ImageFolderSource, load_image_folder
+from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
 from ringtrain.errors import DataError
 
 

@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from ringtrain.config import make_config
 from ringtrain.data.augment import sample_keys
-from ringtrain.data.image_folder import ImageFolderSource
+from ringtrain.data.formats.image_folder import ImageFolderSource
 from ringtrain.data.sources import ArraySource
 from ringtrain.errors import DataError, UsageError
-from ringtrain.job import create_optimizer
-from ringtrain.schedule import LearningRate
+from ringtrain.step.schedule import LearningRate
+from ringtrain.training.job import create_optimizer
 from ringtrain.workloads import create_workload, inception, load_workload
 from ringtrain.workloads.inception import Inception, add_auxiliary_classifier, build_inception
 

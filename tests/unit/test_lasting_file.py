@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ringtrain import streams
-from ringtrain.streams import LastingFile
+from ringtrain.runtime import streams
+from ringtrain.runtime.streams import LastingFile
 
 LINE = "x" * 99 + "\n"
 NUM_LINES = 2000  # more than a pipe holds

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.launched import DIRECTORY_VARIABLE, EndTold, RunTold, clear, read_end, read_run, tell_end, tell_run
+from ringtrain.runtime.launched import (
+    DIRECTORY_VARIABLE,
+    EndTold,
+    RunTold,
+    clear,
+    read_end,
+    read_run,
+    tell_end,
+    tell_run,
+)
 
 END = {"event": "end", "status": "data", "exit_code": 3, "message": "rank 1 on n2: no such file"}
 

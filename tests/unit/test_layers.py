@@ -1,83 +1,81 @@
-"""The rooms of the package: each imports only from rooms above it, and what must be quick does not start TensorFlow."""
+"""The rooms of the package: each imports only from rooms above it."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
+from tests.rooms import PAGE, PICTURE, ROOT, draw, find_modules, read_imports, read_rooms, room_of
 
-PACKAGE = Path(__file__).resolve().parents[2] / "ringtrain"
-
-
-def read_rooms() -> list[str]:
-    """The rooms from the top, as the first column of the package's README lists them."""
-    rows = [line.split("|")[1] for line in (PACKAGE / "README.md").read_text().splitlines() if line.startswith("| `")]
-    return [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`([^`]+)`", row)]
-
-
-ROOMS = read_rooms()
-WITHOUT_TENSORFLOW = ["errors", "config", "schedule", "world", "devices", "run_directory", "console", "verify", "cli"]
-WITHOUT_TENSORFLOW += [
-    "doctor.command",
-    "doctor.inside",
-    "report",
-    "checkpoint",
-    "flags",
-    "workloads.listing",
-    "bench.command",
-]
+ROOMS = read_rooms(PAGE.read_text(encoding="utf-8"))
+MODULES = find_modules(ROOT)
+IMPORTS = read_imports(MODULES)
+PUBLIC = ("ringtrain",)  # the package's own file: the version, and public names
+MAX_FLAT_MODULES = 8
+WITHOUT_TENSORFLOW = [
+    "cli", "commands.flags", "config", "errors", "files.bounded", "messages.defects", "report", "script",
+    "run.checkpoint", "run.directory", "runtime.devices", "runtime.world", "step.schedule", "terminal.console",
+    "verify.compare", "bench.command", "doctor.command", "doctor.inside", "workloads.digits", "workloads.listing",
+]  # fmt: skip
 HEAVY = {"tensorflow", "keras", "horovod", "mpi4py", "sklearn"}
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+
+def upward_imports(imports: Mapping[str, set[str]]) -> list[str]:
+    """The imports from a room by one that does not stand below it."""
+    return [
+        f"{module} imports {other}"
+        for module, others in imports.items()
+        for other in others - set(PUBLIC)
+        if room_of(module) != room_of(other) and not ROOMS.index(room_of(other)) < ROOMS.index(room_of(module))
+    ]
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imported_modules(tree: ast.AST, package: str) -> Iterator[str]:
-    """Every module that is imported anywhere below ``tree``, inside functions as well."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def imported_rooms(path: Path) -> set[str]:
-    package = ".".join(["ringtrain", *path.relative_to(PACKAGE).parts[:-1]])
-    names = [name.split(".") for name in imported_modules(ast.parse(path.read_text()), package)]
-    return {name[1] for name in names if name[0] == "ringtrain" and len(name) > 1 and name[1] in ROOMS}
+def plant(root: Path, files: Mapping[str, str]) -> dict[str, set[str]]:
+    """The imports of a package with these files."""
+    for name, text in files.items():
+        path = root / "ringtrain" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return read_imports(find_modules(root))
 
 
 def test_every_file_belongs_to_a_room() -> None:
-    assert ROOMS[0] == "errors"
-    assert {room_of(path) for path in FILES} - {"__init__"} == set(ROOMS)
+    assert {room_of(module) for module in MODULES} - set(PUBLIC) == set(ROOMS)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_room_imports_only_from_rooms_above_it(path: Path) -> None:
-    room = room_of(path)
-    allowed = {*ROOMS[: ROOMS.index(room)], room} if room in ROOMS else set()
-    assert imported_rooms(path) <= allowed
+def test_few_modules_lie_flat() -> None:
+    assert len(list((ROOT / "ringtrain").glob("*.py"))) <= MAX_FLAT_MODULES
 
 
-def test_imports_inside_functions_are_seen() -> None:
-    tree = ast.parse("def f():\n    from ..loop import train\n    import ringtrain.cli\n")
-    assert set(imported_modules(tree, "ringtrain.data")) == {"ringtrain.loop", "ringtrain.loop.train", "ringtrain.cli"}
+def test_every_room_says_what_it_is() -> None:
+    for init in (ROOT / "ringtrain").rglob("*/__init__.py"):
+        assert init.read_text().startswith('"""'), init
+
+
+def test_a_room_imports_only_from_rooms_above_it() -> None:
+    assert upward_imports(IMPORTS) == []
+
+
+def test_an_upward_import_inside_a_function_is_seen(tmp_path: Path) -> None:
+    files = {
+        "__init__.py": "",
+        "data/order.py": "def f():\n    from ringtrain.training.loop import train\n",
+        "training/loop.py": "from ringtrain.data.order import f\n",
+    }
+    assert upward_imports(plant(tmp_path, files)) == ["ringtrain.data.order imports ringtrain.training.loop"]
+
+
+def test_the_picture_is_drawn_from_the_imports() -> None:
+    """`python -m tests.rooms` draws it anew."""
+    [picture] = PICTURE.findall(PAGE.read_text(encoding="utf-8"))
+    assert picture == draw(ROOMS, IMPORTS)
 
 
 def test_what_comes_before_the_devices_are_pinned_does_not_import_tensorflow() -> None:
     script = (
-        f"import sys, {', '.join(f'ringtrain.{name}' for name in WITHOUT_TENSORFLOW)}, ringtrain.workloads.digits\n"
+        f"import sys, {', '.join(f'ringtrain.{name}' for name in WITHOUT_TENSORFLOW)}\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

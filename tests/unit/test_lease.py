@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from ringtrain import lease as lease_module
 from ringtrain.errors import UsageError
-from ringtrain.lease import LEASE_DIRECTORY, Lease, LeaseLostError, acquire_lease, take_over
+from ringtrain.run import lease as lease_module
+from ringtrain.run.lease import LEASE_DIRECTORY, Lease, LeaseLostError, acquire_lease, take_over
 
 HERE = f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -27,7 +27,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from ringtrain.errors import UsageError
-from ringtrain.lease import acquire_lease
+from ringtrain.run.lease import acquire_lease
 
 print("ready", flush=True)
 sys.stdin.readline()

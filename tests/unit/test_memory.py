@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from ringtrain import activity
-from ringtrain.activity import Doing
 from ringtrain.config import Config
 from ringtrain.errors import DataError
 from ringtrain.guard.memory import OutOfMemoryError, explain, explaining_memory
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Doing
 
 # As TensorFlow 2.18 writes it on a GPU; there need not be one here.
 ON_GPU = (

@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives import Totals
-from ringtrain.collectives.reduce import ONE_MESSAGE_BYTES
+from ringtrain.collectives.gradients import ONE_MESSAGE_BYTES
 from ringtrain.collectives.solo import Solo
-from ringtrain.world import World
+from ringtrain.runtime.world import World
 from tests.world.training import NUM_CLASSES, NUM_FEATURES, batches_of, create_step, dense_samples
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")

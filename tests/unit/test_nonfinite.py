@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.pipeline import Batch
-from ringtrain.nonfinite import MAX_NAMED, Finding, describe_findings, pack_batch
+from ringtrain.training.nonfinite import MAX_NAMED, Finding, describe_findings, pack_batch
 
 
 def finding(**values: object) -> Finding:

@@ -23,7 +23,7 @@ from ringtrain.guard.preflight import (
     find_differing,
     summarize,
 )
-from ringtrain.guard.ranks import group_ranks, name_ranks
+from ringtrain.messages.ranks import group_ranks, name_ranks
 
 NODES = ["node3", "node3", "node7", "node7"]
 

@@ -15,11 +15,11 @@ from ringtrain.collectives.solo import Solo
 from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays, from_generator
 from ringtrain.errors import DataError, UsageError
-from ringtrain.evaluation import evaluate
-from ringtrain.job import Job, create_job
-from ringtrain.summaries import EventFiles
+from ringtrain.runtime.world import World
+from ringtrain.training.evaluation import evaluate
+from ringtrain.training.job import Job, create_job
+from ringtrain.training.summaries import EventFiles
 from ringtrain.workloads.base import Histogram, Images, Sources, Workload
-from ringtrain.world import World
 from tests.world.workloads.small import NUM_CLASSES, NUM_FEATURES, Small
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")

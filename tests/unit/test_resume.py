@@ -16,12 +16,20 @@ import numpy as np
 import pytest
 import yaml
 
-from ringtrain.checkpoint import MANIFEST_FILE, VARIABLES_FILE, Checkpoint, list_steps, step_name, write_checkpoint
 from ringtrain.config import Config, OptimizerConfig, to_plain
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.lease import LEASE_DIRECTORY
-from ringtrain.progress import Progress
-from ringtrain.resume import (
+from ringtrain.run.checkpoint import (
+    MANIFEST_FILE,
+    VARIABLES_FILE,
+    Checkpoint,
+    list_steps,
+    step_name,
+    write_checkpoint,
+)
+from ringtrain.run.directory import CONFIG_FILE, METRICS_FILE
+from ringtrain.run.lease import LEASE_DIRECTORY
+from ringtrain.run.progress import Progress
+from ringtrain.run.resume import (
     FREE_SETTINGS,
     LENGTH_SETTINGS,
     OpenedRun,
@@ -32,7 +40,6 @@ from ringtrain.resume import (
     open_run,
     refuse_other_settings,
 )
-from ringtrain.run_directory import CONFIG_FILE, METRICS_FILE
 
 Finished = Literal["completed", "stopped early"]
 
@@ -431,7 +438,7 @@ def test_a_run_that_another_process_writes_is_refused_and_left_alone(config: Con
     script = """
 import os, sys
 from pathlib import Path
-from ringtrain.lease import acquire_lease
+from ringtrain.run.lease import acquire_lease
 lease = acquire_lease(Path(sys.argv[1]), environ=os.environ)
 print("holds", flush=True)
 sys.stdin.read()

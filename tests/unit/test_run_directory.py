@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ringtrain.errors import UsageError
-from ringtrain.run_directory import (
+from ringtrain.run.directory import (
     CONFIG_FILE,
     METRICS_FILE,
     RunDirectory,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ringtrain.config import OptimizerConfig
-from ringtrain.schedule import LearningRate
+from ringtrain.step.schedule import LearningRate
 
 EPOCH = 1000
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ringtrain.activity import Doing, Note
-from ringtrain.guard.states import RankState, find_hang, read_state
+from ringtrain.runtime.activity import Doing, Note
+from ringtrain.watchdog.states import RankState, find_hang, read_state
 
 NODES = ["node6", "node7", "node7", "node8"]
 

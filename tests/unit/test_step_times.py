@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ringtrain.step_times import StepTimes
+from ringtrain.step.times import StepTimes
 
 
 def slow_items() -> Iterator[int]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from ringtrain.stopping import EXIT_CODE, SIGNALS, STOP_FILE, StopRequests
+from ringtrain.runtime.stopping import EXIT_CODE, SIGNALS, STOP_FILE, StopRequests
 
 # Says what happens, and does what it is told to line by line.
 SCRIPT = """
 import hashlib, sys, threading
 from pathlib import Path
-from ringtrain.stopping import StopRequests
+from ringtrain.runtime.stopping import StopRequests
 
 def say(*words):
     print(*words, flush=True)
@@ -141,7 +141,7 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
     """As after ``nohup``; a handler would take that away."""
     script = """
 import os, signal
-from ringtrain.stopping import StopRequests
+from ringtrain.runtime.stopping import StopRequests
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with StopRequests() as requests:
     os.kill(os.getpid(), signal.SIGHUP)
@@ -155,7 +155,7 @@ print(requests.reason, signal.getsignal(signal.SIGHUP).name)
 def test_a_process_whose_last_words_fail_still_ends(tmp_path: Path) -> None:
     script = """
 import signal
-from ringtrain.stopping import StopRequests
+from ringtrain.runtime.stopping import StopRequests
 with StopRequests() as requests:
     requests.at_early_end(lambda reason, exit_code: 1 / 0)
     print("entered", flush=True)
@@ -256,7 +256,7 @@ def test_threads_that_the_command_line_s_imports_started_do_not_take_the_signals
 import os, sys, threading
 import ringtrain.cli
 import numpy
-from ringtrain.stopping import StopRequests
+from ringtrain.runtime.stopping import StopRequests
 announced = threading.Event()
 with StopRequests() as requests:
     requests.start_training(lambda reason: announced.set())
@@ -326,7 +326,7 @@ def test_afterwards_a_signal_does_what_it_did_before(process: Process, number: s
 def test_an_announcement_that_fails_leaves_the_request_and_the_way_out(tmp_path: Path) -> None:
     script = """
 import os, signal, threading
-from ringtrain.stopping import StopRequests
+from ringtrain.runtime.stopping import StopRequests
 announced = threading.Event()
 def announce(reason):
     announced.set()
@@ -344,7 +344,7 @@ with StopRequests() as requests:
 def test_a_child_that_is_told_to_stop_does_not_stop_the_run() -> None:
     script = """
 import multiprocessing, signal, time
-from ringtrain.stopping import StopRequests
+from ringtrain.runtime.stopping import StopRequests
 context = multiprocessing.get_context("fork")
 with StopRequests() as requests:
     requests.start_training(lambda reason: None)

@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ringtrain.guard.stragglers import LOOKS_PER_WINDOW, Looks, Stragglers, describe_slow, find_slow, list_threads
+from ringtrain.watchdog.stragglers import (
+    LOOKS_PER_WINDOW,
+    Looks,
+    Stragglers,
+    describe_slow,
+    find_slow,
+    list_threads,
+)
 
 
 @pytest.mark.parametrize(

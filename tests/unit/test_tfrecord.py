@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.data import tfrecord_index
-from ringtrain.data.example import make_example
-from ringtrain.data.tfrecord import TFRecordSource, default_index_dir, load_tfrecords
-from ringtrain.data.tfrecord_index import masked_crc32c
+from ringtrain.data.formats import tfrecord_index
+from ringtrain.data.formats.example import make_example
+from ringtrain.data.formats.tfrecord import TFRecordSource, default_index_dir, load_tfrecords
+from ringtrain.data.formats.tfrecord_index import masked_crc32c
 from ringtrain.errors import DataError
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 5, 7, 3), np.uint8)
@@ -159,7 +159,7 @@ def test_validation_and_test_are_found(tmp_path: Path) -> None:
 
 
 def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringtrain.data.tfrecord._MAX_OPEN_FILES", 2)
+    monkeypatch.setattr("ringtrain.data.formats.tfrecord._MAX_OPEN_FILES", 2)
     for number in range(6):
         write(tmp_path / f"train-{number}.tfrecord", [raw(number)])
     source = open_tfrecords(tmp_path)
@@ -414,7 +414,7 @@ def test_a_length_that_is_not_true_is_an_error_and_no_crash(tmp_path: Path, leng
     # In a process of its own, since it could end this one.
     script = f"""
 from pathlib import Path
-from ringtrain.data.tfrecord_index import scan_file
+from ringtrain.data.formats.tfrecord_index import scan_file
 scan_file(Path({str(path)!r}), 0)
 """
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.stopping import StopRequests
-from ringtrain.time_limit import TimeLimit, ask_squeue, find_limits, plan_job_limit, read_job_end
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.runtime.time_limit import TimeLimit, ask_squeue, find_limits, plan_job_limit, read_job_end
 
 JOB = {"SLURM_JOB_ID": "42"}
 END = datetime.datetime(2026, 11, 21, 17, 3, 5).timestamp()

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from ringtrain.actions import Ending
 from ringtrain.collectives import on_first
 from ringtrain.collectives.solo import Solo
 from ringtrain.config import Config
-from ringtrain.defects import describe_defect, format_defect
-from ringtrain.evaluation import EvalReport
-from ringtrain.loop import Result
-from ringtrain.together import describe_result
-from ringtrain.world import World
+from ringtrain.messages.defects import describe_defect, format_defect
+from ringtrain.runtime.world import World
+from ringtrain.training.actions import Ending
+from ringtrain.training.evaluation import EvalReport
+from ringtrain.training.loop import Result
+from ringtrain.training.together import describe_result
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
 

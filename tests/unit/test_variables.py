@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from ringtrain.checkpoint import (
+from ringtrain.run.checkpoint import (
     MANIFEST_FILE,
     Checkpoint,
     number_twins,
@@ -17,8 +17,8 @@ from ringtrain.checkpoint import (
     without_optimizer_names,
     write_checkpoint,
 )
-from ringtrain.manifest import digest_of
-from ringtrain.variables import named_slots, slots_that_begin_as_weights
+from ringtrain.run.manifest import digest_of
+from ringtrain.run.variables import named_slots, slots_that_begin_as_weights
 
 
 def built(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

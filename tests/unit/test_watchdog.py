@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.activity import (
+from ringtrain.runtime.activity import (
     LONG_SECONDS,
     Doing,
     current,
@@ -29,9 +29,9 @@ from tests.world.processes import REPOSITORY
 PROGRAM = """
 import ctypes, os, sys, threading, time
 from ringtrain import activity
-from ringtrain.activity import Doing
-from ringtrain.guard.watchdog import Watchdog
-from ringtrain.world import World
+from ringtrain.runtime.activity import Doing
+from ringtrain.watchdog.thread import Watchdog
+from ringtrain.runtime.world import World
 
 world = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
 watchdog = Watchdog(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringtrain.errors import UsageError
-from ringtrain.world import World, read_world
+from ringtrain.runtime.world import World, read_world
 
 GLOO = {
     "HOROVOD_CONTROLLER": "gloo",

@@ -16,9 +16,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ringtrain.devices import apply_plan, plan_devices, read_machine, start_tensorflow
-from ringtrain.startup import quiet_start
-from ringtrain.world import World, read_world
+from ringtrain.runtime.devices import apply_plan, plan_devices, read_machine, start_tensorflow
+from ringtrain.runtime.world import World, read_world
+from ringtrain.terminal.startup import quiet_start
 
 LEAVE_SECONDS = 5.0
 
@@ -86,7 +86,7 @@ def forget_last_body() -> None:
     """Keras' global settings as they are at the start of a process."""
     import keras
 
-    from ringtrain.step import set_precision
+    from ringtrain.step.train_step import set_precision
 
     keras.utils.clear_session()
     set_precision("float32")

@@ -10,7 +10,7 @@ import os
 import sys
 
 from ringtrain.cli import main
-from ringtrain.world import read_world
+from ringtrain.runtime.world import read_world
 
 if __name__ == "__main__":
     odd, *arguments = sys.argv[1:]

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ringtrain.checkpoint import read_checkpoint
+from ringtrain.run.checkpoint import read_checkpoint
 from ringtrain.workloads import create_workload
 from ringtrain.workloads.autoencoder import Autoencoder
 from ringtrain.workloads.base import Workload

@@ -15,16 +15,10 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, agree, connect, gather_objects, on_first
+from ringtrain.collectives.gradients import MIN_GROUP_BYTES, ONE_MESSAGE_BYTES, GradientReduction, merge_rows, verdict
 from ringtrain.collectives.horovod import LOWEST_PRIORITY, HorovodCollective, running_threads
-from ringtrain.collectives.reduce import (
-    MIN_GROUP_BYTES,
-    ONE_MESSAGE_BYTES,
-    GradientReduction,
-    merge_rows,
-    verdict,
-)
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.variables import share_first_values
+from ringtrain.run.variables import share_first_values
 from tests.world.group import GLOO, on_ranks
 
 

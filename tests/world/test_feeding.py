@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringtrain.checkpoint import read_checkpoint
 from ringtrain.data.order import SampleOrder
+from ringtrain.run.checkpoint import read_checkpoint
 from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY
 from tests.world.running import events

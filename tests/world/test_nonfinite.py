@@ -11,16 +11,16 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.config import Config
-from ringtrain.console import Console
 from ringtrain.data.sources import from_arrays
 from ringtrain.errors import DivergedError
 from ringtrain.guard.finite import require_finite_values
-from ringtrain.job import create_job
-from ringtrain.loop import run_steps
-from ringtrain.nonfinite import NonfiniteGuard
-from ringtrain.progress import Progress
-from ringtrain.step_report import is_updated
-from ringtrain.variables import share_first_values
+from ringtrain.run.progress import Progress
+from ringtrain.run.variables import share_first_values
+from ringtrain.step.report import is_updated
+from ringtrain.terminal.console import Console
+from ringtrain.training.job import create_job
+from ringtrain.training.loop import run_steps
+from ringtrain.training.nonfinite import NonfiniteGuard
 from ringtrain.workloads.base import Sources
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks

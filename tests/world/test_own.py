@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.checkpoint import read_checkpoint
+from ringtrain.run.checkpoint import read_checkpoint
 from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY
 from tests.world.running import events

@@ -17,7 +17,7 @@ from ringtrain.collectives import Collective
 from ringtrain.collectives.solo import Solo
 from ringtrain.errors import UsageError
 from ringtrain.parallel import make_parallel
-from ringtrain.world import World
+from ringtrain.runtime.world import World
 from tests.world.group import GLOO, on_ranks
 from tests.world.training import assert_close
 

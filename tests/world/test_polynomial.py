@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringtrain.checkpoint import read_checkpoint
+from ringtrain.run.checkpoint import read_checkpoint
 from tests.world.conftest import RunRingtrain
 
 

@@ -23,7 +23,7 @@ from ringtrain.config import Config, OptimizerConfig
 from ringtrain.errors import UsageError
 from ringtrain.guard import preflight
 from ringtrain.guard.preflight import ENTRIES_PER_BLOCK, require_alike, require_same_start
-from ringtrain.job import create_job
+from ringtrain.training.job import create_job
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.digits import Digits
 from tests.world.conftest import RunRingtrain

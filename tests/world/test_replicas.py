@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.actions import CheckReplicas, Save
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.config import Config, OptimizerConfig
-from ringtrain.console import Console
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.guard.replicas import ReplicaGuard
-from ringtrain.job import Job, create_job
 from ringtrain.keras import SyncBatchNormalization
-from ringtrain.loop import run_steps
-from ringtrain.nonfinite import NonfiniteGuard
-from ringtrain.progress import Progress
-from ringtrain.variables import share_first_values
+from ringtrain.run.progress import Progress
+from ringtrain.run.variables import share_first_values
+from ringtrain.terminal.console import Console
+from ringtrain.training.actions import CheckReplicas, Save
+from ringtrain.training.job import Job, create_job
+from ringtrain.training.loop import run_steps
+from ringtrain.training.nonfinite import NonfiniteGuard
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
 from tests.world.test_runs import WORKLOADS, error_lines, events

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.checkpoint import read_checkpoint, step_name
-from ringtrain.manifest import digest_of
+from ringtrain.run.checkpoint import read_checkpoint, step_name
+from ringtrain.run.manifest import digest_of
 from tests.world.running import (
     assert_history_is_whole,
     digest,

@@ -15,12 +15,12 @@ from ringtrain.collectives import Collective, gather_objects
 from ringtrain.config import Config
 from ringtrain.data import contents
 from ringtrain.data.contents import Contents
-from ringtrain.data.image_folder import load_image_folder
+from ringtrain.data.formats.image_folder import load_image_folder
 from ringtrain.data.sources import ArraySource, from_arrays, from_callable
 from ringtrain.errors import DataError, RingtrainError
 from ringtrain.guard.contents import require_same_contents
 from ringtrain.guard.preflight import require_same_sources
-from ringtrain.job import create_job
+from ringtrain.training.job import create_job
 from ringtrain.workloads.base import Sources
 from tests.world.group import on_ranks
 from tests.world.workloads.small import Small

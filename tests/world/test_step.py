@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain import activity
-from ringtrain.activity import Doing, Note
 from ringtrain.collectives import Collective, gather_objects
 from ringtrain.collectives.solo import Solo
 from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays
 from ringtrain.errors import UsageError
-from ringtrain.evaluation import EvalStep, evaluate
-from ringtrain.job import create_job
-from ringtrain.loss_scale import INITIAL_LOSS_SCALE, LossScale
-from ringtrain.step import TrainStep
-from ringtrain.step_report import StepReport, is_updated, wants_stop
-from ringtrain.variables import is_seed_state, share_first_values
+from ringtrain.run.variables import is_seed_state, share_first_values
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Doing, Note
+from ringtrain.runtime.world import World
+from ringtrain.step.loss_scale import INITIAL_LOSS_SCALE, LossScale
+from ringtrain.step.report import StepReport, is_updated, wants_stop
+from ringtrain.step.train_step import TrainStep
+from ringtrain.training.evaluation import EvalStep, evaluate
+from ringtrain.training.job import create_job
 from ringtrain.workloads.base import Workload
-from ringtrain.world import World
 from tests.world.group import GLOO, on_ranks
 from tests.world.training import (
     BIAS_DECAY,

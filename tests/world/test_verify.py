@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from ringtrain.verify import DEFAULT_STEPS, choose_steps, fold_notes
+from ringtrain.verify.compare import DEFAULT_STEPS, choose_steps, fold_notes
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
 from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
@@ -229,8 +229,8 @@ def test_every_layer_of_keras_that_draws_draws_nothing_in_the_comparison(collect
     import tensorflow as tf
 
     from ringtrain.errors import UsageError
-    from ringtrain.record import make_comparable
-    from ringtrain.step import set_precision
+    from ringtrain.step.train_step import set_precision
+    from ringtrain.verify.record import make_comparable
     from tests.world.workloads import every_layer
 
     set_precision("float64")
@@ -289,8 +289,8 @@ def findings_of(
     from ringtrain.collectives.solo import Solo
     from ringtrain.config import make_config
     from ringtrain.keras import normalization
-    from ringtrain.record import record
-    from ringtrain.verify import compare, load_record, measure_noise
+    from ringtrain.verify.compare import compare, load_record, measure_noise
+    from ringtrain.verify.record import record
 
     config = make_config({**SETTINGS, **settings}, workload.defaults)
     with tempfile.TemporaryDirectory() as directory:
@@ -317,8 +317,8 @@ def oracle_passes(workload: Any, defect: str | None = None, **settings: Any) -> 
     """Whether this process alone, with a defect planted, trains what a plain Keras loop trains."""
     from ringtrain.collectives.solo import Solo
     from ringtrain.config import make_config
-    from ringtrain.oracle import record_with_oracle
-    from ringtrain.verify import describe_oracle, load_record
+    from ringtrain.verify.compare import describe_oracle, load_record
+    from ringtrain.verify.oracle import record_with_oracle
 
     config = make_config({**SETTINGS, **settings}, workload.defaults)
     with tempfile.TemporaryDirectory() as directory, planted(defect, 0):
@@ -330,7 +330,7 @@ def oracle_passes(workload: Any, defect: str | None = None, **settings: Any) -> 
 
 def alone() -> Any:
     """The world of one process."""
-    from ringtrain.world import World
+    from ringtrain.runtime.world import World
 
     return World(rank=0, size=1, local_rank=0, local_size=1, node="here", launcher="no launcher")
 
@@ -340,12 +340,15 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     """Plant a defect in this rank's ringtrain."""
     import tensorflow as tf
 
-    from ringtrain import evaluation, record, step, variables
     from ringtrain.collectives import Totals
+    from ringtrain.collectives.gradients import GradientReduction
     from ringtrain.collectives.horovod import HorovodCollective
-    from ringtrain.collectives.reduce import GradientReduction
     from ringtrain.data import augment, order, pipeline
     from ringtrain.data.order import SampleOrder
+    from ringtrain.run import variables
+    from ringtrain.step import train_step as step
+    from ringtrain.training import evaluation
+    from ringtrain.verify.compare import record
 
     right_plan, right_sharing = SampleOrder._plan, variables.share_first_values
     right_sum, right_reduction = HorovodCollective.sum_alone, GradientReduction.__call__

@@ -11,14 +11,14 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, gather_objects
-from ringtrain.collectives.reduce import GradientReduction
+from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import ArraySource, from_arrays
-from ringtrain.fused import only_reads_gradients
-from ringtrain.step import TrainStep, set_precision
-from ringtrain.step_report import StepReport
-from ringtrain.variables import share_first_values
+from ringtrain.run.variables import share_first_values
+from ringtrain.step.optimizers import only_reads_gradients
+from ringtrain.step.report import StepReport
+from ringtrain.step.train_step import TrainStep, set_precision
 from ringtrain.workloads.base import Sources, Workload
 
 NUM_FEATURES = 5

@@ -17,7 +17,7 @@ from launch.slurm.after import Ended, JobState, count_restarts, decide, read_sta
 from launch.slurm.cli import main
 from launch.slurm.output import FailedRank, find_failed_rank
 from ringtrain.errors import UsageError
-from ringtrain.launched import EndTold, RunTold
+from ringtrain.runtime.launched import EndTold, RunTold
 from tests.unit.launch.batch import Site, create_site
 
 RUN = RunTold(path=Path("/runs/a"), step=100, is_complete=False)

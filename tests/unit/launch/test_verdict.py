@@ -12,8 +12,8 @@ import pytest
 from launch.group import GroupEnd, RankEnd
 from launch.verdict import LOST_RANKS, SHOWN_LINES, Attempt, decide, explain
 from ringtrain.guard.lost import LostRanksError
-from ringtrain.launched import EndTold
-from ringtrain.together import end_of
+from ringtrain.runtime.launched import EndTold
+from ringtrain.training.together import end_of
 
 RUN = Path("/runs/digits")
 SAVED = EndTold(status="preempted", exit_code=75, message="stopped by SIGTERM: saved", stopped_by="signal")

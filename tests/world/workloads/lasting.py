@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain import checkpoint
 from ringtrain.data.augment import random_shift
 from ringtrain.data.sources import ArraySource, from_arrays
+from ringtrain.run import checkpoint
 from ringtrain.workloads.base import Histogram, Images, Sources, Workload
 
 NUM_SAMPLES = 50

@@ -1,0 +1,1 @@
+"""Decoded samples, kept by each rank or once for each node."""

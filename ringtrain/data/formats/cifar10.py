@@ -1,0 +1,296 @@
+"""CIFAR-10 (Krizhevsky 2009): its official binary files, found, downloaded once for each node, and read.
+
+A record is one label byte, 0 to 9, and 3,072 pixel bytes: 1,024 red, 1,024 green and 1,024 blue values, each a 32x32
+image row by row (https://www.cs.toronto.edu/~kriz/cifar.html). The published files have 10,000 records each; any whole
+number of them is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import http.client
+import os
+import tarfile
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from ringtrain.errors import DataError
+from ringtrain.runtime import activity
+
+ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+ARCHIVE_NAME = "cifar-10-binary.tar.gz"
+FOLDER_NAME = "cifar-10-batches-bin"
+TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+TEST_FILE = "test_batch.bin"
+FILES = (*TRAIN_FILES, TEST_FILE)
+
+CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+NUM_CLASSES = len(CLASS_NAMES)
+IMAGE_SIZE = 32
+RECORD_BYTES = 1 + 3 * IMAGE_SIZE * IMAGE_SIZE
+
+DOWNLOAD_LIMIT_S = 1800.0
+"""How long a download may take, and how long other processes of the node wait for it."""
+SILENCE_LIMIT_S = 30.0
+"""How long the server may say nothing."""
+_LOCK_POLL_S = 0.2
+_BLOCK_BYTES = 1 << 20
+
+Samples = tuple[np.ndarray, np.ndarray]
+"""Images uint8 [n, 32, 32, 3] and their labels int64 [n], 0 to 9."""
+
+
+class Download(NamedTuple):
+    """Where the archive comes from."""
+
+    url: str = ARCHIVE_URL
+    md5: str = ARCHIVE_MD5
+    limit_s: float = DOWNLOAD_LIMIT_S
+
+
+def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> tuple[Samples, Samples]:
+    """The training and the test samples.
+
+    The files may lie in ``data_dir/cifar-10-batches-bin``, in ``data_dir`` itself, or in the archive
+    ``data_dir/cifar-10-binary.tar.gz`` as published, which is read as it is. Where there is none of these, the archive
+    is downloaded to ``data_dir``, by one process of the node while the others wait.
+
+    Args:
+        data_dir: by default ``$XDG_CACHE_HOME/ringtrain/cifar10``, or ``~/.cache/ringtrain/cifar10``.
+        download: another address than the published one.
+
+    Raises:
+        DataError: a file is missing or damaged, or the download failed.
+    """
+    place = default_data_dir() if data_dir is None else data_dir
+    folder = _find_folder(place)
+    if folder is not None:
+        contents = {name: _read_file(folder / name) for name in FILES}
+        container = folder
+    else:
+        container = place / ARCHIVE_NAME
+        if not os.path.exists(container):
+            _download_once(container, download or Download())
+        contents = _read_archive(container)
+    samples = {name: parse_records(data, container / name) for name, data in contents.items()}
+    images, labels = zip(*(samples[name] for name in TRAIN_FILES), strict=True)
+    return (np.concatenate(images), np.concatenate(labels)), samples[TEST_FILE]
+
+
+def default_data_dir() -> Path:
+    """Where the archive is kept when the user names no place."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "ringtrain" / "cifar10"
+
+
+def parse_records(data: bytes, path: Path) -> Samples:
+    """The samples in the content of one file.
+
+    Args:
+        path: where it comes from, for messages.
+
+    Raises:
+        DataError: it is empty, no whole number of records, or a label is above 9.
+    """
+    if not data or len(data) % RECORD_BYTES:
+        raise DataError(
+            f"{path} has {len(data):,} bytes; it must have a whole number of records of {RECORD_BYTES:,} bytes, and at "
+            f"least one (published: 10,000 records, 30,730,000 bytes). It is damaged, or no CIFAR-10 file: {_REMEDY}",
+            reach="node",
+        )
+    records = np.frombuffer(data, np.uint8).reshape(-1, RECORD_BYTES)
+    labels = records[:, 0].astype(np.int64)
+    if labels.max() >= NUM_CLASSES:
+        record = int(np.argmax(labels >= NUM_CLASSES))
+        raise DataError(
+            f"{path}: record {record} (at byte {record * RECORD_BYTES:,}) has the label {labels[record]}; labels are 0 "
+            f"to {NUM_CLASSES - 1}. The file is damaged, or no CIFAR-10 file: {_REMEDY}",
+            reach="node",
+        )
+    planes = records[:, 1:].reshape(-1, 3, IMAGE_SIZE, IMAGE_SIZE)  # [n, c, h, w]
+    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
+
+
+_REMEDY = f"fetch it again from {ARCHIVE_URL}."
+
+
+def _find_folder(place: Path) -> Path | None:
+    """The directory that holds the unpacked files, whole or not."""
+    if os.path.isdir(place / FOLDER_NAME):  # a Path's own methods raise where a directory may not be searched
+        return place / FOLDER_NAME
+    return place if any(os.path.exists(place / name) for name in FILES) else None
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"there is no file {path}; CIFAR-10 has the six files {', '.join(FILES)}. Put it there: unpack "
+            f"{ARCHIVE_NAME} again, from {ARCHIVE_URL}.",
+            reach="node",
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}. Check the file and its permissions.", reach="node"
+        ) from error
+
+
+def _read_archive(path: Path) -> dict[str, bytes]:
+    """The content of the six files, which are taken by their names alone: nothing is written to disk.
+
+    Raises:
+        DataError: the archive cannot be read, or lacks one of them.
+    """
+    contents: dict[str, bytes] = {}
+    try:
+        with gzip.open(path) as stream:
+            with tarfile.open(fileobj=stream, mode="r|") as archive:
+                for member in archive:
+                    folder, name = PurePosixPath(member.name).parent, PurePosixPath(member.name).name
+                    if str(folder) == FOLDER_NAME and name in FILES and member.isreg():
+                        file = archive.extractfile(member)
+                        assert file is not None  # it is a regular file
+                        contents[name] = file.read()
+            while stream.read(_BLOCK_BYTES):  # to the end, where gzip's checksum is
+                pass
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise DataError(
+            f"{path} ({_size_of(path)}) cannot be read as the archive of CIFAR-10: {error}. Remove it to have it "
+            f"downloaded, or put the file from {ARCHIVE_URL} in its place.",
+            reach="node",
+        ) from error
+    missing = [name for name in FILES if name not in contents]
+    if missing:
+        raise DataError(
+            f"{path} ({_size_of(path)}) has no file {', '.join(f'{FOLDER_NAME}/{name}' for name in missing)}, which "
+            f"the archive of CIFAR-10 has. Put the file from {ARCHIVE_URL} in its place.",
+            reach="node",
+        )
+    return contents
+
+
+def _size_of(path: Path) -> str:
+    try:
+        return f"{path.stat().st_size:,} bytes"
+    except OSError:
+        return "of unknown size"
+
+
+# --- The download ---
+
+
+def _download_once(archive: Path, download: Download) -> None:
+    """Download the archive, or wait until another process of this node has done so.
+
+    Every process may call it, at any time: the first takes a lock, which the system frees when that process ends,
+    however it ends. Where it fails it leaves the reason in the lock's file, so that those which waited fail alike, at
+    once.
+
+    Raises:
+        DataError: the download failed, here or in the process that did it, or took longer than its limit.
+    """
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(archive.with_name(f".{ARCHIVE_NAME}.lock"), limit_s=download.limit_s) as (lock, has_waited):
+            if archive.exists():
+                return
+            if has_waited and (reason := lock.read().decode(errors="replace")):
+                raise _DownloadError(reason)
+            lock.truncate(0)
+            try:
+                _download_to(archive, download)
+            except (OSError, http.client.HTTPException, _DownloadError) as error:
+                lock.write((str(error) or type(error).__name__).encode())
+                lock.flush()
+                raise
+    except (OSError, http.client.HTTPException, _DownloadError) as error:
+        raise DataError(
+            f"CIFAR-10 is not in {archive.parent}, and could not be downloaded: {error or type(error).__name__}. Fetch "
+            f"{download.url} where there is a network, and put it there as {ARCHIVE_NAME}, or name its place with "
+            "--data_dir.",
+            reach="node",
+        ) from error
+
+
+class _DownloadError(Exception):
+    """The server, or what came from it, is not what it should be."""
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
+    """Hold a lock that one process at a time can have.
+
+    Yields:
+        The lock's file, and whether another process had the lock when this one came.
+
+    Raises:
+        _DownloadError: another process still has it after ``limit_s`` seconds.
+    """
+    deadline = time.monotonic() + limit_s
+    has_waited = False
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                has_waited = True
+            if time.monotonic() > deadline:
+                raise _DownloadError(f"another process has held {path} for more than {limit_s:g} s")
+            time.sleep(_LOCK_POLL_S)
+        yield file, has_waited  # closing the file frees the lock
+
+
+def _download_to(archive: Path, download: Download) -> None:
+    """Download, check and put in place, so that the archive is there whole or not at all. The caller has the lock."""
+    partial = archive.with_name(f"{archive.name}.part")
+    try:
+        partial.unlink(missing_ok=True)  # left where a process was killed
+        with partial.open("xb") as file:  # never through a link that another user put there
+            md5 = _copy(download, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if md5 != download.md5:
+            raise _DownloadError(
+                f"{download.url} gave {_size_of(partial)} with the MD5 {md5}, but the published archive has "
+                f"{download.md5}"
+            )
+        partial.replace(archive)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _copy(download: Download, file: BinaryIO) -> str:
+    """Write what the address gives into a file, and return its MD5.
+
+    Raises:
+        OSError, http.client.HTTPException: the server does not answer.
+        _DownloadError: it answers with an error, or takes too long.
+    """
+    deadline = time.monotonic() + download.limit_s
+    digest = hashlib.md5(usedforsecurity=False)  # what is published beside the archive
+    try:
+        response = urllib.request.urlopen(download.url, timeout=min(SILENCE_LIMIT_S, download.limit_s))
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        raise _DownloadError(f"{download.url} gave {error}") from None
+    with response:
+        while block := response.read1(_BLOCK_BYTES):  # whatever has come: a slow server meets the limit as well
+            if time.monotonic() > deadline:
+                raise _DownloadError(f"{download.url} took more than {download.limit_s:g} s")
+            digest.update(block)
+            file.write(block)
+            activity.move()
+    return digest.hexdigest()

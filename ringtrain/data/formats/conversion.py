@@ -1,0 +1,217 @@
+"""``ringtrain convert``: TFRecord files of an image folder, or of CIFAR-10's binary files."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ringtrain.data.formats.cifar10 import ARCHIVE_NAME, CLASS_NAMES, FILES, FOLDER_NAME, load_cifar10
+from ringtrain.data.formats.example import make_example
+from ringtrain.data.formats.image_header import HeaderError, read_header
+from ringtrain.data.formats.tfrecord import CLASSES_FILE
+from ringtrain.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from ringtrain.data.formats.image_folder import ImageFolderSource
+
+SHARD_BYTES = 128 << 20
+"""About how large a file becomes where the user names no number of them."""
+
+
+class Split(NamedTuple):
+    """The samples of ``train`` or ``validation``: serialised ``tf.train.Example`` messages."""
+
+    name: str
+    num_samples: int
+    num_bytes: int
+    examples: Iterator[bytes]
+
+
+class Converted(NamedTuple):
+    """What a conversion made."""
+
+    samples: dict[str, int]
+    num_files: int
+    num_bytes: int
+    num_classes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        samples = ", ".join(f"{count:,} {name}" for name, count in self.samples.items())
+        files = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
+        return (
+            f"{samples} samples of {self.num_classes} classes in {files}, {self.num_bytes:,} bytes, "
+            f"{self.seconds:.1f} s"
+        )
+
+
+def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: int | None = None) -> Converted:
+    """Write the samples of a directory as TFRecord files, and the names of the classes beside them.
+
+    Everything is written into a directory of another name, which is renamed at the end: the destination is whole, or
+    not there.
+
+    Args:
+        source: an image folder (``train/<class>/*.jpg|png`` and the same in ``validation``, ``val`` or ``test``), whose
+            files are copied as they are, or a place of CIFAR-10's binary files. Those become raw records: as PNG they
+            would be a fifth smaller, and decoding them would cost far more than reading the bytes saved.
+        destination: must not exist, or be empty.
+        kind: ``"image_folder"``, ``"cifar10"``, or ``"auto"`` to look what the source holds.
+        num_shards: files for each split; None: as many as make them about ``SHARD_BYTES`` large.
+
+    Raises:
+        UsageError: the destination holds something already, or lies inside the source.
+        DataError: the source is neither, is damaged, or the destination cannot be written.
+    """
+    start = time.monotonic()
+    destination = Path(os.path.abspath(destination))
+    _check_destination(source, destination)
+    class_names, splits = _open_source(source, kind)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}.partial-", dir=destination.parent))
+        try:
+            for split in splits:
+                _write_split(partial, split, num_shards or -(-split.num_bytes // SHARD_BYTES))
+            _write_flushed(partial / CLASSES_FILE, "".join(f"{name}\n" for name in class_names))
+            sizes = [path.stat().st_size for path in partial.glob("*.tfrecord")]
+            partial.chmod(0o755)
+            partial.rename(destination)  # an empty directory gives way
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise DataError(
+            f"{destination} cannot be written: {error}. Check its place and the free space there.", reach="node"
+        ) from error
+    samples = {split.name: split.num_samples for split in splits}
+    return Converted(samples, len(sizes), sum(sizes), len(class_names), time.monotonic() - start)
+
+
+def _check_destination(source: Path, destination: Path) -> None:
+    if os.path.lexists(destination) and not (destination.is_dir() and not any(destination.iterdir())):
+        what = "is not empty" if destination.is_dir() else "is a file"
+        raise UsageError(f"destination {destination} {what}; name a directory that does not exist yet.", reach="run")
+    if source.resolve() == destination.resolve() or source.resolve() in destination.resolve().parents:
+        raise UsageError(
+            f"destination {destination} lies in the source {source}; name a place outside of it.", reach="run"
+        )
+
+
+def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
+    """The names of the classes and the splits.
+
+    Raises:
+        DataError: it is not what ``kind`` says, or neither kind.
+    """
+    if not source.is_dir():
+        raise DataError(f"source {source} is no directory that can be read. Check the path.", reach="node")
+    is_cifar10 = any((source / name).exists() for name in (FOLDER_NAME, ARCHIVE_NAME, *FILES))
+    if kind == "cifar10" or (kind == "auto" and is_cifar10):
+        return CLASS_NAMES, _open_cifar10(source)
+    if kind == "auto" and not (source / "train").is_dir():
+        raise DataError(
+            f"source {source} is neither an image folder, which has a directory train/<class>, nor a place of "
+            f"CIFAR-10, which has {FOLDER_NAME} or {ARCHIVE_NAME}. Check the path, or say what it is with --kind.",
+            reach="node",
+        )
+    return _open_image_folder(source)
+
+
+def _open_cifar10(source: Path) -> list[Split]:
+    splits = []
+    for name, (images, labels) in zip(("train", "test"), load_cifar10(source), strict=True):
+        examples = (_raw_example(image, int(label)) for image, label in zip(images, labels, strict=True))
+        splits.append(Split(name, len(images), images.nbytes, examples))
+    return splits
+
+
+def _raw_example(image: np.ndarray, label: int) -> bytes:
+    height, width, channels = image.shape
+    return make_example(
+        {
+            "image/raw": image.tobytes(),
+            "image/height": height,
+            "image/width": width,
+            "image/channels": channels,
+            "image/class/label": label,
+            "image/class/text": CLASS_NAMES[label].encode(),
+        }
+    )
+
+
+def _write_split(directory: Path, split: Split, num_shards: int) -> None:
+    import tensorflow as tf
+
+    num_shards = max(1, min(num_shards, split.num_samples))
+    for shard in range(num_shards):
+        count = split.num_samples * (shard + 1) // num_shards - split.num_samples * shard // num_shards
+        path = directory / f"{split.name}-{shard:05d}-of-{num_shards:05d}.tfrecord"
+        try:
+            with tf.io.TFRecordWriter(os.fspath(path)) as writer:
+                for _ in range(count):
+                    writer.write(next(split.examples))
+        except tf.errors.OpError as error:
+            raise OSError(error.message) from error
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _write_flushed(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open_image_folder(source: Path) -> tuple[Sequence[str], list[Split]]:
+    from ringtrain.data.formats.image_folder import load_image_folder
+
+    train, evaluation = load_image_folder(source, image_size=1, channels=3)  # of any size: no image is read
+    parts = [part for part in (train, evaluation) if part is not None]
+    return train.class_names, [_open_image_part(part) for part in parts]
+
+
+def _open_image_part(part: ImageFolderSource) -> Split:
+    files = [
+        (Path(os.fsdecode(path)), int(label))
+        for path, label in zip(part.paths.numpy(), part.labels.numpy(), strict=True)
+    ]
+    name = files[0][0].parent.parent.name  # train, validation, val or test
+    examples = (_encoded_example(path, label, part.class_names[label]) for path, label in files)
+    return Split(name, len(files), sum(path.stat().st_size for path, _ in files), examples)
+
+
+def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
+    """A file's bytes as they are, with what its header says.
+
+    Raises:
+        DataError: it cannot be read, or is no JPEG or PNG.
+    """
+    try:
+        encoded = path.read_bytes()
+        height, width, channels = read_header(io.BytesIO(encoded))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Check its permissions.", reach="node") from error
+    except HeaderError as error:
+        raise DataError(f"{path} is no image: {error}. Remove it or mend it.", reach="node") from error
+    return make_example(
+        {
+            "image/encoded": encoded,
+            "image/format": b"png" if encoded.startswith(b"\x89PNG") else b"jpeg",
+            "image/height": height,
+            "image/width": width,
+            "image/channels": channels,
+            "image/class/label": label,
+            "image/class/text": class_name.encode(),
+            "image/filename": os.fsencode(path.name),
+        }
+    )

@@ -1,0 +1,339 @@
+"""Image folders: ``train/<class>/*.jpg`` and, to evaluate on, ``validation/``, ``val/`` or ``test/`` of the same form.
+
+The folders are listed and checked before the training; an image is read and decoded when its turn comes, by the rank
+whose share it falls into.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ringtrain.data.formats.decoding import decode_batch, decode_image
+from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
+from ringtrain.data.sources import BadSample
+from ringtrain.errors import DataError
+from ringtrain.runtime import activity
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+TRAIN_FOLDER = "train"
+EVALUATION_FOLDERS = ("validation", "val", "test")
+ENDINGS = (".jpg", ".jpeg", ".png")  # in any letter case
+
+IO_THREADS = 16
+"""Threads that list folders and read headers: they mostly wait for the disk."""
+_HEADERS_PER_TASK = 256
+_HEADER_BUFFER_BYTES = 4096
+
+Channels = Literal[1, 3]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ImageFolderSource:
+    """Images uint8 [n, h, w, c] and their classes, int64 [n]. Build one with ``load_image_folder``.
+
+    Attributes:
+        paths: string [num_samples].
+        labels: positions in class_names, int64 [num_samples].
+        class_names: the classes, sorted.
+        image_shape: (h, w, c).
+        is_resized: whether images of other sizes and channels are brought to ``image_shape``, or must have it.
+        fingerprint: SHA-256 of the classes and of each image's path below the data directory and its size.
+        changed: SHA-256 of the times at which the images were last changed; another copy of them has another.
+        damaged: the samples whose headers say already that they cannot be decoded; headers are read unless
+            ``is_resized``.
+    """
+
+    paths: tf.Tensor
+    labels: tf.Tensor
+    num_samples: int
+    class_names: tuple[str, ...]
+    image_shape: tuple[int, int, int]
+    is_resized: bool
+    fingerprint: str
+    changed: str
+    damaged: tuple[BadSample, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """Labels are below it."""
+        return len(self.class_names)
+
+    def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The samples ``indices`` as (x, y).
+
+        Raises:
+            tf.errors.OpError: one of them cannot be decoded; ``find_bad`` says which.
+        """
+        _, x, y = self._collect(indices, skips_bad=False)
+        return x, y
+
+    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
+        return self._collect(indices, skips_bad=True)
+
+    def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        import tensorflow as tf
+
+        with tf.device("CPU"):
+            paths = tf.gather(self.paths, indices)
+            found, images = decode_batch(
+                self._decode, paths, indices, image_shape=self.image_shape, skips_bad=skips_bad
+            )
+            return found, images, tf.gather(self.labels, found)
+
+    def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
+        """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
+        import tensorflow as tf
+
+        found = []
+        for index in map(int, indices):
+            with tf.device("CPU"):
+                path = self.paths[index]
+                try:
+                    self._decode(path)
+                except (tf.errors.OpError, ValueError) as error:  # ValueError: of another shape
+                    found.append(BadSample(index, _as_text(path), _reason_of(error)))
+        return found
+
+    def _decode(self, path: tf.Tensor) -> tf.Tensor:
+        """One image, uint8 [h, w, c]."""
+        import tensorflow as tf
+
+        return decode_image(tf.io.read_file(path), self.image_shape, is_resized=self.is_resized)
+
+
+def load_image_folder(
+    data_dir: Path, *, image_size: int | None, channels: Channels
+) -> tuple[ImageFolderSource, ImageFolderSource | None]:
+    """The samples to train on, and those to evaluate on where there are any.
+
+    The classes are the folders in ``train/``, sorted. Hidden files are ignored.
+
+    Args:
+        data_dir: holds ``train/<class>/`` with .jpg, .jpeg and .png files, and may hold ``validation/<class>/``, or
+            ``val``, or ``test`` instead.
+        image_size: the middle square of each image is resized to this many pixels each way, and its channels are
+            converted. None: images are taken as they are, and all must have one size and ``channels`` channels.
+        channels: 1 for grey images, 3 for colour.
+
+    Raises:
+        DataError: a folder is missing, empty, or holds something else; a file cannot be read; an image has another
+            size or other channels than the rest.
+    """
+    listings = [_list_part(data_dir / TRAIN_FOLDER)]
+    class_names = tuple(listings[0])
+    evaluation = next((name for name in EVALUATION_FOLDERS if os.path.isdir(data_dir / name)), None)
+    if evaluation is not None:
+        listings.append(_list_part(data_dir / evaluation))
+        _check_classes(data_dir / evaluation, tuple(listings[1]), class_names)
+    paths = [[file.path for file in _files(listing)] for listing in listings]
+    damaged: list[tuple[BadSample, ...]] = [()] * len(listings)
+    if image_size is None:
+        headers = [_read_headers(part) for part in paths]
+        image_shape = _common_shape(data_dir, paths, headers, channels)
+        damaged = [_find_damaged(part, part_headers) for part, part_headers in zip(paths, headers, strict=True)]
+    else:
+        image_shape = (image_size, image_size, channels)
+    sources = [
+        _create_source(
+            data_dir, listing, class_names, image_shape=image_shape, is_resized=image_size is not None, damaged=bad
+        )
+        for listing, bad in zip(listings, damaged, strict=True)
+    ]
+    return sources[0], sources[1] if len(sources) > 1 else None
+
+
+def _create_source(data_dir: Path, listing: _Listing, class_names: tuple[str, ...], **fields: Any) -> ImageFolderSource:
+    import tensorflow as tf
+
+    files = list(_files(listing))
+    numbers = {name: number for number, name in enumerate(class_names)}
+    with tf.device("CPU"):
+        return ImageFolderSource(
+            paths=tf.constant([os.fsencode(file.path) for file in files]),
+            labels=tf.constant([numbers[name] for name, group in listing.items() for _ in group], tf.int64),
+            num_samples=len(files),
+            class_names=class_names,
+            fingerprint=_fingerprint(data_dir, files, class_names),
+            changed=hashlib.sha256(repr([file.changed_ns for file in files]).encode()).hexdigest(),
+            **fields,
+        )
+
+
+# --- The listing ---
+
+
+class _File(NamedTuple):
+    path: str
+    num_bytes: int
+    changed_ns: int
+
+
+_Listing = dict[str, list[_File]]
+"""The files of each class, both in the order of their names."""
+
+
+def _files(listing: _Listing) -> Iterator[_File]:
+    return (file for group in listing.values() for file in group)
+
+
+def _fingerprint(data_dir: Path, files: Iterable[_File], class_names: Sequence[str]) -> str:
+    digest = hashlib.sha256("\0".join(class_names).encode(errors="surrogateescape"))  # by which labels are numbered
+    for file in files:
+        digest.update(os.fsencode(os.path.relpath(file.path, data_dir)) + b"\0%d\n" % file.num_bytes)
+    return digest.hexdigest()
+
+
+def _list_part(folder: Path) -> _Listing:
+    """The classes in ``train/`` or an evaluation folder, and their files."""
+    if not os.path.isdir(folder):
+        raise DataError(
+            f"there is no folder {folder}; an image folder has one folder for each class in it, as {folder}/cat/1.jpg. "
+            "Put it there, or name another place with --data_dir.",
+            reach="node",
+        )
+    entries = _scan(folder)
+    others = [entry.name for entry in entries if not entry.is_dir()]
+    if others:
+        raise DataError(f"{folder} holds {_count_of(others)} beside the classes' folders. {_REMEDY}", reach="node")
+    if not entries:
+        raise DataError(
+            f"{folder} holds no class; it must hold one folder for each, as {folder}/cat/1.jpg. Put them there, or "
+            "name another place with --data_dir.",
+            reach="node",
+        )
+    with ThreadPoolExecutor(IO_THREADS) as threads:
+        groups = threads.map(_list_class, [Path(entry.path) for entry in entries])
+        return {entry.name: group for entry, group in zip(entries, groups, strict=True)}
+
+
+def _list_class(folder: Path) -> list[_File]:
+    entries = _scan(folder)
+    others = [entry.name for entry in entries if not (entry.name.lower().endswith(ENDINGS) and entry.is_file())]
+    if others:
+        raise DataError(
+            f"{folder} holds {_count_of(others)}; a class holds files that end in {', '.join(ENDINGS)}. {_REMEDY}",
+            reach="node",
+        )
+    if not entries:
+        raise DataError(
+            f"{folder} holds no image; each class needs at least one ({', '.join(ENDINGS)}). Put its images there, or "
+            "remove the folder.",
+            reach="node",
+        )
+    for entry in entries:
+        if not os.access(entry.path, os.R_OK):
+            raise DataError(f"{entry.path} cannot be read. Check the file and its permissions.", reach="node")
+    stats = [entry.stat() for entry in entries]
+    return [_File(entry.path, stat.st_size, stat.st_mtime_ns) for entry, stat in zip(entries, stats, strict=True)]
+
+
+_REMEDY = "Move what does not belong there to another place; names that begin with a dot are ignored."
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder and not hidden, in the order of the names."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be read: {error.strerror}. Check the folder and its permissions.", reach="node"
+        ) from error
+
+
+def _count_of(names: Sequence[str]) -> str:
+    return f"{names[0]!r}" if len(names) == 1 else f"{len(names):,} such things as {names[0]!r}"
+
+
+def _check_classes(folder: Path, names: tuple[str, ...], train_names: tuple[str, ...]) -> None:
+    unknown = [name for name in names if name not in set(train_names)]
+    if unknown:
+        raise DataError(
+            f"{folder} holds the class {unknown[0]!r}, which {TRAIN_FOLDER}/ does not: nothing would train it. "
+            f"Training has {len(train_names)} classes, {train_names[0]!r} to {train_names[-1]!r}. Remove or rename "
+            f"{folder / unknown[0]}.",
+            reach="node",
+        )
+
+
+# --- The headers ---
+
+
+def _read_headers(paths: Sequence[str]) -> list[ImageHeader | str]:
+    """Each image's header, or the reason why it has none."""
+    tasks = [paths[first : first + _HEADERS_PER_TASK] for first in range(0, len(paths), _HEADERS_PER_TASK)]
+    with ThreadPoolExecutor(IO_THREADS) as threads:
+        return [
+            header for headers in threads.map(lambda task: list(map(_read_header, task)), tasks) for header in headers
+        ]
+
+
+def _read_header(path: str) -> ImageHeader | str:
+    activity.move()
+    try:
+        with open(path, "rb", buffering=_HEADER_BUFFER_BYTES) as file:
+            return read_header(file)
+    except HeaderError as error:
+        return str(error)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}. Check the file and its permissions.", reach="node"
+        ) from error
+
+
+def _common_shape(
+    data_dir: Path, paths: Sequence[Sequence[str]], headers: Sequence[Sequence[ImageHeader | str]], channels: int
+) -> tuple[int, int, int]:
+    """The shape of all images."""
+    first: tuple[str, ImageHeader] | None = None
+    for part, part_headers in zip(paths, headers, strict=True):
+        for path, header in zip(part, part_headers, strict=True):
+            if isinstance(header, str):
+                continue
+            first = first or (path, header)
+            expected = first[1]._replace(channels=channels)
+            if header != expected:
+                other = "" if path == first[0] else f", and the first, {first[0]}, is {first[1]}"
+                raise DataError(
+                    f"{path} is {header}{other}; all must have one size and {channels} "
+                    f"channel{'s' if channels > 1 else ''}. Bring them to one form, or have them resized and converted "
+                    "with --options.image_size.",
+                    reach="node",
+                )
+    if first is None:
+        raise DataError(
+            f"no file in {data_dir} is an image. The first, {paths[0][0]}: {headers[0][0]}. Check their origin.",
+            reach="node",
+        )
+    return (first[1].height, first[1].width, channels)
+
+
+def _find_damaged(paths: Sequence[str], headers: Sequence[ImageHeader | str]) -> tuple[BadSample, ...]:
+    return tuple(
+        BadSample(index, path, header)
+        for index, (path, header) in enumerate(zip(paths, headers, strict=True))
+        if isinstance(header, str)
+    )
+
+
+# --- What is told of a bad sample ---
+
+
+def _as_text(path: tf.Tensor) -> str:
+    return path.numpy().decode(errors="replace")
+
+
+def _reason_of(error: Exception) -> str:
+    """TensorFlow's message without the names of its operations."""
+    message = error.message if hasattr(error, "message") else str(error)
+    return re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:.*", "", message.splitlines()[0])

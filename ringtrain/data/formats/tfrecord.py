@@ -1,0 +1,365 @@
+"""TFRecord files of images as a source: any record at once, by the index of their offsets.
+
+A record is a ``tf.train.Example`` with ``image/encoded`` (JPEG or PNG), or ``image/raw`` with ``image/height``,
+``image/width`` and ``image/channels`` (uint8 values, row by row), and ``image/class/label`` (int64, from 0): the names
+that TensorFlow's own ImageNet scripts use. ``ringtrain convert`` writes such files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import weakref
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringtrain.data.formats.decoding import decode_batch, decode_image, resize_middle
+from ringtrain.data.formats.image_folder import Channels
+from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
+from ringtrain.data.sources import BadSample
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+CLASSES_FILE = "classes.txt"
+TRAIN_NAME = "train"
+EVALUATION_NAMES = ("validation", "val", "test")
+_PATTERNS = ("{}.tfrecord", "{}-*.tfrecord", "{}-*-of-*")
+_MAX_OPEN_FILES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The files to train on, or those to evaluate on, and the index of their records."""
+
+    paths: tuple[Path, ...]
+    index: Index
+
+    def describe(self, sample: int) -> str:
+        """Where a sample lies, for messages."""
+        entry = self.index.entries[sample]
+        first = np.searchsorted(self.index.entries["file"], entry["file"])  # of its file, as entries follow the files
+        return f"record {sample - first} (at byte {entry['offset']:,}) of {self.paths[entry['file']]}"
+
+
+def load_tfrecords(
+    data_dir: Path,
+    *,
+    image_size: int | None,
+    channels: Channels,
+    index_dir: Path | None = None,
+) -> tuple[TFRecordSource, TFRecordSource | None]:
+    """The samples to train on, and those to evaluate on where there are any.
+
+    All records are read once, where there is no index of them yet.
+
+    Args:
+        data_dir: holds ``train-*.tfrecord`` or ``train.tfrecord``, and may hold the same with ``validation``, ``val``
+            or ``test``; ``classes.txt``, where it is, has the name of a class on each line.
+        image_size: the middle square of each image is resized to this many pixels each way, and its channels are
+            converted. None: images are taken as they are, and all must have one size and ``channels`` channels.
+        channels: 1 for grey images, 3 for colour. Raw images must have them.
+        index_dir: where the index is kept from run to run; None: in ``data_dir``, or where that cannot be written, in
+            ``$XDG_CACHE_HOME/ringtrain/index`` or ``~/.cache/ringtrain/index``.
+
+    Raises:
+        DataError: no file, a damaged one, a label out of range, a class without a sample to train on, or images of
+            another shape than the rest.
+    """
+    class_names = read_class_names(data_dir)
+    parts = {"train": find_files(data_dir, TRAIN_NAME), "evaluation": find_files(data_dir, *EVALUATION_NAMES)}
+    if not parts["train"]:
+        raise DataError(
+            f"{data_dir} has no files {TRAIN_NAME}-*.tfrecord. Name their directory with --data_dir, or make them with "
+            "ringtrain convert.",
+            reach="node",
+        )
+    place = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:12]
+    index_dirs = [index_dir] if index_dir else [data_dir, default_index_dir()]
+    num_classes = len(class_names)
+    sources: list[TFRecordSource] = []
+    for name, paths in parts.items():
+        if not paths:
+            continue
+        file_name = f".tfrecord-{name}-{place}.index"
+        part = Part(paths, load_index(paths, [directory / file_name for directory in index_dirs]))
+        num_classes = num_classes or 1 + int(part.index.entries["label"].max())  # of those to train on
+        _check_labels(part, num_classes, class_names, must_have_all=name == "train")
+        train_shape = sources[0].image_shape if sources else None
+        sources.append(_create_source(part, image_size, channels, train_shape, num_classes))
+    return sources[0], sources[1] if len(sources) > 1 else None
+
+
+def default_index_dir() -> Path:
+    """Where indices are kept of data whose own directory cannot be written."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ringtrain" / "index"
+
+
+def has_tfrecords(data_dir: Path) -> bool:
+    """Whether a directory holds samples that ``load_tfrecords`` reads."""
+    return bool(find_files(data_dir, TRAIN_NAME))
+
+
+def find_files(data_dir: Path, *names: str) -> tuple[Path, ...]:
+    """The files of the first of these names that has any, sorted."""
+    for name in names:
+        paths = {path for pattern in _PATTERNS for path in data_dir.glob(pattern.format(name)) if path.is_file()}
+        if paths:
+            return tuple(sorted(paths))
+    return ()
+
+
+def read_class_names(data_dir: Path) -> list[str]:
+    """The lines of ``classes.txt``, by label; none where there is no such file."""
+    try:
+        return (data_dir / CLASSES_FILE).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{data_dir / CLASSES_FILE} cannot be read: {error}. It names a class on each line; remove or mend it.",
+            reach="node",
+        ) from error
+
+
+def _check_labels(part: Part, num_classes: int, class_names: list[str], *, must_have_all: bool) -> None:
+    entries = part.index.entries
+    whole = np.flatnonzero(entries["kind"] != DAMAGED)
+    labels = entries["label"][whole]
+    wrong = whole[labels >= num_classes]
+    if len(wrong):
+        raise DataError(
+            f"{part.describe(wrong[0])} has the label {entries['label'][wrong[0]]}; with {num_classes} classes labels "
+            f"must be 0 to {num_classes - 1} ({len(wrong):,} of {len(entries):,} records are wrong). Mend the records, "
+            f"or {CLASSES_FILE}.",
+            reach="node",
+        )
+    empty = np.flatnonzero(np.bincount(labels, minlength=num_classes) == 0)
+    if must_have_all and len(empty):
+        name = f" ({class_names[empty[0]]!r})" if empty[0] < len(class_names) else ""
+        raise DataError(
+            f"no record of {part.paths[0].parent} has the label {empty[0]}{name}; each of the {num_classes} classes "
+            f"needs a sample to train on ({len(empty)} of them without). Labels count from 0.",
+            reach="node",
+        )
+
+
+def _create_source(
+    part: Part, image_size: int | None, channels: int, train_shape: tuple[int, int, int] | None, num_classes: int
+) -> TFRecordSource:
+    """The source of a part, once its images are known to be alike in what is not converted.
+
+    Args:
+        train_shape: that of the images to train on, which those to evaluate on must have; None for the former.
+
+    Raises:
+        DataError: they are not.
+    """
+    entries = part.index.entries
+    known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
+    if not len(known):
+        raise DataError(f"no record of {part.paths[0].parent} holds an image that can be read.", reach="node")
+    first = entries[known[0]]
+    is_raw = bool(first["kind"] == RAW)
+    fixed: dict[str, int] = {"kind": int(first["kind"])}
+    if is_raw or image_size is None:
+        size = train_shape if train_shape and image_size is None else (first["height"], first["width"])
+        fixed |= {"channels": channels, "height": int(size[0]), "width": int(size[1])}
+    for name, value in fixed.items():
+        wrong = known[entries[name][known] != value]
+        if len(wrong):
+            rule = {"kind": "encoded, or all raw", "channels": f"with {channels} channels"}.get(name, "of one size")
+            raise DataError(
+                f"{part.describe(wrong[0])} holds an image of {_shape_text(entries[wrong[0]])}, and the first is of "
+                f"{_shape_text(first)}; all must be {rule}. Bring them to one form, or have encoded ones resized and "
+                "converted with --options.image_size.",
+                reach="node",
+            )
+    stored_shape = (fixed["height"], fixed["width"], channels) if "height" in fixed else None
+    image_shape = (image_size, image_size, channels) if image_size else stored_shape
+    assert image_shape is not None  # one of both is known
+    return TFRecordSource(
+        part, is_raw=is_raw, stored_shape=stored_shape, image_shape=image_shape, num_classes=num_classes
+    )
+
+
+def _shape_text(entry: np.void) -> str:
+    kind = "raw" if entry["kind"] == RAW else "encoded"
+    return f"{entry['height']}x{entry['width']} with {entry['channels']} channels ({kind})"
+
+
+class TFRecordSource:
+    """Images uint8 [n, h, w, c] and their labels, int64 [n]. Get one from ``load_tfrecords``.
+
+    Attributes:
+        num_samples: how many records there are, damaged ones as well.
+        paths: string [files].
+        image_shape: (h, w, c).
+        num_classes: labels are below it.
+        fingerprint: SHA-256 over the files' names and sizes, the content of all records, and ``image_shape``.
+        damaged: the samples whose records were damaged when the index was made.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        *,
+        is_raw: bool,
+        stored_shape: tuple[int, int, int] | None,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+    ) -> None:
+        import tensorflow as tf
+
+        self.num_samples = len(part.index.entries)
+        self.image_shape, self.num_classes = image_shape, num_classes
+        self.fingerprint = hashlib.sha256(f"{part.index.fingerprint} {image_shape}".encode()).hexdigest()
+        self._part, self._is_raw, self._stored_shape = part, is_raw, stored_shape
+        self._files = _OpenFiles(part.paths)
+        with tf.device("CPU"):
+            self.paths = tf.constant([os.fsencode(path) for path in part.paths])
+        self._labels = np.asarray(part.index.entries["label"], np.int64)
+        self.damaged = tuple(self.find_bad(np.flatnonzero(part.index.entries["kind"] == DAMAGED)))
+
+    def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The samples ``indices``; runs in a graph.
+
+        Raises:
+            tf.errors.OpError: one is damaged or cannot be decoded; ``find_bad`` says which.
+        """
+        import tensorflow as tf
+
+        with tf.device("CPU"):
+            (records,) = _call(self._read, indices, tf.string)
+            _, images = self._decode(records, indices, skips_bad=False)
+            return images, tf.gather(self._labels, indices)
+
+    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Those of the samples ``indices`` that are whole, in their order, as (indices, x, y); runs in a graph."""
+        import tensorflow as tf
+
+        with tf.device("CPU"):
+            records, is_whole = _call(self._read_what_is_whole, indices, tf.string, tf.bool)
+            found, images = self._decode(records[is_whole], indices[is_whole], skips_bad=True)
+            return found, images, tf.gather(self._labels, found)
+
+    def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
+        """Those of the samples ``indices`` that cannot be had. Outside of graphs only."""
+        import tensorflow as tf
+
+        found = []
+        for index in map(int, indices):
+            try:
+                record = tf.constant([self._read_record(index)])
+                with tf.device("CPU"):
+                    self._decode(record, tf.constant([index], tf.int64), skips_bad=False)
+            except (DataError, tf.errors.OpError) as error:
+                reason = f"cannot be decoded: {error.message}" if isinstance(error, tf.errors.OpError) else str(error)
+                found.append(BadSample(index, self._part.describe(index), reason))
+        return found
+
+    # --- Reading, on the host ---
+
+    def _read(self, indices: np.ndarray) -> np.ndarray:
+        """The records [n], as bytes."""
+        return np.array([self._read_record(int(index)) for index in indices], dtype=object)
+
+    def _read_what_is_whole(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The records [n], and which of them are whole [n]; the others are empty."""
+        records = np.full(len(indices), b"", object)
+        is_whole = np.zeros(len(indices), bool)
+        for place, index in enumerate(indices):
+            try:
+                records[place] = self._read_record(int(index))
+                is_whole[place] = True
+            except DataError:
+                continue
+        return records, is_whole
+
+    def _read_record(self, index: int) -> bytes:
+        """The data of a record.
+
+        Raises:
+            DataError: they are damaged, or not what they were when the index was made.
+        """
+        entry = self._part.index.entries[index]
+        where = self._part.describe
+        if entry["kind"] == DAMAGED:
+            raise DataError(
+                f"{where(index)} is damaged: the checksum (CRC32C) of its data is wrong. Copy the file again, or make "
+                "it again with ringtrain convert."
+            )
+        try:
+            record = self._files.read(int(entry["file"]), int(entry["offset"]) + HEADER_BYTES, int(entry["length"]))
+        except OSError as error:
+            raise DataError(f"{where(index)} cannot be read: {error.strerror}. Check the file.") from error
+        if zlib.crc32(record) != entry["crc32"]:
+            raise DataError(
+                f"{where(index)} is not what it was when its file was indexed: the file is damaged. Copy the file "
+                "again, or make it again with ringtrain convert."
+            )
+        return record
+
+    # --- Decoding, in the graph ---
+
+    def _decode(self, records: tf.Tensor, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor]:
+        """Records [n] to their indices and images uint8 [n, h, w, c]; bad ones fail, or are left out."""
+        import tensorflow as tf
+
+        name = "image/raw" if self._is_raw else "image/encoded"
+        stored = tf.io.parse_example(records, {name: tf.io.FixedLenFeature([], tf.string)})[name]
+        if self._is_raw and self._stored_shape == self.image_shape:
+            return indices, tf.reshape(tf.io.decode_raw(stored, tf.uint8), [-1, *self.image_shape])
+        return decode_batch(self._decode_one, stored, indices, image_shape=self.image_shape, skips_bad=skips_bad)
+
+    def _decode_one(self, stored: tf.Tensor) -> tf.Tensor:
+        """One image [h, w, c]."""
+        import tensorflow as tf
+
+        if self._is_raw:
+            image = tf.reshape(tf.io.decode_raw(stored, tf.uint8), self._stored_shape)
+            return resize_middle(image, self.image_shape[0])
+        return decode_image(stored, self.image_shape, is_resized=self._stored_shape is None)
+
+
+def _call(function: Callable[[np.ndarray], Any], indices: tf.Tensor, *dtypes: tf.DType) -> list[tf.Tensor]:
+    """Call a function of the indices [n] on the host, from a graph; it gives arrays [n]."""
+    import tensorflow as tf
+
+    results: list[tf.Tensor] = tf.numpy_function(function, [indices], dtypes)
+    for result in results:
+        result.set_shape([None])
+    return results
+
+
+class _OpenFiles:
+    """Files that are read in any order: some stay open, those which were needed last."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self._open: OrderedDict[int, int] = OrderedDict()  # number of the file to descriptor
+        self._lock = threading.Lock()
+        # Not __del__, which at the interpreter's end finds its modules gone.
+        weakref.finalize(self, _close_all, self._open)
+
+    def read(self, number: int, offset: int, num_bytes: int) -> bytes:
+        with self._lock:  # no other thread closes the file meanwhile
+            if number not in self._open:
+                self._open[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
+                if len(self._open) > _MAX_OPEN_FILES:
+                    os.close(self._open.popitem(last=False)[1])
+            self._open.move_to_end(number)
+            return os.pread(self._open[number], num_bytes, offset)
+
+
+def _close_all(descriptors: OrderedDict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)

@@ -1,0 +1,339 @@
+"""The index of TFRecord files: where each record lies, and what is to be known about it before training.
+
+A TFRecord file is a row of records: the length of the data (8 bytes), its masked CRC32C (4), the data, and their masked
+CRC32C (4); see TensorFlow's ``tsl/lib/io/record_writer.h``. The data are ``tf.train.Example`` messages. All records
+are read once, by TensorFlow's own reader, which checks both CRCs. The index keeps a CRC-32 of the data (zlib's, which
+Python computes quickly, while nothing in the stack exposes CRC32C): what is read later is known by it to be what was
+found good here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import stat
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ringtrain.data.formats.example import parse_features
+from ringtrain.data.formats.image_header import HeaderError, read_header
+from ringtrain.errors import DataError
+from ringtrain.files.bounded import parse_json, read_bounded
+from ringtrain.runtime import activity
+
+HEADER_BYTES = 12  # the length and its CRC
+FOOTER_BYTES = 4  # the data's CRC
+
+ENTRY = np.dtype(
+    [
+        ("file", "<i4"),
+        ("offset", "<i8"),  # of the record
+        ("length", "<i8"),  # of its data
+        ("crc32", "<u4"),  # of its data
+        ("kind", "u1"),  # ENCODED, RAW or DAMAGED
+        ("label", "<i8"),
+        ("height", "<i4"),  # 0, with width and channels, where the image's header cannot be read
+        ("width", "<i4"),
+        ("channels", "<i4"),
+    ]
+)
+ENCODED, RAW, DAMAGED = 0, 1, 2
+
+_MAX_HEADER_BYTES = 4096  # of each file: its name, and numbers
+_MAGIC = b"ringtfr1"
+_PARSED_TOGETHER = 256
+_PARSED_BYTES = 32 << 20
+
+
+class FileState(NamedTuple):
+    """A data file as it was when its records were read."""
+
+    name: str
+    num_bytes: int
+    mtime_ns: int
+
+
+class Index(NamedTuple):
+    """All records of some files: ``entries`` has the type ``ENTRY``, in the order of the files and of their records."""
+
+    files: tuple[FileState, ...]
+    entries: np.ndarray
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the files' names and sizes, and the place and the content of all records."""
+        digest = hashlib.sha256(json.dumps([file[:2] for file in self.files]).encode())
+        digest.update(self.entries.tobytes())
+        return digest.hexdigest()
+
+
+def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
+    """The index of files, from a cache that is whole, and whose files are as they were, else by reading them.
+
+    Any number of processes may do so at once: each writes a file of its own and renames it.
+
+    Args:
+        paths: the data files.
+        caches: the files that may keep the index; it is written to the first of them that can be. Where none can, it is
+            used all the same.
+
+    Raises:
+        DataError: a file is missing, empty or damaged, or a record is no ``tf.train.Example``.
+    """
+    files = tuple(_state_of(path) for path in paths)
+    for cache in caches:
+        index = _read_cache(cache, files)
+        if index is not None:
+            return index
+    entries = [scan_file(path, number) for number, path in enumerate(paths)]
+    index = Index(files, np.concatenate(entries) if entries else np.empty(0, ENTRY))
+    for cache in caches:
+        with contextlib.suppress(OSError):  # where none can be written, that costs time in the next run, no more
+            _write_cache(cache, index)
+            break
+    return index
+
+
+def _state_of(path: Path) -> FileState:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}. Check the file and its permissions.", reach="node"
+        ) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} is no regular file. Remove it, or make it again with ringtrain convert.", reach="node")
+    return FileState(path.name, status.st_size, status.st_mtime_ns)
+
+
+# --- The cache: magic, SHA-256 of the rest, length of the header (8 bytes), header (JSON), entries ---
+
+
+def _write_cache(cache: Path, index: Index) -> None:
+    header = json.dumps({"files": index.files, "entry": ENTRY.descr}).encode()
+    body = struct.pack("<Q", len(header)) + header + index.entries.tobytes()
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{cache.name}.", dir=cache.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(_MAGIC + hashlib.sha256(body).digest() + body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, cache)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
+    """The index in a file; None where there is none for these files as they are now, or it is damaged."""
+    num_bytes = sum(file.num_bytes for file in files)
+    largest = num_bytes // (HEADER_BYTES + FOOTER_BYTES) * ENTRY.itemsize
+    try:
+        content = read_bounded(cache, largest + _MAX_HEADER_BYTES * (1 + len(files)))
+        start = len(_MAGIC) + hashlib.sha256().digest_size
+        body = content[start:]
+        if content[:start] != _MAGIC + hashlib.sha256(body).digest():
+            return None
+        (header_bytes,) = struct.unpack_from("<Q", body)
+        header = parse_json(body[8 : 8 + header_bytes])
+        if header != json.loads(json.dumps({"files": files, "entry": ENTRY.descr})):
+            return None
+        entries = np.frombuffer(body, ENTRY, offset=8 + header_bytes)
+    except (OSError, ValueError, OverflowError, struct.error):
+        return None
+    return Index(files, entries) if _cover(entries, files) else None
+
+
+def _cover(entries: np.ndarray, files: tuple[FileState, ...]) -> bool:
+    """Whether records follow each other from the beginning of each file to its end, as those of a scan do."""
+    sizes = np.array([file.num_bytes for file in files], np.int64)
+    is_first = np.diff(entries["file"], prepend=-1) != 0
+    if not np.array_equal(entries["file"][is_first], np.arange(len(files))):
+        return False
+    lengths = entries["length"]
+    if ((lengths < 0) | (lengths > sizes[entries["file"]])).any() or (entries["kind"] > DAMAGED).any():
+        return False
+    ends = entries["offset"] + HEADER_BYTES + lengths + FOOTER_BYTES
+    starts = np.where(is_first, 0, np.roll(ends, 1))
+    pixels = entries["height"].astype(np.float64) * entries["width"] * entries["channels"]
+    is_shaped = (
+        (entries["height"] >= 0) & (entries["width"] >= 0) & (entries["channels"] >= 0) & (entries["label"] >= 0)
+    )
+    is_shaped &= (entries["kind"] != RAW) | (pixels <= lengths)
+    is_last = np.roll(is_first, -1)
+    return bool(is_shaped.all() and (entries["offset"] == starts).all() and (ends[is_last] == sizes).all())
+
+
+# --- The scan ---
+
+
+def scan_file(path: Path, number: int) -> np.ndarray:
+    """The entries of one file's records, all of which are read.
+
+    Args:
+        number: the file's, for the entries.
+
+    Raises:
+        DataError: it is empty, cut off, a length is wrong, or a record is no ``tf.train.Example`` with an image and a
+            label. A record whose data alone are damaged is marked, since those after it can be read.
+    """
+    parts = []
+    first = 0
+    for places, records in _batches(path):
+        parts.append(_describe(path, number, first, places, records))
+        first += len(places)
+    if not parts:
+        raise DataError(f"{path} is empty; it must hold records. Remove it, or make it again.", reach="node")
+    return np.concatenate(parts)
+
+
+def _batches(path: Path) -> Iterator[tuple[list[tuple[int, int]], list[bytes | None]]]:
+    """Offsets with lengths of data, and the data of some records at a time; None for damaged data."""
+    places: list[tuple[int, int]] = []
+    records: list[bytes | None] = []
+    num_bytes = 0
+    for offset, length, data in _read_records(path):
+        places.append((offset, length))
+        records.append(data)
+        num_bytes += length
+        if len(records) == _PARSED_TOGETHER or num_bytes > _PARSED_BYTES:
+            activity.move()
+            yield places, records
+            places, records, num_bytes = [], [], 0
+    if places:
+        yield places, records
+
+
+def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
+    """Offset, length of the data and the data of each record; None where the data's CRC is wrong."""
+    import tensorflow as tf
+    from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the one reader that tells offsets
+
+    file = None
+    try:
+        file = os.open(path, os.O_RDONLY)
+        reader = tf_record_random_reader(os.fspath(path))
+        offset = count = 0
+        while True:
+            # TensorFlow asks for as much memory as a length says, true or not, and dies where there is none.
+            header = os.pread(file, 8, offset)
+            if len(header) == 8 and struct.unpack("<Q", header)[0] > os.fstat(file).st_size - offset:
+                _length_of_damaged(path, offset, count)
+            try:
+                data, end = reader.read(offset)
+            except IndexError:  # the end of the file, or so few bytes that they are no header
+                if offset != path.stat().st_size:
+                    _length_of_damaged(path, offset, count)
+                return
+            except tf.errors.DataLossError:
+                length = _length_of_damaged(path, offset, count)
+                data, end = None, offset + HEADER_BYTES + length + FOOTER_BYTES
+            yield offset, end - offset - HEADER_BYTES - FOOTER_BYTES, data
+            offset, count = end, count + 1
+    except (OSError, tf.errors.OpError) as error:
+        raise DataError(f"{path} cannot be read: {error}. Check the file and its permissions.", reach="node") from error
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+def _length_of_damaged(path: Path, offset: int, count: int) -> int:
+    """The length of a record that the reader refused, where only its data are damaged.
+
+    Raises:
+        DataError: the length itself is damaged, or the file ends within the record: nothing after it can be read.
+    """
+    where = f"record {count} (at byte {offset:,}) of {path}"
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(offset)
+        header = file.read(HEADER_BYTES)
+    if len(header) == HEADER_BYTES:
+        length, crc = struct.unpack("<QI", header)
+        if crc != masked_crc32c(header[:8]):
+            raise DataError(
+                f"{where} has a wrong checksum (CRC32C) of its length: the file is damaged, or no plain TFRecord "
+                "file. Copy it again, or make it again with ringtrain convert.",
+                reach="node",
+            )
+        if offset + HEADER_BYTES + length + FOOTER_BYTES <= num_bytes:
+            return int(length)
+    raise DataError(
+        f"{where} is cut off: the file ends within it, after {num_bytes:,} bytes. Copy it again, or make it again with "
+        "ringtrain convert.",
+        reach="node",
+    )
+
+
+def _describe(
+    path: Path, number: int, first: int, places: list[tuple[int, int]], records: list[bytes | None]
+) -> np.ndarray:
+    """The entries of some records that follow each other in a file; ``first`` is the number of the first."""
+    entries = np.zeros(len(places), ENTRY)
+    entries["file"] = number
+    entries["offset"], entries["length"] = zip(*places, strict=True)
+    entries["kind"] = [DAMAGED if record is None else ENCODED for record in records]
+    whole = np.flatnonzero(entries["kind"] == ENCODED)
+    features = parse_features(
+        [records[place] for place in whole],
+        lambda place: _name(path, first + int(whole[place]), places[whole[place]][0]),
+    )
+    for place, encoded, raw, label, *shape in zip(whole, *features, strict=True):
+        entry = entries[place]
+        entry["crc32"] = zlib.crc32(records[place] or b"")
+        entry["label"] = label
+        if raw:
+            entry["kind"] = RAW
+        entry["height"], entry["width"], entry["channels"] = shape if raw else _shape_of(encoded)
+        problem = _problem(encoded, raw, label, shape)
+        if problem:
+            raise DataError(f"{_name(path, first + int(place), places[place][0])} {problem}", reach="node")
+    return entries
+
+
+def _shape_of(encoded: bytes) -> tuple[int, int, int]:
+    try:
+        return read_header(io.BytesIO(encoded))
+    except HeaderError:
+        return (0, 0, 0)  # decoding it fails, and says why
+
+
+def _name(path: Path, record: int, offset: int) -> str:
+    return f"record {record} (at byte {offset:,}) of {path}"
+
+
+def _problem(encoded: bytes, raw: bytes, label: int, shape: list[int]) -> str | None:
+    if label < 0:
+        return "has no label of 0 or above; it must have one, as image/class/label (int64)."
+    if raw and len(raw) != np.prod(shape):
+        height, width, channels = shape
+        return (
+            f"has {len(raw):,} bytes in image/raw; with image/height {height}, image/width {width} and image/channels "
+            f"{channels} it must have {np.prod(shape):,}."
+        )
+    if bool(raw) == bool(encoded):
+        what = "both image/encoded and" if raw else "neither image/encoded nor"
+        return f"has {what} image/raw; it must have one of them."
+    return None
+
+
+def masked_crc32c(data: bytes) -> int:
+    """The checksum of a length: Castagnoli's CRC (RFC 3720, B.4), rotated by 15 bits and offset. Slow: bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -1,0 +1,1 @@
+"""Files that anybody may have written."""

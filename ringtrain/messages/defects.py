@@ -1,0 +1,58 @@
+"""An error of the program or of the user's code in words: the line that says what is wrong, and the traceback."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+GRAPH_ERROR = "Graph execution error:"  # frames follow; an error out of a graph says last what is wrong
+USERS_CODE = "in user code:"  # AutoGraph: frames of two lines each follow, and then the error itself
+KERAS_ERROR = "Exception encountered when calling"  # a layer; what went wrong comes next, in bold letters
+FRAME = re.compile(r'File ".*", line \d+, in ')
+BOLD = re.compile(r"\x1b\[\d+m")
+INSTALLED = ("/site-packages/", "/dist-packages/")
+_FOREIGN = (str(Path(__file__).resolve().parents[1]), sysconfig.get_path("stdlib"), "<")
+FUNCTION_NODE = re.compile(r"\{\{function_node .*?\}\} ?")  # TensorFlow's name of an operation, which says nothing
+
+
+def describe_defect(error: BaseException) -> str:
+    """An error in one line: of the many that TensorFlow, AutoGraph and Keras make of it, what is wrong."""
+    lines = [line.strip() for line in strip_nodes(str(error)).splitlines()]
+    said = [line for line in lines if line and not line.startswith("[[")] or [""]
+    kind = f"{type(error).__name__}: "
+    if said[0] == USERS_CODE:
+        last_frame = max((number for number, line in enumerate(said) if FRAME.match(line)), default=-2)
+        said, kind = said[last_frame + 2 :] or [USERS_CODE], ""  # it names the kind itself
+    if KERAS_ERROR in said[0]:
+        return kind + " ".join(BOLD.sub("", line) for line in said[:2])
+    return kind + (said[-1] if said[0] == GRAPH_ERROR else said[0])
+
+
+def strip_nodes(text: str) -> str:
+    """What TensorFlow says, without its names of operations."""
+    return FUNCTION_NODE.sub("", text)
+
+
+def format_defect(error: BaseException) -> str:
+    """The traceback of an error of the program; of one that the user's own code raised, from that code on."""
+    if error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
+        return "".join(traceback.format_exception(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((number for number, frame in enumerate(frames) if is_users_own(frame.filename)), 0)
+    shown = traceback.format_list(frames[first:])
+    return "".join(["Traceback (most recent call last):\n", *shown, *traceback.format_exception_only(error)])
+
+
+def is_users_own(file: str) -> bool:
+    """Whether a file of code is neither ringtrain's nor Python's, and no installed package's."""
+    return not file.startswith(_FOREIGN) and not any(folder in file for folder in INSTALLED)
+
+
+def find_users_place(error: BaseException) -> str:
+    """Where in the user's own code, called by ringtrain, an error came up, as ``FILE:LINE``; empty: not in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = max((number for number, frame in enumerate(frames) if frame.filename.startswith(_FOREIGN[0])), default=0)
+    own = [frame for frame in frames[ours:] if is_users_own(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -1,0 +1,362 @@
+"""The run directory: where one run keeps everything. Rank 0 alone writes into it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.files.bounded import open_regular, parse_json, read_bounded, require_plain
+from ringtrain.run.identity import read_identity, write_identity
+
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+REPORT_FILE = "report.html"
+MAX_CONFIG_BYTES = 64 * 2**10  # a run's has about two
+MAX_SETTINGS = 10_000
+MAX_LINE_BYTES = 2**20  # of metrics.jsonl
+MAX_STEP = 2**53  # the numbers that JSON's readers agree on
+MAX_TIME = 2.5e11  # seconds since 1970, in the year 9892: what calendars can show
+# Events whose step says where they belong; the others follow the events before them.
+NEED_A_STEP = ("train", "eval", "checkpoint")
+# Of steps that are trained again after a checkpoint; a run's starts and ends stay.
+STEP_EVENTS = ("train", "eval", "checkpoint", "warning")
+
+
+class RunDirectoryError(RingtrainError):
+    """The run directory cannot be written any more."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"the run directory {str(path)!r} cannot be written: {reason}. Make room, or bring the directory back, and "
+            "start the same command again: it goes on from the newest checkpoint."
+        )
+
+
+class RunDirectory:
+    """An open run directory: configuration and events of one run. Any thread may write events."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        may_write: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``may_write`` raises where another process has taken over; ``on_close`` lets go of the directory."""
+        self.path, self.may_write = path, may_write
+        self._on_close = on_close
+        self._lock = threading.Lock()
+        self._is_cut_off = self._has_ended = False
+        with self._explaining():
+            self._metrics = _open_metrics(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the checkpoints (see ``ringtrain.run.checkpoint``)."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The directory of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    def write_config(self, values: Mapping[str, Any]) -> None:
+        """Keep the configuration; ``--config`` reads it back.
+
+        Raises:
+            RunDirectoryError: it cannot be written.
+        """
+        self.may_write()
+        with self._explaining():
+            temporary = self.path / f".{CONFIG_FILE}"
+            temporary.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
+            temporary.replace(self.path / CONFIG_FILE)
+
+    def write_identity(self, identity: Mapping[str, Any]) -> None:
+        """Keep which run it is (see ``ringtrain.run.identity``), where it is not kept already.
+
+        Raises:
+            RunDirectoryError: it cannot be written.
+        """
+        if read_identity(self.path) != identity:
+            self.may_write()
+            with self._explaining():
+                write_identity(self.path, identity)
+
+    def write_event(self, event: str, **values: Any) -> None:
+        """Append one line to metrics.jsonl, with the time (seconds since 1970).
+
+        JSON has no infinities or NaN: such numbers are written as strings. The end is the last event: a warning that
+        comes later, of another thread whose console has gone for example, is left out.
+
+        Raises:
+            RunDirectoryError: it cannot be written, such as on a full disk.
+        """
+        line = _line_of(event, values).encode()
+        with self._lock:
+            if self._has_ended and event == "warning":
+                return
+            self.may_write()
+            self._append(line)
+            self._has_ended |= event == "end"
+
+    def _append(self, line: bytes) -> None:
+        """Write a line; what a full disk leaves of one is a line of its own, which readers pass over."""
+        data = (b"\n" if self._is_cut_off else b"") + line
+        with self._explaining():
+            while data:
+                data = data[self._metrics.write(data) :]
+                self._is_cut_off = bool(data)
+
+    def forget_after(self, step: int) -> None:
+        """Remove from metrics.jsonl what is going to be trained again, and a line that was cut off."""
+        with self._lock, self._explaining():
+            self.may_write()
+            self._metrics.close()
+            path = self.path / METRICS_FILE
+            temporary = self.path / f".{METRICS_FILE}"
+            with temporary.open("wb") as kept:
+                kept.writelines(line.rstrip(b"\n") + b"\n" for line in read_lines(path) if _is_kept(line, step))
+            temporary.replace(path)
+            self._metrics = _open_metrics(self.path)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say of what cannot be written where it is, and what helps."""
+        try:
+            yield
+        except OSError as error:
+            raise RunDirectoryError(self.path, error.strerror or str(error)) from error
+
+    def close(self) -> None:
+        """Write no more, and let go of the directory."""
+        self._metrics.close()
+        self._on_close()
+
+
+def _open_metrics(path: Path) -> io.FileIO:
+    """Unbuffered, so that what could not be written once is not written later in the middle of something else."""
+    if (path / METRICS_FILE).exists():
+        open_regular(path / METRICS_FILE).close()
+    return io.FileIO(path / METRICS_FILE, "a")
+
+
+def append_event(path: Path, event: str, **values: Any) -> None:
+    """Append one line to metrics.jsonl of a run whose writer is gone, perhaps in the middle of a line.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with (path / METRICS_FILE).open("rb+") as metrics:
+        size = metrics.seek(0, os.SEEK_END)
+        metrics.seek(max(0, size - 1))
+        cut_off = metrics.read() not in (b"", b"\n")
+        metrics.write((("\n" if cut_off else "") + _line_of(event, values)).encode())
+
+
+def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
+    """Make the directory of a run where there is none, and return its path.
+
+    Args:
+        wanted: where the run is to be.
+        is_anew: never take one that holds something: append a number until the name is free.
+
+    Raises:
+        UsageError: the directory holds something that is no run, or cannot be made.
+    """
+    candidates = [wanted, *(wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 10_000))]
+    for candidate in candidates:
+        try:
+            candidate.mkdir(parents=True)  # fails where it exists, so that two runs that start together never share one
+            return candidate
+        except FileExistsError:
+            if not is_anew:
+                break
+        except OSError as error:
+            raise UsageError(
+                f"the run directory {str(wanted)!r} cannot be made: {error.strerror}. Give another with --out."
+            ) from error
+    if not wanted.is_dir() or (_holds_something(wanted) and not (wanted / CONFIG_FILE).is_file()):
+        if (wanted / "checkpoints").is_dir():  # a copy that broke off: nobody is to remove what it still has
+            raise UsageError(
+                f"out is {str(wanted)!r}, which has checkpoints, but no {CONFIG_FILE}: half a run. Bring the file back "
+                "from where the run was copied, or give another directory with --out."
+            )
+        if not wanted.is_dir():
+            raise UsageError(f"out is {str(wanted)!r}, which is no directory. Give another with --out.")
+        raise UsageError(
+            f"out is {str(wanted)!r}, which is not empty and holds no run of ringtrain. Give another with --out, or "
+            "remove it."
+        )
+    return wanted
+
+
+def refuse_taken(output: Path) -> None:
+    """See that nothing will be overwritten.
+
+    Raises:
+        UsageError: something is there.
+    """
+    if output.exists() or output.is_symlink():
+        raise UsageError(
+            f"{str(output)!r} is there already, and is left as it is. Give another with --output, or remove it.",
+            reach="run",
+        )
+
+
+def read_config(path: Path) -> dict[str, Any] | None:
+    """The configuration that a run directory keeps; None where it holds none.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    file = path / CONFIG_FILE
+    try:
+        values = load_settings(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UsageError(
+            f"{str(file)!r} cannot be read: {error.strerror}. Restore it, or start anew beside this run with --resume "
+            "never."
+        ) from None
+    except (yaml.YAMLError, ValueError):
+        values = None
+    if not isinstance(values, dict) or not isinstance(values.get("optimizer"), dict):
+        raise UsageError(
+            f"{str(file)!r} is damaged: it holds no settings of a run. Restore it, or start anew beside this run with "
+            "--resume never."
+        )
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's plain values, each key once; what it merges (``<<``) does not grow without end."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
+        twice = next((key for key, count in keys.items() if count > 1), None)
+        if twice is not None:
+            raise ValueError(f"the key {twice!r} stands there twice")
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_SETTINGS:
+            raise ValueError(f"it has more than {MAX_SETTINGS:,} values")
+
+
+def load_settings(file: Path) -> Any:
+    """What a YAML file of settings holds.
+
+    Raises:
+        OSError: it is missing, cannot be read, or is too large to be one.
+        yaml.YAMLError: it is no YAML.
+        ValueError: it is no text, or see ``require_plain``; its aliases count as often as they are used.
+    """
+    text = read_bounded(file, MAX_CONFIG_BYTES).decode()
+    try:
+        values = _Loader(text).get_single_data()
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    require_plain(values, max_values=MAX_SETTINGS)
+    return values
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether a directory holds more than the lease of a run that has not begun to write."""
+    return any(not entry.name.startswith(".") and entry.name != METRICS_FILE for entry in path.iterdir()) or (
+        (path / METRICS_FILE).exists() and (path / METRICS_FILE).stat().st_size > 0
+    )
+
+
+def read_lines(file: Path) -> Iterator[bytes]:
+    """The lines of a file of events; of one that is too long to be an event, its beginning.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    with open_regular(file) as lines:
+        while line := lines.readline(MAX_LINE_BYTES):
+            yield line
+            while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                line = lines.readline(MAX_LINE_BYTES)
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """One event of metrics.jsonl; None where the line is none. A time that no calendar has is left out."""
+    try:
+        event = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    step = event.get("step")
+    has_step = type(step) is int and 0 <= step < MAX_STEP
+    if not has_step and (step is not None or event["event"] in NEED_A_STEP):
+        return None
+    if type(event.get("time")) in (int, float) and not abs(event["time"]) < MAX_TIME:
+        del event["time"]
+    return event
+
+
+def find_last_saved_step(path: Path) -> int | None:
+    """The newest step of which a run's events say that its checkpoint was saved; None where none was.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    try:
+        events = [parse_event(line) for line in read_lines(path / METRICS_FILE) if b'"checkpoint"' in line]
+    except FileNotFoundError:
+        return None
+    saved = [event for event in events if event and event["event"] == "checkpoint"]
+    # The best one alone is nothing to go on from.
+    return max((event["step"] for event in saved if "/best-" not in str(event.get("path"))), default=None)
+
+
+def require_writable(directory: Path) -> None:
+    """See that files can be made in a directory of a run's. Where none has its name, it can still be made.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if not os.path.lexists(directory):
+        return
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        why = "it is a link to nowhere" if not directory.exists() else error.strerror
+        raise UsageError(
+            f"nothing can be written into {str(directory)!r}, as this run has to: {why}. Mend it, mount what is "
+            "missing, or give another directory with --out."
+        ) from error
+
+
+def _is_kept(line: bytes, step: int) -> bool:
+    event = parse_event(line)
+    return event is not None and (event["event"] not in STEP_EVENTS or (event.get("step") or 0) <= step)
+
+
+def _line_of(event: str, values: Mapping[str, Any]) -> str:
+    plain = {key: _json_value(value) for key, value in values.items()}
+    return json.dumps({"event": event, **plain, "time": round(time.time(), 3)}) + "\n"
+
+
+def _json_value(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,85 @@
+"""Which run it is: drawn once, when a run first starts, kept in its directory and in each of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ringtrain.errors import UsageError
+from ringtrain.files.bounded import parse_json, read_bounded
+from ringtrain.run.checkpoint import read_facts
+
+IDENTITY_FILE = "run.json"
+MAX_BYTES = 4096
+RULES = {
+    "id": r"[0-9a-f]{16}",
+    "started": r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ",
+    "host": r"[\w.-]{1,255}",
+    "seed": r"-?\d{1,30}",
+}
+
+
+def draw_identity(seed: int) -> dict[str, Any]:
+    """A new run's identity: a random number, and what tells people which run it is."""
+    host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:255] or "_"
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"id": secrets.token_hex(8), "started": started, "host": host, "seed": seed}
+
+
+def as_identity(value: Any) -> dict[str, Any] | None:
+    """What a file holds, if it is an identity; None where it is none, or of an older ringtrain, which had none."""
+    if not isinstance(value, dict) or value.keys() != RULES.keys():
+        return None
+    is_one = all(re.fullmatch(rule, str(value[name]), re.ASCII) for name, rule in RULES.items())
+    return dict(value) if is_one else None
+
+
+def read_identity(run: Path) -> dict[str, Any] | None:
+    """The identity that a run directory keeps; None where it keeps none."""
+    try:
+        return as_identity(parse_json(read_bounded(run / IDENTITY_FILE, MAX_BYTES)))
+    except (OSError, ValueError):
+        return None
+
+
+def write_identity(run: Path, identity: Mapping[str, Any]) -> None:
+    """Keep the identity of a run.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = run / f".{IDENTITY_FILE}"
+    temporary.write_text(json.dumps(dict(identity)) + "\n", encoding="utf-8")
+    temporary.replace(run / IDENTITY_FILE)
+
+
+def require_own(run: Path, path: Path) -> Path:
+    """See that a checkpoint which lies in a run directory is that run's, as far as both say which they are.
+
+    Returns:
+        Its path.
+
+    Raises:
+        UsageError: it is another run's; the message says what both are.
+        DataError: it cannot be read.
+    """
+    own, theirs = read_identity(run), as_identity(read_facts(path).get("identity"))
+    if own and theirs and own["id"] != theirs["id"]:
+        raise UsageError(
+            f"the checkpoint {str(path)!r} is of {describe_identity(theirs)}, and {str(run)!r} is that of "
+            f"{describe_identity(own)}. Put it back into the directory of its own run, and name that."
+        )
+    return path
+
+
+def describe_identity(identity: Mapping[str, Any] | None) -> str:
+    """A run in words, such as ``run 1f3a9c2e (seed 3, started 2026-11-23T20:11:02Z on node7)``."""
+    if identity is None:
+        return "a run without identity, of an older ringtrain"
+    return f"run {identity['id'][:8]} (seed {identity['seed']}, started {identity['started']} on {identity['host']})"

@@ -1,0 +1,297 @@
+"""The lease of a run directory: one writer at a time, and a writer that comes too late notices.
+
+Each holder claims the next number by a file of that name, which the file system creates for one process only. The
+highest number is the holder's: whoever finds a higher one than its own has been taken over and writes nothing more.
+The holder touches its file every few seconds, so that a holder on a host that is gone can be told from a living one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.files.bounded import parse_json, read_bounded
+
+LEASE_DIRECTORY = ".lease"
+BEAT_SECONDS = 5.0
+EXPIRY_SECONDS = 45.0  # without a beat; on the same host a process that is gone is seen at once
+RESTART_VARIABLE = "SLURM_RESTART_COUNT"
+NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # the names of leases; what else lies there is nobody's
+MAX_BYTES = 4096
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+
+
+class LeaseLostError(RingtrainError):
+    """Another process has taken over the run directory."""
+
+    exit_code = 1
+
+
+class Lease:
+    """The right to write into a run directory, until it is closed or taken over."""
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self.number = number
+        self._directory, self._file = directory, directory / _file_name(number)
+        self._pid = os.getpid()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """See that the lease still holds.
+
+        Raises:
+            LeaseLostError: another process has taken over, or this one was forked from the holder.
+        """
+        if os.getpid() != self._pid:
+            raise LeaseLostError(
+                f"process {os.getpid()}, which the workload's code has forked, came back from there into the training, "
+                f"which is that of process {self._pid}. It has to end by itself, such as by os._exit(0)."
+            )
+        try:
+            newest = _newest_number(self._directory)
+        except OSError as error:
+            raise LeaseLostError(
+                f"the run directory {str(self._directory.parent)!r} cannot be read any more: {error.strerror}. Nothing "
+                "more is written; bring it back, and start the same command again."
+            ) from error
+        if newest == self.number:
+            return
+        holder = _read(self._directory / _file_name(newest))
+        raise LeaseLostError(
+            f"the run directory {str(self._directory.parent)!r} has been taken over by {_describe(holder)}; this "
+            "process writes nothing more. Slurm has started the job again, or this process had given no sign of life "
+            "for a while."
+        )
+
+    def close(self) -> None:
+        """Let go, so that the next run need not wait."""
+        self._closed.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):  # a directory that is gone has no holder
+            if _newest_number(self._directory) == self.number:
+                _write(self._file, {**_read(self._file), "released": True})
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            try:
+                os.utime(self._file)
+            except OSError:  # taken over, or a file system that is away for now: check() tells
+                continue
+
+
+def acquire_lease(run: Path, *, environ: Mapping[str, str], say: Callable[[str], None] = lambda line: None) -> Lease:
+    """Become the writer of a run directory.
+
+    Waits at most ``EXPIRY_SECONDS`` for a holder on another host that may be gone.
+
+    Raises:
+        UsageError: another process holds it and is alive, or nothing can be written there.
+    """
+    try:
+        return _acquire(run, environ, say)
+    except OSError as error:
+        raise UsageError(
+            f"nothing can be written into the run directory {str(run)!r}: {error.strerror}. Give another with --out."
+        ) from error
+
+
+def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
+    """End the lease of a holder of the same group that gives no sign of life, and let go of it for the next run.
+
+    Args:
+        number: the holder's, which writes nothing more from now on.
+
+    Returns:
+        False where the holder has let go, or somebody else has been quicker.
+
+    Raises:
+        OSError: the run directory cannot be reached.
+    """
+    directory = run / LEASE_DIRECTORY
+    if _newest_number(directory) != number or _read(directory / _file_name(number)).get("released"):
+        return False
+    if not _claim(directory, number + 1, environ):
+        return False
+    mine = directory / _file_name(number + 1)
+    _write(mine, {**_read(mine), "released": True})
+    return True
+
+
+def _acquire(run: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> Lease:
+    directory = run / LEASE_DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True)
+    for _ in range(100):
+        newest = _newest_number(directory)
+        if newest:
+            _wait_until_free(directory / _file_name(newest), run, environ, say)
+        if _claim(directory, newest + 1, environ):
+            if _newest_number(directory) != newest + 1:  # of a former holder; others have come and gone meanwhile
+                _remove(directory / _file_name(newest + 1))
+                continue
+            for number in range(newest, 0, -1):
+                if not _remove(directory / _file_name(number)):
+                    break
+            return Lease(directory, newest + 1)
+    raise UsageError(
+        f"the run directory {str(run)!r} is wanted by too many runs at once, or something else wrote into "
+        f"{str(directory)!r}. Give each run its own --out; where none is running, remove that directory."
+    )
+
+
+def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
+    """Make the file of a number, complete and only where there is none."""
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), **_job(environ), **_process_identity(os.getpid())}
+    temporary = directory / f".{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
+    temporary.write_text(json.dumps(holder), encoding="utf-8")
+    try:
+        os.link(temporary, directory / _file_name(number))
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
+
+
+def _job(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The batch job of this process, and how often the scheduler has started it again."""
+    restarts = environ.get(RESTART_VARIABLE, "")
+    return {
+        "job": next((environ[name] for name in JOB_VARIABLES if environ.get(name)), None),
+        "restarts": int(restarts) if restarts.isdecimal() else 0,
+    }
+
+
+def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    """Whether the holder is an earlier start of this same job.
+
+    Slurm starts a job again only when it has given up the former start: a node that it has lost may go on computing,
+    and beating, where nobody can end it.
+    """
+    mine, before = _job(environ), holder.get("restarts")
+    return mine["job"] is not None and holder.get("job") == mine["job"] and before in range(mine["restarts"])
+
+
+def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Return once the holder has let go or is gone, or is no longer to write.
+
+    Raises:
+        UsageError: it is alive.
+    """
+    holder = _read(file)
+    if not holder or holder.get("released"):
+        return
+    if _is_former_start(holder, environ):
+        say(f"taking over from {_describe(holder)}: Slurm has started the job again")
+        return
+    is_alive = _is_alive_here(holder)
+    if is_alive is False:
+        return
+    if is_alive is None:
+        is_alive = _beats(file, holder, say)
+    if is_alive:
+        raise UsageError(
+            f"the run directory {str(run)!r} is being written by {_describe(holder)}. Wait until that run has ended, "
+            "end it, or give another directory with --out."
+        )
+
+
+def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
+    """Whether the holder's process lives; None where it cannot be seen from here (another host or container)."""
+    mine = _process_identity(os.getpid())
+    if any(holder.get(key) != mine[key] for key in ("boot", "pid_namespace")):
+        return None
+    seen = _process_identity(holder.get("pid"))
+    return seen["started"] is not None and seen["started"] == holder.get("started")
+
+
+def _beats(file: Path, holder: Mapping[str, Any], say: Callable[[str], None]) -> bool:
+    """Whether a holder that cannot be seen gives a sign of life before its lease runs out."""
+    first = _modified(file)
+    age = max(0.0, _file_system_time(file.parent) - first)  # a clock that was put back makes it negative
+    if age < EXPIRY_SECONDS:
+        say(f"waiting up to {EXPIRY_SECONDS - age:.0f} s for a sign of life of the last writer, {_describe(holder)}")
+    end = time.monotonic() + EXPIRY_SECONDS - age
+    while time.monotonic() < end:
+        time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+        if _modified(file) != first:
+            now = _read(file)
+            return bool(now) and not now.get("released")  # a file that is gone was another's who took over
+    return False
+
+
+def _process_identity(pid: int | None) -> dict[str, Any]:
+    """What tells a process from a later one of the same number; ``started`` is None where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        started = None if fields[0] in "ZX" else int(fields[19])  # the 22nd of all: clock ticks after boot
+    except (OSError, IndexError, ValueError):
+        started = None
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {"started": started, "boot": boot, "pid_namespace": os.readlink("/proc/self/ns/pid")}
+
+
+def _file_system_time(directory: Path) -> float:
+    """The time by the clock that stamps files there, which on a network file system is another host's."""
+    probe = directory / f".clock-{socket.gethostname()}-{os.getpid()}"
+    probe.touch()
+    try:
+        os.utime(probe)
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink()
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _newest_number(directory: Path) -> int:
+    numbers = [int(entry.name) for entry in directory.iterdir() if NUMBER.fullmatch(entry.name)]
+    return max(numbers, default=0)
+
+
+def _file_name(number: int) -> str:
+    return f"{number:06d}"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        value = parse_json(read_bounded(file, MAX_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _write(file: Path, value: Mapping[str, Any]) -> None:
+    temporary = file.with_name(f".{file.name}-{os.getpid()}")
+    temporary.write_text(json.dumps(value), encoding="utf-8")
+    temporary.replace(file)
+
+
+def _remove(file: Path) -> bool:
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return False
+    except IsADirectoryError:  # nobody's
+        pass
+    return True
+
+
+def _describe(holder: Mapping[str, Any]) -> str:
+    job = f", job {holder['job']}" if holder.get("job") else ""
+    return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{job}"

@@ -1,0 +1,278 @@
+"""Opening a run directory: a fresh run, one that goes on, or one that is complete already. Rank 0 alone does it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ringtrain.config import Config, flatten_settings, to_plain
+from ringtrain.errors import DataError, UsageError
+from ringtrain.run.checkpoint import (
+    Checkpoint,
+    find_newest,
+    mend_best,
+    remove_unfinished,
+    set_aside,
+    step_name,
+)
+from ringtrain.run.directory import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    RunDirectory,
+    create_run_directory,
+    find_last_saved_step,
+    read_config,
+    require_writable,
+)
+from ringtrain.run.identity import as_identity, describe_identity, draw_identity, read_identity
+from ringtrain.run.lease import acquire_lease
+from ringtrain.run.progress import Progress
+
+# Settings that do not enter what is trained. The length of a run enters only where the learning rate follows it.
+FREE_SETTINGS = {
+    "backend", "cache", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
+    "detached", "exit_timeout", "hang_timeout",
+    "init_from", "keep", "log_every", "max_hours", "on_bad_sample", "on_nonfinite", "out", "profile", "resume",
+    "stop_after",
+}  # fmt: skip
+LENGTH_SETTINGS = {"epochs", "steps"}
+MAX_SIZE = 2**53  # of a batch, or of a world
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins, told to every rank; all values are JSON values.
+
+    Attributes:
+        path: the run directory.
+        step: the steps done.
+        global_batch_size: that of the run's first start, None for a fresh run.
+        size: the number of ranks that wrote the checkpoint, None for a fresh run.
+        progress: what a checkpoint remembers (see ``ringtrain.run.progress``).
+        is_complete: nothing is left to be done.
+        fence: the number of rank 0's lease (see ``ringtrain.run.lease``).
+    """
+
+    path: str
+    fence: int = field(default=0, compare=False)  # of this opening; the run begins at the same place
+    step: int = 0
+    global_batch_size: int | None = None
+    size: int | None = None
+    progress: dict[str, Any] = field(default_factory=dict)
+    is_complete: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedRun:
+    """A run directory that this process may write into, and what it goes on from."""
+
+    start: Start
+    directory: RunDirectory
+    checkpoint: Checkpoint | None
+    identity: Mapping[str, Any]
+
+
+def open_run(config: Config, *, say: Callable[[str], None]) -> OpenedRun:
+    """Open the run that the configuration names, and make it ready to be written.
+
+    Args:
+        say: shows a line to the user.
+
+    Raises:
+        UsageError: the directory holds something else, is being written, or its run has other settings.
+        DataError: it holds checkpoints, and none is whole.
+    """
+    path = choose_directory(config)
+    lease = acquire_lease(path, environ=os.environ, say=say)
+    directory = RunDirectory(path, may_write=lease.check, on_close=lease.close)
+    try:
+        checkpoint = find_start(directory, config, say=say)
+        is_complete = checkpoint is not None and is_finished(checkpoint, config)
+        identity = find_identity(path, checkpoint) or draw_identity(config.seed)
+        if not is_complete:
+            for name in ("checkpoints", "tensorboard", *(["profile"] if config.profile else [])):
+                require_writable(path / name)
+            mend_best(directory.checkpoints)
+            directory.forget_after(checkpoint.step if checkpoint else 0)
+            directory.write_config(to_plain(asdict(config)))
+            directory.write_identity(identity)
+    except BaseException:
+        directory.close()
+        raise
+    if checkpoint is None:
+        start = Start(path=str(path), fence=lease.number)
+        return OpenedRun(start=start, directory=directory, checkpoint=None, identity=identity)
+    start = Start(
+        path=str(path),
+        fence=lease.number,
+        step=checkpoint.step,
+        global_batch_size=checkpoint.run["global_batch_size"],
+        size=checkpoint.run["world_size"],
+        progress={**checkpoint.progress, "finished": None},
+        is_complete=is_complete,
+    )
+    return OpenedRun(start=start, directory=directory, checkpoint=checkpoint, identity=identity)
+
+
+def choose_directory(config: Config) -> Path:
+    """The run's directory, made where it is not there.
+
+    Raises:
+        UsageError: it cannot be made, or holds something that is no run; or ``resume`` is must, and there is no run.
+    """
+    name = Path(config.workload.rpartition(":")[2]).name.removesuffix(".py")
+    wanted = config.out or Path("runs") / name.lower()
+    if config.resume == "must" and not (wanted / CONFIG_FILE).is_file():
+        raise UsageError(
+            f"resume is 'must', but {str(wanted)!r} holds no run. Name the run's directory with --out, or leave "
+            "--resume out to start a new one."
+        )
+    return create_run_directory(wanted, is_anew=config.resume == "never")
+
+
+def find_start(directory: RunDirectory, config: Config, *, say: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint from which the run goes on; None where it begins.
+
+    Raises:
+        UsageError: the run has other settings; or ``resume`` is must, and there is no checkpoint.
+        DataError: it holds checkpoints, and none is whole; or those that it has saved are not there.
+    """
+    former = read_config(directory.path)
+    if former is None:
+        return None
+    checkpoint, damages = find_checkpoints(directory)
+    if checkpoint is not None:  # else nothing is there that other settings could contradict
+        refuse_other_settings(directory.path, former, to_plain(asdict(config)))
+        refuse_other_run(directory, checkpoint, former)
+    for damage in damages:
+        say(f"warning: {damage}")
+    if checkpoint is None:
+        if config.resume == "must":
+            raise UsageError(f"resume is 'must', but the run in {str(directory.path)!r} holds no checkpoint yet.")
+        say(f"the run in {directory.path} holds no checkpoint yet: it starts anew")
+        return None
+    for moved in set_aside(directory.checkpoints, checkpoint.step):
+        say(f"warning: the damaged checkpoint is kept as {moved}")
+    return checkpoint
+
+
+def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint of a run, and what is wrong with those that are newer.
+
+    Raises:
+        DataError: there are checkpoints, and none is whole; or the run has saved some, and they are not there.
+    """
+    root = directory.checkpoints
+    try:
+        remove_unfinished(root)
+        checkpoint, damages = find_newest(root, check=require_resumable)
+        saved = find_last_saved_step(directory.path) if checkpoint is None else None
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or str(root)!r} cannot be read: {error.strerror}. Mend that, and start the same command "
+            "again."
+        ) from error
+    if saved is None:
+        return checkpoint, damages
+    if root.is_dir():
+        why = "holds none"
+    elif root.is_symlink() and not root.exists():
+        why = f"is a link to {os.readlink(root)!r}, which is not there"
+    else:
+        why = "is a file" if root.exists() else "is not there"
+    raise DataError(
+        f"the run in {str(directory.path)!r} has saved checkpoints, the newest of step {saved} ({METRICS_FILE} says "
+        f"so), but {str(root)!r} {why}. Mount it or bring it back, and start the same command again; or start anew "
+        "beside this run with --resume never."
+    )
+
+
+def require_resumable(checkpoint: Checkpoint) -> None:
+    """See that a checkpoint, besides being whole, says what a run goes on by.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for name in ("global_batch_size", "world_size"):
+        if type(checkpoint.run.get(name)) is not int or not 0 < checkpoint.run[name] < MAX_SIZE:
+            raise ValueError(f"its {name} is {checkpoint.run.get(name)!r}")
+    if not isinstance(checkpoint.run.get("config"), dict):
+        raise ValueError("it holds no settings")
+    Progress.from_plain(checkpoint.progress)
+
+
+def find_identity(path: Path, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    """The identity of a run that goes on; None where it has none yet. What never saved anything begins as a new one."""
+    if checkpoint is None:
+        return None
+    return read_identity(path) or as_identity(checkpoint.run.get("identity"))
+
+
+def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Mapping[str, Any]) -> None:
+    """See that the checkpoint from which a run goes on is its own.
+
+    One that an older ringtrain wrote has no identity: its settings tell it from another run's.
+
+    Raises:
+        UsageError: it is another run's; the message says what both are.
+    """
+    own, theirs = read_identity(directory.path), as_identity(checkpoint.run.get("identity"))
+    changed = [] if own and theirs else list_changed_settings(checkpoint.run["config"], former)
+    if not changed and (not own or not theirs or own["id"] == theirs["id"]):
+        return
+    path = directory.checkpoints / step_name(checkpoint.step)
+    other = f" with other settings ({'; '.join(changed)})" if changed else ""
+    raise UsageError(
+        f"the newest checkpoint there, {str(path)!r}, is of another run{other}: it is of {describe_identity(theirs)}, "
+        f"and {str(directory.path)!r} is that of {describe_identity(own)}. Move it away to go on; to begin a new run "
+        f"with its weights, give another --out, and --init_from {shlex.quote(str(path))}."
+    )
+
+
+def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """See that a run goes on as it began.
+
+    Raises:
+        UsageError: a setting that enters the training differs; the message lists each with both values.
+    """
+    changed = list_changed_settings(former, wanted)
+    if changed:
+        raise UsageError(
+            f"the run in {str(path)!r} was started with other settings: {'; '.join(changed)}. Give the former ones to "
+            "go on, or start anew elsewhere with --out, or beside it with --resume never (--out then goes on with it)."
+        )
+
+
+def list_changed_settings(former: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The settings that enter the training and differ, each with both values."""
+    is_bound = flatten_settings(wanted).get("optimizer.schedule") in ("cosine", "linear")
+    free = FREE_SETTINGS | (set() if is_bound else LENGTH_SETTINGS)
+    # A setting that came with a later version than the run's has the value that changes nothing as its default.
+    old = flatten_settings(to_plain(asdict(Config()))) | flatten_settings(former)
+    new = flatten_settings(to_plain(asdict(Config()))) | flatten_settings(wanted)
+    changed = [
+        f"{name} {old.get(name)} -> {new.get(name)}"
+        for name in sorted({*old, *new} - free)
+        if old.get(name) != new.get(name)
+    ]
+    return [text if text.isprintable() else ascii(text)[1:-1] for text in changed]
+
+
+def describe_way_on(config: Config, run: Path) -> str:
+    """What to start so that a run which was stopped goes on. ``run`` is its directory."""
+    if config.resume == "never":
+        # The last flag wins, over a --config file's setting as well.
+        return f"To go on from there, add to the same command: --out {shlex.quote(str(run))} --resume auto"
+    return "The same command goes on from there."
+
+
+def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
+    """Whether nothing is left to be done: the run ended, and is not to be longer than it was when it did."""
+    then = checkpoint.run["config"]
+    return checkpoint.progress.get("finished") is not None and all(
+        then.get(name) == getattr(config, name) for name in (*LENGTH_SETTINGS, "stop_after")
+    )

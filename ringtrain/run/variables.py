@@ -1,0 +1,90 @@
+"""Which variables all ranks must hold alike, by which names they are kept, and rank 0's first values for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringtrain.collectives import Collective
+from ringtrain.errors import UsageError
+from ringtrain.run.checkpoint import number_twins, without_optimizer_names
+
+BROADCAST_BYTES = 64 * 2**20
+
+
+def is_seed_state(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a seed generator (dropout's): broadcasting it would make all masks alike."""
+    return variable.name == "seed_generator_state"
+
+
+def require_gradients_that_add(variables: Sequence[keras.Variable]) -> None:
+    """Refuse variables whose "gradient" is their new value (Keras' float8): added over ranks it is another.
+
+    Raises:
+        UsageError: there are such.
+    """
+    names = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise UsageError(
+            f"the variable {names[0]}{more} of Keras' float8 training takes what backpropagation gives for it as its "
+            "new value, which cannot be summed over ranks. Train without float8, such as in mixed_bfloat16.",
+            reach="run",
+        )
+
+
+def named_weights(model: keras.Model) -> list[tuple[str, keras.Variable]]:
+    """A model's weights and moving statistics with their paths, such as ``digits/conv2d/kernel``."""
+    return [(v.path, v) for v in model.variables if not is_seed_state(v)]
+
+
+def named_slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[str, keras.Variable]]:
+    """An optimizer's variables, such as ``iteration`` and ``digits_conv2d_kernel_momentum``.
+
+    Not by their paths: these begin with the optimizer's name, which is another in each release of Keras.
+    """
+    variables = optimizer.variables
+    return list(zip(without_optimizer_names([v.path for v in variables]), variables, strict=True))
+
+
+def slots_that_begin_as_weights(optimizer: Any) -> list[tuple[keras.Variable, keras.Variable]]:
+    """Weights with their slots that are copies of them at first: of Keras' optimizers, the momentum of one."""
+    schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # from Keras 3.14 on
+    parts = [part for part in (optimizer, *getattr(optimizer, "optimizers", ())) if isinstance(part, schedule_free)]
+    return [pair for part in parts for pair in zip(part._trainable_variables, part._momentums, strict=True)]
+
+
+def name_variables(**kinds: Sequence[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
+    """Variables by kind and path, such as ``weights/digits/conv2d/kernel``: the names in a checkpoint."""
+    items = [(f"{kind}/{path}", variable) for kind, variables in kinds.items() for path, variable in variables]
+    names = number_twins([name for name, _ in items])  # two layers of one name
+    return {name: variable for name, (_, variable) in zip(names, items, strict=True)}
+
+
+def share_first_values(variables: Sequence[keras.Variable], collective: Collective) -> None:
+    """Give every rank rank 0's values, many variables to a message."""
+    for number, group in enumerate(plan_messages(variables)):
+        flat = tf.concat([tf.reshape(variable.value, [-1]) for variable in group], axis=0)
+        [first] = collective.broadcast([flat], name=f"first_values/{number}")
+        sizes = [math.prod(variable.shape) for variable in group]
+        for variable, values in zip(group, tf.split(first, sizes), strict=True):
+            variable.assign(tf.reshape(values, variable.shape))
+
+
+def plan_messages(variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+    """Variables by type, in messages of at most BROADCAST_BYTES unless one variable is larger."""
+    messages: list[list[keras.Variable]] = []
+    open_messages: dict[str, tuple[list[keras.Variable], int]] = {}
+    for variable in variables:
+        num_bytes = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        message, filled = open_messages.get(variable.dtype, ([], 0))
+        if not message or filled + num_bytes > BROADCAST_BYTES:
+            message, filled = [], 0
+            messages.append(message)
+        message.append(variable)
+        open_messages[variable.dtype] = (message, filled + num_bytes)
+    return messages

@@ -1,0 +1,499 @@
+"""Before TensorFlow starts: the cores or the GPU of this rank, its thread pools and the communication settings.
+
+Everything here is a default: what the user set in the environment, or the launcher by binding, wins. The start-up log
+shows each setting with where it came from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import os
+import re
+import resource
+import shutil
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ringtrain.errors import UsageError
+from ringtrain.runtime.activity import limit_seconds
+from ringtrain.runtime.environment import check_address_space, check_environment, explaining_import
+from ringtrain.runtime.world import World
+
+Source = Literal["ringtrain", "environment", "launcher"]
+
+# Fewer and TensorFlow runs every all-reduce of Horovod's after the whole backward pass, also on a single core. A sum
+# through memory comes after it anyway, and a second thread on a single core only takes the cache from the first.
+MIN_INTER_OP_THREADS = 2
+# Horovod copies what it fuses into a buffer, and back. Between the cores of one node that costs more than the messages
+# of large gradients; it pays for those of which many fit in this. On GPUs and between nodes, where nothing was
+# measured, Horovod's own 128 MiB stand.
+FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
+# Open MPI's transports between nodes. Each rank would listen on all interfaces, whatever btl_tcp_if_include says, for
+# ranks that are on its own node and reach it through shared memory.
+TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
+# Open MPI takes 4 MiB in /dev/shm for a rank, ringtrain's own sums the rest. Where there is less, as in containers, it
+# may have to fall back on TCP.
+SHARED_MEMORY_BYTES_PER_RANK = 16 * 1024 * 1024
+SHARED_MEMORY = Path("/dev/shm")
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver on Linux, and on Linux under Windows
+DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What this process may use of its node.
+
+    Attributes:
+        cores: the cores that the scheduler may run this process on.
+        quota: the processor time that the cgroup grants, in cores; None where it sets no limit.
+        bound_by_launcher: True where the launcher gave each rank its own cores.
+        may_have_gpus: whether a GPU's driver is there. Whether a rank uses a GPU is its own matter
+            (``CUDA_VISIBLE_DEVICES``); what all ranks of a node have to do alike cannot depend on that.
+        shared_memory_bytes: the size of ``/dev/shm``.
+    """
+
+    cores: tuple[int, ...]
+    quota: float | None
+    bound_by_launcher: bool
+    may_have_gpus: bool
+    shared_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One environment variable, its value and who chose it."""
+
+    name: str
+    value: str
+    source: Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """How this rank uses its node.
+
+    Attributes:
+        own_cores: cores for this rank alone; empty where the ranks share all of ``cores``.
+        cores: the cores that this rank runs on: its own, and those that no rank has for itself.
+        cores_source: who chose the cores.
+        why_unpinned: why this rank has no cores of its own; empty where it has, or where it is alone on its node.
+        intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
+        may_have_gpus, shared_memory_bytes: those of the machine.
+        settings: the environment variables for the communication and for TensorFlow.
+    """
+
+    own_cores: tuple[int, ...]
+    cores: tuple[int, ...]
+    cores_source: Source
+    why_unpinned: str
+    intra_op_threads: int
+    inter_op_threads: int
+    may_have_gpus: bool
+    shared_memory_bytes: int = 0
+    settings: tuple[Setting, ...]
+
+
+def read_machine(environ: Mapping[str, str]) -> Machine:
+    """Read what this process may use."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return Machine(
+        cores=cores,
+        quota=read_cgroup_quota(Path("/")),
+        bound_by_launcher=_is_bound_by_launcher(environ, cores),
+        may_have_gpus=has_gpu_driver(),
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
+    )
+
+
+def has_gpu_driver() -> bool:
+    """Whether this machine has what a GPU of NVIDIA's is used through."""
+    return any(device.exists() for device in GPU_DEVICES)
+
+
+def read_cgroup_quota(root: Path) -> float | None:
+    """The processor time that the cgroups of this process grant, in cores, or None.
+
+    Every level from the process's own group up to the root may set a limit, and the tightest counts.
+    Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("cpu.max") and scheduler/sched-bwc.rst.
+
+    Args:
+        root: the file system's root (a made one in tests).
+    """
+    quotas = []
+    for directory in cgroup_directories(root, ""):  # version 2
+        quota, _, period = " ".join(_read_lines(directory / "cpu.max")).partition(" ")
+        quotas += [int(quota) / int(period)] if quota.isdigit() else []
+    for directory in cgroup_directories(root, "cpu"):
+        quota = "".join(_read_lines(directory / "cpu.cfs_quota_us"))
+        period = "".join(_read_lines(directory / "cpu.cfs_period_us"))
+        quotas += [int(quota) / int(period)] if quota.isdigit() else []
+    return min(quotas, default=None)
+
+
+def cgroup_directories(root: Path, controller: str) -> list[Path]:
+    """Where the limits of this process are: the directories of its cgroup and of all groups above it.
+
+    Args:
+        root: the file system's root (a made one in tests).
+        controller: of version 1, such as ``"cpu"``; empty for version 2, which has one hierarchy for all.
+    """
+    directories = []
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if controller in controllers.split(","):  # the line of version 2 names none
+            mount = root / "sys/fs/cgroup" / controller
+            directory = mount / group.strip("/")
+            directories += [directory, *[parent for parent in directory.parents if parent.is_relative_to(mount)]]
+    return directories
+
+
+def plan_devices(
+    world: World,
+    machine: Machine,
+    environ: Mapping[str, str],
+    *,
+    deterministic: bool = False,
+    hang_timeout: float = 0.0,
+    profiles: bool = False,
+    one_at_a_time: bool = False,
+    claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
+) -> DevicePlan:
+    """Plan the cores, thread pools and settings of this rank.
+
+    Args:
+        world: who this process is.
+        machine: what it may use.
+        environ: what the user already set; it wins.
+        deterministic: whether two runs of the same size must be bit-equal.
+        hang_timeout: seconds after which the watchdog ends a run that does not move; 0: there is none.
+        profiles: whether Horovod's timeline is to be written later.
+        one_at_a_time: whether the operations of a step may run one at a time where each rank has one core of the same
+            node: the ranks sum through memory there (``Collective.share_memory``), and no operation calls Python code.
+        claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
+    """
+    own_cores: tuple[int, ...] = ()
+    cores, cores_source = machine.cores, "launcher" if machine.bound_by_launcher else "environment"
+    limit: float = len(machine.cores)
+    why_unpinned = ""
+    if not machine.bound_by_launcher:
+        limit = min(limit, machine.quota or math.inf) / world.local_size
+        share = len(machine.cores) // world.local_size
+        mine = machine.cores[world.local_rank * share : (world.local_rank + 1) * share]
+        left_over = machine.cores[world.local_size * share :]
+        why_unpinned = why_cannot_pin(world, machine)
+        if world.local_size > 1 and not why_unpinned:
+            if claim_cores(mine):
+                own_cores, cores, cores_source = mine, mine + left_over, "ringtrain"
+            else:
+                why_unpinned = f"another run holds some of {format_cores(mine)}"
+    intra_op_threads = max(1, math.floor(limit))
+    return DevicePlan(
+        own_cores=own_cores,
+        cores=cores,
+        cores_source=cores_source,  # type: ignore[arg-type]
+        why_unpinned=why_unpinned,
+        intra_op_threads=intra_op_threads,
+        inter_op_threads=choose_inter_op_threads(world, cores, intra_op_threads, one_at_a_time),
+        may_have_gpus=machine.may_have_gpus,
+        shared_memory_bytes=machine.shared_memory_bytes,
+        settings=plan_settings(
+            world,
+            environ,
+            may_have_gpus=machine.may_have_gpus,
+            shared_memory_bytes=machine.shared_memory_bytes,
+            deterministic=deterministic,
+            hang_timeout=hang_timeout,
+            profiles=profiles,
+        ),
+    )
+
+
+def choose_inter_op_threads(world: World, cores: tuple[int, ...], intra_op_threads: int, one_at_a_time: bool) -> int:
+    """How many operations of a step may run at a time."""
+    is_one_node = world.size == world.local_size > 1
+    least = 1 if one_at_a_time and is_one_node and len(cores) == 1 else MIN_INTER_OP_THREADS
+    return max(least, intra_op_threads)
+
+
+def adapt_plan(
+    plan: DevicePlan,
+    world: World,
+    environ: Mapping[str, str],
+    *,
+    deterministic: bool,
+    hang_timeout: float,
+    profiles: bool,
+    one_at_a_time: bool,
+) -> DevicePlan:
+    """The same cores with other settings: a user's own workload says its defaults after the cores were taken.
+
+    Args:
+        environ: with the settings of ``plan``; the other arguments are those of ``plan_devices``.
+    """
+    own = {setting.name: setting.value for setting in plan.settings if setting.source == "ringtrain"}
+    users = {name: value for name, value in environ.items() if own.get(name) != value}
+    return dataclasses.replace(
+        plan,
+        inter_op_threads=choose_inter_op_threads(world, plan.cores, plan.intra_op_threads, one_at_a_time),
+        settings=plan_settings(
+            world,
+            users,
+            may_have_gpus=plan.may_have_gpus,
+            shared_memory_bytes=plan.shared_memory_bytes,
+            deterministic=deterministic,
+            hang_timeout=hang_timeout,
+            profiles=profiles,
+        ),
+    )
+
+
+def why_cannot_pin(world: World, machine: Machine) -> str:
+    """Why the ranks of this node cannot have cores of their own; empty where they can, or where there is one rank."""
+    if world.local_size == 1:
+        return ""
+    # A quota below the number of cores says that other containers use the same cores: pinning could put several of
+    # them on the first cores while the others idle.
+    if machine.quota is not None and machine.quota < len(machine.cores):
+        return f"the cgroup's quota is {machine.quota:g} cores"
+    if len(machine.cores) < world.local_size:
+        return f"there are {world.local_size} ranks"
+    return ""
+
+
+def plan_settings(
+    world: World,
+    environ: Mapping[str, str],
+    *,
+    may_have_gpus: bool,
+    deterministic: bool,
+    hang_timeout: float = 0.0,
+    profiles: bool = False,
+    shared_memory_bytes: int = 0,
+) -> tuple[Setting, ...]:
+    """The environment variables for TensorFlow and, where there is more than one rank, for the communication."""
+    wanted = {
+        "KERAS_BACKEND": "tensorflow",
+        # Errors only: TensorFlow and its parts print a page of notices at import otherwise.
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    if world.size > 1:
+        # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
+        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    is_one_node_of_mpi = world.size == world.local_size > 1 and world.launcher != "horovodrun --gloo"
+    if is_one_node_of_mpi and shared_memory_bytes >= world.size * SHARED_MEMORY_BYTES_PER_RANK:
+        wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
+    # HOROVOD_AUTOTUNE tunes nothing that a variable sets.
+    if world.size > 1 and not is_on(environ.get("HOROVOD_AUTOTUNE", "")):
+        # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.
+        wanted["HOROVOD_CYCLE_TIME"] = "1"
+        if world.size == world.local_size and not may_have_gpus:
+            wanted["HOROVOD_FUSION_THRESHOLD"] = str(FUSION_BYTES_ON_CORES)
+    if world.size > 1 and hang_timeout:
+        # The watchdog speaks first. Horovod prints, after a minute of its own, what is missing in which rank, but not
+        # why, and nothing of a rank that is stopped; Gloo fails after half a minute where one is, and so it does when
+        # all were, by a debugger for example. Horovod's own shutdown of a stalled run is off by default.
+        patience = str(math.ceil(2 * limit_seconds(hang_timeout, takes_long=True)))
+        wanted["HOROVOD_STALL_CHECK_TIME_SECONDS"] = patience
+        if world.launcher == "horovodrun --gloo":
+            wanted["HOROVOD_GLOO_TIMEOUT_SECONDS"] = patience
+    if world.size > 1 and profiles:
+        wanted["HOROVOD_TIMELINE"] = DYNAMIC_TIMELINE
+    if deterministic:
+        wanted |= {
+            # Which groups fuse depends on timing, and with three ranks or more on it the order of the sums.
+            "HOROVOD_DISABLE_GROUP_FUSION": "1",
+            "TF_DETERMINISTIC_OPS": "1",
+        }
+    return tuple(
+        Setting(name=name, value=environ[name], source="environment")
+        if name in environ
+        else Setting(name=name, value=value, source="ringtrain")
+        for name, value in wanted.items()
+    )
+
+
+def is_on(value: str) -> bool:
+    """Whether Horovod takes the value of a variable for a yes: a number above 0, as C's strtol reads it."""
+    number = re.match(r"\s*[+-]?\d+", value)
+    return number is not None and int(number[0]) > 0
+
+
+def apply_plan(plan: DevicePlan) -> None:
+    """Pin this process and set the environment. Call before TensorFlow, MPI or Horovod is imported.
+
+    Raises:
+        UsageError: the environment asks for another Keras backend than TensorFlow, holds what would end Horovod or
+            TensorFlow, or gives too little memory.
+    """
+    check_environment(os.environ)
+    check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0])
+    set_environment(plan)
+    if os.environ["KERAS_BACKEND"] != "tensorflow":
+        raise UsageError(
+            f"KERAS_BACKEND={os.environ['KERAS_BACKEND']!r}, but ringtrain trains on TensorFlow. Unset the variable.",
+            reach="run",
+        )
+    if plan.own_cores:
+        os.sched_setaffinity(0, plan.cores)
+
+
+def set_environment(plan: DevicePlan, before: DevicePlan | None = None) -> None:
+    """Set the variables of a plan, in place of those of another."""
+    for setting in before.settings if before else ():
+        if setting.source == "ringtrain" and os.environ.get(setting.name) == setting.value:
+            del os.environ[setting.name]
+    for setting in plan.settings:
+        os.environ.setdefault(setting.name, setting.value)
+
+
+def start_tensorflow(plan: DevicePlan, world: World) -> str:
+    """Import TensorFlow with this rank's GPU and thread pools.
+
+    Returns:
+        What this rank computes on, such as ``"GPU 1"`` or ``"core 0"``.
+
+    Raises:
+        UsageError: the node has fewer GPUs than ranks.
+    """
+    with explaining_import():
+        import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if "TF_NUM_INTRAOP_THREADS" not in os.environ:
+        tf.config.threading.set_intra_op_parallelism_threads(plan.intra_op_threads)
+    if "TF_NUM_INTEROP_THREADS" not in os.environ:
+        least = MIN_INTER_OP_THREADS if gpus else 1  # what GPUs compute is not summed through memory
+        tf.config.threading.set_inter_op_parallelism_threads(max(least, plan.inter_op_threads))
+    if not gpus:
+        return describe_cores(plan)
+    index = choose_gpu(world, len(gpus))
+    tf.config.set_visible_devices(gpus[index], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[index], True)
+    return f"GPU {index}"
+
+
+def own_gpu() -> str | None:
+    """What CUDA's driver calls the GPU that this process computes on; None where there is none. TensorFlow has started.
+
+    Of a GPU that is divided (MIG) it is the part. Source: CUDA Driver API, cuDeviceGetUuid_v2.
+    """
+    import tensorflow as tf
+
+    visible = tf.config.get_visible_devices("GPU")
+    if not visible:
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # GPUs that are not NVIDIA's
+        return None
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    index = int(visible[0].name.rpartition(":")[2])  # "/physical_device:GPU:1"
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), index)
+        or driver.cuDeviceGetUuid_v2(ctypes.byref(uuid), device)
+    )
+    return None if failed else bytes(uuid).hex()
+
+
+def choose_gpu(world: World, visible_gpus: int) -> int:
+    """The index of this rank's GPU among those that it sees.
+
+    Raises:
+        UsageError: the node has fewer GPUs than ranks.
+    """
+    if visible_gpus == 1:
+        return 0  # Slurm's --gpus-per-task=1 shows each rank its own GPU, always as number 0
+    if world.local_rank >= visible_gpus:
+        raise UsageError(
+            f"{world.node} shows {visible_gpus} GPUs to {world.local_size} ranks, and each rank needs its own. Start "
+            f"at most {visible_gpus} ranks on a node, or set CUDA_VISIBLE_DEVICES= to compute on the cores.",
+        )
+    return world.local_rank
+
+
+def claim_cores(cores: tuple[int, ...]) -> bool:
+    """Take cores for this process, until it ends, against other runs of ringtrain on this machine.
+
+    A core's name is an address of Linux's abstract socket name space (unix(7)): taken by one process at a time, freed
+    by the system however that process ends, and without a file that could be left behind. Any user can take a name, so
+    that a name alone is not believed: see ``is_run_on_core``.
+
+    Returns:
+        False, and nothing taken, where another run has one of them.
+    """
+    claims: list[socket.socket] = []
+    for core in cores:
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        claims.append(claim)
+        address = f"\0ringtrain/core/{core}"
+        try:
+            claim.bind(address)
+            claim.listen(socket.SOMAXCONN)  # whoever connects is told by the system which process this is
+        except OSError:
+            if is_run_on_core(address, core):
+                for taken in claims:
+                    taken.close()
+                return False
+    _claims.extend(claims)
+    return True
+
+
+def is_run_on_core(address: str, core: int) -> bool:
+    """Whether the process that holds the name of a core is this user's, or is really bound to that core."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(address)
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            pid, user, _ = struct.unpack("3i", credentials)  # unix(7); the process is 0 where it is not to be seen
+            bound_to = os.sched_getaffinity(pid) if pid else set()
+        except BlockingIOError:  # many have asked before
+            return True
+        except OSError:  # no run of ringtrain, or it has ended
+            return False
+    return user == os.getuid() or (core in bound_to and len(bound_to) < len(os.sched_getaffinity(0)))
+
+
+_claims: list[socket.socket] = []  # open until the process ends
+
+
+def describe_cores(plan: DevicePlan) -> str:
+    """The cores of a rank, and why others run on them."""
+    cores = f"core{'s' if len(plan.cores) > 1 else ''} {format_cores(plan.cores)}"
+    if plan.cores_source == "launcher":
+        return f"{cores} (bound by the launcher)"
+    return f"{cores} (not pinned: {plan.why_unpinned})" if plan.why_unpinned else cores
+
+
+def format_cores(cores: tuple[int, ...]) -> str:
+    """Cores as a list of ranges, such as ``0-3,8``."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _is_bound_by_launcher(environ: Mapping[str, str], cores: tuple[int, ...]) -> bool:
+    """Whether the launcher gave this rank cores of its own: it says so, or its own process may use more."""
+    if environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
+        return True
+    if environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map", "rank")):
+        return True
+    return "OMPI_COMM_WORLD_RANK" in environ and set(cores) < os.sched_getaffinity(os.getppid())
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().split("\n")[:-1]
+    except OSError:
+        return []

@@ -1,0 +1,205 @@
+"""The end of the process: nothing that the user's code has left behind keeps it for ever.
+
+When a program has ended, Python waits for its threads that are no daemons, those of thread pools among them, for the
+children that ``multiprocessing`` started, and for what ``atexit`` calls, for each of them for ever; with it wait the
+launcher and a batch job's nodes. A daemon thread goes on meanwhile: it gives them ``--exit_timeout`` seconds, says
+which they are, and ends the process with the exit code that it had earned. Time is counted by the ticks of the thread,
+so that a process that was stopped for a while has all of it. Where no thread of Python can run any more, such as in a
+library's own way out, a timer of the C library ends the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import NoReturn
+
+from ringtrain.config import Config
+from ringtrain.messages.defects import format_defect, is_users_own
+from ringtrain.messages.escaping import escape, escape_block
+from ringtrain.runtime.leftovers import hand_over, read_command
+
+FLUSH_SECONDS = 5.0
+LONGEST_TICK_SECONDS = 1.0
+CLOCK_MONOTONIC, SIGEV_THREAD = 1, 2  # of time.h and signal.h
+
+_timeout, _name = Config.exit_timeout, "the process"
+_exit_code = 0
+_has_watch = threading.Lock()  # held from the first call of ``watch_end`` on
+
+
+def allow(timeout: float, name: str) -> None:
+    """How many seconds the rest has at the end of this process, such as ``rank 1 on node7``; 0: any time."""
+    global _timeout, _name
+    _timeout, _name = timeout, name
+
+
+def note_exit_code(status: object) -> None:
+    """What the program leaves with: the argument of ``sys.exit``, as Python reads it."""
+    global _exit_code
+    _exit_code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
+
+
+@contextlib.contextmanager
+def ending_forked() -> Iterator[None]:
+    """End a process that the user's code has forked, where it comes back from there: the run is its parent's."""
+    pid = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == pid:
+            raise
+        note_exit_code(error.code if isinstance(error, SystemExit) else 1)
+        with contextlib.suppress(OSError):
+            if not isinstance(error, SystemExit):
+                sys.stderr.write(escape_block(format_defect(error)))
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(_exit_code)
+
+
+def watch_end(*, has_left_ranks: bool) -> None:
+    """From now on see to it that this process ends, once its main thread has left the program.
+
+    Args:
+        has_left_ranks: whether no other rank is waited for any more; else waiting for them is not cut short.
+    """
+    if not _timeout or not _has_watch.acquire(blocking=False):
+        return
+    plain_exit = sys.exit
+
+    def exit_noted(status: object = None, /) -> NoReturn:
+        note_exit_code(status)
+        plain_exit(status)  # type: ignore[arg-type]
+
+    sys.exit = exit_noted
+    atexit.register(hand_over, _name, _timeout)
+    timer = _Timer()
+    if has_left_ranks:  # what was registered before comes after this, and may let no thread run
+        atexit.register(lambda: timer.exit_in(_timeout, _earned_code()))
+    threading.Thread(target=_watch, args=(has_left_ranks, timer), name="end", daemon=True).start()
+
+
+def _watch(has_left_ranks: bool, timer: _Timer) -> None:
+    tick = min(LONGEST_TICK_SECONDS, _timeout / 4)
+    left = _timeout
+    while left > 0:
+        time.sleep(tick)
+        left = left - tick if _is_ending() else _timeout
+        if has_left_ranks and left < _timeout:
+            timer.exit_in(_timeout, _earned_code())  # unless this thread runs before
+    waits = not has_left_ranks and any(_is_in(frame, "shutdown", "horovod") for frame in _frames(_main_frame()))
+    children = multiprocessing.active_children()
+    how = "It goes on waiting" if waits else f"It leaves with exit code {_earned_code()}"
+    message = (
+        f"{_name} (pid {os.getpid()}) is still there {_timeout:g} s after its program has ended, kept by "
+        f"{describe_keepers(children)}. {how}. What your code starts it should end, or make a daemon; where that may "
+        "take so long, raise --exit_timeout."
+    )
+    with contextlib.suppress(OSError):
+        os.write(2, f"ringtrain: warning: {escape(message)}\n".encode())
+    if waits:
+        return
+    for process in children:  # they would hold the launcher's pipes
+        process.kill()
+    hand_over(_name, _timeout)
+    timer.exit_in(FLUSH_SECONDS, _earned_code())
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    os._exit(_earned_code())
+
+
+def _is_ending() -> bool:
+    """Whether the main thread has left the program, and nothing trains in another one."""
+    is_left = getattr(threading, "_SHUTTING_DOWN", False) or not threading.main_thread().is_alive()
+    return is_left and not any(_is_in(frame, "fit", "keras") for top in _current_frames() for frame in _frames(top))
+
+
+def _earned_code() -> int:
+    return 1 if hasattr(sys, "last_value") else _exit_code  # Python sets it for an error that nobody caught
+
+
+def describe_keepers(children: Sequence[BaseProcess]) -> str:
+    """The threads and child processes for which the interpreter waits, and where it is itself."""
+    frames = sys._current_frames()
+    keepers = [
+        f"the thread {thread.name!r}{_describe_place(frames.get(thread.ident or 0))}"
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    ]
+    keepers += [f"the child process {child.pid} ({child.name}: {read_command(child.pid)})" for child in children]
+    main = _main_frame()
+    if not keepers or any(is_users_own(frame.f_code.co_filename) for frame in _frames(main)):
+        keepers.append(f"what runs at exit{_describe_place(main)}")
+    return ", ".join(keepers)
+
+
+def _describe_place(innermost: FrameType | None) -> str:
+    """Where a thread is in the user's own code, else in a package's, else at all."""
+    frames = list(_frames(innermost))
+    files = [frame.f_code.co_filename for frame in frames]
+    own = [number for number, file in enumerate(files) if is_users_own(file)]
+    packages = [number for number, file in enumerate(files) if not file.startswith(sysconfig.get_path("stdlib"))]
+    for number in (own or packages or range(len(frames)))[:1]:
+        return f" (in {frames[number].f_code.co_name}, {files[number]}:{frames[number].f_lineno})"
+    return ""
+
+
+def _current_frames() -> list[FrameType]:
+    return list(sys._current_frames().values())
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _frames(innermost: FrameType | None) -> Iterator[FrameType]:
+    while innermost is not None:
+        yield innermost
+        innermost = innermost.f_back
+
+
+def _is_in(frame: FrameType, function: str, package: str) -> bool:
+    return frame.f_code.co_name == function and f"{os.sep}{package}{os.sep}" in frame.f_code.co_filename
+
+
+class _Event(ctypes.Structure):
+    """``struct sigevent`` of signal.h, 64 bytes."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("rest", ctypes.c_char * 32),
+    )
+
+
+class _Timer:
+    """Calls ``_exit`` of the C library in a thread of its own, which needs nothing of Python (timer_create(2))."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._id: ctypes.c_void_p | None = None
+
+    def exit_in(self, seconds: float, exit_code: int) -> None:
+        """End the process in so many seconds, in place of what was wanted before."""
+        with contextlib.suppress(AttributeError):  # another C library
+            if self._id is None:
+                self._id = ctypes.c_void_p()
+                end = ctypes.cast(self._libc._exit, ctypes.c_void_p).value
+                event = _Event(value=exit_code, notify=SIGEV_THREAD, function=end)
+                self._libc.timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._id))
+            spec = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec: once, then
+            self._libc.timer_settime(self._id, 0, spec, None)

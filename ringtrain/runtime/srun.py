@@ -1,0 +1,48 @@
+"""How this site's srun can start MPI programs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+
+HOROVODRUN = "horovodrun"  # starts the ranks where srun cannot
+LIST_COMMAND = ("srun", "--mpi=list")
+LIST_SECONDS = 20.0
+
+
+def choose_mpi(listing: str) -> str:
+    """The best of what ``srun --mpi=list`` prints, whatever the version of Slurm.
+
+    PMIx comes first: every Open MPI since 2.0 speaks it, and PMI2 only where it was built with Slurm's library.
+    """
+    names = re.findall(r"\b(?:pmix(?:_v\d+)?|pmi2)\b", listing)
+    versions = sorted((name for name in names if name.startswith("pmix_v")), key=lambda name: int(name[6:]))
+    for name in ("pmix", *reversed(versions), "pmi2"):
+        if name in names:
+            return name
+    return HOROVODRUN
+
+
+def ask_srun() -> str | None:
+    """What ``srun --mpi=list`` prints; None where there is no srun, or it does not answer."""
+    if shutil.which(LIST_COMMAND[0]) is None:
+        return None
+    try:
+        finished = subprocess.run(LIST_COMMAND, capture_output=True, text=True, errors="replace", timeout=LIST_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return finished.stdout + finished.stderr if finished.returncode == 0 else None
+
+
+def find_mpi(say: Callable[[str], None], ask: Callable[[], str | None] = ask_srun) -> str:
+    """How to start the ranks on this site, with a note where that is not plainly srun's doing."""
+    listing = ask()
+    if listing is None:
+        say("no srun here says which kinds of MPI it has: taking --mpi pmix. Give --mpi where the cluster has another.")
+        return "pmix"
+    chosen = choose_mpi(listing)
+    if chosen == HOROVODRUN:
+        say(f"this site's srun knows neither PMIx nor PMI2: taking {HOROVODRUN}, which needs ssh to all nodes.")
+    return chosen

@@ -1,0 +1,158 @@
+"""Requests to stop: SIGTERM, SIGINT, SIGHUP, SIGUSR1, the file ``stop`` in the run directory, limits of time, and the
+end of the launcher.
+
+A thread waits for the signals, since Python's own handlers do not run while the main thread is inside a C call, such
+as a training step. Python's wake-up pipe tells it of each at once, whichever thread the system gave the signal to. A
+request only sets a flag; the flag travels in the control vector, and all ranks save at the same step. Before the first
+step there is nothing to save, and the signals but SIGUSR1 end the process at once. SIGHUP means nothing where it is
+ignored from the start, as by ``nohup``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+from ringtrain.errors import Cause, PreemptedError
+from ringtrain.runtime.launcher import Lineage
+from ringtrain.runtime.time_limit import TimeLimit
+
+EXIT_CODE = PreemptedError.exit_code
+STOP_FILE = "stop"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+POLL_SECONDS = 1.0
+
+
+class StopRequests:
+    """Whether this rank has been asked to stop, and by what. Enter it in the main thread."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.cause: Cause | None = None
+        self._is_training = self._was_interrupted = False
+        self._file: Path | None = None
+        self._limits: list[tuple[float, str]] = []  # on the monotonic clock, and why
+        self._lineage_at_start = Lineage()  # a launcher may end before the ranks have joined
+        self._lineage: Lineage | None = None
+        self._signals = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        self._leave: Callable[[str, int], None] = lambda reason, exit_code: None
+        self._announce: Callable[[str], None] = lambda reason: None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._wait, name="stop requests", daemon=True)
+
+    def __enter__(self) -> StopRequests:
+        # Blocked here, and so in every thread that starts later, whose system calls they would interrupt. Importing
+        # NumPy has started threads already (OpenBLAS's), which take signals: hence handlers, and the pipe.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._former_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in self._signals}
+        os.register_at_fork(after_in_child=self._forget)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        os.write(self._writer, b"\0")  # it need not wait for its next look at the file
+        self._thread.join()
+        signal.set_wakeup_fd(self._former_writer)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        os.close(self._reader)
+        os.close(self._writer)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _forget(self) -> None:
+        """In a child that was forked, a user's data reader for example: what tells it to stop means the child alone."""
+        if not self._ended.is_set():
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this rank has been told to stop."""
+        return self.reason is not None
+
+    def watch_file(self, run: Path) -> None:
+        """Look for the file ``stop`` in the run directory, too; on rank 0. A directory of that name is no request."""
+        self._file = run / STOP_FILE
+
+    def watch_time(self, limits: Iterable[TimeLimit]) -> None:
+        """Stop when the first of these is reached, too; on rank 0."""
+        now = time.monotonic()
+        self._limits = sorted((now + limit.seconds_left, limit.reason) for limit in limits)
+
+    def watch_launcher(self) -> None:
+        """Stop when a process ends that started this one, too; nobody would see what becomes of the run."""
+        self._lineage = self._lineage_at_start
+
+    def at_early_end(self, leave: Callable[[str, int], None]) -> None:
+        """What to do before the process ends at once; called from the thread with the reason and the exit code."""
+        self._leave = leave
+
+    def start_training(self, announce: Callable[[str], None]) -> None:
+        """From now on there is something to save. ``announce`` is called from the thread at the first request."""
+        self._announce = announce
+        self._is_training = True
+
+    def end_training(self) -> None:
+        """An error ends the training: a request to stop changes nothing from now on, and nothing is said of it."""
+        self._announce = lambda reason: None
+
+    def clear_file(self) -> None:
+        """Remove the file, so that the next run does not stop as well."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # such as in a directory that cannot be written any more
+                self._file.unlink(missing_ok=True)
+
+    def _wait(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+        while True:
+            ready, _, _ = select.select([self._reader], [], [], POLL_SECONDS)
+            numbers = os.read(self._reader, 64) if ready else b""
+            if self._ended.is_set():
+                return
+            for number in numbers:
+                if number in self._signals:
+                    self._take(signal.Signals(number))
+            if self._file is not None and self.reason is None and os.path.isfile(self._file):
+                self._note(f"the file {self._file}", "file")
+            if self._limits and time.monotonic() >= self._limits[0][0]:
+                self._note(self._limits[0][1], "time")
+            if self._lineage is not None and self.reason is None and (pid := self._lineage.find_gone()) is not None:
+                self._note(f"the end of its launcher (pid {pid})", "signal")
+
+    def _take(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT and self._was_interrupted:
+            self._end_now(f"a second {number.name}, without saving", 1)
+        self._was_interrupted = self._was_interrupted or number == signal.SIGINT
+        if not self._is_training and number != signal.SIGUSR1:
+            self._end_now(f"{number.name} before the first step; there was nothing to save", EXIT_CODE)
+        self._note(number.name, "signal")
+
+    def _note(self, reason: str, cause: Cause) -> None:
+        if self.reason is None:
+            self.cause = cause
+            self.reason = reason
+            with contextlib.suppress(Exception):  # whatever becomes of the words, the thread must go on listening
+                self._announce(reason)
+
+    def _end_now(self, reason: str, exit_code: int) -> None:
+        try:
+            self._leave(reason, exit_code)
+            sys.stdout.flush()
+        finally:
+            os._exit(exit_code)

@@ -1,0 +1,93 @@
+"""The start of a run: TensorFlow comes up without its chatter, and the log says what this run is made of."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ringtrain import __version__
+from ringtrain.runtime.devices import has_gpu_driver
+
+if TYPE_CHECKING:
+    from ringtrain.collectives import Collective
+    from ringtrain.runtime.devices import DevicePlan
+
+# What TensorFlow prints at import on every machine, at the level of errors, though nothing is wrong.
+HARMLESS = re.compile(
+    rb"Unable to register cu(FFT|DNN|BLAS) factory|before absl::InitializeLog\(\)"
+    rb"|computation_placer\.cc.*already registered"
+)
+# On a machine without a GPU the CUDA build of TensorFlow says that it found none.
+HARMLESS_WITHOUT_GPU = re.compile(rb"failed call to cuInit|cuda_diagnostics\.cc")
+# TensorFlow 2.21 prints its first lines before it has read TF_CPP_MIN_LOG_LEVEL, which would hold them back.
+BELOW_LEVEL = {"1": (b"I0000 ",), "2": (b"I0000 ", b"W0000 "), "3": (b"I0000 ", b"W0000 ", b"E0000 ")}
+
+
+@contextlib.contextmanager
+def quiet_start() -> Iterator[None]:
+    """Hold back what libraries print at import although nothing is wrong; everything else gets through.
+
+    A child process reads the error stream meanwhile, so that the last words of an import that crashes are seen as well.
+    """
+    sys.stderr.flush()
+    error_stream = os.dup(2)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        _filter_lines(reader, error_stream)
+    os.close(reader)
+    os.dup2(writer, 2)
+    os.close(writer)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(error_stream, 2)
+        os.close(error_stream)
+        os.waitpid(child, 0)
+
+
+def _filter_lines(reader: int, error_stream: int) -> None:
+    """Pass on all but harmless lines until the other end closes; never returns."""
+    try:
+        has_gpu = has_gpu_driver()
+        below_level = BELOW_LEVEL.get(os.environ.get("TF_CPP_MIN_LOG_LEVEL", ""), ())
+        with os.fdopen(reader, "rb") as lines:
+            for line in lines:
+                is_harmless = line.startswith(below_level) or HARMLESS.search(line)
+                if not (is_harmless or (not has_gpu and HARMLESS_WITHOUT_GPU.search(line))):
+                    os.write(error_stream, line)
+    finally:
+        os._exit(0)
+
+
+def describe_start(collective: Collective, plan: DevicePlan, device: str) -> list[str]:
+    """The start-up table: versions, who computes on what, and each setting with where it came from.
+
+    Every rank must call it.
+    """
+    from ringtrain.collectives import gather_objects
+
+    world = collective.world
+    rows = gather_objects(collective, [world.node, os.getpid(), device, plan.intra_op_threads], name="start")
+    versions = ", ".join(
+        f"{title} {importlib.metadata.version(package)}"
+        for title, package in (("TensorFlow", "tensorflow"), ("Keras", "keras"), ("Horovod", "horovod"))
+    )
+    lines = [
+        f"ringtrain {__version__}: {versions}",
+        f"{world.size} rank{'s' if world.size > 1 else ''}, started by {world.launcher}; communication: "
+        f"{collective.description}",
+    ]
+    for rank, (node, pid, computes_on, threads) in enumerate(rows):
+        lines.append(
+            f"  rank {rank} on {node} (pid {pid}): {computes_on}, {threads} thread{'s' if threads > 1 else ''}"
+        )
+    lines += [f"  {setting.name}={setting.value} ({setting.source})" for setting in plan.settings]
+    return lines

@@ -1,0 +1,184 @@
+"""Evaluation by all ranks together: each sample exactly once, whatever the sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, on_first
+from ringtrain.data.order import SampleOrder
+from ringtrain.data.pipeline import Batch, local_batches
+from ringtrain.data.sources import BadSample, Source, is_fallible
+from ringtrain.data.stepping import Batches, PlannedBatches, explain_bad, name_bad
+from ringtrain.errors import DataError
+from ringtrain.guard.labels import find_labels
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Doing
+from ringtrain.runtime.world import World
+from ringtrain.step.averages import WeightAverages
+from ringtrain.workloads.base import Workload
+from ringtrain.workloads.values import call_model, per_sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalReport:
+    """An evaluation over the exact evaluation data.
+
+    Attributes:
+        samples: how many samples were evaluated, each once.
+        loss: mean data loss plus regularisation, comparable with the training's ``loss``.
+        data_loss: mean of the samples' losses.
+        metrics: means of the workload's metrics.
+        left_out: the samples that could not be read.
+    """
+
+    samples: int
+    loss: float
+    data_loss: float
+    metrics: dict[str, float]
+    left_out: tuple[BadSample, ...] = ()
+
+    def value(self, name: str) -> float:
+        """The value of ``best_metric``: ``loss``, ``data_loss`` or a metric."""
+        return {"loss": self.loss, "data_loss": self.data_loss, **self.metrics}[name]
+
+
+def evaluate(
+    eval_step: EvalStep,
+    source: Source,
+    collective: Collective,
+    *,
+    global_batch_size: int,
+    num_threads: int,
+    skips_bad: bool = False,
+    is_stop_wanted: Callable[[], bool] = lambda: False,
+) -> EvalReport | None:
+    """Evaluate each sample of a source exactly once, each rank its share. Every rank must call it.
+
+    Args:
+        skips_bad: leave out samples that cannot be read, where the source may have such.
+
+    Returns:
+        The same report on every rank; None on every rank where one of them wanted to stop meanwhile.
+    """
+    batches = evaluation_batches(
+        source, collective.world, global_batch_size=global_batch_size, num_threads=num_threads, skips_bad=skips_bad
+    )
+    sums = np.zeros(2 + len(eval_step.metric_names))
+    read: list[np.ndarray] = []
+    takes_long = not eval_step.was_called
+    activity.note(Doing.EVALUATION_DATA, 1, takes_long=takes_long)
+    for number, batch in enumerate(batches, start=1):
+        activity.note(Doing.EVALUATION_STEP, number, takes_long=takes_long and number == 1)
+        for labels in eval_step.labels if takes_long else ():
+            labels.check(batch.y, batch.indices, of="evaluation")
+        stop_votes, *batch_sums = eval_step(batch, is_stop_wanted())
+        sums += batch_sums
+        if skips_bad:
+            read.append(batch.indices.numpy())
+        if stop_votes:
+            return None
+        activity.note(Doing.EVALUATION_DATA, number + 1)
+    samples, data_loss, *metrics = sums
+    left_out: tuple[BadSample, ...] = ()
+    if samples < source.num_samples:  # the same on every rank
+        left_out = name_left_out(source, collective, np.concatenate(read))
+    if not samples:
+        raise DataError("none of the samples to evaluate on can be read. Look at the data.", reach="run")
+    return EvalReport(
+        samples=int(samples),
+        loss=float(data_loss / samples + eval_step.regularization()),
+        data_loss=float(data_loss / samples),
+        metrics={name: float(value / samples) for name, value in zip(eval_step.metric_names, metrics, strict=True)},
+        left_out=left_out,
+    )
+
+
+def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> tuple[BadSample, ...]:
+    """What is wrong with the samples that no rank has read. Every rank must call it.
+
+    Args:
+        read: the samples that this rank has read, int64 [n].
+    """
+    all_read = collective.gather(tf.constant(read, tf.int64), name="evaluated").numpy()
+    missing = np.setdiff1d(np.arange(source.num_samples), all_read)
+
+    def name_on_first() -> list[list[Any]]:
+        return [list(bad) for bad in name_bad(missing, source.find_bad)] if is_fallible(source) else []
+
+    return tuple(BadSample(*bad) for bad in on_first(collective, name_on_first, name="left_out"))
+
+
+def evaluation_batches(
+    source: Source, world: World, *, global_batch_size: int, num_threads: int, skips_bad: bool = False
+) -> Batches:
+    """This rank's share of the samples to evaluate on, as stored."""
+    order = SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, shuffle=False)
+    end_step = order.steps_per_epoch
+    skips_bad = skips_bad and is_fallible(source)
+    dataset = local_batches(
+        source, order, world, first_step=0, end_step=end_step, num_threads=num_threads, skips_bad=skips_bad
+    )
+
+    explain = functools.partial(explain_bad, source, order, world)
+    return PlannedBatches(dataset, first_step=0, end_step=end_step, explain=explain)
+
+
+class EvalStep:
+    """Evaluates the model, with the average of its weights where there is one, on one global batch at a time."""
+
+    def __init__(
+        self,
+        *,
+        workload: Workload,
+        model: keras.Model,
+        averages: WeightAverages,
+        collective: Collective,
+        batch_spec: Batch,
+    ) -> None:
+        """Trace the step; ``batch_spec`` holds the tensor specs of a batch (``dataset.element_spec``)."""
+        self.metric_names: tuple[str, ...] = ()
+        self.was_called = False  # the first call may take long
+        self._workload, self._model, self._averages, self._collective = workload, model, averages, collective
+        signature = [batch_spec, tf.TensorSpec([], tf.float64)]
+        self._evaluate = tf.function(self._sum_samples, input_signature=signature, autograph=False)
+        self.labels = find_labels(self._evaluate.get_concrete_function(), batch_spec)
+        self._join = tf.function(self._sum_nothing, input_signature=signature, autograph=False)
+
+    def __call__(self, batch: Batch, is_stop_wanted: bool) -> np.ndarray:
+        """Sums over all ranks: [stop_votes, samples, data_loss, *metrics], float64. Every rank must call it."""
+        step = self._evaluate if batch.indices.shape[0] else self._join
+        sums = step(batch, tf.constant(is_stop_wanted, tf.float64)).numpy()
+        self.was_called = True
+        return sums
+
+    def regularization(self) -> float:
+        """The model's regularisation losses, which do not depend on samples."""
+        with self._averaged_weights():
+            return float(sum(float(v.regularizer(v)) for v in self._model.trainable_variables if v.regularizer))
+
+    def _averaged_weights(self) -> keras.StatelessScope:
+        """In this scope the averages are read where the model reads its weights, which keep their values."""
+        return keras.StatelessScope([(weight, average.value) for weight, average in self._averages.pairs])
+
+    def _sum_samples(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
+        with self._averaged_weights():
+            outputs = call_model(self._workload, self._model, batch.x, training=False)
+        losses, metrics = per_sample(self._workload, batch.y, outputs)
+        self.metric_names = tuple(sorted(metrics))
+        values = [tf.ones_like(losses), losses, *(metrics[name] for name in self.metric_names)]
+        return self._reduce([stop_votes, *(tf.reduce_sum(tf.cast(value, tf.float64)) for value in values)])
+
+    def _sum_nothing(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
+        """The part of a rank whose share is empty."""
+        nothing = tf.cast(tf.shape(batch.indices)[0], tf.float64)  # not constant: see TrainStep
+        return self._reduce([stop_votes, *[nothing] * (2 + len(self.metric_names))])
+
+    def _reduce(self, sums: list[tf.Tensor]) -> tf.Tensor:
+        return self._collective.sum_alone([tf.stack(sums)], name="evaluation").tensors[0]

@@ -1,0 +1,390 @@
+"""Training. ``train`` is the whole of it; what it calls stands below, in the order in which it is called."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, gather_objects, on_first
+from ringtrain.config import Config
+from ringtrain.data.order import FedOrder
+from ringtrain.data.pipeline import Batch
+from ringtrain.errors import Cause, PreemptedError, RingtrainError
+from ringtrain.guard.finite import require_finite_values
+from ringtrain.guard.labels import CHECKED_STEPS
+from ringtrain.guard.lost import explaining_lost_ranks
+from ringtrain.guard.preflight import package_versions
+from ringtrain.run.progress import Progress
+from ringtrain.run.resume import OpenedRun, Start, describe_way_on
+from ringtrain.run.variables import share_first_values
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Doing
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.step.report import communication_seconds, next_samples, wants_stop
+from ringtrain.terminal.console import Console
+from ringtrain.training.actions import (
+    Action,
+    CheckReplicas,
+    Ending,
+    Evaluate,
+    Log,
+    Records,
+    Save,
+)
+from ringtrain.training.evaluation import EvalReport
+from ringtrain.training.job import Job, create_job
+from ringtrain.training.nonfinite import NonfiniteGuard
+from ringtrain.training.profiling import Profile
+from ringtrain.training.saving import CheckpointWriter, describe_run, restore, take_snapshot, take_weights
+from ringtrain.workloads.base import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a training run.
+
+    Attributes:
+        ending: why it ended.
+        evaluation: the last evaluation of this process; None where there was none.
+        best: the best value of ``best_metric``; None where there was no evaluation.
+        best_step: the step of that evaluation.
+    """
+
+    ending: Ending
+    evaluation: EvalReport | None
+    best: float | None = None
+    best_step: int | None = None
+
+
+def train(
+    workload: Workload,
+    config: Config,
+    collective: Collective,
+    *,
+    start: Start,
+    opened: OpenedRun | None,
+    requests: StopRequests,
+    console: Console,
+    num_threads: int,
+) -> Result:
+    """Train a workload from where its run directory says. Every rank calls it, with the same arguments but for one.
+
+    Args:
+        start: where the run begins.
+        opened: the run directory on rank 0, None on the others.
+        requests: whether this rank has been told to stop.
+        num_threads: processor threads for the input pipeline.
+
+    Raises:
+        DataError: the data are missing or damaged.
+        DivergedError: the loss or a gradient was not finite.
+        PreemptedError: some rank was told to stop; all is saved, and the same command goes on.
+        ReplicasDifferError: the ranks hold different values.
+        UsageError: the ranks would not train the same.
+    """
+    job = create_job(
+        workload,
+        config,
+        collective,
+        num_threads=num_threads,
+        first_step=start.step,
+        global_batch_size=start.global_batch_size,
+        former_size=start.size,
+        say=console.line,
+    )
+    progress = Progress(**start.progress)
+    if job.batches.is_counted and not progress.samples_seen:  # up to here they were planned
+        progress.samples_seen = job.order.samples_before(job.first_step)
+    set_first_values(job, opened, console)
+    describe(job, console, opened)
+    actions = create_actions(job, progress, opened, requests, console)
+    actions.check.act(job.first_step)
+    leave_if_told_to(job, requests)
+    guard = NonfiniteGuard(job, console, progress, path=Path(start.path), run=opened.directory if opened else None)
+    requests.start_training(actions.announce)
+    console.start_progress(job.total_steps, job.first_step, actions.find_last_saved_step)
+    try:
+        actions.profile.begin()
+        with explaining_lost_ranks():  # before what is closed makes this rank be somewhere else
+            step, ending = run_steps(job, actions.in_order, guard, progress, requests)
+    except BaseException:
+        requests.end_training()
+        raise
+    finally:
+        actions.close()
+        console.stop_progress()
+    finish(job, actions, progress, step, ending, requests)
+    best_step = progress.best_step if progress.best is not None else None
+    return Result(ending=ending, evaluation=actions.evaluate.last, best=progress.best, best_step=best_step)
+
+
+def set_first_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
+    """Rank 0's values, from the checkpoint where there is one, for every rank."""
+
+    def set_on_first() -> list[str]:
+        if opened is not None and opened.checkpoint is not None:
+            restore(job, opened.checkpoint)
+        elif job.config.init_from is not None:
+            return take_weights(job, job.config.init_from)
+        return []
+
+    activity.note(Doing.RESTORE, takes_long=True)
+    for line in on_first(job.collective, set_on_first, name="first_values"):
+        console.line(line)
+    share_first_values(job.step.variables, job.collective)
+
+
+def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
+    """Say what is about to be trained."""
+    order, size = job.order, job.collective.world.size
+    parameters = job.step.model.count_params()
+    evaluated = f", {job.evaluation.num_samples:,} to evaluate on" if job.evaluation else ""
+    samples = "samples fed by each rank" if isinstance(order, FedOrder) else f"{order.num_samples:,} samples"
+    console.line(f"{job.config.workload}: {parameters:,} parameters; {samples}{evaluated}")
+    console.line(
+        f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; "
+        f"{order.steps_per_epoch} steps an epoch, {job.total_steps} in all"
+    )
+    if job.first_step:
+        console.line(f"going on from the checkpoint of step {job.first_step}")
+    if opened is not None:
+        opened.directory.write_event(
+            "start",
+            workload=job.config.workload,
+            size=size,
+            samples=order.num_samples,
+            global_batch_size=order.global_batch_size,
+            steps_per_epoch=order.steps_per_epoch,
+            first_step=job.first_step,
+            total_steps=job.total_steps,
+            parameters=parameters,
+            node=job.collective.world.node,
+            launcher=job.collective.world.launcher,
+            versions=package_versions(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actions:
+    """What happens during the training; ``log``, ``records`` and ``writer`` are rank 0's."""
+
+    profile: Profile
+    check: CheckReplicas
+    evaluate: Evaluate
+    save: Save
+    log: Log | None
+    records: Records | None
+    writer: CheckpointWriter | None
+
+    @property
+    def in_order(self) -> list[Action]:
+        """The check comes before whatever is saved; a save last, as it holds what the others have found."""
+        return [self.profile, *([self.log] if self.log else []), self.check, self.evaluate, self.save]
+
+    def find_last_saved_step(self) -> int:
+        """The step from which the run would go on; 0 where there is none."""
+        return self.writer.last_step if self.writer is not None else 0
+
+    def close(self) -> None:
+        """Let a save that is under way end, whatever has ended the training; bring TensorBoard's events to their files.
+
+        The steps of the last checkpoint are not trained again.
+        """
+        with contextlib.suppress(RingtrainError):
+            self.profile.close()
+        if self.writer is not None:
+            activity.note(Doing.SAVE, self.writer.last_step, takes_long=True)
+            with contextlib.suppress(RingtrainError):  # what ended the training is what the user has to know
+                self.writer.wait()
+        if self.records is not None:
+            with contextlib.suppress(RingtrainError):  # a save has brought to the files what it needs
+                self.records.close()
+
+    def announce(self, reason: str) -> None:
+        """Tell the user, from any thread, that a request to stop was heard."""
+        if self.records is not None and self.writer is not None:
+            stands = self.writer.last_step
+            self.records.console.line(
+                f"{reason}: saving after this step, then leaving. Should the launcher end the ranks before that, "
+                + (f"the checkpoint of step {stands} stands." if stands else "there is no checkpoint yet.")
+            )
+
+
+def create_actions(
+    job: Job, progress: Progress, opened: OpenedRun | None, requests: StopRequests, console: Console
+) -> Actions:
+    """The log, on rank 0; the replicas' check, evaluation and saving, on every rank."""
+    log, records, writer = None, None, None
+    if opened is not None:
+        run = opened.directory
+        records = Records(run, console, first_step=job.first_step)
+        log = Log(records=records, job=job, progress=progress)
+        writer = CheckpointWriter(run, keep=job.config.keep, say=console.line, last_step=job.first_step)
+    evaluate = Evaluate(job=job, progress=progress, requests=requests, records=records, log=log)
+    run_facts = describe_run(job, opened.identity) if opened is not None else {}
+    snapshot = functools.partial(take_snapshot, job, progress=progress, run_facts=run_facts)
+    save = Save(job=job, progress=progress, snapshot=snapshot, writer=writer, records=records)
+    check = CheckReplicas(job=job, save=save)
+    profile = Profile(job=job, run=opened.directory if opened is not None else None, say=console.line, log=log)
+    return Actions(profile=profile, check=check, evaluate=evaluate, save=save, log=log, records=records, writer=writer)
+
+
+def leave_if_told_to(job: Job, requests: StopRequests) -> None:
+    """Leave before the first step, on every rank, where one has been told to.
+
+    Raises:
+        PreemptedError: one has.
+    """
+    who, cause = find_requests(job, requests)
+    if cause is not None:
+        requests.clear_file()
+        stands = f"the checkpoint of step {job.first_step} stands" if job.first_step else "there was nothing to save"
+        raise PreemptedError(f"stopped by {who} before the first step; {stands}.", reach="run", stopped_by=cause)
+
+
+def find_requests(job: Job, requests: StopRequests) -> tuple[str, Cause | None]:
+    """Who was told to stop by what, in words and in kind; None where nobody was. Every rank must call it.
+
+    Of several kinds the user's file counts first: whoever starts runs again leaves that one alone.
+    """
+    world = job.collective.world
+    said = gather_objects(job.collective, [requests.reason, requests.cause, world.node], name="stop_requests")
+    who = ", ".join(
+        f"{reason} at rank {rank} on {node}" if cause == "signal" else reason
+        for rank, (reason, cause, node) in enumerate(said)
+        if reason
+    )
+    given = {cause for _, cause, _ in said}
+    causes: tuple[Cause, ...] = ("file", "time", "signal")
+    return who, next((cause for cause in causes if cause in given), None)
+
+
+def run_steps(
+    job: Job,
+    actions: Sequence[Action],
+    guard: NonfiniteGuard,
+    progress: Progress,
+    requests: StopRequests | None = None,
+) -> tuple[int, Ending]:
+    """Train all steps, and act after those after which something is due.
+
+    On a GPU the host looks at step k while the device computes step k+1, so that the device never waits for the host;
+    on cores, where a step is done when the call returns, it looks at once, and so it does where step k tells how many
+    samples step k+1 has.
+
+    Returns:
+        The steps done, and why there are no more: the same on every rank.
+    """
+    batches, times = job.batches, job.times
+    steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
+    in_flight: collections.deque[Trained] = collections.deque()
+    step = job.first_step
+    activity.note(Doing.DATA, step + 1, takes_long=True)
+    batches.begin()
+    ending = catch_up(job, actions, progress)
+    for step, batch in enumerate(times.waiting_for(batches if ending is None else ()), start=job.first_step + 1):
+        is_prepared = step > job.first_step + 1 and job.step.is_traced_for(batch)
+        activity.note(Doing.STEP, step, takes_long=not is_prepared)
+        learning_rate = job.learning_rate(job.order.samples_before(step - 1))
+        is_stop_wanted = requests is not None and requests.is_pending
+        for labels in job.labels_to_check if step <= job.first_step + CHECKED_STEPS else ():
+            labels.check(batch.y, batch.indices, of="training")
+        with times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
+            returned = job.step(
+                batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count
+            )
+        if batches.is_counted:
+            batches.note(next_samples(returned))
+        is_last = batches.is_last(step)
+        in_flight.append(Trained(step, batch, returned, is_last))
+        pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
+        while len(in_flight) > (0 if pauses or ending else steps_ahead):
+            ending = settle(job, actions, guard, progress, in_flight.popleft(), last_ending=ending) or ending
+        if ending is not None:
+            break
+        activity.note(Doing.DATA, step + 1)
+    return step, ending or Ending.COMPLETED
+
+
+class Trained(NamedTuple):
+    """A step that is under way, or done: its number (from 1), this rank's batch, and what the step returned."""
+
+    step: int
+    batch: Batch
+    returned: tf.Tensor
+    is_last: bool
+
+
+def catch_up(job: Job, actions: Sequence[Action], progress: Progress) -> Ending | None:
+    """Make the evaluation that was due at the first step, where the run was stopped before or during it."""
+    step = job.first_step
+    is_last = job.batches.is_last(step)
+    if not step or progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
+        return None
+    endings = [action.act(step) for action in actions if isinstance(action, CheckReplicas | Evaluate | Save)]
+    activity.note(Doing.DATA, step + 1, takes_long=True)
+    return next((ending for ending in endings if ending), None)
+
+
+def settle(
+    job: Job,
+    actions: Sequence[Action],
+    guard: NonfiniteGuard,
+    progress: Progress,
+    trained: Trained,
+    *,
+    last_ending: Ending | None,
+) -> Ending | None:
+    """Look at a step's outcome, act where something is due, and say whether the training is to end."""
+    step, batch, returned, is_last = trained
+    guard.check(step, batch, returned)
+    job.times.note_communication(communication_seconds(returned))
+    if job.batches.is_counted:
+        progress.samples_seen += job.step.read(returned).samples
+    is_stopped = wants_stop(returned) and not is_last
+    ending = Ending.PREEMPTED if is_stopped else last_ending
+    due = [action for action in actions if action.is_due(step, is_last=is_last)]
+    due = [action for action in due if not (ending and action.needs_weights)]
+    if due:
+        report = job.step.read(returned)
+        for action in due:
+            ending = action.act(step, batch, report) or ending
+    return ending
+
+
+def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: Ending, requests: StopRequests) -> None:
+    """Save the last step, and leave no rank before all know that it is saved.
+
+    Raises:
+        DivergedError: on every rank, where a value is not finite; nothing is saved then.
+        PreemptedError: on every rank, where the training was stopped before its end.
+        ReplicasDifferError: on every rank, where they hold different values; nothing is saved then.
+        RingtrainError: on every rank, where the save failed.
+    """
+    progress.finished = None if ending is Ending.PREEMPTED else ending.value
+    actions.check.act(step)
+    are_alike = job.config.check_replicas_every > 0
+    require_finite_values(job.step.named_variables, job.collective, step=step, are_alike=are_alike)
+
+    def save_on_first() -> str:
+        assert actions.writer is not None
+        return actions.writer.finish(actions.save.snapshot(step))
+
+    activity.note(Doing.SAVE, step, takes_long=True)
+    path = on_first(job.collective, save_on_first, name="finish")
+    if ending is Ending.PREEMPTED:
+        who, cause = find_requests(job, requests)
+        requests.clear_file()
+        raise PreemptedError(
+            f"stopped by {who}: step {step} of {job.total_steps} is saved in {path}. "
+            f"{describe_way_on(job.config, Path(path).parent)}",
+            reach="run",
+            stopped_by=cause or "signal",
+        )

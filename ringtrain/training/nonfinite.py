@@ -1,0 +1,223 @@
+"""Steps whose loss or gradient is not finite: what becomes of them, and which samples of which rank it was."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.collectives import gather_objects, on_first
+from ringtrain.data.pipeline import Batch
+from ringtrain.errors import DivergedError
+from ringtrain.run.directory import RunDirectory
+from ringtrain.run.progress import Progress
+from ringtrain.step.loss_scale import MIN_LOSS_SCALE
+from ringtrain.step.report import StepReport, is_updated
+from ringtrain.terminal.console import Console
+from ringtrain.training.job import Job
+from ringtrain.workloads.values import per_sample
+
+MAX_SKIPPED_IN_A_ROW = 10
+MAX_NAMED = 10
+MAX_KEPT_BATCHES = 10
+BATCH_DIRECTORY = "nonfinite"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a rank finds in its part of a step that was not finite; all values are JSON values.
+
+    Attributes:
+        node, device: where the rank computes.
+        loss: the mean loss of its samples; a word where it is no number, None where it has no samples.
+        samples: the numbers of the samples that stand out.
+        gradients: the weights whose gradient by its samples alone is not finite, in the order of the model.
+    """
+
+    node: str
+    device: str
+    loss: float | str | None
+    samples: list[int]
+    gradients: list[str]
+
+    @property
+    def is_culprit(self) -> bool:
+        """Whether this rank's own samples gave what is not finite."""
+        return bool(self.samples or self.gradients or isinstance(self.loss, str))
+
+
+class NonfiniteGuard:
+    """Decides, alike on every rank, about steps whose loss or gradient was not finite."""
+
+    def __init__(
+        self,
+        job: Job,
+        console: Console,
+        progress: Progress,
+        *,
+        path: Path | None = None,
+        run: RunDirectory | None = None,
+    ) -> None:
+        """``path`` is the run directory's, the same on every rank, or None; ``run`` the directory itself on rank 0."""
+        self._progress = progress
+        self._job, self._console = job, console
+        self._path, self._run, self._num_kept = path, run, 0
+
+    def check(self, step: int, batch: Batch, returned: tf.Tensor) -> None:
+        """Look at the outcome of a step; ``batch`` is this rank's.
+
+        Raises:
+            DivergedError: on every rank, where the step changed nothing and the run is not to go on.
+        """
+        if is_updated(returned):
+            self._progress.skipped_in_a_row = 0
+            return
+        report = self._job.step.read(returned)
+        if self._is_overflow(report):
+            return  # the loss scale was too high; it has been halved, and that is how it finds its value
+        self._progress.skipped_in_a_row += 1
+        message = self._explain(step, batch, report)
+        if self._job.config.on_nonfinite == "stop":
+            raise DivergedError(
+                f"{message} Nothing was updated by this step. Lower --optimizer.lr, add --optimizer.clip_global_norm "
+                "or --optimizer.warmup_epochs, look at the data, or go on with --on_nonfinite skip.",
+                reach="run",
+            )
+        if self._progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise DivergedError(f"{message} That is {MAX_SKIPPED_IN_A_ROW} skipped steps in a row.", reach="run")
+        self._console.line(f"warning: {message} Skipped: nothing was updated by this step.")
+
+    def _is_overflow(self, report: StepReport) -> bool:
+        """Whether it was the loss scale alone, which does not enter the loss that is reported."""
+        is_scaled = self._job.config.precision == "mixed_float16" and report.loss_scale > MIN_LOSS_SCALE
+        return is_scaled and math.isfinite(report.loss)
+
+    def _explain(self, step: int, batch: Batch, report: StepReport) -> str:
+        """Who had it: every rank is here, for the same reduced numbers."""
+        collective = self._job.collective
+        mine = Finding(
+            node=collective.world.node,
+            device=describe_device(),
+            loss=_mean_loss(report.local_data_loss, batch.indices.shape[0]),
+            samples=find_nonfinite_samples(self._job, batch),
+            gradients=self._job.step.find_nonfinite_gradients(batch),
+        )
+        ranks = [Finding(**item) for item in gather_objects(collective, asdict(mine), name="nonfinite")]
+        culprit = next((rank for rank, finding in enumerate(ranks) if finding.is_culprit), None)
+        kept = "" if culprit is None or self._path is None else self._keep_batch(step, batch, culprit, self._path)
+        return f"{describe_findings(step, ranks)}{kept}"
+
+    def _keep_batch(self, step: int, batch: Batch, culprit: int, path: Path) -> str:
+        """Write the batch of the first culprit to the run directory, and say where. Every rank must call it."""
+        if self._num_kept == MAX_KEPT_BATCHES:
+            return ""
+        self._num_kept += 1
+        collective = self._job.collective
+        data = pack_batch(batch) if collective.world.rank == culprit else b""
+        packed = collective.gather(tf.constant(np.frombuffer(data, np.uint8)), name="nonfinite/batch").numpy()
+        file = path / BATCH_DIRECTORY / f"step-{step:09d}-rank-{culprit}.npz"
+
+        def write_on_first() -> str:
+            assert self._run is not None
+            self._run.may_write()
+            try:
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(packed.tobytes())
+            except OSError as error:
+                return f" The batch of rank {culprit} cannot be kept as {file}: {error.strerror or error}."
+            return f" The batch of rank {culprit} is kept as {file}."
+
+        return on_first(collective, write_on_first, name="nonfinite/kept")
+
+
+def describe_findings(step: int, ranks: Sequence[Finding]) -> str:
+    """Which ranks had what, in sentences."""
+    culprits = [
+        f"rank {rank} on {finding.node}, {finding.device} ({describe_samples(finding.samples, finding.loss)})"
+        for rank, finding in enumerate(ranks)
+        if finding.samples or isinstance(finding.loss, str)
+    ]
+    who = " and ".join(_first(culprits))
+    seen = f"seen in the loss of {who}" if who else "every rank's loss is finite, so it came up in the backward pass"
+    losses = ", ".join(_first([_in_words(finding.loss) for finding in ranks]))
+    with_gradients = [(rank, finding) for rank, finding in enumerate(ranks) if finding.gradients]
+    gradient = "No rank's own gradient was not finite, only the sum of all."
+    if with_gradients:
+        rank, finding = with_gradients[0]
+        others = f" and of {len(finding.gradients) - 1} more" if len(finding.gradients) > 1 else ""
+        gradient = f"At rank {rank} the gradient of {finding.gradients[0]}{others} was not finite."
+    return f"step {step}: loss or gradient is not finite; {seen}. Mean losses from rank 0 on: {losses}. {gradient}"
+
+
+def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:
+    """The numbers of a batch's samples whose x or y is not finite; where all are, those whose loss is not.
+
+    The model runs as in inference: each sample by itself, and without any collective.
+    """
+    if not batch.indices.shape[0]:
+        return []
+    arrays = [array.numpy() for array in tf.nest.flatten((batch.x, batch.y)) if array.dtype.is_floating]
+    are_bad = np.zeros(batch.indices.shape[0], bool)
+    for array in arrays:
+        are_bad |= ~np.isfinite(array.astype(np.float64)).all(axis=tuple(range(1, array.ndim)))
+    if not are_bad.any():
+        losses, _ = per_sample(job.workload, batch.y, job.step.model(batch.x, training=False))
+        are_bad = ~np.isfinite(losses.numpy().astype(np.float64))
+    return [int(number) for number in batch.indices.numpy()[are_bad]]
+
+
+def describe_samples(samples: list[int], loss: str | float | None) -> str:
+    """A rank's samples in words; the mean of their losses where none stands out."""
+    if not samples:
+        return f"mean of its samples' losses: {loss}"
+    more = f" and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
+    return f"sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, sorted(samples)[:MAX_NAMED]))}{more}"
+
+
+def describe_device() -> str:
+    """What this rank computes on."""
+    gpus = tf.config.get_visible_devices("GPU")
+    return f"GPU {gpus[0].name.rpartition(':')[2]}" if gpus else "its cores"
+
+
+def pack_batch(batch: Batch) -> bytes:
+    """A batch as the content of an .npz file, without pickle: x, y (``x/name`` where they are structures), indices."""
+    arrays = {"indices": batch.indices, "step": batch.step, "global_count": batch.global_count}
+    arrays |= {**_named("x", batch.x), **_named("y", batch.y)}
+    values = {name: np.asarray(tensor) for name, tensor in arrays.items()}
+    # Texts come as objects, which only pickle could write.
+    plain: dict[str, Any] = {n: np.array(v.tolist()) if v.dtype.hasobject else v for n, v in values.items()}
+    file = io.BytesIO()
+    np.savez(file, **plain)
+    return file.getvalue()
+
+
+def _named(name: str, value: Any) -> dict[str, Any]:
+    """The tensors of a structure by their places in it."""
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (tuple, list)):
+        items = enumerate(value)  # type: ignore[assignment]
+    else:
+        return {name: value}
+    return {inner: tensor for key, item in items for inner, tensor in _named(f"{name}/{key}", item).items()}
+
+
+def _first(words: list[str]) -> list[str]:
+    return words if len(words) <= MAX_NAMED else [*words[:MAX_NAMED], f"{len(words) - MAX_NAMED} more"]
+
+
+def _in_words(loss: float | str | None) -> str:
+    return "none" if loss is None else loss if isinstance(loss, str) else f"{loss:.4g}"
+
+
+def _mean_loss(total: float, count: int) -> float | str | None:
+    if not count:
+        return None
+    return total / count if math.isfinite(total) else str(total)

@@ -1,0 +1,230 @@
+"""Saving a run while it trains: the training thread takes a snapshot in host memory, another thread writes it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.config import to_plain
+from ringtrain.data.order import FedOrder
+from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.guard.preflight import package_versions
+from ringtrain.run.checkpoint import (
+    Checkpoint,
+    describe_difference,
+    find_checkpoint,
+    read_checkpoint,
+    tidy,
+    write_checkpoint,
+)
+from ringtrain.run.directory import RunDirectory
+from ringtrain.run.progress import Progress
+from ringtrain.run.variables import slots_that_begin_as_weights
+from ringtrain.training.job import Job
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints, one at a time. A write that fails does not end the run: the next may succeed."""
+
+    def __init__(self, run: RunDirectory, *, keep: int, say: Callable[[str], None], last_step: int) -> None:
+        """``last_step`` is that of the checkpoint from which the run goes on, 0 for a fresh run."""
+        self.last_step = last_step
+        self._run, self._keep, self._say = run, keep, say
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: concurrent.futures.Future[None] | None = None
+
+    def save(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
+        """Begin to write a checkpoint; waits only while the one before is still being written.
+
+        Raises:
+            LeaseLostError: another process has taken over the run directory.
+        """
+        self.wait()
+        self._under_way = self._executor.submit(self._write, checkpoint, as_step=as_step, as_best=as_best)
+
+    def finish(self, checkpoint: Checkpoint) -> str:
+        """Write the last checkpoint of this process, and return the directory of the checkpoints once it is there.
+
+        Raises:
+            RingtrainError: it cannot be written.
+        """
+        self.wait()
+        try:
+            self._write(checkpoint, as_step=True, as_best=False)
+        except OSError as error:
+            raise RingtrainError(f"{error} Make room, and start the same command again.") from error
+        finally:
+            self._executor.shutdown()
+        return str(self._run.checkpoints)
+
+    @property
+    def root(self) -> Path:
+        """The directory of the checkpoints."""
+        return self._run.checkpoints
+
+    def wait(self) -> None:
+        """Wait until what was begun is written, or has failed and was told.
+
+        Raises:
+            LeaseLostError: another process has taken over the run directory.
+        """
+        if self._under_way is None:
+            return
+        try:
+            self._under_way.result()
+        except OSError as error:
+            self._warn(str(error))
+        finally:
+            self._under_way = None
+
+    def _write(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
+        start = time.perf_counter()
+        root, may_write = self._run.checkpoints, self._run.may_write
+        for is_best in (False, True):
+            if not (as_best if is_best else as_step):
+                continue
+            try:
+                path = write_checkpoint(root, checkpoint, is_best=is_best, may_write=may_write)
+            except OSError as error:
+                raise OSError(self._explain(checkpoint, error, is_best=is_best)) from error
+            if not is_best:
+                self.last_step = checkpoint.step
+            self._run.write_event(
+                "checkpoint",
+                step=checkpoint.step,
+                path=str(path.relative_to(self._run.path)),
+                seconds=round(time.perf_counter() - start, 3),
+            )
+        try:
+            tidy(root, self._keep)
+        except OSError as error:
+            self._warn(
+                f"what --keep {self._keep} leaves out below {str(root)!r} cannot be removed: {error.strerror or error}."
+            )
+
+    def _explain(self, checkpoint: Checkpoint, error: OSError, *, is_best: bool) -> str:
+        stands = "The best one before it" if is_best else f"That of step {self.last_step}"
+        return (
+            f"the {'best ' if is_best else ''}checkpoint of step {checkpoint.step} cannot be written below "
+            f"{str(self._run.checkpoints)!r}: {error.strerror or error}. {stands} stands."
+        )
+
+    def _warn(self, message: str) -> None:
+        self._say(f"warning: {message}")
+        self._run.write_event("warning", step=self.last_step, message=message)
+
+
+def take_snapshot(job: Job, step: int, progress: Progress, run_facts: Mapping[str, Any]) -> Checkpoint:
+    """All that the run needs to go on, in host memory.
+
+    From a GPU the values are copied. On the host a tensor never changes once it is there: a step that updates a
+    variable of which a snapshot holds the value writes to other memory. So nothing is copied, and nothing waits.
+    """
+    variables = {name: np.asarray(tf.convert_to_tensor(v.value)) for name, v in job.step.named_variables.items()}
+    return Checkpoint(step=step, variables=variables, progress=asdict(progress), run=run_facts)
+
+
+def describe_run(job: Job, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a checkpoint says about the run that wrote it; JSON values."""
+    return {
+        "identity": identity,
+        "workload": job.config.workload,
+        "world_size": job.collective.world.size,
+        "global_batch_size": job.order.global_batch_size,
+        "samples": job.order.num_samples,
+        "versions": package_versions(),
+        "git_revision": _git_revision(),
+        "command": sys.argv,
+        "config": to_plain(asdict(job.config)),
+    }
+
+
+def restore(job: Job, checkpoint: Checkpoint) -> None:
+    """Give the variables the values of a checkpoint of the same run.
+
+    Raises:
+        UsageError: it is another workload's, or of other data.
+    """
+    facts = describe_identity(job)
+    for name, value in facts.items():
+        if checkpoint.run.get(name) != value:
+            raise UsageError(
+                f"the newest checkpoint of the run is of another run: its {name} is {checkpoint.run.get(name)}, not "
+                f"{value}. Give the data and the workload that the run began with, or start anew with --resume never."
+            )
+    variables = job.step.named_variables
+    shapes = {name: (tuple(v.shape), str(v.dtype)) for name, v in variables.items()}
+    saved = {name: (value.shape, value.dtype.name) for name, value in checkpoint.variables.items()}
+    if shapes != saved:
+        names = describe_difference(list(saved), list(shapes))
+        changed = [f"{name} was {saved[name]}, is {now}" for name, now in shapes.items() if saved.get(name, now) != now]
+        differences = [*([names] if names else []), *changed[:5]]
+        raise UsageError(
+            f"the model or the optimizer is not the one that the run began with: {'; '.join(differences)}. "
+            "Bring the former one back, or start anew with --resume never and --init_from."
+        )
+    for name, variable in variables.items():
+        variable.assign(checkpoint.variables[name])
+
+
+def describe_identity(job: Job) -> dict[str, Any]:
+    """What must be the same in a run and in the checkpoint that it goes on from."""
+    identity: dict[str, Any] = {"workload": job.config.workload}
+    if not isinstance(job.order, FedOrder):  # whose number of samples follows from the steps and the ranks
+        identity["samples"] = job.order.num_samples
+    return identity
+
+
+def take_weights(job: Job, source: Path) -> list[str]:
+    """Start from the weights of a checkpoint, as far as names and shapes match; returns lines that say what did.
+
+    Args:
+        source: a checkpoint, or a run directory, whose best checkpoint is taken (the newest where none is best).
+
+    Raises:
+        UsageError: nothing matches.
+        DataError: the checkpoint is damaged.
+    """
+    path = find_checkpoint(source)
+    saved = read_checkpoint(path).variables
+    weights = {name: v for name, v in job.step.named_variables.items() if name.startswith("weights/")}
+    taken = [name for name, v in weights.items() if name in saved and saved[name].shape == tuple(v.shape)]
+    if not taken:
+        raise UsageError(
+            f"init_from {str(path)!r} has no variable of this model's names and shapes; it holds "
+            f"{', '.join(_short(name) for name in saved if name.startswith('weights/'))}."
+        )
+    for name in taken:
+        weights[name].assign(saved[name])
+    for weight, copy in (*job.step.averages.pairs, *slots_that_begin_as_weights(job.step.optimizer)):
+        copy.assign(weight.value)
+    lines = [f"init_from {path}: {len(taken)} of {len(weights)} variables taken"]
+    for name, variable in weights.items():
+        if name not in taken:
+            other = f"of shape {list(saved[name].shape)} there" if name in saved else "not there"
+            lines.append(f"  new: {_short(name)} {list(variable.shape)}, {other}")
+    unused = [_short(name) for name in saved if name.startswith("weights/") and name not in weights]
+    return [*lines, *([f"  not used: {', '.join(unused)}"] if unused else [])]
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("weights/")
+
+
+def _git_revision() -> str | None:
+    """The commit of the working directory, ``-dirty`` where files have changed since; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return finished.stdout.strip() or None

@@ -1,0 +1,132 @@
+"""The workload's data as the ranks of a run open them: the same on all, whole, with the cache of the settings."""
+
+from __future__ import annotations
+
+from typing import Any, SupportsIndex
+
+from ringtrain.collectives import Collective, agree
+from ringtrain.config import Config
+from ringtrain.data.cache.memory import with_cache
+from ringtrain.data.contents import Contents
+from ringtrain.data.sources import Feed, Source
+from ringtrain.data.stepping import BAD_REMEDY, describe_bad
+from ringtrain.errors import DataError, UsageError
+from ringtrain.guard.preflight import require_same_sources
+from ringtrain.workloads.base import Sources, Workload
+
+
+def open_sources(
+    workload: Workload, config: Config, collective: Collective, *, num_threads: int, former_size: int | None
+) -> tuple[Sources, Contents | None]:
+    """The workload's data, with the cache of the settings. Every rank must call it.
+
+    They are as many on every rank, and of the same kind. Whether they are the same is being found out meanwhile: see
+    ``require_same_contents``; None where this is the only rank.
+
+    Raises:
+        DataError: they are missing, damaged, or not the same.
+        UsageError: the run was fed under another number of ranks.
+    """
+    sources = agree(collective, lambda: read_sources(workload, config), name="sources")
+    require_same_sources(collective, sources)
+    refuse_other_size(sources.train, collective.world.size, former_size)
+    contents = Contents(sources._asdict()) if collective.world.size > 1 else None
+    return cache_sources(sources, config, collective, num_threads=num_threads), contents
+
+
+def read_sources(workload: Workload, config: Config) -> Sources:
+    """The workload's data; none of which is known to be damaged, unless such samples may be left out.
+
+    Raises:
+        DataError: they are missing or damaged.
+        UsageError: what the workload gave are no sources.
+    """
+    sources = require_sources(workload, workload.create_sources(config.data_dir, synthetic=config.synthetic))
+    return refuse_damaged(sources) if config.on_bad_sample == "stop" else sources
+
+
+def require_sources(workload: Workload, given: Any) -> Sources:
+    """See that a workload gave samples to train on, and samples or None to evaluate on.
+
+    Raises:
+        UsageError: it gave something else.
+    """
+    name = f"{type(workload).__name__}.create_sources"
+    if not isinstance(given, Sources):
+        raise UsageError(
+            f"{name} gave {name_kind(given)}; it must give ringtrain.workloads.base.Sources(train, evaluation), where "
+            "evaluation may be None.",
+            reach="run",
+        )
+    for part, source in given._asdict().items():
+        may_be = (isinstance(source, Feed) and part == "train") or (source is None and part == "evaluation")
+        if may_be or (hasattr(source, "gather") and isinstance(getattr(source, "num_samples", None), SupportsIndex)):
+            continue
+        remedy = "from_arrays(x, y) makes one of arrays"
+        if part == "train":
+            remedy += "; from_generator and from_callable take batches from code of yours, such as a tf.data.Dataset's "
+            remedy += "as_numpy_iterator()"
+        raise UsageError(
+            f"{name} gave {name_kind(source)} as {part}; it must be a source, with num_samples and gather"
+            f"{', or None' if part == 'evaluation' else ''}: in ringtrain.data.sources {remedy}.",
+            reach="run",
+        )
+    return given
+
+
+def name_kind(value: Any) -> str:
+    """What something is, in words."""
+    kind = type(value)
+    if value is None:
+        return "None"
+    if isinstance(value, Feed):
+        return "a feed of batches"
+    if isinstance(value, (tuple, list)):
+        return f"a {kind.__name__} of {len(value)}"
+    package = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]} "
+    return f"a {package}{kind.__name__}"
+
+
+def refuse_damaged(sources: Sources) -> Sources:
+    """See that no sample is known already to be damaged.
+
+    Raises:
+        DataError: some are.
+    """
+    for source in sources:
+        damaged = list(getattr(source, "damaged", ()))
+        if damaged:
+            raise DataError(f"{describe_bad(damaged)} {BAD_REMEDY}", reach="node")
+    return sources
+
+
+def cache_sources(sources: Sources, config: Config, collective: Collective, *, num_threads: int) -> Sources:
+    """The sources with the cache of the settings."""
+    cached: dict[str, Source | Feed | None] = {}
+    for name, source in sources._asdict().items():
+        if source is None or isinstance(source, Feed):
+            cached[name] = source
+            continue
+        cached[name] = with_cache(
+            source,
+            config.cache,
+            collective,
+            name=name,
+            num_threads=num_threads,
+            reserved_bytes=sum(getattr(other, "num_bytes", 0) for other in cached.values()),
+        )
+    return Sources(**cached)  # type: ignore[arg-type]
+
+
+def refuse_other_size(train: Source | Feed, size: int, former_size: int | None) -> None:
+    """See that each rank can go on with what it was fed before.
+
+    Raises:
+        UsageError: the run was fed under another number of ranks.
+    """
+    if isinstance(train, Feed) and former_size not in (None, size):
+        raise UsageError(
+            f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
+            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never.",
+            reach="run",
+        )

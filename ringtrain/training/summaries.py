@@ -1,0 +1,94 @@
+"""TensorBoard's event files: each step once, however often a run is resumed. Rank 0 alone writes them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import tensorflow as tf
+
+from ringtrain.errors import UsageError
+from ringtrain.messages.defects import describe_defect, strip_nodes
+from ringtrain.run.directory import RunDirectoryError
+from ringtrain.workloads.base import Histogram, Images
+
+MAX_IMAGES = 8
+
+
+class EventFiles:
+    """What TensorBoard shows of a run.
+
+    Each method raises RunDirectoryError where the files cannot be written, and ``show`` UsageError where a workload's
+    values are none that TensorBoard shows.
+    """
+
+    def __init__(self, directory: Path, *, first_step: int) -> None:
+        """Go on after ``first_step``: what is there of later steps is removed, since they are trained again."""
+        self._directory = directory
+        with self._explaining():
+            forget_after(directory, first_step)
+            self._writer = tf.summary.create_file_writer(str(directory))
+
+    def scalars(self, prefix: str, values: Mapping[str, float], *, step: int) -> None:
+        """Write numbers under ``prefix/name``."""
+        with self._explaining(), self._writer.as_default(step=step):
+            for name, value in values.items():
+                tf.summary.scalar(f"{prefix}/{name}", value)
+
+    def show(self, values: Mapping[str, Images | Histogram], *, step: int) -> None:
+        """Write a workload's images and histograms under their names."""
+        with self._explaining(), self._writer.as_default(step=step):
+            for name, value in values.items():
+                try:
+                    if isinstance(value, Images):
+                        tf.summary.image(name, value.values, max_outputs=MAX_IMAGES)
+                    else:
+                        tf.summary.histogram(name, value.values)
+                except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, TypeError, ValueError) as error:
+                    raise UsageError(
+                        f"the summary {name!r} cannot be shown: {describe_defect(error)} Give images as [n, h, w, c] "
+                        "with 1, 3 or 4 channels, and numbers to a histogram."
+                    ) from error
+
+    def flush(self) -> None:
+        """Bring all to the files: before a checkpoint, whose steps are not trained again."""
+        with self._explaining():
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Bring all events to their files, and write no more."""
+        with self._explaining():
+            self._writer.close()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say of what cannot be written where it is; TensorFlow's own error names an operation."""
+        try:
+            yield
+        except (tf.errors.OpError, OSError) as error:
+            reason = getattr(error, "strerror", None) or strip_nodes(getattr(error, "message", str(error)))
+            raise RunDirectoryError(self._directory, reason.splitlines()[0]) from error
+
+
+def forget_after(directory: Path, step: int) -> None:
+    """Remove the events of later steps from the event files below ``directory``."""
+    for path in sorted(directory.glob("*tfevents*")):
+        events = list(read_events(path))
+        kept = [event for event in events if event.step <= step]
+        if len(kept) == len(events):
+            continue
+        temporary = path.with_name(".writing-events")
+        with tf.io.TFRecordWriter(str(temporary)) as writer:
+            for event in kept:
+                writer.write(event.SerializeToString())
+        temporary.replace(path)
+
+
+def read_events(path: Path) -> Iterator[tf.compat.v1.Event]:
+    """The events of a file, up to its end or to where a killed process left it cut off."""
+    try:
+        for record in tf.data.TFRecordDataset(str(path)):
+            yield tf.compat.v1.Event.FromString(record.numpy())
+    except tf.errors.DataLossError:
+        return

@@ -1,0 +1,1 @@
+"""``ringtrain verify``: do N processes train what one process trains?"""

@@ -1,0 +1,409 @@
+"""``ringtrain verify``: do N processes train what one process trains?
+
+Trains the same global batches under each world size, in processes that it starts itself, and compares what came of it:
+weights, optimizer slots, losses, evaluation, the replicas of each run with one another, and the ledger of samples.
+In float64 all of it must agree to 1e-10 after any number of steps; in float32, whose rounding grows without bound along
+a trajectory, one step from the same weights is compared.
+
+A difference is relative to the scale at which rounding enters. The gradient of a weight is a sum whose terms are as
+large as those of the weights beside it, also where they cancel: that of an attention's key bias, which softmax does not
+see, and of a bias before batch normalization is zero, and what is computed for it is the terms' rounding, 1e-16 of
+them. So a tensor is held against the largest value of its kind (weights, or one of the optimizer's slots) in its layer,
+or against a ten-thousandth of the largest one in the model.
+
+An optimizer may make much of such a gradient: Lion takes its sign, and Adam divides by its size where that is above
+epsilon. How far rounding moves a value is then measured: the reference trains once more, from weights that differ in
+their last bit. What differs between world sizes by less than ``NOISE_FACTOR`` times what that changes is not determined
+by the training; such tensors are named, and their gradients are what is compared, by the slots that add them up and by
+the step in float32, which is one of plain SGD. The losses never depend on such a weight, so there rounding excuses
+little: otherwise random numbers without a seed, which change everything, would excuse it all.
+
+With ``--oracle`` one process is held against a plain Keras loop as well (``ringtrain/verify/oracle.py``): a defect
+that all world sizes share shows there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ringtrain.errors import EXIT_CODES, ReplicasDifferError, RingtrainError, UsageError
+
+DEFAULT_STEPS = 20
+DEFAULT_GLOBAL_BATCH_SIZE = 100
+MAX_DEFAULT_STEPS = 100  # of a workload's own; more are no check but a training
+FLOAT64_TOLERANCE = 1e-10  # of the largest value of a tensor's kind in its layer
+FLOAT32_TOLERANCE = 1e-5
+MODEL_SHARE = 1e-4  # of the largest value of a kind in the model, where those of a layer are smaller
+NOISE_FACTOR = 100.0  # two samples of the rounding of a tensor, each the largest of a few values
+MAX_LOSS_NOISE = 1e-6
+KINDS = {"weights": ("weights/",), "slots": ("slots/", "averages/")}
+MIN_COMPARED_ORDER = 20  # samples whose order two epochs do not share by chance
+RUN_TIMEOUT_SECONDS = 1800
+MAX_NAMED_LAYERS = 3
+
+Record = Mapping[str, npt.NDArray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One comparison of a run with the reference.
+
+    Attributes:
+        name: what was compared.
+        difference: the largest difference relative to its scale; 0 or 1 for what is equal or not.
+        tolerance: the largest difference that passes.
+        where: which tensor, step or sample holds the largest difference, relative to what passes.
+        undetermined: tensors whose difference passes for rounding alone.
+    """
+
+    name: str
+    difference: float
+    tolerance: float
+    where: str = ""
+    undetermined: tuple[str, ...] = ()
+
+    @property
+    def passes(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        return self.difference <= self.tolerance  # False for NaN as well
+
+
+def plan_command(size: int, arguments: Sequence[str], *, mpirun: str | None, horovodrun: str | None) -> list[str]:
+    """The command line of a group of ``size`` processes.
+
+    Args:
+        arguments: of ``python -m ringtrain``.
+        mpirun, horovodrun: the launchers' paths, or None where there is none.
+
+    Raises:
+        UsageError: more than one process, and no launcher.
+    """
+    program = [sys.executable, "-m", "ringtrain", *arguments]
+    if size == 1:
+        return program
+    if mpirun:
+        return [mpirun, "-np", str(size), "--oversubscribe", "--bind-to", "none", *program]
+    if horovodrun:
+        return [horovodrun, "--gloo", "-np", str(size), *program]
+    raise UsageError(
+        f"a world size of {size} needs mpirun or horovodrun, and neither is in PATH. Run `make setup`, or activate the "
+        "environment that holds them."
+    )
+
+
+def run_group(size: int, arguments: Sequence[str], directory: Path) -> None:
+    """Train under one world size; its record is in ``directory`` afterwards.
+
+    Raises:
+        RingtrainError: the group failed; its own words are in the message.
+    """
+    command = plan_command(size, arguments, mpirun=shutil.which("mpirun"), horovodrun=shutil.which("horovodrun"))
+    environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_SECONDS)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGTERM)  # mpirun takes its ranks along
+        process.wait(timeout=30)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise RingtrainError(f"{size} processes were not done after {RUN_TIMEOUT_SECONDS} s.") from None
+        raise
+    if process.returncode:
+        failed = f"training with {size} processes failed with exit code {process.returncode}:"
+        raise EXIT_CODES.get(process.returncode, RingtrainError)(
+            "\n  ".join([failed, *output.strip().split("\n")]), reach="run"
+        )
+
+
+def load_record(path: Path) -> Record:
+    """The arrays of a run that ``ringtrain.verify.record`` wrote."""
+    with np.load(path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def measure_noise(run: Record, perturbed: Record | None) -> Record:
+    """How far each tensor of a run moves when its first weights change in their last bit; nothing where unknown."""
+    if perturbed is None:
+        return {}
+    names = [name for name in run if name.startswith(("weights/", "slots/", "averages/", "losses", "evaluation"))]
+    return {name: np.abs(np.subtract(perturbed[name], run[name], dtype=np.float64)) for name in names}
+
+
+def compare(
+    reference: Record, other: Record, noise: Record, *, precision: Literal["float64", "float32"]
+) -> list[Finding]:
+    """Hold a run against the reference run, which trained the same under another world size.
+
+    Args:
+        noise: how far rounding moves what is compared (``measure_noise``).
+    """
+    tolerance = FLOAT64_TOLERANCE if precision == "float64" else FLOAT32_TOLERANCE
+    findings = [compare_tensors(name, kinds, reference, other, noise, tolerance) for name, kinds in KINDS.items()]
+    findings += [compare_series(name, reference, other, noise, tolerance) for name in ("losses", "evaluation")]
+    return [*findings, check_replicas(other), check_ledger(reference, other)]
+
+
+def compare_tensors(
+    kind: str, prefixes: tuple[str, ...], reference: Record, other: Record, noise: Record, tolerance: float
+) -> Finding:
+    """The tensor that differs most, of what may differ."""
+    names = [name for name in reference if name.startswith(prefixes)]
+    if names != [name for name in other if name.startswith(prefixes)]:
+        return Finding(name=kind, difference=math.inf, tolerance=tolerance, where="the names of the variables differ")
+    scales = find_scales(reference, names)
+    worst = Finding(name=kind, difference=0.0, tolerance=tolerance)
+    undetermined = []
+    for name, scale in scales.items():
+        difference = largest_difference(reference[name], other[name]) / scale
+        allowed = allow(tolerance, float(np.max(noise.get(name, 0.0), initial=0.0)) / scale)
+        path = name.split("/", 1)[1]
+        if tolerance < difference <= allowed:
+            undetermined.append(path)
+        if difference / allowed >= worst.difference / worst.tolerance:
+            worst = Finding(name=kind, difference=difference, tolerance=allowed, where=path)
+    return dataclasses.replace(worst, undetermined=tuple(undetermined))
+
+
+def allow(tolerance: float, noise: float, most: float = math.inf) -> float:
+    """The largest difference that passes where rounding alone makes one of ``noise``; ``most`` is what it excuses."""
+    return max(tolerance, min(NOISE_FACTOR * noise, most)) if math.isfinite(noise) else tolerance
+
+
+def find_scales(reference: Record, names: Sequence[str]) -> dict[str, float]:
+    """For each tensor the size of what rounding enters: see the head of this file."""
+    weights = {name.split("/", 1)[1].replace("/", "_"): name for name in reference if name.startswith("weights/")}
+    places = {name: find_place(name, weights) for name in names}
+    of_layers: dict[tuple[str, str], float] = {}
+    of_kinds: dict[str, float] = {}
+    for name, place in places.items():
+        largest = float(np.max(np.abs(reference[name]), initial=0.0))
+        of_layers[place] = max(of_layers.get(place, 0.0), largest)
+        of_kinds[place[0]] = max(of_kinds.get(place[0], 0.0), largest)
+    return {name: max(of_layers[place], MODEL_SHARE * of_kinds[place[0]]) or 1.0 for name, place in places.items()}
+
+
+def find_place(name: str, weights: Mapping[str, str]) -> tuple[str, str]:
+    """The kind of a tensor and its layer, such as (``_momentum``, ``weights/digits/dense``) for a slot of a weight.
+
+    Args:
+        name: such as ``weights/digits/dense/kernel`` or ``slots/digits_dense_kernel_momentum``.
+        weights: names of the weights, by their paths as slots have them: ``digits_dense_kernel``.
+    """
+    kind, path = name.split("/", 1)
+    if kind != "slots":
+        return kind, name.rpartition("/")[0]
+    mine = max((weight for weight in weights if path.startswith(f"{weight}_")), key=len, default=None)
+    return (path, "") if mine is None else (path.removeprefix(mine), weights[mine].rpartition("/")[0])
+
+
+def compare_series(name: str, reference: Record, other: Record, noise: Record, tolerance: float) -> Finding:
+    """The largest relative difference of two series of numbers, such as losses, of what may differ."""
+    expected, found = reference[name], other[name]
+    if expected.shape != found.shape:
+        return Finding(name=name, difference=math.inf, tolerance=tolerance, where="their numbers differ")
+    if not expected.size:
+        return Finding(name=name, difference=0.0, tolerance=tolerance)
+    scales = [abs(float(value)) or 1.0 for value in expected]
+    differences = [largest_difference(a, b) / scale for a, b, scale in zip(expected, found, scales, strict=True)]
+    moved = float(np.max(noise.get(name, 0.0) / np.array(scales)))
+    allowed = allow(tolerance, moved, MAX_LOSS_NOISE if name == "losses" else math.inf)
+    worst = int(np.argmax(differences))
+    where = f"step {worst + 1}" if name == "losses" else f"value {worst + 1}"
+    if differences[worst] > allowed and NOISE_FACTOR * moved > allowed:
+        where += (
+            f"; the run itself moves by {moved:.1e} when its first weights change in their last bit. Its random "
+            "numbers have no seed, or its learning rate is too high."
+        )
+    undetermined = (name,) if tolerance < differences[worst] <= allowed else ()
+    return Finding(name=name, difference=differences[worst], tolerance=allowed, where=where, undetermined=undetermined)
+
+
+def check_replicas(record: Record) -> Finding:
+    """Whether all ranks of one run ended with the same bits."""
+    digests = record["replicas"]  # [ranks, variables]
+    differing = np.argwhere(digests != digests[0])
+    where = ""
+    if differing.size:
+        rank, variable = differing[0]
+        where = f"rank {rank}, {record['variables'][variable]}"
+    return Finding(name="replicas", difference=float(bool(differing.size)), tolerance=0.0, where=where)
+
+
+def check_ledger(reference: Record, other: Record) -> Finding:
+    """Whether each step had the reference's samples, each sample came once in an epoch, and epochs have own orders."""
+    where = ""
+    first: list[int] = []  # epoch
+    seen: list[int] = []
+    for step, (expected, samples) in enumerate(zip(split_steps(reference), split_steps(other), strict=True)):
+        if step % int(reference["steps_per_epoch"]) == 0:
+            first, seen = first or seen, []
+        seen += samples.tolist()
+        if sorted(expected) != sorted(samples):
+            where = where or f"step {step + 1} had other samples"
+        if len(set(seen)) != len(seen):
+            where = where or f"step {step + 1} had a sample that its epoch had before"
+        if len(seen) >= MIN_COMPARED_ORDER and seen == first[: len(seen)]:
+            where = where or f"the epoch of step {step + 1} had the order of the first"
+        if (step + 1) % int(reference["steps_per_epoch"]) == 0 and len(seen) != int(reference["num_samples"]):
+            where = where or f"the epoch that ends with step {step + 1} had {len(seen)} samples"
+    return Finding(name="ledger", difference=float(bool(where)), tolerance=0.0, where=where)
+
+
+def split_steps(record: Record) -> list[npt.NDArray]:
+    """The samples of each step."""
+    return np.split(record["samples"], np.cumsum(record["samples_per_step"])[:-1])
+
+
+def largest_difference(reference: npt.NDArray, other: npt.NDArray) -> float:
+    """The largest difference of two arrays of one shape; infinite where a number is not finite."""
+    largest = float(np.max(np.abs(np.subtract(other, reference, dtype=np.float64)), initial=0.0))
+    return largest if math.isfinite(largest) else math.inf
+
+
+def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, Record]]) -> tuple[list[str], bool]:
+    """The report of all comparisons of world sizes, and whether all passed."""
+    reference_size, *others = sizes
+    of_reference = records[reference_size]
+    lines = [f"  not compared: {note}" for note in fold_notes(of_reference["float64"]["notes"].tolist())]
+    passed = True
+    for precision in ("float64", "float32"):
+        reference = of_reference[precision]
+        noise = measure_noise(reference, of_reference.get(f"{precision}-perturbed"))
+        lines.append(describe_comparison(precision, len(reference["losses"])))
+        for size in others:
+            findings = compare(reference, records[size][precision], noise, precision=precision)
+            lines += describe_all(f"{size} against {reference_size}", findings)
+            passed = passed and all(finding.passes for finding in findings)
+        ledger = check_ledger(reference, reference)
+        passed = passed and ledger.passes
+        lines += [] if ledger.passes else describe_all(str(reference_size), [ledger])
+    return lines, passed
+
+
+def describe_oracle(records: Mapping[str, Record]) -> tuple[list[str], bool]:
+    """The report of the comparison with a plain Keras loop, and whether it passed."""
+    plain, mine = records["plain"], records["float64"]
+    noise = measure_noise(mine, records.get("float64-perturbed"))
+    findings = compare(plain, mine, noise, precision="float64")
+    lines = [describe_comparison("float64", len(plain["losses"])), *describe_all("1 against plain Keras", findings)]
+    return lines, all(finding.passes for finding in findings)
+
+
+def describe_comparison(precision: str, steps: int) -> str:
+    """The head of a table."""
+    plural = "s" if steps > 1 else ""
+    return f"{precision}, {steps} step{plural}; largest difference, relative to the largest value in its layer:"
+
+
+def describe_all(which: str, findings: Sequence[Finding]) -> list[str]:
+    """Findings as lines of the table, and what rounding alone decides."""
+    lines = [f"  {which}: {describe_finding(finding)}" for finding in findings]
+    names = [name for finding in findings for name in finding.undetermined]
+    if names:
+        more = f" and {len(names) - MAX_NAMED_LAYERS} more" if len(names) > MAX_NAMED_LAYERS else ""
+        lines.append(
+            f"  {which}: rounding alone moves {', '.join(names[:MAX_NAMED_LAYERS])}{more} as far: the training does "
+            "not determine their values, only their gradients"
+        )
+    return lines
+
+
+def fold_notes(notes: Sequence[str]) -> list[str]:
+    """Notes, ``LAYER: what is not compared``, with one line for all layers of which the same is said."""
+    layers: dict[str, list[str]] = {}
+    for note in notes:
+        layer, _, text = note.partition(": ")
+        layers.setdefault(text, []).append(layer)
+    return [
+        f"{', '.join(names[:MAX_NAMED_LAYERS])}"
+        f"{f' and {len(names) - MAX_NAMED_LAYERS} more layers' if len(names) > MAX_NAMED_LAYERS else ''}: {text}"
+        for text, names in layers.items()
+    ]
+
+
+def describe_finding(finding: Finding) -> str:
+    """A finding as a line of the table."""
+    verdict = "ok" if finding.passes else "DIFFERS"
+    value = f"{finding.difference:.1e}, at most {finding.tolerance:.0e}" if finding.tolerance else ""
+    return f"{finding.name:<10} {verdict:<8} {value:<23} {finding.where}".rstrip()
+
+
+def parse_world_sizes(text: str) -> list[int]:
+    """World sizes from ``1,2,3``.
+
+    Raises:
+        UsageError: fewer than two different positive numbers.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"[1-9][0-9]{0,5}", word) for word in words) or len(set(words)) < 2:
+        raise UsageError(
+            f"world_sizes is {text!r}; it must be at least two different numbers of processes, such as 1,2,3.",
+            reach="run",
+        )
+    return list(dict.fromkeys(int(word) for word in words))
+
+
+def choose_steps(defaults: Mapping[str, Any]) -> int:
+    """The steps to train where the user says none: the workload's own, unless it has none or that would take long."""
+    steps = defaults.get("steps") or DEFAULT_STEPS
+    return steps if steps <= MAX_DEFAULT_STEPS else DEFAULT_STEPS
+
+
+def verify(
+    sizes: Sequence[int], arguments: Sequence[str], directory: Path, *, with_oracle: bool, say: Callable[[str], None]
+) -> list[str]:
+    """Train under each world size and compare.
+
+    Args:
+        arguments: the training flags of every run.
+        directory: an empty directory for the records.
+        with_oracle: also compare one process with a plain Keras loop.
+        say: shows a line to the user, when a run is done.
+
+    Returns:
+        The report, when all agree.
+
+    Raises:
+        ReplicasDifferError: they do not; the message holds the report.
+    """
+    # Like Ctrl-C: an exception, on whose way out the processes are ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def run(size: int, role: str, words: str) -> dict[str, Record]:
+        target = directory / f"{role}-{size}"
+        target.mkdir()
+        begin = time.monotonic()
+        run_group(size, ["_record", "--record_to", str(target), "--record_as", role, *arguments], target)
+        records = {path.stem: load_record(path) for path in target.glob("*.npz")}
+        steps = len(records["float64"]["losses"])
+        say(f"{words}: {steps} step{'s' if steps > 1 else ''}, {time.monotonic() - begin:.0f} s")
+        return records
+
+    names = {size: f"{size} process{'es' if size > 1 else ''}" for size in sizes}
+    records = {size: run(size, "reference" if size == sizes[0] else "other", names[size]) for size in sizes}
+    lines, passed = describe_findings(sizes, records)
+    if with_oracle:
+        more, is_right = describe_oracle(run(1, "oracle", "1 process and plain Keras"))
+        lines, passed = lines + more, passed and is_right
+    if not passed:
+        named = ", ".join(map(str, sizes))
+        raise ReplicasDifferError("\n  ".join([f"the world sizes {named} do not train the same.", *lines]), reach="run")
+    return lines

@@ -1,0 +1,137 @@
+"""What a plain Keras loop trains: the reference that one process of ringtrain is held against.
+
+It shares no code with the training step, the reduction or the evaluation, so that a defect that all world sizes share
+shows here. Which samples make a step is taken from the run that it is compared with, whose order is looked at by itself
+(``verify.check_ledger``); how many there are is counted anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.collectives import Collective
+from ringtrain.config import OPTIMIZER_CLASSES, Config
+from ringtrain.data.augment import sample_keys
+from ringtrain.data.sources import Source
+from ringtrain.run.variables import name_variables, named_slots, named_weights
+from ringtrain.step.optimizers import FUSED
+from ringtrain.training.job import Job, choose_optimizer
+from ringtrain.verify.record import create_recorded_job, make_comparable, record_job, write_record
+from ringtrain.workloads.base import Workload
+from ringtrain.workloads.values import per_sample
+
+EVALUATED_AT_ONCE = 256
+
+
+def record_with_oracle(workload: Workload, config: Config, collective: Collective, directory: Path) -> None:
+    """Train in float64 by ringtrain, here the only process, and by a plain Keras loop; write what came of both.
+
+    The files are ``float64.npz``, ``float64-perturbed.npz`` and ``plain.npz``. Local BatchNorm takes part: one process
+    has all samples.
+    """
+    double = dataclasses.replace(config, precision="float64")
+    job, notes = create_recorded_job(workload, double, collective, freezes=False)
+    first = [variable.numpy() for _, variable in named_weights(job.step.model)]
+    record_job(job, notes, directory, is_reference=True)
+    with np.load(directory / "float64.npz", allow_pickle=False) as archive:
+        write_record(directory / "plain.npz", train_oracle(workload, double, job, first, archive["samples"]))
+
+
+def train_oracle(
+    workload: Workload, config: Config, job: Job, first: Sequence[np.ndarray], samples: np.ndarray
+) -> dict[str, Any]:
+    """Train by the plain loop what a job of one process has trained.
+
+    Args:
+        first: the weights that the job began with.
+        samples: those that it trained on, one after the other, int64 [n].
+    """
+    keras.utils.clear_session()  # so that names are the job's
+    model = workload.create_model()
+    make_comparable(model, freezes=False)
+    for (_, variable), value in zip(named_weights(model), first, strict=True):
+        variable.assign(value)
+    optimizer = choose_optimizer(workload, config, job.learning_rate(0))
+    if type(optimizer) in FUSED.values():
+        plain_class = getattr(keras.optimizers, OPTIMIZER_CLASSES[config.optimizer.name])
+        optimizer = plain_class.from_config(optimizer.get_config())
+    optimizer.build(model.trainable_variables)
+    sources = workload.create_sources(config.data_dir, synthetic=config.synthetic)
+    train = cast(Source, sources.train)  # a feed is refused before
+    num_samples, batch_size = train.num_samples, job.order.global_batch_size
+    sizes = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
+    counts = [sizes[step % len(sizes)] for step in range(job.total_steps)]
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)], autograph=False)
+    def read(indices: tf.Tensor, epoch: tf.Tensor) -> Any:
+        x, y = train.gather(indices)
+        return workload.augment(x, y, sample_keys(config.seed, epoch, indices))
+
+    losses, seen = [], 0
+    averaged = model.trainable_variables if config.optimizer.ema else []
+    averages = [weight.numpy() for weight in averaged]
+    for step, count in enumerate(counts):
+        x, y = read(samples[seen : seen + count], step // len(sizes))
+        if isinstance(optimizer.get_config().get("learning_rate"), float):
+            optimizer.learning_rate = job.learning_rate(seen)
+        losses.append(train_step_plainly(workload, model, optimizer, x, y, count, accumulate=config.accumulate))
+        decay = min(config.optimizer.ema, (2 + step) / (11 + step))
+        averages = [decay * a + (1 - decay) * w.numpy() for a, w in zip(averages, averaged, strict=True)]
+        seen += count
+    trained = name_variables(weights=named_weights(model), slots=named_slots(optimizer))
+    return {
+        "losses": np.array(losses),
+        **{name: variable.numpy() for name, variable in trained.items()},
+        **{f"averages/{weight.path}": average for weight, average in zip(averaged, averages, strict=True)},
+        "evaluation": np.array(evaluate_plainly(workload, model, sources.evaluation, averages)),
+        "samples": samples,
+        "samples_per_step": np.array(counts),
+        "steps_per_epoch": len(sizes),
+        "num_samples": num_samples,
+    }
+
+
+def train_step_plainly(
+    workload: Workload, model: keras.Model, optimizer: Any, x: Any, y: Any, count: int, *, accumulate: int
+) -> float:
+    """Train one batch of ``count`` samples, in up to ``accumulate`` parts one after the other; its objective."""
+    weights = model.trainable_variables
+    gradients = [tf.zeros(weight.shape, weight.dtype) for weight in weights]
+    total, size = 0.0, -(-count // accumulate)
+    for start in range(0, count, size):
+        part_x, part_y = tf.nest.map_structure(lambda tensor: tensor[start : start + size], (x, y))  # noqa: B023
+        with tf.GradientTape() as tape:
+            losses, _ = per_sample(workload, part_y, model(part_x, training=True))
+            objective = tf.cast(tf.reduce_mean(losses), tf.float64) + sum(model.losses)
+            objective *= min(size, count - start) / count
+        parts = tape.gradient(objective, [weight.value for weight in weights], unconnected_gradients="zero")
+        gradients = [gradient + tf.convert_to_tensor(part) for gradient, part in zip(gradients, parts, strict=True)]
+        total += float(objective)
+    optimizer.apply(gradients, weights)
+    return total
+
+
+def evaluate_plainly(
+    workload: Workload, model: keras.Model, source: Source | None, averages: Sequence[np.ndarray]
+) -> list[float]:
+    """Samples, loss and metrics of the evaluation data, with the averages as weights where there are any."""
+    if source is None:
+        return []
+    for weight, average in zip(model.trainable_variables if averages else (), averages, strict=True):
+        weight.assign(average)
+    values: dict[str, list[np.ndarray]] = {}
+    for start in range(0, source.num_samples, EVALUATED_AT_ONCE):
+        x, y = source.gather(tf.range(start, min(start + EVALUATED_AT_ONCE, source.num_samples), dtype=tf.int64))
+        losses, metrics = per_sample(workload, y, model(x, training=False))
+        for name, of_samples in {"": losses, **metrics}.items():  # the loss before the names of all metrics
+            values.setdefault(name, []).append(of_samples.numpy())
+    penalty = sum(float(weight.regularizer(weight)) for weight in model.trainable_variables if weight.regularizer)
+    loss, *others = [np.mean(np.concatenate(values[name]), dtype=np.float64) for name in sorted(values)]
+    return [source.num_samples, loss + penalty, *others]

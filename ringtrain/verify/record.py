@@ -1,0 +1,266 @@
+"""What one run of ``verify`` trained, written down: a process of the group that it starts for a world size."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, gather_objects
+from ringtrain.config import Config
+from ringtrain.data.order import FedOrder
+from ringtrain.data.pipeline import Batch
+from ringtrain.errors import UsageError
+from ringtrain.messages.defects import describe_defect, find_users_place
+from ringtrain.run.progress import Progress
+from ringtrain.run.variables import share_first_values
+from ringtrain.step.report import StepReport
+from ringtrain.terminal.console import Console
+from ringtrain.training.job import Job, create_job
+from ringtrain.training.loop import run_steps
+from ringtrain.training.nonfinite import NonfiniteGuard
+from ringtrain.workloads.base import Workload
+
+# TensorFlow computes them in single precision at most; what they make of a sample is that sample's own, so that they
+# round alike under any world size.
+WITHOUT_FLOAT64 = {"AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AveragePooling3D", "MaxPooling3D"}
+# Rank 0's first values must reach every rank: the others start from noise of this size.
+NOISE = 1.0
+
+
+class Recorder:
+    """Notes each step's loss and which samples it was really made of."""
+
+    needs_weights = False
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+        self.losses: list[float] = []
+        self.samples: list[np.ndarray] = []
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        return True
+
+    def act(self, step: int, batch: Batch, report: StepReport) -> None:
+        self.losses.append(report.loss)
+        self.samples.append(self._collective.gather(batch.indices, name="ledger").numpy())
+
+
+def record(
+    workload: Workload, config: Config, collective: Collective, directory: Path, *, is_reference: bool = False
+) -> None:
+    """Train ``config.steps`` steps in float64, and one step in float32; rank 0 writes what came of it.
+
+    The files are ``float64.npz`` and ``float32.npz``; ``ringtrain.verify.compare`` reads them. A reference also trains
+    each from first weights that differ in their last bit, and ``float64-perturbed.npz`` and the other one say what came
+    of that: how far rounding alone moves what is compared.
+    """
+    double = dataclasses.replace(config, precision="float64")
+    job, notes = create_recorded_job(workload, double, collective)
+    record_job(job, notes, directory, is_reference=is_reference)
+    # One step of plain SGD: a step of Adam would divide by gradients that are nothing but rounding.
+    one_step = dataclasses.replace(config, precision="float32", steps=1, epochs=None)
+    job, notes = create_recorded_job(workload, one_step, collective, optimizer=lambda: keras.optimizers.SGD(1.0))
+    record_job(job, notes, directory, is_reference=is_reference)
+
+
+def create_recorded_job(
+    workload: Workload, config: Config, collective: Collective, *, freezes: bool = True, **job_options: Any
+) -> tuple[Job, list[str]]:
+    """A training in the configuration's precision, without what differs between world sizes by design; what that was.
+
+    Args:
+        freezes: also without local BatchNorm.
+
+    Raises:
+        UsageError: the workload is one that cannot be compared.
+    """
+    keras.utils.clear_session()
+    notes: list[str] = []
+    with explaining_float64(config):
+        job = create_job(
+            workload,
+            config,
+            collective,
+            num_threads=1,
+            adapt_model=lambda model: notes.extend(make_comparable(model, freezes=freezes)),
+            **job_options,
+        )
+    if isinstance(job.order, FedOrder):
+        raise UsageError(
+            "each rank of this workload is fed its own samples, so other world sizes train other batches: there is "
+            "nothing to compare. Give the same samples by number (from_arrays, or a Source of your own) to verify it.",
+            reach="run",
+        )
+    if not collective.world.is_first:
+        fill_with_noise(job.step.variables, seed=collective.world.rank)
+    share_first_values(job.step.variables, collective)
+    return job, notes
+
+
+@contextlib.contextmanager
+def explaining_float64(config: Config) -> Iterator[None]:
+    """Say what it is where the workload's own code, or a layer of its model, does not compute in float64."""
+    try:
+        yield
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as error:
+        words = [set(re.findall(r"\w+", line)) for line in str(error).splitlines()]
+        speaks_of_types = any(said & {"float64", "double"} and said & {"float32", "float"} for said in words)
+        if config.precision != "float64" or not speaks_of_types:
+            raise
+        place = find_users_place(error)
+        raise UsageError(
+            f"exactness is shown in float64, and {place or 'a layer of the model'} does not compute in it: "
+            f"{describe_defect(error).removesuffix('.')}. "
+            + (
+                "Take types from what is given, such as tf.cast(value, outputs.dtype)."
+                if place
+                else "Verify the model without that layer."
+            ),
+            reach="run",
+        ) from error
+
+
+def record_job(job: Job, notes: Sequence[str], directory: Path, *, is_reference: bool = False) -> None:
+    """Train, and write down what came of it; a reference once more, from weights that differ in their last bit."""
+    first = [variable.numpy() for variable in job.step.variables]
+    write_record(directory / f"{job.config.precision}.npz", train_recorded(job, notes))
+    if is_reference and not job.batches.is_counted:
+        for variable, value in zip(job.step.variables, first, strict=True):
+            variable.assign(value)
+        perturb(job.step.model.variables)
+        write_record(directory / f"{job.config.precision}-perturbed.npz", train_recorded(job, notes))
+
+
+def train_recorded(job: Job, notes: Sequence[str]) -> dict[str, Any]:
+    """Train the steps of a job: on rank 0 what came of it, nothing on the others."""
+    recorder = Recorder(job.collective)
+    progress = Progress()
+    run_steps(job, [recorder], NonfiniteGuard(job, Console(None, is_terminal=False), progress), progress)
+    evaluation = record_evaluation(job)
+    replicas = gather_objects(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
+    if not job.collective.world.is_first:
+        return {}
+    return {
+        "notes": np.array(notes, str),
+        "losses": np.array(recorder.losses),
+        "evaluation": np.array(evaluation),
+        "samples": np.concatenate(recorder.samples),
+        "samples_per_step": np.array([len(samples) for samples in recorder.samples]),
+        "steps_per_epoch": job.order.steps_per_epoch,
+        "num_samples": job.order.num_samples,
+        "variables": np.array([variable.path for variable in job.step.variables], str),
+        "replicas": np.array(replicas, str),  # [ranks, variables]
+        **{name: variable.numpy() for name, variable in job.step.named_variables.items()},
+    }
+
+
+def write_record(path: Path, values: dict[str, Any]) -> None:
+    """Write what rank 0 has; the others have nothing."""
+    if values:
+        np.savez(path, **values)
+
+
+def record_evaluation(job: Job) -> list[float]:
+    """The evaluation after the last step: loss and metrics, or nothing."""
+    result = job.evaluate()
+    return [result.samples, result.loss, *result.metrics.values()] if result else []
+
+
+def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
+    """Switch off what may differ between world sizes by design, and say what that was.
+
+    Raises:
+        UsageError: a layer draws random numbers in every call, whatever it is told.
+    """
+    notes = []
+    for layer in model._flatten_layers():
+        match_regularizers(layer)
+        if type(layer).__name__ in WITHOUT_FLOAT64:
+            layer.dtype_policy = "float32"
+        if type(layer).__name__ == "Equalization":
+            call_without_training(layer)
+            notes.append(f"{layer.name}: equalizes each rank's samples by themselves; switched off for the comparison")
+        elif draws(layer):
+            call_without_training(layer)
+            notes.append(f"{layer.name}: its random draws differ by rank; switched off for the comparison")
+        if freezes and isinstance(layer, keras.layers.BatchNormalization) and not is_synchronised(layer):
+            layer.trainable = False
+            notes.append(
+                f"{layer.name}: local BatchNorm normalises each rank's samples by themselves; frozen for the "
+                "comparison (ringtrain.keras.SyncBatchNormalization is exact)"
+            )
+    return notes
+
+
+def match_regularizers(layer: keras.layers.Layer) -> None:
+    """Give the factors of a layer's regularisers its type: Keras keeps them in that of the moment of their creation."""
+    for regularizer in [value for name, value in vars(layer).items() if name.endswith("regularizer") and value]:
+        for name, factor in vars(regularizer).items():
+            if isinstance(factor, tf.Tensor) and factor.dtype.is_floating:
+                setattr(regularizer, name, tf.cast(factor, layer.variable_dtype))
+
+
+def draws(layer: keras.layers.Layer) -> bool:
+    """Whether a layer itself draws random numbers in training: all of Keras' that do have a seed generator."""
+    rates = [getattr(layer, name) for name in ("dropout", "recurrent_dropout") if hasattr(layer, name)]
+    return bool(layer._seed_generators) and (not rates or any(rates))
+
+
+def call_without_training(layer: keras.layers.Layer) -> None:
+    """Let a layer compute as it does outside of training, where it draws nothing."""
+    call = layer.call
+    signature = inspect.signature(call)
+    if "training" not in signature.parameters:
+        raise UsageError(
+            f"the layer {layer.name!r} ({type(layer).__name__}) draws random numbers in every call, so other world "
+            "sizes train other things: there is nothing to compare. Give its call() a `training` argument, and let it "
+            "draw only where that is true.",
+            reach="run",
+        )
+
+    @functools.wraps(call)
+    def call_outside_of_training(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["training"] = False
+        return call(*bound.args, **bound.kwargs)
+
+    layer.call = call_outside_of_training
+
+
+def is_synchronised(layer: keras.layers.BatchNormalization) -> bool:
+    """Whether a BatchNorm layer uses the statistics of the global batch."""
+    return type(layer).__name__ == "SyncBatchNormalization"
+
+
+def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:
+    """Make all variables wrong, so that one which rank 0's values do not reach shows."""
+    generator = np.random.default_rng(seed)
+    for variable in variables:
+        noise = generator.normal(scale=NOISE, size=variable.shape)
+        is_float = tf.as_dtype(variable.dtype).is_floating
+        variable.assign(tf.cast(noise if is_float else 100 * np.abs(noise) + 1, variable.dtype))
+
+
+def perturb(variables: Sequence[keras.Variable]) -> None:
+    """Change each number in its last bit, up or down by chance."""
+    generator = np.random.default_rng(1)
+    for variable in variables:
+        if variable.dtype in ("float32", "float64"):
+            signs = generator.choice([-1.0, 1.0], size=variable.shape)
+            variable.assign(variable.value * (1 + signs * np.finfo(variable.dtype).eps).astype(variable.dtype))
+
+
+def digest(variable: keras.Variable) -> str:
+    """A variable's bits, in short."""
+    return hashlib.sha256(np.asarray(variable.numpy()).tobytes()).hexdigest()

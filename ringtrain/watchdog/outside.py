@@ -1,0 +1,130 @@
+"""``python -I -S outside.py NAME SIGNAL``: a process that watches its parent, one rank, from outside.
+
+A thread cannot watch a process in which a call holds Python's lock: it does not run. So each rank's watchdog says from
+time to time on a pipe that it does, and for how long it may be silent. Python's own
+``faulthandler.dump_traceback_later(exit=True)`` would need no process, but goes by the clock: it ends a rank that was
+stopped for a while (by a debugger, or by Slurm that suspended the job) the moment it goes on. This process counts its
+own ticks, and none while its parent is stopped.
+
+It uses nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+# Of the time that the rank may be silent: after all of it the others leave, and the launcher ends this one.
+STACKS_FACTOR, KILL_FACTOR = 0.9, 1.5
+CLOSE_SECONDS = 2.0
+PACKAGES = Path(__file__).resolve().parents[2]
+
+
+class Outside:
+    """The process that watches this one, as this one sees it."""
+
+    def __init__(self, name: str, stacks_signal: int) -> None:
+        """``name`` is this rank's, in words; at ``stacks_signal`` this process writes its stacks."""
+        self._process: subprocess.Popen[bytes] | None = None
+        # Without it, a rank whose threads cannot run is found by the other ranks alone.
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, name, str(int(stacks_signal))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+            )
+            os.set_blocking(self._pipe, False)
+
+    def tell(self, limit: float, doing: str) -> None:
+        """This process is well; it does this, and may be silent for ``limit`` seconds."""
+        with contextlib.suppress(OSError):
+            os.write(self._pipe, f"{limit} {doing}\n".encode())
+
+    def close(self) -> None:
+        """End it."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()  # type: ignore[union-attr]
+            try:
+                self._process.wait(CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    @property
+    def _pipe(self) -> int:
+        if self._process is None or self._process.stdin is None:
+            raise OSError("there is no such process")
+        return self._process.stdin.fileno()
+
+
+def main(name: str, stacks_signal: int) -> None:
+    """Watch until the parent ends, or closes the pipe at stdin."""
+    parent = os.getppid()
+    silent, limit, doing = 0.0, float("inf"), ""
+    while os.getppid() == parent:
+        tick = min(1.0, limit / 8)
+        ready, _, _ = select.select([0], [], [], tick)
+        if ready:
+            data = os.read(0, 65536)
+            if not data:
+                return
+            silent = 0.0
+            told, _, doing = data.decode(errors="replace").splitlines()[-1].partition(" ")
+            limit = float(told)
+            continue
+        if is_stopped(parent):
+            continue
+        before, silent = silent, silent + tick
+        if before < STACKS_FACTOR * limit <= silent:
+            say(f"ringtrain: {name} {doing}; no other thread of it has run for {silent:.0f} s. Its threads:\n")
+            send(parent, stacks_signal)
+        if silent >= KILL_FACTOR * limit:
+            message = (
+                f"{name} {doing}; no other thread of it has run for {silent:.0f} s: a call holds Python's lock, or the "
+                "process cannot run at all. It was killed."
+            )
+            tell_end(message)
+            say(f"ringtrain: error: {message}\n")
+            send(parent, signal.SIGKILL)
+            return
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
+def send(pid: int, number: int) -> None:
+    """Signal a process; one that has just ended is no error."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def say(text: str) -> None:
+    """Write to the error stream; one that nobody reads any more is no error."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+
+
+def tell_end(message: str) -> None:
+    """Tell whoever launched the run, unless another rank has."""
+    sys.path.insert(0, str(PACKAGES))
+    from ringtrain.errors import HangError
+    from ringtrain.runtime import launched
+
+    launched.tell_end({"event": "end", "status": "hang", "exit_code": HangError.exit_code, "message": message})
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # meant for the rank
+        signal.signal(number, signal.SIG_IGN)
+    main(sys.argv[1], int(sys.argv[2]))

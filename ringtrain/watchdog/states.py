@@ -1,0 +1,133 @@
+"""What every rank is doing, as one of them sees it, and whether that is a hang: pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringtrain.messages.ranks import name_ranks
+from ringtrain.runtime.activity import Doing, Note
+
+# A rank whose connection ended without a word is dead. Its launcher ends the others, as a rule within two seconds.
+GONE_SECONDS = 20.0
+MAX_GROUPS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """A rank, as it was last heard of.
+
+    Attributes:
+        note: what it was doing.
+        still: seconds for which it had not moved.
+        limit: seconds for which it may do so, there.
+        silent: seconds since then.
+        is_gone: its connection has ended without a word.
+    """
+
+    note: Note
+    still: float
+    limit: float
+    silent: float = 0.0
+    is_gone: bool = False
+
+    @property
+    def all_still(self) -> float:
+        """Seconds for which it has not been seen to move."""
+        return self.still + self.silent
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it gives no sign of life any more, though it would have to."""
+        return self.is_gone or self.silent >= self.limit
+
+    def later(self, seconds: float) -> RankState:
+        """The same rank, which has not been heard of meanwhile."""
+        return dataclasses.replace(self, silent=self.silent + seconds)
+
+    def to_message(self) -> dict[str, Any]:
+        """What the rank tells the others of itself; JSON values."""
+        note = self.note
+        return {"doing": note.doing.name, "step": note.step, "still": self.still, "limit": self.limit}
+
+
+def read_state(message: Mapping[str, Any]) -> RankState:
+    """What ``to_message`` told.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no such message.
+    """
+    note = Note(Doing[message["doing"]], int(message["step"]))
+    return RankState(note=note, still=float(message["still"]), limit=float(message["limit"]))
+
+
+def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all: bool) -> str | None:
+    """What to say where nothing moves any more; None where something does, or is still given time.
+
+    Args:
+        states: of the ranks that take part in the watch and have not taken leave.
+        nodes: the host of each rank of the run.
+        sees_all: the judge hears of every rank; without that it judges only where the others are missing.
+    """
+    missing = [rank for rank, state in states.items() if state.is_missing]
+    if not states or not (sees_all or missing):
+        return None
+    limit = max(state.limit for state in states.values())
+    if any(state.is_gone for state in states.values()):
+        limit = min(limit, GONE_SECONDS)
+    if not all(state.all_still >= limit or state.is_missing for state in states.values()):
+        return None
+    seconds = min(max(state.all_still, limit) for state in states.values())
+    return f"nothing has moved for {seconds:.0f} s: {describe(states, nodes)}."
+
+
+def describe(states: Mapping[int, RankState], nodes: Sequence[str]) -> str:
+    """Who is where, those first for whom the others wait."""
+    awaited = find_awaited(states)
+    others = [rank for rank in states if rank not in awaited]
+    parts = [
+        describe_group(ranks, states[ranks[0]], nodes) for ranks in group_alike(awaited or others, states, by_time=True)
+    ]
+    if awaited:
+        it = "it" if len(awaited) == 1 else "them"
+        for ranks in group_alike(others, states, by_time=False):
+            place = states[ranks[0]].note.place
+            wait = "waits" if len(ranks) == 1 else "wait"
+            parts.append(f"{name_ranks(ranks)} {wait} for {it}{f' {place}' if place else ''}")
+    if len(parts) > MAX_GROUPS:
+        parts[MAX_GROUPS:] = [f"and {len(parts) - MAX_GROUPS} groups of ranks more"]
+    return "; ".join(parts)
+
+
+def find_awaited(states: Mapping[int, RankState]) -> list[int]:
+    """Those for whom the others wait: who is missing; else who is busy on its own; else who is behind; else nobody."""
+    missing = [rank for rank, state in states.items() if state.is_missing]
+    if missing:
+        return missing
+    busy = [rank for rank, state in states.items() if state.note.place is None]
+    if busy:
+        return busy
+    steps = {state.note.step for state in states.values()}
+    return [rank for rank, state in states.items() if len(steps) > 1 and state.note.step == min(steps)]
+
+
+def describe_group(ranks: Sequence[int], state: RankState, nodes: Sequence[str]) -> str:
+    """What some ranks are doing, since when."""
+    who = name_ranks(ranks, nodes)
+    words, be = (state.note.words_of_one, "is") if len(ranks) == 1 else (state.note.words, "are")
+    if state.is_missing:
+        how = "gone" if state.is_gone else "silent"
+        return f"{who} {be} {how} since {state.silent:.0f} s (last words: {words})"
+    return f"{who} {words} since {state.all_still:.0f} s"
+
+
+def group_alike(ranks: Sequence[int], states: Mapping[int, RankState], *, by_time: bool) -> list[list[int]]:
+    """Ranks that do the same, where ``by_time`` in the order of the longest; their first states speak for them."""
+    groups: dict[Any, list[int]] = {}
+    for rank in ranks:
+        state = states[rank]
+        groups.setdefault((state.note.doing, state.note.step, state.is_gone, state.is_missing), []).append(rank)
+    found = list(groups.values())
+    return sorted(found, key=lambda group: -states[group[0]].all_still) if by_time else found

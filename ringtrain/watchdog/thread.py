@@ -1,0 +1,311 @@
+"""The watchdog: no rank waits for ever. A thread of each rank sees whether it moves, and hears of the others.
+
+Rank 0 hears of all ranks and judges; where rank 0 itself is missing, each other rank does. When nothing has moved for
+``--hang_timeout``, every rank that can writes the stacks of its threads, rank 0 says who is where, and all leave with
+exit code 6. Time is counted by the ticks of the thread itself, not by a clock: where the thread did not run, because
+the process was stopped or suspended, it has not seen anybody hang either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.errors import HangError
+from ringtrain.guard.lost import note_lost
+from ringtrain.messages.ranks import name_ranks
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Doing, limit_seconds
+from ringtrain.runtime.world import World
+from ringtrain.watchdog.ending import STACKS_SECONDS, STACKS_SIGNAL, run_bounded, start_bounded, write_stacks
+from ringtrain.watchdog.hub import Message, Star, draw_token, listen
+from ringtrain.watchdog.outside import Outside
+from ringtrain.watchdog.states import RankState, find_hang, read_state
+from ringtrain.watchdog.stragglers import Looks, Stragglers, describe_slow, list_threads
+
+if TYPE_CHECKING:
+    from ringtrain.collectives import Collective
+
+LONGEST_TICK_SECONDS = 1.0
+LEAVE_SECONDS = 20.0  # for the ways out of Horovod and MPI, which wait for other ranks
+RECORD_SECONDS = 5.0  # for last words into files, which may be on a file system that hangs
+ENDING_SECONDS = 30.0  # for all last words together
+UNHEARD_SECONDS = 60.0
+DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
+
+Report = Callable[[HangError], None]
+
+
+class Watchdog:
+    """Watches this rank and, once it has met the others, all of them. Where ``hang_timeout`` is 0 it does nothing."""
+
+    def __init__(self, world: World, hang_timeout: float, *, report: Report, warn: Callable[[str], None]) -> None:
+        """``report`` tells the user why the run ends, ``warn`` that something is odd; the thread calls them."""
+        self._world, self._hang_timeout = world, hang_timeout
+        self._report, self._warn = report, warn
+        self._write_end: Report = lambda error: None
+        self._tick = min(LONGEST_TICK_SECONDS, hang_timeout / 8)
+        self._nodes: Sequence[str] = [world.node] * world.size
+        self._has_met = False
+        self._states: dict[int, RankState] = {}  # of the other ranks, from their first word until they take leave
+        self._unheard: set[int] = set()
+        self._unheard_seconds = 0.0
+        self._looks, self._threads_before = Looks(), set[str]()
+        self._looks_at: dict[int, tuple[int, int]] = {}
+        self._stragglers = Stragglers()
+        self._seen: tuple[Any, ...] = ()
+        self._still = 0.0
+        self._star = Star(world.rank)
+        self._to_do: list[Callable[[], None]] = []  # by the thread, which alone uses the star
+        self._seconds_to_leave: float | None = None
+        self._leave_at_once: Callable[[], None] = lambda: None
+        self._is_stopped = False
+        self._outside: Outside | None = None
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch this rank, before it joins the others."""
+        if self._hang_timeout:
+            faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+            self._outside = Outside(f"rank {self._world.rank} on {self._world.node}", STACKS_SIGNAL)
+            activity.note(Doing.JOIN, takes_long=True)
+            activity.when_it_may_not_take_long(self._star.wake)
+            self._thread.start()
+            self._threads_before = list_threads()
+
+    def meet(self, collective: Collective) -> None:
+        """Connect the ranks' watchdogs. Every rank must call it."""
+        from ringtrain.collectives import gather_objects
+
+        world = self._world
+        if not self._hang_timeout or world.size == 1:
+            return
+        mine: dict[str, Any] = {"node": world.node}
+        listener = None
+        if world.is_first:
+            listener, addresses = listen(world)
+            mine |= {"addresses": addresses, "port": listener.getsockname()[1], "token": draw_token()}
+        self._looks.leave_out(list_threads() - self._threads_before)
+        ranks = gather_objects(collective, mine, name="watchdog")
+        first = ranks[0]
+
+        def connect() -> None:
+            self._nodes = [rank["node"] for rank in ranks]
+            self._has_met = True
+            self._unheard = set(range(1, world.size)) if world.is_first else {0}
+            if listener is not None:
+                self._star.accept_from(listener, token=first["token"], size=world.size)
+                return
+            with contextlib.suppress(OSError):  # rank 0 says whom it does not hear
+                self._star.connect_to(first["addresses"], first["port"], token=first["token"])
+
+        self._to_do.append(connect)
+        self._star.wake()
+
+    def write_by(self, *, write_end: Report, warn: Callable[[str], None] | None) -> None:
+        """How this rank writes the ``end`` record where it judges, and a warning: as before where it is None."""
+        self._write_end = write_end
+        self._warn = warn or self._warn
+
+    def begin_leaving(self, exit_code: int, last_words: Callable[[], None] = lambda: None) -> None:
+        """From now on this rank is on its way out; where that takes long, it ends at once, with this exit code.
+
+        Does not return where the watchdog has begun to end the process.
+        """
+        if not self._hang_timeout:
+            return
+        activity.note(Doing.LEAVE)
+        has_begun = threading.Event()
+
+        def leave_at_once() -> None:
+            if self._outside is not None:
+                self._outside.tell(ENDING_SECONDS, "ends")
+            run_bounded(last_words, RECORD_SECONDS)
+            os._exit(exit_code)
+
+        def begin() -> None:
+            self._seconds_to_leave, self._leave_at_once = LEAVE_SECONDS, leave_at_once
+            has_begun.set()
+
+        self._to_do.append(begin)
+        self._star.wake()
+        while self._thread.is_alive() and not has_begun.wait(1.0):
+            pass
+
+    def stop(self) -> None:
+        """Take leave of the other ranks' watchdogs."""
+        if self._hang_timeout:
+            self._is_stopped = True
+            activity.when_it_may_not_take_long(None)
+            self._star.wake()
+            self._thread.join()
+            faulthandler.unregister(STACKS_SIGNAL)
+        if self._outside is not None:
+            self._outside.close()
+        self._star.close()
+
+    def _run(self) -> None:
+        try:
+            last = time.monotonic()
+            next_look = last + self._tick
+            while not self._is_stopped:
+                came = self._star.receive(max(0.0, next_look - time.monotonic()))
+                now = time.monotonic()
+                seconds, last = min(now - last, 2 * self._tick), now
+                while self._to_do:
+                    self._to_do.pop(0)()
+                self._count(seconds)
+                for rank, message in came:
+                    self._take(rank, message)
+                if now >= next_look:  # not where the training thread woke this one: it is at work at that moment
+                    next_look = now + self._tick
+                    if self._world.size > 1:
+                        self._looks.look()
+                self._tell()
+                self._judge(seconds)
+            self._star.send({"bye": True})
+        except Exception:  # a defect of ours must not end a run that is well
+            failed = f"the watchdog of rank {self._world.rank} has failed:"
+            self._warn("\n  ".join([failed, *traceback.format_exc().rstrip().split("\n")]))
+            if self._outside is not None:
+                self._outside.close()
+            with contextlib.suppress(Exception):
+                self._star.send({"bye": True})
+
+    def _count(self, seconds: float) -> None:
+        """Let time pass for all ranks, unless this one has moved."""
+        self._states = {rank: state.later(seconds) for rank, state in self._states.items()}
+        seen = activity.current()
+        is_same = len(self._seen) == len(seen) and all(a is b for a, b in zip(seen, self._seen, strict=True))
+        self._seen = seen
+        self._still = self._still + seconds if is_same else 0.0
+        if self._still >= self._my_state.limit / 2 and is_debugged():
+            self._still = 0.0
+
+    @property
+    def _my_state(self) -> RankState:
+        note = activity.current()[0]
+        limit = limit_seconds(self._hang_timeout, takes_long=note.takes_long)
+        return RankState(note=note, still=round(self._still, 3), limit=limit)
+
+    def _take(self, rank: int, message: Message | None) -> None:
+        """What another rank says of itself; None: it has gone without a word."""
+        if message is None:
+            note_lost(name_ranks([rank], self._nodes))
+            if rank in self._states:
+                self._states[rank] = dataclasses.replace(self._states[rank], is_gone=True)
+        elif "bye" in message:
+            self._states.pop(rank, None)
+        elif "hang" in message:
+            self._end(str(message["hang"]), judges=False)
+        else:
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                self._states[rank] = read_state(message)
+                self._looks_at[rank] = (int(message["looks"][0]), int(message["looks"][1]))
+                self._unheard.discard(rank)
+
+    def _tell(self) -> None:
+        """Tell the others, and the process outside, that this rank is there, and what it does."""
+        mine = self._my_state
+        looks = self._looks_at[self._world.rank] = (self._looks.times, self._looks.times_runnable)
+        self._star.send({**mine.to_message(), "looks": looks})
+        if self._outside is not None:
+            self._outside.tell(mine.limit, mine.note.words_of_one)
+
+    def _judge(self, seconds: float) -> None:
+        """End what hangs."""
+        if self._seconds_to_leave is not None:
+            self._seconds_to_leave -= seconds
+            if self._seconds_to_leave <= 0:
+                self._leave_at_once()
+            return
+        states = dict(sorted({**self._states, self._world.rank: self._my_state}.items()))
+        is_alone = 0 in self._unheard  # rank 0 cannot be reached, or was stopped before it said a word
+        if is_alone:  # and may be doing what takes long
+            limit = limit_seconds(self._hang_timeout, takes_long=True)
+            states = {self._world.rank: dataclasses.replace(self._my_state, limit=limit)}
+        hang = find_hang(states, self._nodes, sees_all=self._world.is_first or not self._has_met or is_alone)
+        if hang is not None:
+            unheard = (
+                f"; nothing was heard of {name_ranks(sorted(self._unheard), self._nodes)}." if self._unheard else "."
+            )
+            self._end(hang.removesuffix(".") + unheard, judges=True)
+        if self._world.is_first and self._states:
+            self._look_for_stragglers()
+        if self._unheard and self._world.is_first:
+            before, self._unheard_seconds = self._unheard_seconds, self._unheard_seconds + seconds
+            if before < UNHEARD_SECONDS <= self._unheard_seconds:
+                who = name_ranks(sorted(self._unheard), self._nodes)
+                self._say(f"the watchdog hears nothing of {who}; a hang is found without them, but not as well named.")
+
+    def _look_for_stragglers(self) -> None:
+        """Warn of ranks for whose computing the others wait."""
+        notes = [activity.current()[0], *(state.note for state in self._states.values())]
+        ranks = [self._world.rank, *self._states] if all(note.step for note in notes) else []
+        looks = {rank: self._looks_at[rank] for rank in ranks if rank in self._looks_at}
+        for rank, (share, usual) in self._stragglers.compare(looks).items():
+            self._say(describe_slow(rank, share, usual, self._nodes))
+
+    def _say(self, warning: str) -> None:
+        """Warn, in a thread: what it is written to may hang."""
+        start_bounded(lambda: self._warn(warning))
+
+    def _end(self, hang: str, *, judges: bool) -> None:
+        """End this process and, as rank 0 or where that is missing, let the others end; never returns."""
+        is_first = self._world.is_first
+        error = HangError(
+            f"{hang} The stacks of the ranks that could write them are above. Where it is right that something takes "
+            f"so long, raise --hang_timeout ({self._hang_timeout:g} s).",
+            reach="run" if is_first else "rank",
+        )
+        if self._outside is not None:
+            self._outside.tell(ENDING_SECONDS, "ends")
+        record = start_bounded(lambda: self._write_end(error)) if judges else None
+        if is_first or judges:
+            self._star.send({"hang": hang})
+        if judges or not is_first:  # else this rank alone was missing, and has come back when the others had left
+            run_bounded(lambda: write_stacks(self._world), STACKS_SECONDS)
+        if is_first:
+            self._wait_for(set(self._star.peers), STACKS_SECONDS)  # the launcher ends them once this process ends
+        elif judges:
+            self._wait_for({0}, 2 * self._tick)  # so that the others, which judge by themselves, come to their stacks
+        else:
+            self._star.send({"hang": hang})
+            self._wait_for({0}, STACKS_SECONDS + RECORD_SECONDS)
+        if record is not None:
+            record.join(RECORD_SECONDS)
+        # Where all judge by themselves, one for each node is enough to be read.
+        if judges and (is_first or self._world.rank == 1 or self._world.local_rank == 0):
+            run_bounded(lambda: self._report(error), RECORD_SECONDS)
+        elif judges:  # the launcher ends the others once this process ends, and those may not have come to judge
+            time.sleep(STACKS_SECONDS)
+        os._exit(HangError.exit_code)
+
+    def _wait_for(self, ranks: set[int], seconds: float) -> None:
+        """Wait until these have answered that they end, or have ended."""
+        end = time.monotonic() + seconds
+        waited = {rank for rank in ranks if rank in self._states and not self._states[rank].is_missing}
+        if not self._world.is_first:
+            waited = set(ranks)
+        while waited and time.monotonic() < end:
+            for rank, message in self._star.receive(min(0.1, seconds)):
+                if message is None or (self._world.is_first and "hang" in message):
+                    waited.discard(rank)
+
+
+def is_debugged() -> bool:
+    """Whether the main thread is in a debugger, where the user may take any time."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if os.path.basename(frame.f_code.co_filename) in DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False

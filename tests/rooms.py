@@ -1,0 +1,98 @@
+"""The rooms of the package and who imports whom, read from the source.
+
+    python -m tests.rooms
+
+writes the picture of ``docs/architecture.md`` anew: the rooms in their order, with an arrow for each import between two
+rooms that no longer way through others stands for.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/architecture.md"
+PACKAGES = ("ringtrain", "launch")
+PICTURE = re.compile(r"(?<=```mermaid\n).*?(?=```)", re.DOTALL)
+
+
+def read_rooms(page: str) -> list[str]:
+    """The rooms from the top, as the first column of the page's table lists them."""
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    return [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def find_modules(root: Path) -> dict[str, Path]:
+    """All modules of the packages below a directory, by their dotted names."""
+    files = [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
+    parts = {file: file.relative_to(root).with_suffix("").parts for file in files}
+    return {".".join(p[:-1] if p[-1] == "__init__" else p): file for file, p in parts.items()}
+
+
+def room_of(module: str) -> str:
+    """The room of a module, such as ``data`` for ``ringtrain.data.formats.tfrecord``; ``launch`` is one."""
+    package, *rest = module.split(".")
+    return rest[0] if package == "ringtrain" and rest else package
+
+
+def imported_names(tree: ast.AST, package: str) -> Iterator[str]:
+    """Every name that is imported anywhere below ``tree``, inside functions and for types alone as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def read_imports(modules: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Each module with those of the others that it imports by name.
+
+    That Python runs a package's own file before the file of a module in it is no import of that module's.
+    """
+    imports: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        names = imported_names(ast.parse(file.read_text(encoding="utf-8")), package)
+        imports[module] = {found for name in names if (found := _module_of(name, modules))} - {module}
+    return imports
+
+
+def _module_of(name: str, modules: Mapping[str, Path]) -> str:
+    """The module that a name belongs to; empty: to none of these."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def draw(rooms: list[str], imports: Mapping[str, set[str]]) -> str:
+    """The rooms as a Mermaid flowchart, users below what they use."""
+    uses: dict[str, set[str]] = {room: set() for room in rooms}
+    for module, others in imports.items():
+        if room_of(module) in uses:
+            uses[room_of(module)] |= {room_of(other) for other in others} & set(rooms) - {room_of(module)}
+    reached: dict[str, set[str]] = {}  # by any way; whom a room imports stands above it
+    for room in rooms:
+        reached[room] = uses[room].union(*(reached[other] for other in uses[room]))
+    arrows = [
+        f"    {room} --> {other}"
+        for room in rooms
+        for other in sorted(uses[room], key=rooms.index)
+        if not any(other in reached[between] for between in uses[room])
+    ]
+    return "\n".join(["flowchart BT", *(f"    {room}" for room in rooms), *arrows, ""])
+
+
+def main() -> None:
+    """Draw the page's picture anew."""
+    page = PAGE.read_text(encoding="utf-8")
+    picture = draw(read_rooms(page), read_imports(find_modules(ROOT)))
+    PAGE.write_text(PICTURE.sub(lambda _: picture, page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,7 @@ def main() -> None:
 def time_reading(kind: str, data_dir: Path) -> tuple[float, str]:
     """Seconds for each image on one core, and what was wrong."""
     from ringtrain.collectives.solo import Solo
-    from ringtrain.data.cache.memory import with_cache
+    from ringtrain.data.cache import with_cache
     from ringtrain.data.formats.image_folder import load_image_folder
     from ringtrain.data.formats.tfrecord import load_tfrecords
     from ringtrain.data.order import SampleOrder

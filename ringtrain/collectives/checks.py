@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives.base import Collective
+from ringtrain.collectives.objects import gather_objects
 from ringtrain.errors import UsageError
 
 SIZES = (3, 1000)  # of tensors that travel together

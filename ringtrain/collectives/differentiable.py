@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringtrain.collectives import Collective
+from ringtrain.collectives.base import Collective
 from ringtrain.collectives.gradients import GradientReduction
 
 Tensors = list[tf.Tensor]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from ringtrain.collectives import Collective
+from ringtrain.collectives.base import Collective
 
 if TYPE_CHECKING:
     import tensorflow as tf

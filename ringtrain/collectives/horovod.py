@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.collectives import Totals, gather_objects
+from ringtrain.collectives.base import Totals
+from ringtrain.collectives.objects import gather_objects
 from ringtrain.collectives.shared_memory import DTYPES, SharedSums, share_window
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import DYNAMIC_TIMELINE

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.collectives import Totals
+from ringtrain.collectives.base import Totals
 from ringtrain.collectives.results import LINE_BYTES, Array, Buffers, SharedResult, round_up
 from ringtrain.errors import LOST_RANK_SIGN
 

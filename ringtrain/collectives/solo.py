@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ringtrain.collectives import Totals
+from ringtrain.collectives.base import Totals
 from ringtrain.runtime.world import World
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from ringtrain.collectives.checks import require_working_sums
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.collective import ProcessSetCollective
+from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
-from ringtrain.keras.optimizer import Distributed, find_distributed, is_applying
 from ringtrain.runtime.devices import own_gpu
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 
+from ringtrain.keras.distributed import Distributed, apply_reduced, check_parts
 from ringtrain.keras.guards import TrainingGuard, check_distributed
-from ringtrain.keras.optimizer import Distributed, apply_reduced, check_parts
 
 log = logging.getLogger("ringtrain")
 

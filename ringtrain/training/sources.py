@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 
 from ringtrain.collectives import Collective, agree
 from ringtrain.config import Config
-from ringtrain.data.cache.memory import with_cache
+from ringtrain.data.cache import with_cache
 from ringtrain.data.contents import Contents
 from ringtrain.data.sources import Feed, Source
 from ringtrain.data.stepping import BAD_REMEDY, describe_bad

@@ -14,7 +14,7 @@ import pytest
 
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
-from ringtrain.keras.optimizer import find_distributed
+from ringtrain.keras.distributed import find_distributed
 from tests.keras.training import largest_difference, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
 from tests.world.processes import clean_environment

@@ -15,8 +15,8 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives.solo import Solo
-from ringtrain.data.cache import memory as cache
-from ringtrain.data.cache.memory import with_cache
+from ringtrain.data.cache import memory, with_cache
+from ringtrain.data.cache.layout import find_layout
 from ringtrain.data.cache.node import CacheFile, cache_directory, share_of
 from ringtrain.data.formats.image_folder import load_image_folder
 from ringtrain.data.sources import BadSample, from_arrays
@@ -167,7 +167,7 @@ def test_samples_without_one_shape_are_refused(mode: Mode) -> None:
 
 def test_too_little_memory_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       1 kB\n")
-    monkeypatch.setattr(cache, "MEMORY_FILE", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "MEMORY_FILE", tmp_path / "meminfo")
     with pytest.raises(DataError, match=r"23 decoded samples .* need 1,564 bytes.* 1,024 bytes .*--cache node"):
         cached(Decoding(), "memory")
 
@@ -277,7 +277,7 @@ def test_the_shares_of_a_node_are_all_samples_once() -> None:
 
 def test_the_file_has_all_of_its_space_before_it_is_filled(place: Path) -> None:
     source = Decoding()
-    file = CacheFile(place, cache.find_layout(source), source.fingerprint)
+    file = CacheFile(place, find_layout(source), source.fingerprint)
     filling = file.begin(source)
     assert filling is not None
     assert filling.path.stat().st_blocks * 512 >= file.num_bytes

@@ -1,11 +1,14 @@
-"""The rooms of the package: each imports only from rooms above it."""
+"""The rooms of the package: each imports only from rooms above it, no two files import each other, whatever the way."""
 
 from __future__ import annotations
 
+import graphlib
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
 
 from tests.rooms import PAGE, PICTURE, ROOT, draw, find_modules, read_imports, read_rooms, room_of
 
@@ -15,7 +18,7 @@ IMPORTS = read_imports(MODULES)
 PUBLIC = ("ringtrain",)  # the package's own file: the version, and public names
 MAX_FLAT_MODULES = 8
 WITHOUT_TENSORFLOW = [
-    "cli", "commands.flags", "config", "errors", "files.bounded", "messages.defects", "report", "script",
+    "cli", "commands.flags", "config", "data.cache", "errors", "files.bounded", "messages.defects", "report", "script",
     "run.checkpoint", "run.directory", "runtime.devices", "runtime.world", "step.schedule", "terminal.console",
     "verify.compare", "bench.command", "doctor.command", "doctor.inside", "workloads.digits", "workloads.listing",
 ]  # fmt: skip
@@ -30,6 +33,15 @@ def upward_imports(imports: Mapping[str, set[str]]) -> list[str]:
         for other in others - set(PUBLIC)
         if room_of(module) != room_of(other) and not ROOMS.index(room_of(other)) < ROOMS.index(room_of(module))
     ]
+
+
+def find_circle(imports: Mapping[str, set[str]]) -> list[str]:
+    """Files each of which imports the next one, and the last one the first; empty where there are none."""
+    try:
+        graphlib.TopologicalSorter({module: others - set(PUBLIC) for module, others in imports.items()}).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def plant(root: Path, files: Mapping[str, str]) -> dict[str, set[str]]:
@@ -58,6 +70,10 @@ def test_a_room_imports_only_from_rooms_above_it() -> None:
     assert upward_imports(IMPORTS) == []
 
 
+def test_no_files_import_each_other() -> None:
+    assert find_circle(IMPORTS) == []
+
+
 def test_an_upward_import_inside_a_function_is_seen(tmp_path: Path) -> None:
     files = {
         "__init__.py": "",
@@ -65,6 +81,13 @@ def test_an_upward_import_inside_a_function_is_seen(tmp_path: Path) -> None:
         "training/loop.py": "from ringtrain.data.order import f\n",
     }
     assert upward_imports(plant(tmp_path, files)) == ["ringtrain.data.order imports ringtrain.training.loop"]
+
+
+@pytest.mark.parametrize("second", ["from ringtrain.data.order import f", "def g():\n    from . import order"])
+def test_a_circle_between_two_files_of_one_room_is_seen(second: str, tmp_path: Path) -> None:
+    files = {"__init__.py": "", "data/__init__.py": "", "data/order.py": "import ringtrain.data.sources\n"}
+    circle = find_circle(plant(tmp_path, {**files, "data/sources.py": second}))
+    assert set(circle) == {"ringtrain.data.order", "ringtrain.data.sources"}
 
 
 def test_the_picture_is_drawn_from_the_imports() -> None:

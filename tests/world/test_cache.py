@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, gather_objects
-from ringtrain.data.cache.memory import with_cache
+from ringtrain.data.cache import with_cache
 from ringtrain.data.cache.node import cache_directory
 from ringtrain.data.formats.image_folder import load_image_folder
 from tests.world.group import on_ranks

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringtrain.collectives import Collective, agree, gather_objects
-from ringtrain.data.cache.memory import Layout, find_layout, read_arrays
+from ringtrain.data.cache.layout import Layout, find_layout, read_arrays
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
 from ringtrain.runtime import activity

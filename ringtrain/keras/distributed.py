@@ -1,0 +1,165 @@
+"""An optimizer of a subclass of its Keras class, whose ``apply`` reduces the gradients of all ranks first."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+
+from ringtrain.errors import UsageError
+from ringtrain.keras.exchange import Accumulation, Exchange, Settings
+
+# Whether this is within the ``apply`` of a distributed optimizer, whose parts, where it has such (MultiOptimizer,
+# LossScaleOptimizer), apply what it has reduced.
+is_applying = contextvars.ContextVar("is_applying", default=False)
+
+
+class Distributed:
+    """What a distributed optimizer has beyond its Keras class, which stands behind this one among the bases."""
+
+    _settings: ClassVar[Settings]
+    _accumulation: ClassVar[tuple[int, bool]]  # passes to a reduction, whether their gradients are averaged
+    _plain_class: ClassVar[type[keras.optimizers.Optimizer]]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[keras.optimizers.Optimizer]:
+        """The Keras class: under this name, and no other, Keras saves the optimizer, so that plain Keras loads it."""
+        return self._plain_class
+
+    @functools.cached_property
+    def _agg_helper(self) -> Accumulation | None:
+        """Gradients added up so far; None where every pass is reduced. (Upstream's name.)"""
+        passes, averages = self._accumulation
+        return Accumulation(passes, averages=averages) if passes > 1 else None
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        """What reduces this optimizer's gradients."""
+        return Exchange(self._settings, self._agg_helper)
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradients of a variable on this rank."""
+        self.exchange.register_local(var)
+
+    def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: tf.GradientTape | None = None) -> list[Any]:
+        """Reduced gradients with their variables, for ``apply_gradients``, which does not reduce them again.
+
+        Args:
+            loss: a tensor recorded by ``tape``, or a function that computes it.
+            var_list: the variables.
+            tape: what recorded ``loss``.
+        """
+        if callable(loss):
+            tape = tape or tf.GradientTape()
+            with tape:
+                loss = loss()
+        if tape is None:
+            raise UsageError("compute_gradients needs the tape that recorded the loss: pass tape=...", reach="run")
+        gradients = self.exchange.reduce(tape.gradient(loss, list(var_list)), var_list)
+        self.exchange.remember(gradients)
+        return list(zip(gradients, var_list, strict=True))
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Reduce the gradients of all ranks and apply them."""
+        apply_here: Callable[..., None] = super().apply  # type: ignore[misc]
+        before = is_applying.set(True)
+        try:
+            if self.__dict__.get("_takes_reduced"):
+                apply_here(grads, trainable_variables)
+            else:
+                apply_reduced(self, self, apply_here, grads, trainable_variables)
+        finally:
+            is_applying.reset(before)
+
+    @contextlib.contextmanager
+    def taking_reduced(self) -> Iterator[None]:
+        """Within this, ``apply`` takes gradients that are reduced already."""
+        self.__dict__["_takes_reduced"] = True
+        try:
+            yield
+        finally:
+            self.__dict__["_takes_reduced"] = False
+
+
+def distribute(optimizer: keras.optimizers.Optimizer, settings: Settings, *, passes: int, averages: bool) -> None:
+    """Make a Keras optimizer, this very object, one that reduces.
+
+    Args:
+        settings: how its gradients are reduced.
+        passes: calls whose gradients are added up before they are reduced.
+        averages: whether that sum is divided by their number.
+    """
+    plain_class = type(optimizer)
+    attributes = {
+        "_settings": settings,
+        "_accumulation": (passes, averages),
+        "_plain_class": plain_class,
+        "__module__": plain_class.__module__,
+    }
+    object.__setattr__(optimizer, "__class__", type(plain_class.__name__, (Distributed, plain_class), attributes))
+
+
+def apply_reduced(
+    distributed: Distributed,
+    optimizer: keras.optimizers.Optimizer,
+    apply: Callable[..., None],
+    gradients: Sequence[Any],
+    variables: Sequence[Any] | None,
+) -> None:
+    """Reduce gradients by ``distributed``, and apply them once they are complete.
+
+    Args:
+        distributed: what reduces.
+        optimizer: what applies: the same, or the ``LossScaleOptimizer`` around it, which must test the reduced
+            gradients for overflow, since ranks that test their own would part ways there.
+        apply: its own ``apply``.
+    """
+    if variables is None:
+        variables = optimizer._trainable_variables
+    variables = list(variables)
+    if not gradients:
+        return
+    reduced = distributed.exchange.reduce(gradients, variables)
+    accumulation = distributed._agg_helper
+    if accumulation is None:
+        apply(reduced, variables)
+        return
+    if not optimizer.built:
+        optimizer.build(variables)
+
+    def update() -> tf.Tensor:
+        apply(reduced, variables)
+        return tf.constant(True)
+
+    def only_count() -> tf.Tensor:
+        optimizer.iterations.assign_add(1)
+        return tf.constant(False)
+
+    tf.cond(accumulation.is_complete(), update, only_count)
+
+
+def find_distributed(optimizer: Any) -> Distributed | None:
+    """The distributed optimizer in this one: itself, or the one that a LossScaleOptimizer scales for."""
+    candidates = (optimizer, getattr(optimizer, "inner_optimizer", None))
+    return next((candidate for candidate in candidates if isinstance(candidate, Distributed)), None)
+
+
+def check_parts(optimizer: Any) -> None:
+    """See that no part of a ``MultiOptimizer`` reduces by itself: the others would train each rank's model apart.
+
+    Raises:
+        UsageError: one does.
+    """
+    names = [part.name for part in getattr(optimizer, "optimizers", ()) if find_distributed(part) is not None]
+    if names:
+        raise UsageError(
+            f"the optimizer {optimizer.name!r} holds optimizers that are distributed by themselves "
+            f"({', '.join(names)}). Distribute it as a whole, and none of its parts: "
+            "hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(...)).",
+            reach="run",
+        )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from launch.lines import say
+from launch.lines import print_line
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 0.02
@@ -69,7 +69,7 @@ def run_guarded(work: Callable[[], int]) -> int:
     end_descendants()
     if os.WIFEXITED(status):
         return os.waitstatus_to_exitcode(status)
-    say(
+    print_line(
         f"launch itself (pid {worker}, which watched the ranks) was killed by {name_signal(os.WTERMSIG(status))}; "
         "the ranks were ended without saving, and the same command goes on from the newest checkpoint"
     )

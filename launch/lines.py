@@ -43,7 +43,7 @@ class LabelledLines:
                 write(self._descriptor, b"".join(self._label + line + b"\n" for line in lines))
 
 
-def say(*lines: str) -> None:
+def print_line(*lines: str) -> None:
     """Tell the user, behind all that the ranks have said."""
     write(sys.stderr.fileno(), "".join(f"launch: {escape(line)}\n" for line in lines).encode())
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.arguments import Parser
+from launch.decision import Attempt, decide, explain
 from launch.family import run_guarded
 from launch.group import Group
-from launch.lines import say
+from launch.lines import print_line
 from launch.plan import Controller, plan_group, plan_restart
 from launch.requests import Requests
-from launch.verdict import Attempt, decide, explain
 from ringtrain.errors import UsageError
 from ringtrain.runtime.launched import DIRECTORY_VARIABLE, clear, read_end, read_run
 
@@ -113,7 +113,7 @@ def supervise(
         attempt = start(command, listener, num_ranks, requests, last_step=last_step)
         run, last_step = attempt.run or run, attempt.last_step
         decision = decide(attempt, num_restarts=num_restarts, max_restarts=max_restarts)
-        say(*explain(attempt), *([decision.reason] if decision.reason else []))
+        print_line(*explain(attempt), *([decision.reason] if decision.reason else []))
         if not decision.restarts:
             return attempt.exit_code
         num_restarts += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from launch.family import FORWARDED, is_ignored
-from launch.lines import say
+from launch.lines import print_line
 
 
 class Requests:
@@ -28,5 +28,5 @@ class Requests:
         # A terminal that is closed is no reason to lose anything.
         wanted = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         again = "; Ctrl-C once more ends them at once" if number == signal.SIGINT else ""
-        say(f"{signal.Signals(number).name}: the ranks save and leave{again}")
+        print_line(f"{signal.Signals(number).name}: the ranks save and leave{again}")
         self.signals.append(wanted)

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     try:
         if arguments in (["-h"], ["--help"]) and not is_named:
-            if world.is_first:
+            if world.is_rank0:
                 print(show_overview(COMMANDS), end="")
             return 0
         run_command = (COMMANDS | INTERNAL_COMMANDS).get(command)
@@ -221,14 +221,14 @@ def verify_command(arguments: Sequence[str], world: World) -> int:
     sizes, with_oracle = parse_world_sizes(explicit.pop("world_sizes", "1,2,3")), explicit.pop("oracle", False)
     explicit = {"global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE, **explicit}
     check_settings(explicit)
-    say = functools.partial(print, flush=True)
+    print_line = functools.partial(print, flush=True)
     try:
         with tempfile.TemporaryDirectory(prefix="ringtrain-verify-") as directory:
             settings = Path(directory) / "settings.yaml"
             settings.write_text(yaml.safe_dump(to_plain(explicit)), encoding="utf-8")
-            say(f"training under each of the world sizes {', '.join(map(str, sizes))}")
+            print_line(f"training under each of the world sizes {', '.join(map(str, sizes))}")
             arguments = ["--config", str(settings)]
-            for line in verify(sizes, arguments, Path(directory), with_oracle=with_oracle, say=say):
+            for line in verify(sizes, arguments, Path(directory), with_oracle=with_oracle, print_line=print_line):
                 print(escape(line))
     except KeyboardInterrupt:
         print("ringtrain: verify was interrupted; its processes are gone.", file=sys.stderr)
@@ -261,7 +261,7 @@ def convert_command(arguments: Sequence[str], world: World) -> int:
 def workloads_command(arguments: Sequence[str], world: World) -> int:
     """List the built-in workloads, with what they train on."""
     parse_arguments(create_workloads_parser(), arguments, world)
-    if world.is_first:
+    if world.is_rank0:
         print(list_workloads())
     return 0
 
@@ -284,12 +284,12 @@ def bench_command(arguments: Sequence[str], world: World) -> int:
     from ringtrain.bench.command import MODES, BenchOptions, bench, show, write_page
 
     mode, file = wanted.pop("mode"), wanted.pop("file", None)
-    say = functools.partial(print, flush=True)
+    print_line = functools.partial(print, flush=True)
     if mode == "show" and file is not None:
-        show(file, say)
+        show(file, print_line)
         return 0
     if mode == "page" and file is None:
-        write_page(say)
+        write_page(print_line)
         return 0
     if mode not in (*MODES, "all") or file is not None:
         raise UsageError(
@@ -297,7 +297,7 @@ def bench_command(arguments: Sequence[str], world: World) -> int:
             "bench show FILE or bench page.",
             reach="run",
         )
-    return bench(mode, BenchOptions(**wanted), arguments, say)
+    return bench(mode, BenchOptions(**wanted), arguments, print_line)
 
 
 def doctor_command(arguments: Sequence[str], world: World) -> int:
@@ -382,7 +382,7 @@ def print_config(explicit: Mapping[str, Any], world: World) -> int:
     check_settings(explicit)
     workload_class = load_workload(explicit.get("workload", Config.workload))
     config = make_config(explicit, workload_class.defaults, workload_class.options)
-    if world.is_first:
+    if world.is_rank0:
         yaml.safe_dump(to_plain(dataclasses.asdict(config)), sys.stdout, sort_keys=False)
     return 0
 

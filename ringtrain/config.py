@@ -243,7 +243,7 @@ class Config:
     """START:STOP, the steps (from 1) of which a profile for TensorBoard and Horovod's timeline are written"""
 
     synthetic: bool = False
-    """made data of the same shape, for measuring"""
+    """synthetic data of the same shape, for measuring"""
 
     def __post_init__(self) -> None:
         _check_types(self)

@@ -183,7 +183,7 @@ def _share_of(world: World, tensors: Tensors) -> _Share:
     start, end = count * world.rank // world.size, count * (world.rank + 1) // world.size
     is_idle = (end == start) & (count > 0)
     run_start, run_end = start * (1 - _number(is_idle)), end * (1 - _number(is_idle)) + _number(is_idle)
-    return _Share(count, end - start, run_start, run_end, (end > start) | ((count == 0) & world.is_first))
+    return _Share(count, end - start, run_start, run_end, (end > start) | ((count == 0) & world.is_rank0))
 
 
 def _number(truth: Any) -> Any:

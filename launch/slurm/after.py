@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.lines import say
+from launch.lines import print_line
 from launch.slurm.controller import chain, describe_job, requeue
 from launch.slurm.output import FailedRank, find_failed_rank, read_output
 from ringtrain.errors import PreemptedError, UsageError
@@ -207,7 +207,7 @@ def follow_up(*, status: int, script: Path, max_requeues: int) -> int:
         )
     ended = look(job, Path(told), status=status, max_requeues=max_requeues)
     decision = decide(ended)
-    say(decision.message)
+    print_line(decision.message)
     if decision.restarts:
         start_again(job, script, restarts=ended.restarts)
     if ended.state is not JobState.STARTED_AGAIN:  # else ranks on the lost node may still speak
@@ -259,12 +259,14 @@ def start_again(job: str, script: Path, *, restarts: int) -> None:
         return  # from now on Slurm is ending this script
     if ask_state(job) in LEFT_ALONE:
         return  # it was done, and the answer was lost: a second job would train the same again
-    say(f"scontrol does not requeue job {job}: {refusal}. Submitting its script anew.")
+    print_line(f"scontrol does not requeue job {job}: {refusal}. Submitting its script anew.")
     number, refusal = chain(job, script, {RESTARTS_VARIABLE: str(restarts + 1)})
     if number is not None:
-        say(f"job {number} goes on when this one has ended. Follow it in the output file with that number.")
+        print_line(f"job {number} goes on when this one has ended. Follow it in the output file with that number.")
     else:
-        say(f"sbatch does not take the script either: {refusal}. Nothing goes on by itself: submit the job again.")
+        print_line(
+            f"sbatch does not take the script either: {refusal}. Nothing goes on by itself: submit the job again."
+        )
 
 
 def forget(told: Path) -> None:

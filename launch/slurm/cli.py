@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launch.arguments import Parser, find_command
-from launch.lines import say
+from launch.lines import print_line
 from launch.slurm.controller import submit as submit_script
 from launch.slurm.job import JobRequest, read_flag
 from ringtrain.errors import RingtrainError, UsageError
@@ -172,7 +172,7 @@ def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
         values.pop(name, None)
     return JobRequest(
         **values,
-        mpi=find_mpi(say) if options.mpi == "auto" else options.mpi,
+        mpi=find_mpi(print_line) if options.mpi == "auto" else options.mpi,
         can_requeue=not options.no_requeue,
         modules=tuple(options.module or ()),
         env=tuple(read_variable(text) for text in options.env or ()),

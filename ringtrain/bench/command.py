@@ -121,7 +121,7 @@ class BenchOptions:
         return Length(steps=self.steps, log_every=self.log_every)
 
 
-def bench(mode: str, options: BenchOptions, arguments: Sequence[str], say: Callable[[str], None]) -> int:
+def bench(mode: str, options: BenchOptions, arguments: Sequence[str], print_line: Callable[[str], None]) -> int:
     """Measure one mode, or all; the exit code is 1 where a contender failed or its result was wrong."""
     if mode == "all" and options.output is not None:
         raise UsageError("bench all writes a file for each mode into results/; leave --output out.", reach="run")
@@ -133,14 +133,14 @@ def bench(mode: str, options: BenchOptions, arguments: Sequence[str], say: Calla
         if not obstacle:
             modes.append(name)
         elif mode == "all":
-            say(f"{name} is left out: {obstacle}")
+            print_line(f"{name} is left out: {obstacle}")
         else:
             raise UsageError(obstacle, reach="run")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # on whose way out children are ended
-    say(f"the orders within the rounds are drawn with seed {options.seed}")
+    print_line(f"the orders within the rounds are drawn with seed {options.seed}")
     for core in find_claimed_cores():
-        say(f"warning: another run of ringtrain has core {core}: the figures will say nothing")
-    return max([bench_one(name, options, arguments, say) for name in modes])
+        print_line(f"warning: another run of ringtrain has core {core}: the figures will say nothing")
+    return max([bench_one(name, options, arguments, print_line) for name in modes])
 
 
 def find_obstacle(mode: str, options: BenchOptions) -> str:
@@ -166,7 +166,7 @@ def find_obstacle(mode: str, options: BenchOptions) -> str:
     return ""
 
 
-def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], say: Callable[[str], None]) -> int:
+def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_line: Callable[[str], None]) -> int:
     """Measure one mode, write its file and its plot, and show the table."""
     output = options.output or Path("results") / f"bench-{mode}.json"
     with explaining_files(output):
@@ -195,10 +195,10 @@ def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], say: C
                 result["experiments"][-1] = without_paths(measured)
                 result["load_after"] = read_load()
                 write_json(output, result)
-                say(describe_last_run(measured))
+                print_line(describe_last_run(measured))
 
             measure(experiment, runner, rounds=options.rounds, seed=options.seed, note=note)
-    show(output, say)
+    show(output, print_line)
     return 1 if find_faults(result) else 0
 
 
@@ -236,7 +236,7 @@ def plan(mode: str, options: BenchOptions, settings: Settings, runner: Runner, d
         yield from plan_variations(options.model_names, options.contender_names, size, length)
 
 
-def show(path: Path, say: Callable[[str], None]) -> None:
+def show(path: Path, print_line: Callable[[str], None]) -> None:
     """Show the table of a result file, and draw its plot beside it.
 
     Raises:
@@ -254,11 +254,11 @@ def show(path: Path, say: Callable[[str], None]) -> None:
     with explaining_files(plot):
         plot.write_text(picture)
     for line in lines:
-        say(line)
-    say(f"{path}, {plot}")
+        print_line(line)
+    print_line(f"{path}, {plot}")
 
 
-def write_page(say: Callable[[str], None]) -> None:
+def write_page(print_line: Callable[[str], None]) -> None:
     """Write the page of all results that are in ``results``, below the current directory.
 
     Raises:
@@ -280,7 +280,7 @@ def write_page(say: Callable[[str], None]) -> None:
     with explaining_files(PAGE):
         PAGE.parent.mkdir(parents=True, exist_ok=True)
         PAGE.write_text(page, encoding="utf-8")
-    say(f"{PAGE}: {', '.join(results)}")
+    print_line(f"{PAGE}: {', '.join(results)}")
 
 
 def describe_last_run(measured: Mapping[str, Any]) -> str:

@@ -13,12 +13,12 @@ from ringtrain.bench.steps import LENGTHS, Length, plan_training
 def plan_inputs(
     size: int, length: Length | None, *, data_dir: Path, image_folder: Path | None, records: Path | None
 ) -> list[Experiment]:
-    """cifar10 on its files against made data, and one core's speed of reading each kind of source that is given."""
+    """cifar10 on its files against synthetic data, and the speed at which one core reads each kind of source given."""
     chosen = length or LENGTHS["CNN"]
     flags = {
         "real": ("CIFAR-10's files", ["--data_dir", str(data_dir)]),
-        "made": ("made data of the same shape", ["--synthetic", "true"]),
-        "made_again": ("made data once more (A/A)", ["--synthetic", "true"]),
+        "made": ("synthetic data of the same shape", ["--synthetic", "true"]),
+        "made_again": ("synthetic data once more (A/A)", ["--synthetic", "true"]),
     }
     training = Experiment(
         name="cifar10",

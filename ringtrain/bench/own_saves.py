@@ -41,16 +41,16 @@ def main() -> None:
 
     from ringtrain.bench import workloads
     from ringtrain.collectives import connect
-    from ringtrain.run.variables import share_first_values
+    from ringtrain.run.variables import broadcast_variables
     from ringtrain.training.job import create_job
 
     workload_class = getattr(workloads, arguments.model)
     config = make_config({"steps": 10**6}, workload_class.defaults)
     collective = connect("auto", world)
     job = create_job(workload_class(), config, collective, num_threads=plan.intra_op_threads)
-    share_first_values(job.step.variables, collective)
+    broadcast_variables(job.step.variables, collective)
     seconds, fault = time_saves(job, arguments.output, is_waited=arguments.how == "written")
-    if world.is_first:
+    if world.is_rank0:
         result = {
             "figures": {"save": statistics.median(seconds)},
             "raw": {"seconds": seconds},
@@ -72,9 +72,9 @@ def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[floa
     batches = iter(job.batches)
     facts = describe_run(job)
     writer = None
-    if job.collective.world.is_first:
+    if job.collective.world.is_rank0:
         console = Console(sys.stderr, is_terminal=False)
-        writer = CheckpointWriter(RunDirectory(directory), keep=3, say=console.line, last_step=0)
+        writer = CheckpointWriter(RunDirectory(directory), keep=3, print_line=console.line, last_step=0)
     seconds: list[float] = []
     fault = ""
     for step in train_between(job, batches):

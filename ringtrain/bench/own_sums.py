@@ -43,7 +43,7 @@ def main() -> None:
         return add, lambda total: total.numpy()
 
     seconds, fault = peer_sums.time_sums(arguments.sizes, world.rank, world.size, prepare)
-    if world.is_first:
+    if world.is_rank0:
         peer_sums.write_results(arguments.output, seconds, fault)
     collective.close()
 

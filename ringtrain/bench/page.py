@@ -13,7 +13,7 @@ QUESTIONS = {
     "step": "A step of training, on four models, beside plain Horovod, tf.distribute, unconnected processes and one",
     "loop": "ringtrain with logs, guards and a checkpoint every 100 steps, beside a loop that does nothing but train",
     "allreduce": "A sum over all ranks, from 4 KiB to 64 MiB",
-    "input": "Real data beside made data; reading alone",
+    "input": "Real data beside synthetic data; reading alone",
     "startup": "From the command to the end of the first step",
     "checkpoint": "A save every 100 steps beside none; what the training waits for it",
     "guards": "The guards that flags turn off, on and off",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BenchmarkWorkload(Workload):
-    """A model of the benchmark, on made samples."""
+    """A model of the benchmark, on synthetic samples."""
 
     name: ClassVar[str]
 

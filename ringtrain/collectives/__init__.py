@@ -5,6 +5,6 @@
 
 from ringtrain.collectives.base import Collective, Totals
 from ringtrain.collectives.connect import connect
-from ringtrain.collectives.objects import agree, gather_objects, on_first
+from ringtrain.collectives.objects import all_gather_object, raise_on_all_ranks, run_on_rank0
 
-__all__ = ["Collective", "Totals", "agree", "connect", "gather_objects", "on_first"]
+__all__ = ["Collective", "Totals", "all_gather_object", "connect", "raise_on_all_ranks", "run_on_rank0"]

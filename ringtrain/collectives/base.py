@@ -34,7 +34,7 @@ class Collective(Protocol):
     def description(self) -> str:
         """Who carries the communication, such as ``"Horovod over MPI"``."""
 
-    def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         """Add each tensor over all ranks; works in graphs and eagerly. All tensors are of one type.
 
         Args:
@@ -66,7 +66,7 @@ class Collective(Protocol):
                 lets no variable take over a part of them. Alike on all ranks.
         """
 
-    def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate ``[n_r, ...]`` of all ranks, in the order of the ranks, to ``[sum of n_r, ...]``."""
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ringtrain.collectives.base import Collective
-from ringtrain.collectives.objects import gather_objects
+from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
 
 SIZES = (3, 1000)  # of tensors that travel together
@@ -23,7 +23,7 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
         UsageError: on every rank, where two have one GPU, or one got another sum.
     """
     world = collective.world
-    ranks = gather_objects(collective, [world.rank, world.node, gpu], name="checks/ranks")
+    ranks = all_gather_object(collective, [world.rank, world.node, gpu], name="checks/ranks")
     owners: dict[tuple[str, str], list[int]] = {}
     for rank, node, its_gpu in ranks:
         if its_gpu is not None:
@@ -37,7 +37,7 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
                 reach="run",
             )
     expected = sum(rank + 1.0 for rank, _, _ in ranks)
-    found = gather_objects(collective, find_wrong_sum(collective, expected), name="checks/sums")
+    found = all_gather_object(collective, find_wrong_sum(collective, expected), name="checks/sums")
     wrong = {rank: value for (rank, _, _), value in zip(ranks, found, strict=True) if value is not None}
     if wrong:
         remedy = "It was compiled for other GPUs, or for a newer driver: make setup GPU=1 on such a machine"
@@ -54,5 +54,5 @@ def find_wrong_sum(collective: Collective, expected: float) -> float | None:
     import tensorflow as tf
 
     tensors = [tf.fill([size], collective.world.rank + 1.0) for size in SIZES]
-    totals = collective.sum(tensors, name="checks/sum")
+    totals = collective.all_reduce(tensors, name="checks/sum")
     return next((float(value) for total in totals for value in total.numpy() if value != expected), None)

@@ -46,11 +46,11 @@ def gather(part: tf.Tensor, collective: Collective, name: str) -> tf.Tensor:
     def forward(part: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
         def gradient(upstream: Any) -> tf.Tensor:
             name = next(gradient_names)
-            counts = collective.gather(_hide(tf.shape(part, tf.int64)[:1]), name=f"{name}/rows")  # [size]
+            counts = collective.all_gather(_hide(tf.shape(part, tf.int64)[:1]), name=f"{name}/rows")  # [size]
             start = tf.reduce_sum(counts[:rank])
             return take(tf.convert_to_tensor(upstream), start, counts[rank], collective, name)
 
-        whole = collective.gather(_hide(part), name=name)
+        whole = collective.all_gather(_hide(part), name=name)
         return tf.ensure_shape(whole, [None, *part.shape[1:]]), gradient
 
     return tf.custom_gradient(forward)(part) if is_differentiable(part) else forward(part)[0]
@@ -80,7 +80,7 @@ def add(parts: Tensors, collective: Collective, name: str) -> Tensors:
         def gradient(*upstream: Any) -> Tensors:
             return spread([tf.convert_to_tensor(whole) for whole in upstream], collective, next(gradient_names))
 
-        return collective.sum([_hide(part) for part in parts], name=group_name), gradient
+        return collective.all_reduce([_hide(part) for part in parts], name=group_name), gradient
 
     sums = list(parts)
     for dtype in dict.fromkeys(part.dtype for part in parts):

@@ -52,7 +52,7 @@ class Reduced(NamedTuple):
     is_finite: tf.Tensor
     global_norm: tf.Tensor
     control: tf.Tensor | None = None
-    kept: Sequence[tf.Tensor] = ()
+    keep_alive: Sequence[tf.Tensor] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,12 @@ class GradientReduction:
         if control is not None and self._leaves_at_once([*gradients, control]):
             return self._sum_at_once(gradients, control)
         if control is not None:  # issued once the forward pass has it: it travels while the backward pass computes
-            [control] = self.collective.sum([control], name="control")
-        sums = self.sum(gradients)
-        is_finite, global_norm = verdict(sums)
+            [control] = self.collective.all_reduce([control], name="control")
+        sums = self.all_reduce(gradients)
+        is_finite, global_norm = check_finite(sums)
         return Reduced(sums, is_finite, global_norm, control)
 
-    def sum(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+    def all_reduce(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The sums alone, without the verdict."""
         GradientReduction.calls += 1
         groups = self.groups or plan_groups([gradient_spec(gradient) for gradient in gradients])
@@ -121,12 +121,12 @@ class GradientReduction:
         lengths = [gradients[i].shape.num_elements() for i in short]
         of_short, control = tf.split(total, [sum(lengths), control.shape[0]])
         squares = None if totals.squares is None else totals.squares[:-1]  # the vector's hold the control's as well
-        is_finite, global_norm = verdict([*of_large, of_short], squares)
+        is_finite, global_norm = check_finite([*of_large, of_short], squares)
         sums = dict(zip(large, of_large, strict=True))
         for index, part in zip(short, tf.split(of_short, lengths) if short else [], strict=True):
             sums[index] = tf.reshape(part, gradients[index].shape)
-        kept = totals.tensors if self.may_share else ()
-        return Reduced([sums[index] for index in range(len(gradients))], is_finite, global_norm, control, kept)
+        keep_alive = totals.tensors if self.may_share else ()
+        return Reduced([sums[index] for index in range(len(gradients))], is_finite, global_norm, control, keep_alive)
 
     def _leaves_at_once(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
         """Whether these are summed together, each as it is: of the same type, none of them sparse."""
@@ -137,7 +137,7 @@ class GradientReduction:
 
     def _sum_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         packed = [self._compress(gradient) for gradient in gradients]
-        totals = self.collective.sum(packed, name=name)
+        totals = self.collective.all_reduce(packed, name=name)
         return [_cast(total, gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
 
     def _sum_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
@@ -145,8 +145,8 @@ class GradientReduction:
         import tensorflow as tf
 
         rows = merge_rows(gradient)
-        values = self.collective.gather(self._compress(rows.values), name=f"{name}/values")
-        indices = self.collective.gather(rows.indices, name=f"{name}/indices")
+        values = self.collective.all_gather(self._compress(rows.values), name=f"{name}/values")
+        indices = self.collective.all_gather(rows.indices, name=f"{name}/indices")
         # A GPU adds the rows of one index in any order, so that the ranks' sums would differ in their last bits.
         with tf.device("CPU:0"):
             return merge_rows(tf.IndexedSlices(_cast(values, gradient.dtype), indices, gradient.dense_shape))
@@ -210,7 +210,7 @@ def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) ->
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def verdict(
+def check_finite(
     tensors: Sequence[tf.Tensor | tf.IndexedSlices], squares: tf.Tensor | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Whether all values are finite (bool []) and the norm of all of them together (float []).

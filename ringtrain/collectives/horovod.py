@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringtrain.collectives.base import Totals
-from ringtrain.collectives.objects import gather_objects
+from ringtrain.collectives.objects import all_gather_object
 from ringtrain.collectives.shared_memory import DTYPES, SharedSums, share_window
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import DYNAMIC_TIMELINE
@@ -66,7 +66,7 @@ class HorovodCollective:
         self._threads = threads
         self._shared: SharedSums | None = None  # carries what is summed alone; on every rank or on none
 
-    def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         if len(tensors) == 1:  # it may be reduced in place, without the copies into a fusion buffer
             return _keep_apart([self._hvd.allreduce(tensors[0], op=self._hvd.Sum, name=name)], name)
         return _keep_apart(self._hvd.grouped_allreduce(list(tensors), op=self._hvd.Sum, name=name), name)
@@ -77,14 +77,14 @@ class HorovodCollective:
 
     def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
         if self._shared is None or any(tensor.dtype.name not in DTYPES for tensor in tensors):
-            return Totals(self.sum(tensors, name=name))
+            return Totals(self.all_reduce(tensors, name=name))
         return self._shared(tensors, name, may_share=may_share)
 
     def share_memory(self) -> None:
         import tensorflow as tf
 
         def on_all(value: Any) -> list[Any]:
-            return gather_objects(self, value, name="shared_memory")
+            return all_gather_object(self, value, name="shared_memory")
 
         world = self.world
         if world.size == 1 or world.local_size < world.size:
@@ -100,7 +100,7 @@ class HorovodCollective:
                 give_way(self._threads)
             self.description += f", {'gradients' if carries_all else 'short sums'} through shared memory"
 
-    def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         return _keep_apart([self._hvd.allgather(tensor, name=name)], name)[0]
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
@@ -244,7 +244,7 @@ def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]
     place = ":".join(environ[name] for name in names)
     mine = [world.node, *(environ.get(name, "nothing") for name in HOROVOD_SETTINGS)]
     try:
-        if world.is_first:
+        if world.is_rank0:
             _ask_rendezvous(place, json.dumps(mine).encode())
             return
         end, pause = time.monotonic() + RANK_0_SECONDS, 0.05

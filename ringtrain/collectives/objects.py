@@ -15,7 +15,7 @@ from ringtrain.runtime import activity
 Result = TypeVar("Result")
 
 
-def gather_objects(collective: Collective, value: Any, *, name: str) -> list[Any]:
+def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[Any]:
     """Every rank's value, in the order of the ranks. Values travel as JSON: nothing received can run code.
 
     Outside of a graph Horovod does not see a collective's name: ranks that are at different places of the program meet
@@ -28,8 +28,8 @@ def gather_objects(collective: Collective, value: Any, *, name: str) -> list[Any
 
     data = np.frombuffer(json.dumps([name, value]).encode(), np.uint8)
     with activity.meeting(), tf.device("/CPU:0"):  # not by NCCL, which may not work yet, and is not needed
-        lengths = collective.gather(tf.constant([data.size], tf.int64), name=f"{name}/lengths").numpy()
-        joined = collective.gather(tf.constant(data), name=f"{name}/data").numpy()
+        lengths = collective.all_gather(tf.constant([data.size], tf.int64), name=f"{name}/lengths").numpy()
+        joined = collective.all_gather(tf.constant(data), name=f"{name}/data").numpy()
     said = [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
     for rank, (place, _) in enumerate(said):
         if place != said[0][0]:
@@ -41,7 +41,7 @@ def gather_objects(collective: Collective, value: Any, *, name: str) -> list[Any
     return [item for _, item in said]
 
 
-def agree(collective: Collective, action: Callable[[], Result], *, name: str) -> Result:
+def raise_on_all_ranks(collective: Collective, action: Callable[[], Result], *, name: str) -> Result:
     """Do something that may fail on some ranks, so that either all go on or all raise.
 
     Returns:
@@ -52,7 +52,7 @@ def agree(collective: Collective, action: Callable[[], Result], *, name: str) ->
             named where not all failed alike.
     """
     result, failure = _attempt(action)
-    failures = gather_objects(collective, failure and {**failure, "node": collective.world.node}, name=name)
+    failures = all_gather_object(collective, failure and {**failure, "node": collective.world.node}, name=name)
     failed = [rank for rank, item in enumerate(failures) if item]
     if not failed:
         return result  # type: ignore[return-value]
@@ -63,10 +63,10 @@ def agree(collective: Collective, action: Callable[[], Result], *, name: str) ->
     raise _error(first)
 
 
-def on_first(collective: Collective, action: Callable[[], Any], *, name: str) -> Any:
+def run_on_rank0(collective: Collective, action: Callable[[], Any], *, name: str) -> Any:
     """Do something on rank 0 alone and give every rank its result (a JSON value), or its error."""
-    outcome = _attempt(action) if collective.world.is_first else (None, None)
-    result, failure = gather_objects(collective, outcome, name=name)[0]
+    outcome = _attempt(action) if collective.world.is_rank0 else (None, None)
+    result, failure = all_gather_object(collective, outcome, name=name)[0]
     if failure:
         raise _error(failure)
     return result

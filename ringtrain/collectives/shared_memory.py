@@ -80,13 +80,13 @@ class Window:
         # How many chunks each rank has given, added and taken so far; what it sums; which shared results of this sum
         # nothing of its process refers to, as bits; its process. A rank begins the next sum when all have added
         # their parts to this one, and have thus seen what it sums and offers.
-        self.given, self.added, self.taken, self.summed, self.offers, self.processes = lists
+        self.given, self.added, self.taken, self.summed, self.free_buffers, self.processes = lists
         rest = content[LINE_BYTES + NUM_LISTS * size * LINE_BYTES :]
         # Of each chunk under way, what each rank found as the sum of squares of its segment; a line for each.
         squares, chunks = rest[: SLOTS * size * LINE_BYTES], rest[SLOTS * size * LINE_BYTES :]
         self.squares = squares.view(SQUARES_DTYPE).reshape(SLOTS, size, -1)[:, :, 0]
         chunks = chunks.reshape(size + 1, SLOTS, CHUNK_BYTES)
-        self.gifts, self.sums = chunks[:size], chunks[size]
+        self.contributions, self.sums = chunks[:size], chunks[size]
 
     @staticmethod
     def num_bytes(size: int) -> int:
@@ -177,12 +177,12 @@ class SharedSums:
         window = self._window
         # Seen by the others with the first chunk.
         window.summed[self._rank] = what
-        window.offers[self._rank] = sum(result.is_free << number for number, result in enumerate(results))
+        window.free_buffers[self._rank] = sum(result.is_free << number for number, result in enumerate(results))
         self._give(self._num_chunks, first)
         self._wait_until(lambda: window.given.min() > self._num_chunks)
         if (window.summed != what).any():
             raise RuntimeError("the ranks are at different places of the program: they sum different things.")
-        return int(np.bitwise_and.reduce(window.offers))
+        return int(np.bitwise_and.reduce(window.free_buffers))
 
     def _prepare_result(self, key: tuple[Any, ...], arrays: Sequence[Array]) -> None:
         """Have memory of all for the next time that this is summed, from its second time on.
@@ -222,9 +222,9 @@ class SharedSums:
         """Let the others read their segments of a chunk."""
         window = self._window
         self._wait_until(lambda: window.added.min() > number - SLOTS)
-        gift = view_as(window.gifts[self._rank, number % SLOTS], mine)
+        contribution = view_as(window.contributions[self._rank, number % SLOTS], mine)
         begin, end = self._segment(mine.size, self._rank)
-        gift[:begin], gift[end:] = mine[:begin], mine[end:]
+        contribution[:begin], contribution[end:] = mine[:begin], mine[end:]
         window.given[self._rank] = number + 1
 
     def _add(self, number: int, mine: Array, total: Array, *, is_shared: bool) -> None:
@@ -233,7 +233,9 @@ class SharedSums:
         self._wait_until(lambda: window.given.min() > number and window.taken.min() > number - SLOTS)
         begin, end = self._segment(mine.size, self._rank)
         parts = [
-            mine[begin:end] if rank == self._rank else view_as(window.gifts[rank, number % SLOTS], mine)[begin:end]
+            mine[begin:end]
+            if rank == self._rank
+            else view_as(window.contributions[rank, number % SLOTS], mine)[begin:end]
             for rank in range(self._size)
         ]
         ours = total[begin:end]

@@ -22,7 +22,7 @@ class Solo:
     description: str = "none (one process)"
     sums_at_once: bool = False
 
-    def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         return list(tensors)
 
     def share_memory(self) -> None:
@@ -31,7 +31,7 @@ class Solo:
     def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
         return Totals(list(tensors))
 
-    def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         return tensor
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:

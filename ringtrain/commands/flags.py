@@ -36,7 +36,7 @@ def parse_arguments(parser: ArgumentParser, arguments: Sequence[str], world: Wor
     from argparse import ArgumentError
 
     if {"-h", "--help"} & set(arguments):
-        if world.is_first:
+        if world.is_rank0:
             print(show_help(parser), end="")
         tell_left()
         raise SystemExit(0)
@@ -229,7 +229,7 @@ def create_init_parser() -> ArgumentParser:
     """The arguments of ``ringtrain init``."""
     parser = create_parser(
         "init",
-        "Write a workload of your own to begin with: a file of forty lines that trains at once, on made data.",
+        "Write a workload of your own to begin with: a file of forty lines that trains at once, on synthetic data.",
         f"""
         {PROGRAM} init my_workload.py
         horovodrun -np 2 {PROGRAM} --workload my_workload.py

@@ -105,8 +105,8 @@ class SampleOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedOrder(SampleOrder):
-    """The steps of ranks that are fed their own samples (see ``ringtrain.data.feeding``).
+class StreamingOrder(SampleOrder):
+    """The steps of ranks that are fed their own samples (see ``ringtrain.data.streaming``).
 
     How many samples a step holds is not known before: ``num_samples`` and what follows from it, such as the position of
     the learning rate's schedule, count ``global_batch_size`` samples for every step.

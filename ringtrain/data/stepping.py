@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects
-from ringtrain.data.order import FedOrder, SampleOrder
+from ringtrain.collectives import Collective, all_gather_object
+from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Batch, explain_change
 from ringtrain.data.sources import BadSample, Source, is_fallible
 from ringtrain.errors import DataError
@@ -104,14 +104,14 @@ class CountedBatches:
         end_step: int,
         explain: Callable[[Exception, int], Exception],
         find_bad: FindBad | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """``find_bad`` says which of the planned samples cannot be read; ``say`` shows a line to the user."""
+        """``find_bad`` says which of the planned samples cannot be read; ``print_line`` shows a line to the user."""
         self.element_spec = dataset.element_spec
         self.next_local_count = 0
         self._dataset, self._collective, self._order = dataset, collective, order
         self._first_step, self._end_step = first_step, end_step
-        self._explain, self._find_bad, self._say = explain, find_bad, say
+        self._explain, self._find_bad, self._print_line = explain, find_bad, print_line
         self._upcoming: Batch | None = None
         self._next_step, self._global_count = first_step, 0
         self._remaining: Iterator[Batch] = iter(())
@@ -121,7 +121,7 @@ class CountedBatches:
         if self._first_step < self._end_step:
             self._look_ahead(self._first_step)
             mine = tf.constant([self.next_local_count], tf.int64)
-            self.note(int(tf.reduce_sum(self._collective.gather(mine, name="first_count"))))
+            self.note(int(tf.reduce_sum(self._collective.all_gather(mine, name="first_count"))))
 
     def __iter__(self) -> Iterator[Batch]:
         while self._global_count:
@@ -144,7 +144,7 @@ class CountedBatches:
         self._global_count, step = next_global_count, self._next_step
         if step >= self._end_step:
             return
-        if isinstance(self._order, FedOrder):
+        if isinstance(self._order, StreamingOrder):
             steps_per_epoch = self._order.steps_per_epoch
             if not next_global_count and not self._order.is_single_pass:
                 raise DataError(
@@ -176,8 +176,8 @@ class CountedBatches:
         good = self._upcoming.indices.numpy() if self._upcoming is not None else []
         left_out = np.setdiff1d(planned, good)
         mine = [list(bad) for bad in name_bad(left_out, find_bad)]
-        all_bad = [BadSample(*bad) for ranks in gather_objects(self._collective, mine, name="bad") for bad in ranks]
-        self._say(f"warning: step {step + 1}: left out {describe_bad(all_bad)}")
+        all_bad = [BadSample(*bad) for ranks in all_gather_object(self._collective, mine, name="bad") for bad in ranks]
+        self._print_line(f"warning: step {step + 1}: left out {describe_bad(all_bad)}")
         if not self._global_count:
             raise DataError(
                 f"none of the {self._order.global_count(step)} samples of step {step + 1} can be read: "

@@ -91,10 +91,12 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
     """Every rank's facts to rank 0, the timed all-reduce, and rank 0's verdict to every rank."""
     import tensorflow as tf
 
-    from ringtrain.collectives import gather_objects, on_first
+    from ringtrain.collectives import all_gather_object, run_on_rank0
 
     with tf.device("CPU:0"):  # of the ranks some may have a GPU and others none
-        ranks = [facts_from_plain(values) for values in gather_objects(collective, asdict(facts), name="doctor/facts")]
+        ranks = [
+            facts_from_plain(values) for values in all_gather_object(collective, asdict(facts), name="doctor/facts")
+        ]
     on_gpus = all(item.device.startswith("GPU") for item in ranks)
     with tf.device("GPU:0" if on_gpus else "CPU:0"):
         result = time_all_reduce(collective)
@@ -104,7 +106,7 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
         return show(collective.world, judge_ranks(ranks, result))
 
     with tf.device("CPU:0"):
-        code: int = on_first(collective, show_all, name="doctor/verdict")
+        code: int = run_on_rank0(collective, show_all, name="doctor/verdict")
     return code
 
 
@@ -117,7 +119,7 @@ def time_all_reduce(collective: Collective) -> AllReduce:
     seconds, is_right = [], True
     for _ in range(1 + REPETITIONS):
         start = time.perf_counter()
-        [total] = collective.sum([tensor], name="doctor/all_reduce")
+        [total] = collective.all_reduce([tensor], name="doctor/all_reduce")
         float(total[0])  # a GPU's work has ended once its result is here
         seconds.append(time.perf_counter() - start)
         is_right &= bool(tf.reduce_all(total == size * (size + 1) / 2))
@@ -128,11 +130,11 @@ def time_all_reduce(collective: Collective) -> AllReduce:
 def leave_alone(world: World, facts: Facts, said: threading.Event, failure: Finding | None = None) -> NoReturn:
     """The end of a rank that cannot talk to the others: rank 0 shows its table, another rank says a line, later."""
     findings = [*judge(facts), *([failure] if failure else [])]
-    if world.is_first:
+    if world.is_rank0:
         said.set()
         show(world, findings, complete=False)
     else:
-        broken = [item for item in findings if item.verdict == "broken"]
+        broken = [item for item in findings if item.status == "broken"]
         message = " ".join(f"{item.subject}: {item.text.rstrip('.')}. {item.remedy}".strip() for item in broken)
         report_end(UsageError(message, reach="run"), world)
     leave(2)
@@ -149,12 +151,12 @@ def cannot_join(
     why: str, remedy: str = "mend what is broken above; where nothing is, try horovodrun --gloo"
 ) -> Finding:
     """What kept this rank from talking to the others."""
-    return Finding(subject="joining", verdict="broken", text=why, remedy=remedy)
+    return Finding(subject="joining", status="broken", text=why, remedy=remedy)
 
 
 def last_words(reason: str, world: World, facts_so_far: list[Facts]) -> None:
     """What rank 0 shows where the ranks did not come together."""
-    if world.is_first:
+    if world.is_rank0:
         findings = judge(facts_so_far[0]) if facts_so_far else []
         remedy = "see what the others say, and run python -m ringtrain doctor on each node by itself"
         show(world, [*findings, cannot_join(reason, remedy)], complete=False)
@@ -165,7 +167,7 @@ def show(world: World, findings: list[Finding], *, complete: bool = True) -> int
     ranks = f"{world.size} ranks, started by {world.launcher}" if world.size > 1 else f"one process, {world.launcher}"
     scope = "" if complete or world.size == 1 else "; what rank 0 found"
     title = f"ringtrain {__version__} doctor on {world.node}: {ranks}{scope}"
-    console = open_console(is_first=world.is_first)
+    console = open_console(is_rank0=world.is_rank0)
     console.block(format_table(title, findings, colour=console.is_terminal and "NO_COLOR" not in os.environ))
     return exit_code(findings)
 

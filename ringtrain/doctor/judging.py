@@ -9,7 +9,7 @@ from typing import Literal
 from ringtrain.doctor.facts import Facts, Stack
 from ringtrain.runtime.devices import format_cores
 
-Verdict = Literal["ok", "warning", "broken"]
+Status = Literal["ok", "warning", "broken"]
 
 # The ranges of pyproject.toml: from the first, up to the second without it.
 PYTHONS = ((3, 10), (3, 14))
@@ -43,7 +43,7 @@ class Finding:
     """
 
     subject: str
-    verdict: Verdict
+    status: Status
     text: str
     remedy: str = ""
 
@@ -71,28 +71,28 @@ def judge_python(stack: Stack) -> Finding:
     text = f"{stack.python}, {stack.executable}"
     if stack.optimize >= 2:
         return Finding(
-            subject="Python", verdict="broken" if "tensorflow" in stack.failures else "warning",
+            subject="Python", status="broken" if "tensorflow" in stack.failures else "warning",
             text=f"{text}, without docstrings, which TensorFlow may need",
             remedy="unset PYTHONOPTIMIZE, and leave out -OO",
         )  # fmt: skip
     if is_within(stack.python, PYTHONS):
-        return Finding(subject="Python", verdict="ok", text=text)
+        return Finding(subject="Python", status="ok", text=text)
     return Finding(
-        subject="Python", verdict="broken", text=text, remedy="use Python 3.10 to 3.13: make PYTHON=... setup"
+        subject="Python", status="broken", text=text, remedy="use Python 3.10 to 3.13: make PYTHON=... setup"
     )
 
 
 def judge_tensorflow(stack: Stack) -> Finding:
     """TensorFlow: there, loadable, of the version that ringtrain is tested with."""
     finding = _judge_package(stack, "tensorflow", "TensorFlow")
-    if finding.verdict == "broken":
+    if finding.status == "broken":
         return finding
     cuda = f"built for CUDA {stack.cuda}" if stack.cuda else "built for cores, without CUDA"
     text = f"{finding.text}, {cuda}"
     if not is_within(stack.versions["tensorflow"], TENSORFLOWS):
         remedy = "ringtrain is tested with TensorFlow 2.18 to 2.21: install one, and Horovod built against it"
-        return Finding(subject="TensorFlow", verdict="warning", text=text, remedy=remedy)
-    return Finding(subject="TensorFlow", verdict="ok", text=text)
+        return Finding(subject="TensorFlow", status="warning", text=text, remedy=remedy)
+    return Finding(subject="TensorFlow", status="ok", text=text)
 
 
 def judge_keras(stack: Stack) -> Finding:
@@ -101,27 +101,27 @@ def judge_keras(stack: Stack) -> Finding:
     version = stack.versions.get("keras", "")
     if version and not is_within(version, KERAS_3):
         return Finding(
-            subject="Keras", verdict="broken", text=f"{version}, but ringtrain trains models of Keras 3",
+            subject="Keras", status="broken", text=f"{version}, but ringtrain trains models of Keras 3",
             remedy="pip install 'keras>=3.10,<3.16'",
         )  # fmt: skip
-    if finding.verdict == "broken":
+    if finding.status == "broken":
         return finding
     if stack.keras_backend not in (None, "tensorflow"):
         return Finding(
-            subject="Keras", verdict="broken", text=f"{version}, but KERAS_BACKEND={stack.keras_backend}",
+            subject="Keras", status="broken", text=f"{version}, but KERAS_BACKEND={stack.keras_backend}",
             remedy="unset KERAS_BACKEND",
         )  # fmt: skip
     if stack.legacy_keras:
         return Finding(
-            subject="Keras", verdict="warning",
+            subject="Keras", status="warning",
             text=f"{version}, but TF_USE_LEGACY_KERAS makes tf.keras Keras 2: models of tf.keras cannot be trained",
             remedy="unset TF_USE_LEGACY_KERAS",
         )  # fmt: skip
     text = f"{version}, on TensorFlow"
     if not is_within(version, KERASES):
         remedy = "tested are 3.10 to 3.15: pip install 'keras>=3.10,<3.16'"
-        return Finding(subject="Keras", verdict="warning", text=text, remedy=remedy)
-    return Finding(subject="Keras", verdict="ok", text=text)
+        return Finding(subject="Keras", status="warning", text=text, remedy=remedy)
+    return Finding(subject="Keras", status="ok", text=text)
 
 
 def judge_horovod(stack: Stack) -> Finding:
@@ -139,23 +139,23 @@ def judge_horovod(stack: Stack) -> Finding:
     for package, title in (("tensorflow", "TensorFlow"), ("keras", "Keras")):
         if version and "horovod" in stack.failures and _is_unfit(stack, package):
             text = f"{version}{build}; does not load, as it needs {title}"
-            return Finding(subject="Horovod", verdict="broken", text=text, remedy=f"mend {title} first")
+            return Finding(subject="Horovod", status="broken", text=text, remedy=f"mend {title} first")
     if "horovod" in stack.failures and is_for_another:
         return Finding(
-            subject="Horovod", verdict="broken", text=f"{version}{build}{here}, and does not load", remedy=rebuild
+            subject="Horovod", status="broken", text=f"{version}{build}{here}, and does not load", remedy=rebuild
         )
     finding = _judge_package(stack, "horovod", "Horovod", remedy=rebuild)
-    if finding.verdict == "broken":
+    if finding.status == "broken":
         return finding
     text = f"{version}{build}{here}; {describe_parts(stack)}"
     if not {"mpi", "gloo"} & set(stack.horovod_parts):
         remedy = f"install mpicc or CMake, then {rebuild}"
-        return Finding(subject="Horovod", verdict="broken", text=text, remedy=remedy)
+        return Finding(subject="Horovod", status="broken", text=text, remedy=remedy)
     if is_for_another:
-        return Finding(subject="Horovod", verdict="warning", text=text, remedy=rebuild)
+        return Finding(subject="Horovod", status="warning", text=text, remedy=rebuild)
     if version != HOROVOD:
-        return Finding(subject="Horovod", verdict="warning", text=text, remedy=f"ringtrain is tested with {HOROVOD}")
-    return Finding(subject="Horovod", verdict="ok", text=text)
+        return Finding(subject="Horovod", status="warning", text=text, remedy=f"ringtrain is tested with {HOROVOD}")
+    return Finding(subject="Horovod", status="ok", text=text)
 
 
 def describe_parts(stack: Stack) -> str:
@@ -175,17 +175,17 @@ def judge_mpi(facts: Facts) -> Finding:
     """One MPI: Horovod's, mpi4py's and the launcher's."""
     stack = facts.stack
     if stack.versions.get("horovod") and stack.horovod_parts and "mpi" not in stack.horovod_parts:
-        return Finding(subject="MPI", verdict="ok", text="not used: Horovod has Gloo alone")
+        return Finding(subject="MPI", status="ok", text="not used: Horovod has Gloo alone")
     finding = _judge_package(stack, "mpi4py", "mpi4py", remedy="pip install 'mpi4py>=4,<5', with Horovod's MPI in PATH")
-    if finding.verdict == "broken":
+    if finding.status == "broken":
         goes_on = facts.launcher == "horovodrun --gloo" and "gloo" in stack.horovod_parts  # which needs no MPI
-        verdict: Verdict = "warning" if goes_on else "broken"
-        return Finding(subject="MPI", verdict=verdict, text=f"mpi4py {finding.text}", remedy=finding.remedy)
+        status: Status = "warning" if goes_on else "broken"
+        return Finding(subject="MPI", status=status, text=f"mpi4py {finding.text}", remedy=finding.remedy)
     mine, theirs = stack.horovod_mpi, stack.mpi4py_mpi
     library, mpirun = stack.mpi_library or "an unknown MPI", facts.launchers.mpirun_version
     if mine and theirs and not set(theirs) <= set(mine):
         return Finding(
-            subject="MPI", verdict="broken",
+            subject="MPI", status="broken",
             text=f"Horovod loads {', '.join(mine)}, but mpi4py {', '.join(theirs)}",
             remedy=f"unset MPI4PY_LIBMPI and MPI4PY_MPIABI; else pip install mpi4py with the MPI of {mine[0]}",
         )  # fmt: skip
@@ -194,11 +194,11 @@ def judge_mpi(facts: Facts) -> Finding:
     )
     if mpirun and stack.mpi_library and not _is_same_mpi(mpirun, stack.mpi_library):
         return Finding(
-            subject="MPI", verdict="broken" if facts.size == 1 else "warning",
+            subject="MPI", status="broken" if facts.size == 1 else "warning",
             text=f"Horovod and mpi4py use {library}, but {facts.launchers.mpirun} is of {mpirun}",
             remedy=f"put the mpirun of {library} first in PATH",
         )  # fmt: skip
-    return Finding(subject="MPI", verdict="ok", text=text)
+    return Finding(subject="MPI", status="ok", text=text)
 
 
 def judge_launchers(facts: Facts) -> Finding:
@@ -217,19 +217,19 @@ def judge_launchers(facts: Facts) -> Finding:
     missing = [name for name in ("horovodrun", "mpirun", "srun") if getattr(launchers, name) is None]
     text = f"{', '.join(found) or 'none'}" + (f"; no {', no '.join(missing)}" if found and missing else "")
     if facts.size > 1:
-        return Finding(subject="launchers", verdict="ok", text=f"{text}; this is {facts.launcher}")
+        return Finding(subject="launchers", status="ok", text=f"{text}; this is {facts.launcher}")
     by_mpi = "mpi" in parts and ((launchers.mpirun and not fails) or has_srun)
     by_gloo = "gloo" in parts and launchers.horovodrun
     if not by_mpi and not by_gloo and parts:
         remedy = "install Open MPI (apt-get install openmpi-bin, or conda install openmpi), and put .venv/bin in PATH"
-        return Finding(subject="launchers", verdict="broken", text=f"{text}: nothing starts ranks", remedy=remedy)
+        return Finding(subject="launchers", status="broken", text=f"{text}: nothing starts ranks", remedy=remedy)
     if "mpi" in parts and not by_mpi:
         remedy = "start by horovodrun --gloo, or install Open MPI: apt-get install openmpi-bin"
-        return Finding(subject="launchers", verdict="warning", text=text, remedy=remedy)
+        return Finding(subject="launchers", status="warning", text=text, remedy=remedy)
     if launchers.refuses_root and not has_srun:
         remedy = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; horovodrun needs no such"
-        return Finding(subject="launchers", verdict="warning", text=f"{text}; mpirun refuses root", remedy=remedy)
-    return Finding(subject="launchers", verdict="ok", text=text)
+        return Finding(subject="launchers", status="warning", text=f"{text}; mpirun refuses root", remedy=remedy)
+    return Finding(subject="launchers", status="ok", text=text)
 
 
 def judge_gpus(facts: Facts) -> Finding:
@@ -239,34 +239,34 @@ def judge_gpus(facts: Facts) -> Finding:
     hidden = f" (CUDA_VISIBLE_DEVICES={hardware.cuda_visible_devices})" if hardware.cuda_visible_devices else ""
     if facts.device_failure or 1 < seen < facts.local_size:
         return Finding(
-            subject="GPUs", verdict="broken", text=f"{seen} GPUs{hidden} for {facts.local_size} ranks of this node",
+            subject="GPUs", status="broken", text=f"{seen} GPUs{hidden} for {facts.local_size} ranks of this node",
             remedy=f"start at most {seen} ranks on a node, or set CUDA_VISIBLE_DEVICES= to compute on cores",
         )  # fmt: skip
     if hardware.gpu_failure:
         return Finding(
-            subject="GPUs", verdict="warning", text=f"nvidia-smi fails: {hardware.gpu_failure}; computes on cores",
+            subject="GPUs", status="warning", text=f"nvidia-smi fails: {hardware.gpu_failure}; computes on cores",
             remedy="install the NVIDIA driver anew, or give the container its GPUs (--gpus all)",
         )  # fmt: skip
     if not gpus and not seen:
-        return Finding(subject="GPUs", verdict="ok", text="none: computes on cores")
+        return Finding(subject="GPUs", status="ok", text="none: computes on cores")
     names = {gpu.name: [other.name for other in gpus].count(gpu.name) for gpu in gpus}
     kinds = ", ".join(f"{count} x {name}" for name, count in names.items()) or f"{seen} GPUs"
     driver = f", driver {gpus[0].driver}" if gpus else ""
     text = f"{kinds}{driver}; TensorFlow sees {seen}{hidden}"
     if not seen and hardware.cuda_visible_devices in ("", "-1"):
-        return Finding(subject="GPUs", verdict="ok", text=f"{kinds}, hidden by CUDA_VISIBLE_DEVICES: computes on cores")
+        return Finding(subject="GPUs", status="ok", text=f"{kinds}, hidden by CUDA_VISIBLE_DEVICES: computes on cores")
     if not seen:
         remedy = "pip install 'tensorflow[and-cuda]'" if stack.cuda else "install a TensorFlow that is built for CUDA"
-        return Finding(subject="GPUs", verdict="warning", text=f"{text}: computes on cores", remedy=remedy)
+        return Finding(subject="GPUs", status="warning", text=f"{text}: computes on cores", remedy=remedy)
     if any(gpu.mig for gpu in gpus):
         remedy = "NCCL joins no two slices of one GPU: switch MIG off (nvidia-smi -mig 0), or train in one process"
-        return Finding(subject="GPUs", verdict="warning", text=f"{text}; MIG is on", remedy=remedy)
+        return Finding(subject="GPUs", status="warning", text=f"{text}; MIG is on", remedy=remedy)
     if "nccl" not in stack.horovod_parts:
         remedy = "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL"
         return Finding(
-            subject="GPUs", verdict="warning", text=f"{text}; no NCCL: sums go through the cores", remedy=remedy
+            subject="GPUs", status="warning", text=f"{text}; no NCCL: sums go through the cores", remedy=remedy
         )
-    return Finding(subject="GPUs", verdict="ok", text=f"{text}; NCCL {stack.nccl}")
+    return Finding(subject="GPUs", status="ok", text=f"{text}; NCCL {stack.nccl}")
 
 
 def judge_cores(facts: Facts) -> Finding:
@@ -280,29 +280,29 @@ def judge_cores(facts: Facts) -> Finding:
         usable = min(float(count), hardware.quota or count)
         if usable < facts.local_size:
             return Finding(
-                subject="cores", verdict="warning", text=f"{text}, for {facts.local_size} ranks",
+                subject="cores", status="warning", text=f"{text}, for {facts.local_size} ranks",
                 remedy=f"start at most {max(1, int(usable))} on a node, or ask for more cores",
             )  # fmt: skip
     if hardware.quota is not None and hardware.quota < 1:
-        return Finding(subject="cores", verdict="warning", text=text, remedy="give the container at least one core")
-    return Finding(subject="cores", verdict="ok", text=text)
+        return Finding(subject="cores", status="warning", text=text, remedy="give the container at least one core")
+    return Finding(subject="cores", status="ok", text=text)
 
 
 def judge_memory(facts: Facts) -> Finding:
     """Enough for TensorFlow in each rank."""
     hardware = facts.hardware
     if not hardware.memory_bytes:
-        return Finding(subject="memory", verdict="warning", text="unknown", remedy="mount /proc")
+        return Finding(subject="memory", status="warning", text="unknown", remedy="mount /proc")
     limit = "no cgroup limit" if hardware.memory_limit is None else f"cgroup limit {in_gib(hardware.memory_limit)}"
     text = f"{in_gib(hardware.memory_bytes)}, {in_gib(hardware.available_bytes)} of it available; {limit}"
     available = min(hardware.available_bytes, hardware.memory_limit or hardware.available_bytes)
     if available < MEMORY_PER_RANK * facts.local_size:
         ranks = f" for {facts.local_size} ranks" if facts.local_size > 1 else ""
         return Finding(
-            subject="memory", verdict="warning", text=f"{text}: little{ranks}",
+            subject="memory", status="warning", text=f"{text}: little{ranks}",
             remedy=f"make {in_gib(MEMORY_PER_RANK * facts.local_size)} available (1 GiB a rank), or start fewer ranks",
         )  # fmt: skip
-    return Finding(subject="memory", verdict="ok", text=text)
+    return Finding(subject="memory", status="ok", text=text)
 
 
 def judge_shm(facts: Facts) -> Finding:
@@ -313,23 +313,23 @@ def judge_shm(facts: Facts) -> Finding:
     needed = ranks * (SHM_PER_GPU if has_gpus else SHM_PER_RANK)
     remedy = f"at least {max(needed, 64 * MIB) // MIB} MiB: docker run --shm-size=1g, or mount -o remount,size=1g"
     if hardware.shm_bytes is None or hardware.shm_free_bytes is None:
-        return Finding(subject="/dev/shm", verdict="broken" if has_gpus else "warning", text="not there", remedy=remedy)
+        return Finding(subject="/dev/shm", status="broken" if has_gpus else "warning", text="not there", remedy=remedy)
     text = f"{_in_size(hardware.shm_bytes)}, {_in_size(hardware.shm_free_bytes)} of it free"
     if hardware.shm_free_bytes >= needed:
-        return Finding(subject="/dev/shm", verdict="ok", text=text)
+        return Finding(subject="/dev/shm", status="ok", text=text)
     if has_gpus and "nccl" in facts.stack.horovod_parts:
         is_broken = hardware.shm_free_bytes < ranks * SHM_PER_NCCL_BUFFER
         text = f"{text}: {'too little' if is_broken else 'little'} for NCCL with {ranks} GPUs"
-        return Finding(subject="/dev/shm", verdict="broken" if is_broken else "warning", text=text, remedy=remedy)
+        return Finding(subject="/dev/shm", status="broken" if is_broken else "warning", text=text, remedy=remedy)
     # Measured: Open MPI 4.1 goes on over TCP, after a page of warnings.
     return Finding(
-        subject="/dev/shm", verdict="warning", text=f"{text}: {ranks} ranks would talk by TCP, slowly", remedy=remedy
+        subject="/dev/shm", status="warning", text=f"{text}: {ranks} ranks would talk by TCP, slowly", remedy=remedy
     )
 
 
 def broken_probe(name: str, why: str) -> Finding:
     """A look that failed by itself, which says nothing about training."""
-    return Finding(subject=name, verdict="warning", text=f"could not be looked at: {why}", remedy="report this message")
+    return Finding(subject=name, status="warning", text=f"could not be looked at: {why}", remedy="report this message")
 
 
 def can_join(facts: Facts) -> bool:
@@ -372,7 +372,7 @@ def _judge_package(stack: Stack, package: str, title: str, remedy: str = SETUP) 
     """Whether a package is installed and loads."""
     version, failure = stack.versions.get(package), stack.failures.get(package)
     if version is None:
-        return Finding(subject=title, verdict="broken", text="not installed", remedy=remedy)
+        return Finding(subject=title, status="broken", text="not installed", remedy=remedy)
     if failure:
-        return Finding(subject=title, verdict="broken", text=f"{version} does not load: {failure}", remedy=remedy)
-    return Finding(subject=title, verdict="ok", text=version)
+        return Finding(subject=title, status="broken", text=f"{version} does not load: {failure}", remedy=remedy)
+    return Finding(subject=title, status="ok", text=version)

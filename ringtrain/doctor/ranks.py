@@ -28,12 +28,12 @@ def judge_others(ranks: Sequence[Facts]) -> list[Finding]:
     where: dict[Finding, list[Facts]] = {}
     for facts in ranks[1:]:
         for finding in judge(facts):
-            if finding.verdict != "ok" and finding not in known:
+            if finding.status != "ok" and finding not in known:
                 where.setdefault(finding, []).append(facts)
     return [
         Finding(
             subject=finding.subject,
-            verdict=finding.verdict,
+            status=finding.status,
             text=f"{name_ranks_of(facts, ranks)}: {finding.text}",
             remedy=finding.remedy,
         )
@@ -51,7 +51,7 @@ def judge_versions(ranks: Sequence[Facts]) -> Finding:
                 differences.setdefault((name, version), []).append(facts)
     if not differences:
         listed = ", ".join(version for version in first.values() if not version.startswith("no "))
-        return Finding(subject="versions", verdict="ok", text=f"the same on all {len(ranks)} ranks: {listed}")
+        return Finding(subject="versions", status="ok", text=f"the same on all {len(ranks)} ranks: {listed}")
     text = "; ".join(
         f"{name_ranks_of(facts, ranks)}: {version} (rank 0: {first[name]})"
         for (name, version), facts in differences.items()
@@ -59,7 +59,7 @@ def judge_versions(ranks: Sequence[Facts]) -> Finding:
     # Ranks whose programs compute differently train apart unseen.
     is_broken = bool({"TensorFlow", "Keras", "Horovod"} & {name for name, _ in differences})
     return Finding(
-        subject="versions", verdict="broken" if is_broken else "warning", text=text,
+        subject="versions", status="broken" if is_broken else "warning", text=text,
         remedy="use one environment for all nodes, by a shared path",
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def plan_rows(ranks: Sequence[Facts]) -> list[Finding]:
     rows = []
     for node, mine in nodes.items():
         plan = ", ".join(f"rank {facts.rank}: {facts.device or 'no device'}" for facts in mine)
-        rows.append(Finding(subject="plan", verdict="ok", text=f"{node}: {plan}"))
+        rows.append(Finding(subject="plan", status="ok", text=f"{node}: {plan}"))
     return rows
 
 
@@ -99,7 +99,7 @@ def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
             owners.setdefault((facts.node, facts.gpu), []).append(facts)
     return [
         Finding(
-            subject="GPUs", verdict="broken", text=f"{name_ranks_of(facts, ranks)} have the same GPU {gpu}",
+            subject="GPUs", status="broken", text=f"{name_ranks_of(facts, ranks)} have the same GPU {gpu}",
             remedy="start fewer ranks on a node, or show each its own (srun --gpus-per-task=1)",
         )
         for (_, gpu), facts in owners.items()
@@ -119,9 +119,9 @@ def judge_all_reduce(result: AllReduce, size: int) -> Finding:
         f"{result.seconds * 1e3:.1f} ms: {bus / 1e9:.2f} GB/s (bytes / time x 2 (n - 1) / n)"
     )
     if result.is_right:
-        return Finding(subject="all-reduce", verdict="ok", text=f"{text}; the sum is right")
+        return Finding(subject="all-reduce", status="ok", text=f"{text}; the sum is right")
     return Finding(
-        subject="all-reduce", verdict="broken", text=f"{text}; THE SUM IS WRONG",
+        subject="all-reduce", status="broken", text=f"{text}; THE SUM IS WRONG",
         remedy="try another carrier: horovodrun --gloo, or NCCL_P2P_DISABLE=1; then look at the network's driver",
     )  # fmt: skip
 

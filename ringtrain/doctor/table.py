@@ -17,11 +17,11 @@ def format_table(title: str, findings: Sequence[Finding], *, colour: bool) -> st
     subjects = max(len(finding.subject) for finding in findings)
     lines = [*_wrap(title, ""), ""]
     for finding in findings:
-        verdict = f"{finding.verdict:<7}"
-        head = f"{finding.subject:<{subjects}}  {verdict}  "
+        status = f"{finding.status:<7}"
+        head = f"{finding.subject:<{subjects}}  {status}  "
         wrapped = _wrap(finding.text, head)
         if colour:
-            wrapped[0] = wrapped[0].replace(f"  {verdict}", f"  \x1b[{COLOURS[finding.verdict]}m{verdict}\x1b[0m", 1)
+            wrapped[0] = wrapped[0].replace(f"  {status}", f"  \x1b[{COLOURS[finding.status]}m{status}\x1b[0m", 1)
         lines += wrapped
         if finding.remedy:
             lines += _wrap(finding.remedy, " " * len(head) + "-> ")
@@ -30,8 +30,8 @@ def format_table(title: str, findings: Sequence[Finding], *, colour: bool) -> st
 
 def conclusion(findings: Sequence[Finding]) -> str:
     """The last line."""
-    broken = [finding.subject for finding in findings if finding.verdict == "broken"]
-    warnings = sum(finding.verdict == "warning" for finding in findings)
+    broken = [finding.subject for finding in findings if finding.status == "broken"]
+    warnings = sum(finding.status == "warning" for finding in findings)
     if broken:
         return f"Training would not work. Broken: {', '.join(dict.fromkeys(broken))}."
     noted = f", with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
@@ -40,7 +40,7 @@ def conclusion(findings: Sequence[Finding]) -> str:
 
 def exit_code(findings: Sequence[Finding]) -> int:
     """0 only where training would work."""
-    return 2 if any(finding.verdict == "broken" for finding in findings) else 0
+    return 2 if any(finding.status == "broken" for finding in findings) else 0
 
 
 def _wrap(text: str, head: str) -> list[str]:

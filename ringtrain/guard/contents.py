@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.collectives import Collective, agree, gather_objects
+from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.contents import Contents, block_size, digest_blocks, find_other_sums, sum_blocks
 from ringtrain.errors import DataError
 from ringtrain.guard.preflight import (
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-def require_same_contents(collective: Collective, contents: Contents, say: Callable[[str], None]) -> None:
+def require_same_contents(collective: Collective, contents: Contents, print_line: Callable[[str], None]) -> None:
     """See that all ranks hold the same samples: arrays byte by byte, files by samples of them. Every rank must call it.
 
     Floating-point values that were rounded otherwise, as on a processor of another kind, are a warning.
@@ -38,12 +38,12 @@ def require_same_contents(collective: Collective, contents: Contents, say: Calla
         DataError: on every rank, where they do not.
     """
     name = "preflight/contents"
-    facts = agree(collective, contents.facts, name=name)
-    summaries = gather_objects(collective, summarize(facts), name=f"{name}/digests")
+    facts = raise_on_all_ranks(collective, contents.facts, name=name)
+    summaries = all_gather_object(collective, summarize(facts), name=f"{name}/digests")
     differing = find_differing(summaries)
     if not differing:
         return
-    nodes = gather_objects(collective, collective.world.node, name=f"{name}/nodes")
+    nodes = all_gather_object(collective, collective.world.node, name=f"{name}/nodes")
     shown: dict[str, list[str]] = {}
     rounded: list[str] = []
     for fact in differing:
@@ -62,7 +62,7 @@ def require_same_contents(collective: Collective, contents: Contents, say: Calla
             shown[f"{fact}, {place}"] = values
     if shown:
         raise DataError(describe_differences(nodes, shown, what=OTHER_DATA, remedy=DATA_REMEDY), reach="run")
-    say(
+    print_line(
         f"warning: the ranks' data are the same but for rounding ({'; '.join(rounded)}), as processors of different "
         "kinds compute them."
     )
@@ -78,7 +78,7 @@ def _find_first_value(
     shape = array.shape[1:]
     values = np.asarray(array[sample]).reshape(-1)
     number = _find_first_row(collective, values, speakers, name=f"{name}/values", may_be_rounding=False)
-    said = gather_objects(collective, _in_words(values[number]), name=f"{name}/value")
+    said = all_gather_object(collective, _in_words(values[number]), name=f"{name}/value")
     place = [int(index) for index in np.unravel_index(number or 0, shape)]
     where = f"sample {sample} at {place}" if place else f"sample {sample}"
     return f"{where} (from 0)", [said[speaker] for speaker in speakers]
@@ -106,7 +106,7 @@ def _find_first_row(
         size = block_size(count)
         part = array[first : first + count]
         mine = [digest_blocks(part, size), sum_blocks(part, size) if is_rounded else []] if speaks else []
-        said = gather_objects(collective, mine, name=name)
+        said = all_gather_object(collective, mine, name=name)
         one, *others = [said[speaker] for speaker in dict.fromkeys(speakers)]
         differing = sorted(
             block

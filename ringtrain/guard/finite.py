@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.collectives import Collective, agree
+from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.errors import DivergedError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def require_finite_values(
     if are_alike:
         look()
     else:
-        agree(collective, look, name="finite_values")
+        raise_on_all_ranks(collective, look, name="finite_values")
 
 
 def _is_finite(value: Any) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.horovod import HOROVOD_SETTINGS
 from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.data.sources import ArraySource, Feed, Source
@@ -74,9 +74,9 @@ def require_same_code(collective: Collective, *, name: str) -> None:
     facts = describe_loaded_code()
     mine = {fact: digest([value] if isinstance(value, str) else value) for fact, value in facts.items()}
     whole = digest([f"{fact} {value}" for fact, value in mine.items()])
-    if len(set(gather_objects(collective, whole, name=f"{name}/digest"))) == 1:
+    if len(set(all_gather_object(collective, whole, name=f"{name}/digest"))) == 1:
         return
-    ranks = gather_objects(collective, mine, name=f"{name}/files")
+    ranks = all_gather_object(collective, mine, name=f"{name}/files")
     known = dict.fromkeys(itertools.chain.from_iterable(ranks))
     differing = [fact for fact in known if len({rank[fact] for rank in ranks if fact in rank}) > 1]
     require_alike(
@@ -136,7 +136,7 @@ def require_alike(
         RingtrainError: of this kind, on every rank, with a line for each fact that differs.
     """
     world = collective.world
-    ranks = gather_objects(collective, [world.node, summarize(facts)], name=name)
+    ranks = all_gather_object(collective, [world.node, summarize(facts)], name=name)
     nodes, summaries = [node for node, _ in ranks], [summary for _, summary in ranks]
     if all(summary == summaries[0] for summary in summaries):
         return
@@ -310,8 +310,8 @@ def find_first_difference(
     mine = entries if speakers[collective.world.rank] == collective.world.rank else ()
     starts = range(0, len(mine), ENTRIES_PER_BLOCK)
     blocks = [digest(mine[start : start + ENTRIES_PER_BLOCK]) for start in starts]
-    start = ENTRIES_PER_BLOCK * _first_place(gather_objects(collective, blocks, name=f"{name}/blocks"), compared)
-    said = gather_objects(collective, list(mine[start : start + ENTRIES_PER_BLOCK]), name=f"{name}/entries")
+    start = ENTRIES_PER_BLOCK * _first_place(all_gather_object(collective, blocks, name=f"{name}/blocks"), compared)
+    said = all_gather_object(collective, list(mine[start : start + ENTRIES_PER_BLOCK]), name=f"{name}/entries")
     place = _first_place(said, compared)
     values = [said[speaker][place] if place < len(said[speaker]) else NOT_SET for speaker in speakers]
     return start + place + 1, values

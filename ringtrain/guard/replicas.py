@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.messages.ranks import group_ranks, name_ranks
 from ringtrain.runtime import activity
@@ -57,7 +57,7 @@ class ReplicaGuard:
             self._equal_at = step
             return
         by_rank = self._gather(hashes, name="replicas/variables")
-        nodes = gather_objects(self._collective, self._collective.world.node, name="replicas/nodes")
+        nodes = all_gather_object(self._collective, self._collective.world.node, name="replicas/nodes")
         drift = describe_drift(list(self._variables), by_rank.tolist(), nodes)
         before = "" if self._equal_at is None else f" (at step {self._equal_at} they were equal)"
         raise ReplicasDifferError(
@@ -73,7 +73,7 @@ class ReplicaGuard:
 
         mine = np.array(hashes, np.uint64).view(np.int64)
         with activity.meeting():
-            return self._collective.gather(tf.constant(mine[np.newaxis]), name=name).numpy()
+            return self._collective.all_gather(tf.constant(mine[np.newaxis]), name=name).numpy()
 
 
 def hash_bits(array: np.ndarray) -> int:

@@ -107,7 +107,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         values = np.array([logs[name] for name in names], np.float64)
         weighted = np.where(weights > 0, values * weights, 0.0)  # the mean of no samples is not a number
         with tf.device(self._device):
-            sums = ProcessSetCollective().sum([tf.constant([weighted, weights])], name="metrics")[0].numpy()
+            sums = ProcessSetCollective().all_reduce([tf.constant([weighted, weights])], name="metrics")[0].numpy()
         for name, total, weight in zip(names, *sums, strict=True):
             logs[name] = float(total / weight) if weight else float("nan")
 

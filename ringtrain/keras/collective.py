@@ -48,7 +48,7 @@ class ProcessSetCollective(HorovodCollective):
         self._process_set, self._op = process_set, op
         self._device_dense, self._device_sparse = device_dense, device_sparse
 
-    def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         options = {
             "op": self._op,
             "process_set": self._process_set,
@@ -60,7 +60,7 @@ class ProcessSetCollective(HorovodCollective):
             return [hvd.allreduce(tensors[0], **options)]
         return hvd.grouped_allreduce(list(tensors), **options)
 
-    def gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         with tf.device(self._device_sparse):
             return hvd.allgather(tensor, name=_last_part(name), ignore_name_scope=True, process_set=self._process_set)
 

@@ -149,7 +149,7 @@ class Exchange:
         if shared and size > 1 and settings.process_set.included():
             require_gradients_that_add([variables[index] for index in shared])
             before, after = self._factors(size)
-            sums = self._reduction([gradients[i] for i in shared], [variables[i] for i in shared]).sum(
+            sums = self._reduction([gradients[i] for i in shared], [variables[i] for i in shared]).all_reduce(
                 [scaled(gradients[index], before) for index in shared]
             )
             for index, total in zip(shared, sums, strict=True):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import horovod.tensorflow as hvd
 import keras
 
-from ringtrain.collectives import gather_objects
+from ringtrain.collectives import all_gather_object
 from ringtrain.collectives.checks import require_working_sums
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
@@ -99,7 +99,7 @@ class TrainingGuard(keras.callbacks.Callback):
         if self.params.get("steps") is None:
             hvd.join()
             _require_equal(
-                gather_objects(self._collective, self._num_batches, name="guard_batches"),
+                all_gather_object(self._collective, self._num_batches, name="guard_batches"),
                 f"batches in epoch {epoch + 1}",
                 _BATCHES_REMEDY,
             )
@@ -124,7 +124,7 @@ class TrainingGuard(keras.callbacks.Callback):
         return ProcessSetCollective(process_set=process_set)
 
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
-        plans = gather_objects(collective, [self.params.get("steps"), self.params.get("epochs")], name="guard_plan")
+        plans = all_gather_object(collective, [self.params.get("steps"), self.params.get("epochs")], name="guard_plan")
         steps, epochs = zip(*plans, strict=True)
         _require_equal(steps, "batches in an epoch", _BATCHES_REMEDY)
         _require_equal(epochs, "epochs", "Pass the same epochs to fit() on every rank.")
@@ -132,7 +132,7 @@ class TrainingGuard(keras.callbacks.Callback):
     def _require_same_weights(self, collective: ProcessSetCollective, epoch: int) -> None:
         weights = self._shared_weights()
         digests = [hashlib.blake2b(weight.numpy().tobytes(), digest_size=8).hexdigest() for weight in weights]
-        all_digests = gather_objects(collective, digests, name="guard_weights")
+        all_digests = all_gather_object(collective, digests, name="guard_weights")
         for rank, others in enumerate(all_digests):
             different = [w.path for w, mine, its in zip(weights, all_digests[0], others, strict=True) if mine != its]
             if different:

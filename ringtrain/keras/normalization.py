@@ -75,7 +75,7 @@ def global_moments(
         local_squares = tf.reduce_sum(weights * tf.square(x - _spread(local_mean, x, axes)), axes)
         statistics = tf.stack([local_count, local_mean, local_squares])[tf.newaxis]  # [1, 3, channels]
         if collective is not None:
-            statistics = collective.gather(statistics, name=name)  # [ranks, 3, channels]
+            statistics = collective.all_gather(statistics, name=name)  # [ranks, 3, channels]
         counts, means, squares = tf.unstack(statistics, axis=1)
         count = tf.reduce_sum(counts, 0)
         mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), count)
@@ -84,7 +84,7 @@ def global_moments(
         def gradient(_: tf.Tensor, of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
             factors = tf.stack([of_mean, of_variance])
             if collective is not None:
-                [factors] = collective.sum([factors], name=f"{name}_gradient")
+                [factors] = collective.all_reduce([factors], name=f"{name}_gradient")
             of_mean, of_variance = tf.unstack(tf.math.divide_no_nan(factors, count))
             differences = x - _spread(mean, x, axes)
             return weights * (_spread(of_mean, x, axes) + 2 * _spread(of_variance, x, axes) * differences)

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from ringtrain.collectives import gather_objects
+from ringtrain.collectives import all_gather_object
 from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, require_init, unique_name
 
@@ -48,7 +48,7 @@ def broadcast_variables(
 def _require_same_kinds(variables: list[Any], collective: ProcessSetCollective) -> None:
     """Ranks with other variables would wait for each other for ever."""
     kinds = [f"{tf.as_dtype(variable.dtype).name} {list(variable.shape)}" for variable in variables]
-    all_kinds = gather_objects(collective, kinds, name="broadcast_kinds")
+    all_kinds = all_gather_object(collective, kinds, name="broadcast_kinds")
     for rank, others in enumerate(all_kinds):
         if others == all_kinds[0]:
             continue

@@ -91,7 +91,7 @@ def find_marks(run: RunRecord) -> tuple[list[Mark], int]:
         if type(step) is not int:
             step = 0
         elapsed = float(times[place]) if times is not None else None
-        for mark, text in _mark_of(event, is_first=place == 0):
+        for mark, text in _mark_of(event, is_rank0=place == 0):
             marks.append(Mark(kind=mark, step=step, elapsed=elapsed, text=text))
     return marks[-MAX_MARKS:], max(0, len(marks) - MAX_MARKS)
 
@@ -111,8 +111,8 @@ def to_payload(curves: dict[str, Curve], marks: Iterable[Mark], *, names: Iterab
     }
 
 
-def _mark_of(event: dict[str, Any], *, is_first: bool) -> Iterator[tuple[str, str]]:
-    if event["event"] == "start" and not is_first:
+def _mark_of(event: dict[str, Any], *, is_rank0: bool) -> Iterator[tuple[str, str]]:
+    if event["event"] == "start" and not is_rank0:
         size = event.get("size", "?")
         ranks = f"{size} rank{'' if size == 1 else 's'}"
         yield "restart", f"started again on {ranks} from step {event.get('first_step', '?')}"

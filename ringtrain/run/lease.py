@@ -90,7 +90,9 @@ class Lease:
                 continue
 
 
-def acquire_lease(run: Path, *, environ: Mapping[str, str], say: Callable[[str], None] = lambda line: None) -> Lease:
+def acquire_lease(
+    run: Path, *, environ: Mapping[str, str], print_line: Callable[[str], None] = lambda line: None
+) -> Lease:
     """Become the writer of a run directory.
 
     Waits at most ``EXPIRY_SECONDS`` for a holder on another host that may be gone.
@@ -99,7 +101,7 @@ def acquire_lease(run: Path, *, environ: Mapping[str, str], say: Callable[[str],
         UsageError: another process holds it and is alive, or nothing can be written there.
     """
     try:
-        return _acquire(run, environ, say)
+        return _acquire(run, environ, print_line)
     except OSError as error:
         raise UsageError(
             f"nothing can be written into the run directory {str(run)!r}: {error.strerror}. Give another with --out."
@@ -128,13 +130,13 @@ def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
     return True
 
 
-def _acquire(run: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> Lease:
+def _acquire(run: Path, environ: Mapping[str, str], print_line: Callable[[str], None]) -> Lease:
     directory = run / LEASE_DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     for _ in range(100):
         newest = _newest_number(directory)
         if newest:
-            _wait_until_free(directory / _file_name(newest), run, environ, say)
+            _wait_until_free(directory / _file_name(newest), run, environ, print_line)
         if _claim(directory, newest + 1, environ):
             if _newest_number(directory) != newest + 1:  # of a former holder; others have come and gone meanwhile
                 _remove(directory / _file_name(newest + 1))
@@ -182,7 +184,7 @@ def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> b
     return mine["job"] is not None and holder.get("job") == mine["job"] and before in range(mine["restarts"])
 
 
-def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_line: Callable[[str], None]) -> None:
     """Return once the holder has let go or is gone, or is no longer to write.
 
     Raises:
@@ -192,13 +194,13 @@ def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], say: Cal
     if not holder or holder.get("released"):
         return
     if _is_former_start(holder, environ):
-        say(f"taking over from {_describe(holder)}: Slurm has started the job again")
+        print_line(f"taking over from {_describe(holder)}: Slurm has started the job again")
         return
     is_alive = _is_alive_here(holder)
     if is_alive is False:
         return
     if is_alive is None:
-        is_alive = _beats(file, holder, say)
+        is_alive = _beats(file, holder, print_line)
     if is_alive:
         raise UsageError(
             f"the run directory {str(run)!r} is being written by {_describe(holder)}. Wait until that run has ended, "
@@ -215,12 +217,14 @@ def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
     return seen["started"] is not None and seen["started"] == holder.get("started")
 
 
-def _beats(file: Path, holder: Mapping[str, Any], say: Callable[[str], None]) -> bool:
+def _beats(file: Path, holder: Mapping[str, Any], print_line: Callable[[str], None]) -> bool:
     """Whether a holder that cannot be seen gives a sign of life before its lease runs out."""
     first = _modified(file)
     age = max(0.0, _file_system_time(file.parent) - first)  # a clock that was put back makes it negative
     if age < EXPIRY_SECONDS:
-        say(f"waiting up to {EXPIRY_SECONDS - age:.0f} s for a sign of life of the last writer, {_describe(holder)}")
+        print_line(
+            f"waiting up to {EXPIRY_SECONDS - age:.0f} s for a sign of life of the last writer, {_describe(holder)}"
+        )
     end = time.monotonic() + EXPIRY_SECONDS - age
     while time.monotonic() < end:
         time.sleep(min(1.0, max(0.0, end - time.monotonic())))

@@ -76,7 +76,7 @@ class OpenedRun:
     identity: Mapping[str, Any]
 
 
-def open_run(config: Config, *, say: Callable[[str], None]) -> OpenedRun:
+def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     """Open the run that the configuration names, and make it ready to be written.
 
     Args:
@@ -87,10 +87,10 @@ def open_run(config: Config, *, say: Callable[[str], None]) -> OpenedRun:
         DataError: it holds checkpoints, and none is whole.
     """
     path = choose_directory(config)
-    lease = acquire_lease(path, environ=os.environ, say=say)
+    lease = acquire_lease(path, environ=os.environ, print_line=print_line)
     directory = RunDirectory(path, may_write=lease.check, on_close=lease.close)
     try:
-        checkpoint = find_start(directory, config, say=say)
+        checkpoint = find_start(directory, config, print_line=print_line)
         is_complete = checkpoint is not None and is_finished(checkpoint, config)
         identity = find_identity(path, checkpoint) or draw_identity(config.seed)
         if not is_complete:
@@ -134,7 +134,7 @@ def choose_directory(config: Config) -> Path:
     return create_run_directory(wanted, is_anew=config.resume == "never")
 
 
-def find_start(directory: RunDirectory, config: Config, *, say: Callable[[str], None]) -> Checkpoint | None:
+def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[[str], None]) -> Checkpoint | None:
     """The checkpoint from which the run goes on; None where it begins.
 
     Raises:
@@ -149,14 +149,14 @@ def find_start(directory: RunDirectory, config: Config, *, say: Callable[[str], 
         refuse_other_settings(directory.path, former, to_plain(asdict(config)))
         refuse_other_run(directory, checkpoint, former)
     for damage in damages:
-        say(f"warning: {damage}")
+        print_line(f"warning: {damage}")
     if checkpoint is None:
         if config.resume == "must":
             raise UsageError(f"resume is 'must', but the run in {str(directory.path)!r} holds no checkpoint yet.")
-        say(f"the run in {directory.path} holds no checkpoint yet: it starts anew")
+        print_line(f"the run in {directory.path} holds no checkpoint yet: it starts anew")
         return None
     for moved in set_aside(directory.checkpoints, checkpoint.step):
-        say(f"warning: the damaged checkpoint is kept as {moved}")
+        print_line(f"warning: the damaged checkpoint is kept as {moved}")
     return checkpoint
 
 

@@ -65,7 +65,7 @@ def name_variables(**kinds: Sequence[tuple[str, keras.Variable]]) -> dict[str, k
     return {name: variable for name, (_, variable) in zip(names, items, strict=True)}
 
 
-def share_first_values(variables: Sequence[keras.Variable], collective: Collective) -> None:
+def broadcast_variables(variables: Sequence[keras.Variable], collective: Collective) -> None:
     """Give every rank rank 0's values, many variables to a message."""
     for number, group in enumerate(plan_messages(variables)):
         flat = tf.concat([tf.reshape(variable.value, [-1]) for variable in group], axis=0)

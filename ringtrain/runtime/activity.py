@@ -17,7 +17,7 @@ from typing import NamedTuple
 LONG_SECONDS = 600.0
 
 
-class Doing(enum.Enum):
+class Phase(enum.Enum):
     """What a rank can be doing: in words that follow "ranks 0, 1", and where it is when it waits there for the others.
 
     A rank whose place is None is busy with something of its own, for which the others wait.
@@ -48,7 +48,7 @@ class Note(NamedTuple):
         takes_long: it may well take ten minutes, such as what compiles.
     """
 
-    doing: Doing
+    doing: Phase
     step: int = 0
     takes_long: bool = False
 
@@ -70,13 +70,13 @@ class Note(NamedTuple):
         return place and place.format(step=self.step)
 
 
-_note = Note(Doing.JOIN, takes_long=True)
+_note = Note(Phase.JOIN, takes_long=True)
 _moves = itertools.count(1)
 _last_move = 0
 _tell_at_once: Callable[[], None] | None = None
 
 
-def note(doing: Doing, step: int = 0, *, takes_long: bool = False) -> None:
+def note(doing: Phase, step: int = 0, *, takes_long: bool = False) -> None:
     """From now on the training thread does this; called again with the same, it does the next piece of it."""
     global _note
     was_long, _note = _note.takes_long, Note(doing, step, takes_long)
@@ -110,7 +110,7 @@ def meeting() -> Iterator[None]:
     """Within it the training thread waits for the other ranks."""
     global _note
     before = _note
-    note(Doing.MEET, before.step, takes_long=before.takes_long)
+    note(Phase.MEET, before.step, takes_long=before.takes_long)
     try:
         yield
     finally:

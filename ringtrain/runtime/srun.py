@@ -36,13 +36,15 @@ def ask_srun() -> str | None:
     return finished.stdout + finished.stderr if finished.returncode == 0 else None
 
 
-def find_mpi(say: Callable[[str], None], ask: Callable[[], str | None] = ask_srun) -> str:
+def find_mpi(print_line: Callable[[str], None], ask: Callable[[], str | None] = ask_srun) -> str:
     """How to start the ranks on this site, with a note where that is not plainly srun's doing."""
     listing = ask()
     if listing is None:
-        say("no srun here says which kinds of MPI it has: taking --mpi pmix. Give --mpi where the cluster has another.")
+        print_line(
+            "no srun here says which kinds of MPI it has: taking --mpi pmix. Give --mpi where the cluster has another."
+        )
         return "pmix"
     chosen = choose_mpi(listing)
     if chosen == HOROVODRUN:
-        say(f"this site's srun knows neither PMIx nor PMI2: taking {HOROVODRUN}, which needs ssh to all nodes.")
+        print_line(f"this site's srun knows neither PMIx nor PMI2: taking {HOROVODRUN}, which needs ssh to all nodes.")
     return chosen

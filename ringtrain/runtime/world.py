@@ -44,7 +44,7 @@ class World:
                 )
 
     @property
-    def is_first(self) -> bool:
+    def is_rank0(self) -> bool:
         """True on rank 0, which writes the logs."""
         return self.rank == 0
 

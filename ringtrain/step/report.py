@@ -12,7 +12,7 @@ import tensorflow as tf
 # The control vector begins with these sums over all samples of all ranks; the metrics' sums follow in the order of
 # their names. Regularisation is weighted by samples, so that its mean is its value.
 CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes", "next_samples")
-NUM_TOLD = 2  # the last of them are what each rank tells the others, besides what it computes
+NUM_EXTRA_SCALARS = 2  # the last of them are what each rank tells the others, besides what it computes
 # What a step returns behind the control vector: already identical on every rank but for the last two.
 STEP_FACTS = ("is_finite", "gradient_norm", "learning_rate", "loss_scale", "local_data_loss", "communication_sec")
 

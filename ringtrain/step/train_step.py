@@ -27,7 +27,7 @@ from ringtrain.run.variables import is_seed_state, name_variables, named_slots, 
 from ringtrain.step.averages import WeightAverages
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.micro_batches import Forward, add_up
-from ringtrain.step.report import CONTROL_SUMS, NUM_TOLD, STEP_FACTS, StepReport, read_report
+from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, per_sample
 
@@ -86,12 +86,14 @@ class TrainStep:
         self._needs_every_rank = any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers())
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
         optimizer.build(model.trainable_variables)
-        told = [tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_TOLD], tf.float64)]
-        signature = [batch_spec, *told]
+        extra_scalars = [tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_EXTRA_SCALARS], tf.float64)]
+        signature = [batch_spec, *extra_scalars]
         self._local_batch_size = local_batch_size
         self._train_any = tf.function(self._train_samples, input_signature=signature, autograph=False)
         # A known number of samples saves the gradient of each addition the question whether anything was broadcast.
-        usual = signature if local_batch_size is None else [fix_batch_size(batch_spec, local_batch_size), *told]
+        usual = (
+            signature if local_batch_size is None else [fix_batch_size(batch_spec, local_batch_size), *extra_scalars]
+        )
         train = tf.function(self._train_samples, input_signature=usual, autograph=False)
         # Tracing finds the sparse gradients, the state and the metrics, which a rank without samples must know as well.
         # The traced function is called as it is: to choose among traces takes longer than a small step's computation.
@@ -166,15 +168,15 @@ class TrainStep:
         """Bring to the host what a call returned."""
         return read_report(returned, self.metric_names)
 
-    def _train_samples(self, batch: Batch, learning_rate: tf.Tensor, told: tf.Tensor) -> Returned:
+    def _train_samples(self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> Returned:
         local_count = tf.shape(batch.indices, tf.int64)[0]
         forward = self._all_forward_and_backward(batch, local_count)
         local_share = tf.cast(local_count, self._dtype) / tf.cast(batch.global_count, self._dtype)
         state = [tf.cast(value, _averaging_dtype(value)) * tf.cast(local_share, _averaging_dtype(value))
                  for value in forward.state]  # fmt: skip
-        return self._reduce_and_update(forward._replace(state=state), learning_rate, told)
+        return self._reduce_and_update(forward._replace(state=state), learning_rate, extra_scalars)
 
-    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, told: tf.Tensor) -> Returned:
+    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> Returned:
         """The step of a rank whose share is empty: it adds zeros, without running the model.
 
         Horovod's operations are not marked as stateful: TensorFlow's optimizer would run one whose input is constant
@@ -197,7 +199,7 @@ class TrainStep:
         ]
         state = [zeros(v.shape, _averaging_dtype(v)) for v in self._state]
         sums = zeros([len(CONTROL_SUMS) + len(self.metric_names)], self._dtype)
-        return self._reduce_and_update(Forward(gradients, sums, state), learning_rate, told)
+        return self._reduce_and_update(Forward(gradients, sums, state), learning_rate, extra_scalars)
 
     def _are_gradients_finite(self, batch: Batch) -> tf.Tensor:
         """For each trainable variable, bool [variables]."""
@@ -258,7 +260,9 @@ class TrainStep:
         ]
         self._learn_structure(scope, state, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in self.metric_names]
-        nothing_told = [tf.zeros([], self._dtype)] * NUM_TOLD  # added before the reduction, once for all micro-batches
+        nothing_told = [
+            tf.zeros([], self._dtype)
+        ] * NUM_EXTRA_SCALARS  # added before the reduction, once for all micro-batches
         sums = tf.stack([count, data_loss_sum, regularization * count, *nothing_told, *metric_sums])
         return Forward(gradients, sums, [scope.get_current_value(v) for v in self._state])
 
@@ -274,13 +278,17 @@ class TrainStep:
             if scope.get_current_value(variable) is not before
         ]
 
-    def _reduce_and_update(self, forward: Forward, learning_rate: tf.Tensor, told: tf.Tensor) -> Returned:
+    def _reduce_and_update(self, forward: Forward, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> Returned:
         end = len(CONTROL_SUMS)
-        told = tf.pad(tf.cast(told, self._dtype), [[end - NUM_TOLD, forward.sums.shape[0] - end]])
+        extra_scalars = tf.pad(
+            tf.cast(extra_scalars, self._dtype), [[end - NUM_EXTRA_SCALARS, forward.sums.shape[0] - end]]
+        )
         # TensorFlow runs what is stateful in the order in which it is written here: a clock, a sum in shared memory.
         begin = moment_after([*forward.state, *forward.gradients]) if self._times_communication else None
         state = self._sum_state(forward.state)
-        gradients, gradients_finite, scaled_norm, sums, kept = self._reduction(forward.gradients, forward.sums + told)
+        gradients, gradients_finite, scaled_norm, sums, keep_alive = self._reduction(
+            forward.gradients, forward.sums + extra_scalars
+        )
         communication_sec = tf.constant(0.0, tf.float64)
         if begin is not None:
             communication_sec = moment_after([sums, *state, *gradients]) - begin
@@ -312,7 +320,7 @@ class TrainStep:
             "communication_sec": communication_sec,
         }
         returned = tf.concat([sums, tf.stack(cast_all([facts[name] for name in STEP_FACTS], self._dtype))], axis=0)
-        return returned, list(kept)  # what a function returns is kept until all of it is computed
+        return returned, list(keep_alive)  # what a function returns is kept until all of it is computed
 
     def _sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The mean over all samples of what the ranks' forward passes made of the state (BatchNorm's statistics)."""
@@ -321,7 +329,7 @@ class TrainStep:
             by_dtype.setdefault(value.dtype, []).append(position)
         sums = list(state)
         for dtype, positions in by_dtype.items():
-            totals = self._collective.sum([state[i] for i in positions], name=f"state/{dtype.name}")
+            totals = self._collective.all_reduce([state[i] for i in positions], name=f"state/{dtype.name}")
             for position, total in zip(positions, totals, strict=True):
                 sums[position] = total
         return sums

@@ -64,9 +64,9 @@ class Console:
             self._progress = None
 
 
-def open_console(*, is_first: bool) -> Console:
+def open_console(*, is_rank0: bool) -> Console:
     """The console of this rank."""
-    if not is_first:
+    if not is_rank0:
         return Console(None, is_terminal=False)
     launcher = find_launcher()
     if launcher is None:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Doing
+from ringtrain.runtime.activity import Phase
 
 REFRESHES_PER_SECOND = 4
 USUAL_COLUMNS = 80
@@ -56,13 +56,13 @@ class ProgressBar(Progress):
             return
         self.console.width = self._read_width()
         note, _ = activity.current()
-        if note.doing in (Doing.DATA, Doing.STEP):
+        if note.doing in (Phase.DATA, Phase.STEP):
             self.update(self._task, completed=note.step - 1)
         yield self.make_tasks_table(self.tasks)
         saved = self._last_saved_step()
         checkpoint = [f"checkpoint: step {saved:,}"] if saved and not self.finished else []
         shown = [*self._values[:2], *checkpoint, *self._values[2:]]
-        if note.doing in (Doing.EVALUATION_DATA, Doing.EVALUATION_STEP):
+        if note.doing in (Phase.EVALUATION_DATA, Phase.EVALUATION_STEP):
             shown.insert(0, "evaluating")
         yield Text("  ".join(shown), no_wrap=True, overflow="ellipsis")
 

@@ -72,10 +72,10 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
 
     Every rank must call it.
     """
-    from ringtrain.collectives import gather_objects
+    from ringtrain.collectives import all_gather_object
 
     world = collective.world
-    rows = gather_objects(collective, [world.node, os.getpid(), device, plan.intra_op_threads], name="start")
+    rows = all_gather_object(collective, [world.node, os.getpid(), device, plan.intra_op_threads], name="start")
     versions = ", ".join(
         f"{title} {importlib.metadata.version(package)}"
         for title, package in (("TensorFlow", "tensorflow"), ("Keras", "keras"), ("Horovod", "horovod"))

@@ -19,7 +19,7 @@ from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.directory import RunDirectory
 from ringtrain.run.progress import Progress
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Doing
+from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.step.report import StepReport
 from ringtrain.terminal.console import Console
@@ -81,7 +81,7 @@ class Log:
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
         del batch
-        activity.note(Doing.LOG, step)
+        activity.note(Phase.LOG, step)
         now = time.perf_counter()
         num_steps = step - self._since_step
         sec_per_step = (now - self._since) / num_steps
@@ -159,7 +159,7 @@ class Evaluate:
         return Ending.EARLY if gives_up else None
 
     def _record(self, step: int, result: EvalReport, records: Records, *, seconds: float) -> None:
-        activity.note(Doing.LOG, step)
+        activity.note(Phase.LOG, step)
         epoch = epoch_after(self._job.order, step)
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
         if result.left_out:
@@ -211,7 +211,7 @@ class Save:
                 are_alike=self._job.config.check_replicas_every > 0,  # CheckReplicas has just seen it
             )
         if self._writer is not None and self._records is not None and (as_step or as_best):
-            activity.note(Doing.SAVE, step, takes_long=True)
+            activity.note(Phase.SAVE, step, takes_long=True)
             self._records.events.flush()
             self._writer.save(self.snapshot(step), as_step=as_step, as_best=as_best)
 
@@ -238,7 +238,7 @@ class CheckReplicas:
         """Check unless no checks are wanted; once for a step."""
         del batch, report
         if self._job.config.check_replicas_every:
-            activity.note(Doing.CHECK, step)
+            activity.note(Phase.CHECK, step)
             self._guard.check(step)
 
 

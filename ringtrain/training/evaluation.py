@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, on_first
+from ringtrain.collectives import Collective, run_on_rank0
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import BadSample, Source, is_fallible
@@ -19,7 +19,7 @@ from ringtrain.data.stepping import Batches, PlannedBatches, explain_bad, name_b
 from ringtrain.errors import DataError
 from ringtrain.guard.labels import find_labels
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Doing
+from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.world import World
 from ringtrain.step.averages import WeightAverages
 from ringtrain.workloads.base import Workload
@@ -73,9 +73,9 @@ def evaluate(
     sums = np.zeros(2 + len(eval_step.metric_names))
     read: list[np.ndarray] = []
     takes_long = not eval_step.was_called
-    activity.note(Doing.EVALUATION_DATA, 1, takes_long=takes_long)
+    activity.note(Phase.EVALUATION_DATA, 1, takes_long=takes_long)
     for number, batch in enumerate(batches, start=1):
-        activity.note(Doing.EVALUATION_STEP, number, takes_long=takes_long and number == 1)
+        activity.note(Phase.EVALUATION_STEP, number, takes_long=takes_long and number == 1)
         for labels in eval_step.labels if takes_long else ():
             labels.check(batch.y, batch.indices, of="evaluation")
         stop_votes, *batch_sums = eval_step(batch, is_stop_wanted())
@@ -84,7 +84,7 @@ def evaluate(
             read.append(batch.indices.numpy())
         if stop_votes:
             return None
-        activity.note(Doing.EVALUATION_DATA, number + 1)
+        activity.note(Phase.EVALUATION_DATA, number + 1)
     samples, data_loss, *metrics = sums
     left_out: tuple[BadSample, ...] = ()
     if samples < source.num_samples:  # the same on every rank
@@ -106,13 +106,13 @@ def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> t
     Args:
         read: the samples that this rank has read, int64 [n].
     """
-    all_read = collective.gather(tf.constant(read, tf.int64), name="evaluated").numpy()
+    all_read = collective.all_gather(tf.constant(read, tf.int64), name="evaluated").numpy()
     missing = np.setdiff1d(np.arange(source.num_samples), all_read)
 
-    def name_on_first() -> list[list[Any]]:
+    def name_on_rank0() -> list[list[Any]]:
         return [list(bad) for bad in name_bad(missing, source.find_bad)] if is_fallible(source) else []
 
-    return tuple(BadSample(*bad) for bad in on_first(collective, name_on_first, name="left_out"))
+    return tuple(BadSample(*bad) for bad in run_on_rank0(collective, name_on_rank0, name="left_out"))
 
 
 def evaluation_batches(

@@ -10,22 +10,22 @@ from typing import Any, cast
 import keras
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, agree
+from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.data.contents import Contents
-from ringtrain.data.feeding import fed_batches
-from ringtrain.data.order import FedOrder, SampleOrder
+from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Augment, Batch, describe_structure, has_structure_of, local_batches
 from ringtrain.data.sources import ArraySource, FallibleSource, Feed, Source, is_fallible
 from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, explain_bad
+from ringtrain.data.streaming import streaming_batches
 from ringtrain.errors import DataError, UsageError
 from ringtrain.guard.contents import require_same_contents
 from ringtrain.guard.labels import Labels, keeps_labels
 from ringtrain.guard.preflight import Facts, describe_training, require_same_code, require_same_training
 from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Doing
+from ringtrain.runtime.activity import Phase
 from ringtrain.step.optimizers import FUSED, only_reads_gradients
 from ringtrain.step.schedule import LearningRate
 from ringtrain.step.times import StepTimes
@@ -91,7 +91,7 @@ def create_job(
     former_size: int | None = None,
     adapt_model: Callable[[keras.Model], None] = lambda model: None,
     optimizer: Callable[[], keras.optimizers.Optimizer] | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    print_line: Callable[[str], None] = lambda line: None,
 ) -> Job:
     """Read the data, create the model, compile the steps, and see that all ranks have the same. Every rank calls it.
 
@@ -108,7 +108,7 @@ def create_job(
         DataError: the data are missing, damaged, or not the same on all ranks.
         UsageError: a setting does not fit the workload, or the models are not the same on all ranks.
     """
-    activity.note(Doing.PREPARE, takes_long=True)
+    activity.note(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
     sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=former_size)
     order, learning_rate, total_steps = plan_steps(
@@ -123,10 +123,10 @@ def create_job(
         num_threads=num_threads,
         augment=workload.augment,
         skips_bad=config.on_bad_sample == "skip",
-        say=say,
+        print_line=print_line,
     )
-    activity.note(Doing.COMPILE, takes_long=True)
-    model = agree(collective, lambda: create_model(workload), name="model")
+    activity.note(Phase.COMPILE, takes_long=True)
+    model = raise_on_all_ranks(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
     spec = batches.element_spec
 
@@ -135,9 +135,9 @@ def create_job(
         step = create_step(workload, config, collective, model, chosen, batch_spec=spec, order=order)
         return step, create_eval_step(workload, config, step, sources.evaluation, collective, batch_spec=spec)
 
-    step, eval_step = agree(collective, trace, name="step")
-    warn_of_python(step, say)
-    warn_of_own_step(model, say)
+    step, eval_step = raise_on_all_ranks(collective, trace, name="step")
+    warn_of_python(step, print_line)
+    warn_of_own_step(model, print_line)
     job = Job(
         workload=workload,
         config=config,
@@ -154,11 +154,11 @@ def create_job(
         num_threads=num_threads,
         times=StepTimes(times_communication=can_time_communication(config)),
     )
-    require_same_job(job, sources, contents, say)
+    require_same_job(job, sources, contents, print_line)
     return job
 
 
-def require_same_job(job: Job, sources: Sources, contents: Contents | None, say: Callable[[str], None]) -> None:
+def require_same_job(job: Job, sources: Sources, contents: Contents | None, print_line: Callable[[str], None]) -> None:
     """See that all ranks have the same code, model and data, and labels that the model knows. Every rank calls it.
 
     Raises:
@@ -168,10 +168,10 @@ def require_same_job(job: Job, sources: Sources, contents: Contents | None, say:
     collective = job.collective
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have loaded by now
     require_same_training(collective, describe_job(job))
-    agree(collective, lambda: check_labels(job, sources), name="labels")
+    raise_on_all_ranks(collective, lambda: check_labels(job, sources), name="labels")
     if contents is not None:
-        activity.note(Doing.PREPARE, takes_long=True)
-        require_same_contents(collective, contents, say)
+        activity.note(Phase.PREPARE, takes_long=True)
+        require_same_contents(collective, contents, print_line)
 
 
 def check_labels(job: Job, sources: Sources) -> None:
@@ -212,25 +212,25 @@ def describe_job(job: Job) -> Facts:
     )
 
 
-def warn_of_python(step: TrainStep, say: Callable[[str], None]) -> None:
+def warn_of_python(step: TrainStep, print_line: Callable[[str], None]) -> None:
     """Say what could wait for itself: a ``tf.function`` in a ``tf.py_function`` needs another inter-op thread."""
     if tf.config.threading.get_inter_op_parallelism_threads() != 1:
         return
     names = step.python_operations
     if names:
-        say(
+        print_line(
             f"warning: the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A "
             "tf.function in that code would wait for ever; if there is one, set TF_NUM_INTEROP_THREADS=2."
         )
 
 
-def warn_of_own_step(model: keras.Model, say: Callable[[str], None]) -> None:
+def warn_of_own_step(model: keras.Model, print_line: Callable[[str], None]) -> None:
     """Say that a model's own ``train_step`` trains nothing here."""
     own = [
         name for name in ("train_step", "test_step") if not getattr(type(model), name).__module__.startswith("keras.")
     ]
     if own:
-        say(
+        print_line(
             f"warning: {' and '.join(f'{type(model).__name__}.{name}' for name in own)} is never called: a step here "
             "is the workload's loss, metrics and optimizer. Train such a model by fit, under ringtrain.keras."
         )
@@ -258,7 +258,7 @@ def plan_steps(
                 "steps_per_epoch to from_generator or from_callable.",
                 reach="run",
             )
-        order = FedOrder(
+        order = StreamingOrder(
             num_samples=steps_per_epoch * global_batch_size,
             global_batch_size=global_batch_size,
             seed=config.seed,
@@ -294,24 +294,26 @@ def create_batches(
     num_threads: int,
     augment: Augment,
     skips_bad: bool,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> Batches:
     """This rank's batches of the steps from ``first_step`` (from 0) up to, not including, ``end_step``."""
     steps: dict[str, Any] = {"first_step": first_step, "end_step": end_step}
     read: dict[str, Any] = {"num_threads": num_threads, "augment": augment}
     world = collective.world
     if isinstance(train, Feed):
-        fed = fed_batches(train, cast(FedOrder, order), collective, **steps, **read)
+        fed = streaming_batches(train, cast(StreamingOrder, order), collective, **steps, **read)
         return CountedBatches(fed.dataset, collective, order, **steps, explain=fed.explain)
 
     explain = functools.partial(explain_bad, train, order, world)
     skips = skips_bad and is_fallible(train)
     trace = functools.partial(local_batches, train, order, world, **steps, **read, skips_bad=skips)
-    dataset = agree(collective, trace, name="batches")
+    dataset = raise_on_all_ranks(collective, trace, name="batches")
     if not skips:
         return PlannedBatches(dataset, **steps, explain=explain)
     find_bad = cast(FallibleSource, train).find_bad
-    return CountedBatches(dataset, collective, order, **steps, explain=explain, find_bad=find_bad, say=say)
+    return CountedBatches(
+        dataset, collective, order, **steps, explain=explain, find_bad=find_bad, print_line=print_line
+    )
 
 
 def create_step(
@@ -327,7 +329,7 @@ def create_step(
     """The compiled training step of the settings."""
     require_gradients_that_add(model.trainable_variables)
     world = collective.world
-    is_known = not isinstance(order, FedOrder) and config.on_bad_sample == "stop"
+    is_known = not isinstance(order, StreamingOrder) and config.on_bad_sample == "stop"
     first = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
     return TrainStep(
         workload=workload,

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects, on_first
+from ringtrain.collectives import Collective, all_gather_object, run_on_rank0
 from ringtrain.config import Config
-from ringtrain.data.order import FedOrder
+from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import Cause, PreemptedError, RingtrainError
 from ringtrain.guard.finite import require_finite_values
@@ -23,9 +23,9 @@ from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.preflight import package_versions
 from ringtrain.run.progress import Progress
 from ringtrain.run.resume import OpenedRun, Start, describe_way_on
-from ringtrain.run.variables import share_first_values
+from ringtrain.run.variables import broadcast_variables
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Doing
+from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.step.report import communication_seconds, next_samples, wants_stop
 from ringtrain.terminal.console import Console
@@ -97,12 +97,12 @@ def train(
         first_step=start.step,
         global_batch_size=start.global_batch_size,
         former_size=start.size,
-        say=console.line,
+        print_line=console.line,
     )
     progress = Progress(**start.progress)
     if job.batches.is_counted and not progress.samples_seen:  # up to here they were planned
         progress.samples_seen = job.order.samples_before(job.first_step)
-    set_first_values(job, opened, console)
+    set_initial_values(job, opened, console)
     describe(job, console, opened)
     actions = create_actions(job, progress, opened, requests, console)
     actions.check.act(job.first_step)
@@ -125,20 +125,20 @@ def train(
     return Result(ending=ending, evaluation=actions.evaluate.last, best=progress.best, best_step=best_step)
 
 
-def set_first_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
+def set_initial_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
     """Rank 0's values, from the checkpoint where there is one, for every rank."""
 
-    def set_on_first() -> list[str]:
+    def set_on_rank0() -> list[str]:
         if opened is not None and opened.checkpoint is not None:
             restore(job, opened.checkpoint)
         elif job.config.init_from is not None:
             return take_weights(job, job.config.init_from)
         return []
 
-    activity.note(Doing.RESTORE, takes_long=True)
-    for line in on_first(job.collective, set_on_first, name="first_values"):
+    activity.note(Phase.RESTORE, takes_long=True)
+    for line in run_on_rank0(job.collective, set_on_rank0, name="first_values"):
         console.line(line)
-    share_first_values(job.step.variables, job.collective)
+    broadcast_variables(job.step.variables, job.collective)
 
 
 def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
@@ -146,7 +146,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
     order, size = job.order, job.collective.world.size
     parameters = job.step.model.count_params()
     evaluated = f", {job.evaluation.num_samples:,} to evaluate on" if job.evaluation else ""
-    samples = "samples fed by each rank" if isinstance(order, FedOrder) else f"{order.num_samples:,} samples"
+    samples = "samples fed by each rank" if isinstance(order, StreamingOrder) else f"{order.num_samples:,} samples"
     console.line(f"{job.config.workload}: {parameters:,} parameters; {samples}{evaluated}")
     console.line(
         f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; "
@@ -200,7 +200,7 @@ class Actions:
         with contextlib.suppress(RingtrainError):
             self.profile.close()
         if self.writer is not None:
-            activity.note(Doing.SAVE, self.writer.last_step, takes_long=True)
+            activity.note(Phase.SAVE, self.writer.last_step, takes_long=True)
             with contextlib.suppress(RingtrainError):  # what ended the training is what the user has to know
                 self.writer.wait()
         if self.records is not None:
@@ -226,13 +226,13 @@ def create_actions(
         run = opened.directory
         records = Records(run, console, first_step=job.first_step)
         log = Log(records=records, job=job, progress=progress)
-        writer = CheckpointWriter(run, keep=job.config.keep, say=console.line, last_step=job.first_step)
+        writer = CheckpointWriter(run, keep=job.config.keep, print_line=console.line, last_step=job.first_step)
     evaluate = Evaluate(job=job, progress=progress, requests=requests, records=records, log=log)
     run_facts = describe_run(job, opened.identity) if opened is not None else {}
     snapshot = functools.partial(take_snapshot, job, progress=progress, run_facts=run_facts)
     save = Save(job=job, progress=progress, snapshot=snapshot, writer=writer, records=records)
     check = CheckReplicas(job=job, save=save)
-    profile = Profile(job=job, run=opened.directory if opened is not None else None, say=console.line, log=log)
+    profile = Profile(job=job, run=opened.directory if opened is not None else None, print_line=console.line, log=log)
     return Actions(profile=profile, check=check, evaluate=evaluate, save=save, log=log, records=records, writer=writer)
 
 
@@ -255,7 +255,7 @@ def find_requests(job: Job, requests: StopRequests) -> tuple[str, Cause | None]:
     Of several kinds the user's file counts first: whoever starts runs again leaves that one alone.
     """
     world = job.collective.world
-    said = gather_objects(job.collective, [requests.reason, requests.cause, world.node], name="stop_requests")
+    said = all_gather_object(job.collective, [requests.reason, requests.cause, world.node], name="stop_requests")
     who = ", ".join(
         f"{reason} at rank {rank} on {node}" if cause == "signal" else reason
         for rank, (reason, cause, node) in enumerate(said)
@@ -286,12 +286,12 @@ def run_steps(
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
     in_flight: collections.deque[Trained] = collections.deque()
     step = job.first_step
-    activity.note(Doing.DATA, step + 1, takes_long=True)
+    activity.note(Phase.DATA, step + 1, takes_long=True)
     batches.begin()
     ending = catch_up(job, actions, progress)
     for step, batch in enumerate(times.waiting_for(batches if ending is None else ()), start=job.first_step + 1):
         is_prepared = step > job.first_step + 1 and job.step.is_traced_for(batch)
-        activity.note(Doing.STEP, step, takes_long=not is_prepared)
+        activity.note(Phase.STEP, step, takes_long=not is_prepared)
         learning_rate = job.learning_rate(job.order.samples_before(step - 1))
         is_stop_wanted = requests is not None and requests.is_pending
         for labels in job.labels_to_check if step <= job.first_step + CHECKED_STEPS else ():
@@ -309,7 +309,7 @@ def run_steps(
             ending = settle(job, actions, guard, progress, in_flight.popleft(), last_ending=ending) or ending
         if ending is not None:
             break
-        activity.note(Doing.DATA, step + 1)
+        activity.note(Phase.DATA, step + 1)
     return step, ending or Ending.COMPLETED
 
 
@@ -329,7 +329,7 @@ def catch_up(job: Job, actions: Sequence[Action], progress: Progress) -> Ending 
     if not step or progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
         return None
     endings = [action.act(step) for action in actions if isinstance(action, CheckReplicas | Evaluate | Save)]
-    activity.note(Doing.DATA, step + 1, takes_long=True)
+    activity.note(Phase.DATA, step + 1, takes_long=True)
     return next((ending for ending in endings if ending), None)
 
 
@@ -373,12 +373,12 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
     are_alike = job.config.check_replicas_every > 0
     require_finite_values(job.step.named_variables, job.collective, step=step, are_alike=are_alike)
 
-    def save_on_first() -> str:
+    def save_on_rank0() -> str:
         assert actions.writer is not None
         return actions.writer.finish(actions.save.snapshot(step))
 
-    activity.note(Doing.SAVE, step, takes_long=True)
-    path = on_first(job.collective, save_on_first, name="finish")
+    activity.note(Phase.SAVE, step, takes_long=True)
+    path = run_on_rank0(job.collective, save_on_rank0, name="finish")
     if ending is Ending.PREEMPTED:
         who, cause = find_requests(job, requests)
         requests.clear_file()

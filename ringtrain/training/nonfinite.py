@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import gather_objects, on_first
+from ringtrain.collectives import all_gather_object, run_on_rank0
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import DivergedError
 from ringtrain.run.directory import RunDirectory
@@ -108,7 +108,7 @@ class NonfiniteGuard:
             samples=find_nonfinite_samples(self._job, batch),
             gradients=self._job.step.find_nonfinite_gradients(batch),
         )
-        ranks = [Finding(**item) for item in gather_objects(collective, asdict(mine), name="nonfinite")]
+        ranks = [Finding(**item) for item in all_gather_object(collective, asdict(mine), name="nonfinite")]
         culprit = next((rank for rank, finding in enumerate(ranks) if finding.is_culprit), None)
         kept = "" if culprit is None or self._path is None else self._keep_batch(step, batch, culprit, self._path)
         return f"{describe_findings(step, ranks)}{kept}"
@@ -120,10 +120,10 @@ class NonfiniteGuard:
         self._num_kept += 1
         collective = self._job.collective
         data = pack_batch(batch) if collective.world.rank == culprit else b""
-        packed = collective.gather(tf.constant(np.frombuffer(data, np.uint8)), name="nonfinite/batch").numpy()
+        packed = collective.all_gather(tf.constant(np.frombuffer(data, np.uint8)), name="nonfinite/batch").numpy()
         file = path / BATCH_DIRECTORY / f"step-{step:09d}-rank-{culprit}.npz"
 
-        def write_on_first() -> str:
+        def write_on_rank0() -> str:
             assert self._run is not None
             self._run.may_write()
             try:
@@ -133,7 +133,7 @@ class NonfiniteGuard:
                 return f" The batch of rank {culprit} cannot be kept as {file}: {error.strerror or error}."
             return f" The batch of rank {culprit} is kept as {file}."
 
-        return on_first(collective, write_on_first, name="nonfinite/kept")
+        return run_on_rank0(collective, write_on_rank0, name="nonfinite/kept")
 
 
 def describe_findings(step: int, ranks: Sequence[Finding]) -> str:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from ringtrain.data.pipeline import Batch
 from ringtrain.run.directory import RunDirectory, RunDirectoryError
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Doing
+from ringtrain.runtime.activity import Phase
 from ringtrain.step.report import StepReport
 from ringtrain.training.actions import Log
 from ringtrain.training.job import Job
@@ -34,11 +34,11 @@ class Profile:
         *,
         job: Job,
         run: RunDirectory | None,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         log: Log | None,
     ) -> None:
-        """``run`` is rank 0's; ``say`` shows a line to the user, ``log`` leaves out the time that this takes."""
-        self._job, self._collective, self._run, self._say = job, job.collective, run, say
+        """``run`` is rank 0's; ``print_line`` shows a line to the user, ``log`` leaves out the time that this takes."""
+        self._job, self._collective, self._run, self._print_line = job, job.collective, run, print_line
         self._first, self._last = map(int, job.config.profile.split(":")) if job.config.profile else (-1, -1)
         self._log = log
         self._is_under_way = False
@@ -60,9 +60,13 @@ class Profile:
         """Before the first step: begin where the range does, or has; say where no step of it comes any more."""
         first, total = self._job.first_step, self._job.total_steps
         if self._first > total:
-            self._say(f"warning: --profile {self._job.config.profile}: the run ends with step {total}; there is none")
+            self._print_line(
+                f"warning: --profile {self._job.config.profile}: the run ends with step {total}; there is none"
+            )
         elif 0 <= self._last <= first:
-            self._say(f"warning: --profile {self._job.config.profile}: step {first} is done already; there is none")
+            self._print_line(
+                f"warning: --profile {self._job.config.profile}: step {first} is done already; there is none"
+            )
         else:
             self.act(first)
 
@@ -74,11 +78,11 @@ class Profile:
         self._collective.stop_timeline()
         if self._run is not None:
             begin = time.perf_counter()
-            activity.note(Doing.LOG, self._last, takes_long=True)
+            activity.note(Phase.LOG, self._last, takes_long=True)
             with self._explaining():
                 tf.profiler.experimental.stop()
             self._leave_out(begin)
-            self._say(
+            self._print_line(
                 f"the profile of steps {self._first} to {self._last} is in {self._directory}: see it by "
                 f"`tensorboard --logdir {self._directory}`, and Horovod's timeline by chrome://tracing"
             )

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.config import to_plain
-from ringtrain.data.order import FedOrder
+from ringtrain.data.order import StreamingOrder
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.guard.preflight import package_versions
 from ringtrain.run.checkpoint import (
@@ -35,10 +35,10 @@ from ringtrain.training.job import Job
 class CheckpointWriter:
     """Writes a run's checkpoints, one at a time. A write that fails does not end the run: the next may succeed."""
 
-    def __init__(self, run: RunDirectory, *, keep: int, say: Callable[[str], None], last_step: int) -> None:
+    def __init__(self, run: RunDirectory, *, keep: int, print_line: Callable[[str], None], last_step: int) -> None:
         """``last_step`` is that of the checkpoint from which the run goes on, 0 for a fresh run."""
         self.last_step = last_step
-        self._run, self._keep, self._say = run, keep, say
+        self._run, self._keep, self._print_line = run, keep, print_line
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: concurrent.futures.Future[None] | None = None
 
@@ -119,7 +119,7 @@ class CheckpointWriter:
         )
 
     def _warn(self, message: str) -> None:
-        self._say(f"warning: {message}")
+        self._print_line(f"warning: {message}")
         self._run.write_event("warning", step=self.last_step, message=message)
 
 
@@ -179,7 +179,7 @@ def restore(job: Job, checkpoint: Checkpoint) -> None:
 def describe_identity(job: Job) -> dict[str, Any]:
     """What must be the same in a run and in the checkpoint that it goes on from."""
     identity: dict[str, Any] = {"workload": job.config.workload}
-    if not isinstance(job.order, FedOrder):  # whose number of samples follows from the steps and the ranks
+    if not isinstance(job.order, StreamingOrder):  # whose number of samples follows from the steps and the ranks
         identity["samples"] = job.order.num_samples
     return identity
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, SupportsIndex
 
-from ringtrain.collectives import Collective, agree
+from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import Config
 from ringtrain.data.cache import with_cache
 from ringtrain.data.contents import Contents
@@ -27,7 +27,7 @@ def open_sources(
         DataError: they are missing, damaged, or not the same.
         UsageError: the run was fed under another number of ranks.
     """
-    sources = agree(collective, lambda: read_sources(workload, config), name="sources")
+    sources = raise_on_all_ranks(collective, lambda: read_sources(workload, config), name="sources")
     require_same_sources(collective, sources)
     refuse_other_size(sources.train, collective.world.size, former_size)
     contents = Contents(sources._asdict()) if collective.world.size > 1 else None

@@ -23,7 +23,7 @@ from ringtrain.messages.escaping import escape, escape_block, escape_message
 from ringtrain.run.directory import REPORT_FILE
 from ringtrain.run.lease import LeaseLostError
 from ringtrain.runtime import activity, leaving, streams
-from ringtrain.runtime.activity import Doing
+from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.devices import (
     DevicePlan,
     adapt_plan,
@@ -162,7 +162,7 @@ def train_together(
 
     if collective.world.launcher != "no launcher" and not prepared.config.detached:
         requests.watch_launcher()
-    console = open_console(is_first=collective.world.is_first)
+    console = open_console(is_rank0=collective.world.is_rank0)
     for line in describe_start(collective, prepared.plan, prepared.device):
         console.line(line)
     start, opened = open_together(prepared.config, collective, requests, console)
@@ -197,20 +197,20 @@ def open_together(
     config: Config, collective: Collective, requests: StopRequests, console: Console
 ) -> tuple[Start, OpenedRun | None]:
     """Open the run directory on rank 0, and tell every rank where the run begins. Every rank must call it."""
-    from ringtrain.collectives import on_first
+    from ringtrain.collectives import run_on_rank0
     from ringtrain.run.resume import Start, open_run
 
     opened: list[OpenedRun] = []  # on rank 0
 
-    def open_on_first() -> dict[str, Any]:
-        opened.append(open_run(config, say=console.line))
+    def open_on_rank0() -> dict[str, Any]:
+        opened.append(open_run(config, print_line=console.line))
         start = opened[0].start
         tell_run(Path(start.path), step=start.step, is_complete=start.is_complete)
         requests.watch_time(find_limits(config.max_hours, os.environ))
         return dataclasses.asdict(start)
 
-    activity.note(Doing.OPEN, takes_long=True)
-    start = Start(**on_first(collective, open_on_first, name="run_directory"))
+    activity.note(Phase.OPEN, takes_long=True)
+    start = Start(**run_on_rank0(collective, open_on_rank0, name="run_directory"))
     return start, opened[0] if opened else None
 
 
@@ -341,29 +341,29 @@ def end_of(error: RingtrainError) -> dict[str, Any]:
 
 def evaluate_together(prepared: Prepared, collective: Collective, run: Path, which: str) -> None:
     """Evaluate a run's checkpoint with the other ranks, and print the result."""
-    from ringtrain.collectives import on_first
+    from ringtrain.collectives import run_on_rank0
     from ringtrain.run.checkpoint import find_checkpoint, read_checkpoint
     from ringtrain.run.identity import require_own
-    from ringtrain.run.variables import share_first_values
+    from ringtrain.run.variables import broadcast_variables
     from ringtrain.terminal.console import open_console
     from ringtrain.training.job import create_job
     from ringtrain.training.saving import restore
 
-    def restore_on_first() -> int:
+    def restore_on_rank0() -> int:
         checkpoint = read_checkpoint(require_own(run, find_checkpoint(run, which)))
         restore(job, checkpoint)
         return checkpoint.step
 
     with explaining_lost_ranks(), explaining_memory(prepared.config):
         job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
-        activity.note(Doing.RESTORE, takes_long=True)
-        step = on_first(collective, restore_on_first, name="restore")
-        share_first_values(job.step.variables, collective)
+        activity.note(Phase.RESTORE, takes_long=True)
+        step = run_on_rank0(collective, restore_on_rank0, name="restore")
+        broadcast_variables(job.step.variables, collective)
         report = job.evaluate()
     if report is None:
         raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.", reach="run")
     values = "".join(f", {name} = {value:.4f}" for name, value in report.metrics.items())
-    console = open_console(is_first=collective.world.is_first)
+    console = open_console(is_rank0=collective.world.is_rank0)
     console.line(f"{run}, step {step} ({which}): eval loss = {report.loss:.4g}{values} ({report.samples} samples)")
 
 
@@ -373,7 +373,7 @@ def report_end(error: RingtrainError, world: World) -> None:
     What every rank should have found wrong before they met, such as a setting, may be this rank's alone, where it was
     started in another way. Where rank 0 has it as well, the launcher ends this process while it waits here.
     """
-    if error.reach == "run" and not error.is_agreed and not world.is_first:
+    if error.reach == "run" and not error.is_agreed and not world.is_rank0:
         time.sleep(FIRST_RANK_SECONDS)
         error.reach = "rank"
     report_error(error, world)
@@ -384,7 +384,7 @@ def report_error(error: RingtrainError, world: World) -> None:
     if error.is_told:
         return
     error.is_told = True
-    speaks = {"run": world.is_first, "node": world.local_rank == 0, "rank": True}[error.reach]
+    speaks = {"run": world.is_rank0, "node": world.local_rank == 0, "rank": True}[error.reach]
     if speaks:
         where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""
         message = escape_message(f"{where}{error}")

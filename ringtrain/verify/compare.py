@@ -368,7 +368,12 @@ def choose_steps(defaults: Mapping[str, Any]) -> int:
 
 
 def verify(
-    sizes: Sequence[int], arguments: Sequence[str], directory: Path, *, with_oracle: bool, say: Callable[[str], None]
+    sizes: Sequence[int],
+    arguments: Sequence[str],
+    directory: Path,
+    *,
+    with_oracle: bool,
+    print_line: Callable[[str], None],
 ) -> list[str]:
     """Train under each world size and compare.
 
@@ -394,7 +399,7 @@ def verify(
         run_group(size, ["_record", "--record_to", str(target), "--record_as", role, *arguments], target)
         records = {path.stem: load_record(path) for path in target.glob("*.npz")}
         steps = len(records["float64"]["losses"])
-        say(f"{words}: {steps} step{'s' if steps > 1 else ''}, {time.monotonic() - begin:.0f} s")
+        print_line(f"{words}: {steps} step{'s' if steps > 1 else ''}, {time.monotonic() - begin:.0f} s")
         return records
 
     names = {size: f"{size} process{'es' if size > 1 else ''}" for size in sizes}

@@ -16,14 +16,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import Config
-from ringtrain.data.order import FedOrder
+from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, find_users_place
 from ringtrain.run.progress import Progress
-from ringtrain.run.variables import share_first_values
+from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.report import StepReport
 from ringtrain.terminal.console import Console
 from ringtrain.training.job import Job, create_job
@@ -53,7 +53,7 @@ class Recorder:
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
         self.losses.append(report.loss)
-        self.samples.append(self._collective.gather(batch.indices, name="ledger").numpy())
+        self.samples.append(self._collective.all_gather(batch.indices, name="ledger").numpy())
 
 
 def record(
@@ -96,15 +96,15 @@ def create_recorded_job(
             adapt_model=lambda model: notes.extend(make_comparable(model, freezes=freezes)),
             **job_options,
         )
-    if isinstance(job.order, FedOrder):
+    if isinstance(job.order, StreamingOrder):
         raise UsageError(
             "each rank of this workload is fed its own samples, so other world sizes train other batches: there is "
             "nothing to compare. Give the same samples by number (from_arrays, or a Source of your own) to verify it.",
             reach="run",
         )
-    if not collective.world.is_first:
+    if not collective.world.is_rank0:
         fill_with_noise(job.step.variables, seed=collective.world.rank)
-    share_first_values(job.step.variables, collective)
+    broadcast_variables(job.step.variables, collective)
     return job, notes
 
 
@@ -148,8 +148,8 @@ def train_recorded(job: Job, notes: Sequence[str]) -> dict[str, Any]:
     progress = Progress()
     run_steps(job, [recorder], NonfiniteGuard(job, Console(None, is_terminal=False), progress), progress)
     evaluation = record_evaluation(job)
-    replicas = gather_objects(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
-    if not job.collective.world.is_first:
+    replicas = all_gather_object(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
+    if not job.collective.world.is_rank0:
         return {}
     return {
         "notes": np.array(notes, str),

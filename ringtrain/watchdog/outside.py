@@ -75,14 +75,14 @@ def main(name: str, stacks_signal: int) -> None:
             if not data:
                 return
             silent = 0.0
-            told, _, doing = data.decode(errors="replace").splitlines()[-1].partition(" ")
-            limit = float(told)
+            limit_text, _, doing = data.decode(errors="replace").splitlines()[-1].partition(" ")
+            limit = float(limit_text)
             continue
         if is_stopped(parent):
             continue
         before, silent = silent, silent + tick
         if before < STACKS_FACTOR * limit <= silent:
-            say(f"ringtrain: {name} {doing}; no other thread of it has run for {silent:.0f} s. Its threads:\n")
+            print_line(f"ringtrain: {name} {doing}; no other thread of it has run for {silent:.0f} s. Its threads:\n")
             send(parent, stacks_signal)
         if silent >= KILL_FACTOR * limit:
             message = (
@@ -90,7 +90,7 @@ def main(name: str, stacks_signal: int) -> None:
                 "process cannot run at all. It was killed."
             )
             tell_end(message)
-            say(f"ringtrain: error: {message}\n")
+            print_line(f"ringtrain: error: {message}\n")
             send(parent, signal.SIGKILL)
             return
 
@@ -109,7 +109,7 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Write to the error stream; one that nobody reads any more is no error."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

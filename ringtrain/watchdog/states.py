@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringtrain.messages.ranks import name_ranks
-from ringtrain.runtime.activity import Doing, Note
+from ringtrain.runtime.activity import Note, Phase
 
 # A rank whose connection ended without a word is dead. Its launcher ends the others, as a rule within two seconds.
 GONE_SECONDS = 20.0
@@ -59,7 +59,7 @@ def read_state(message: Mapping[str, Any]) -> RankState:
     Raises:
         KeyError, TypeError, ValueError: it is no such message.
     """
-    note = Note(Doing[message["doing"]], int(message["step"]))
+    note = Note(Phase[message["doing"]], int(message["step"]))
     return RankState(note=note, still=float(message["still"]), limit=float(message["limit"]))
 
 

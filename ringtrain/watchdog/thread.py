@@ -23,7 +23,7 @@ from ringtrain.errors import HangError
 from ringtrain.guard.lost import note_lost
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Doing, limit_seconds
+from ringtrain.runtime.activity import Phase, limit_seconds
 from ringtrain.runtime.world import World
 from ringtrain.watchdog.ending import STACKS_SECONDS, STACKS_SIGNAL, run_bounded, start_bounded, write_stacks
 from ringtrain.watchdog.hub import Message, Star, draw_token, listen
@@ -76,31 +76,31 @@ class Watchdog:
         if self._hang_timeout:
             faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
             self._outside = Outside(f"rank {self._world.rank} on {self._world.node}", STACKS_SIGNAL)
-            activity.note(Doing.JOIN, takes_long=True)
+            activity.note(Phase.JOIN, takes_long=True)
             activity.when_it_may_not_take_long(self._star.wake)
             self._thread.start()
             self._threads_before = list_threads()
 
     def meet(self, collective: Collective) -> None:
         """Connect the ranks' watchdogs. Every rank must call it."""
-        from ringtrain.collectives import gather_objects
+        from ringtrain.collectives import all_gather_object
 
         world = self._world
         if not self._hang_timeout or world.size == 1:
             return
         mine: dict[str, Any] = {"node": world.node}
         listener = None
-        if world.is_first:
+        if world.is_rank0:
             listener, addresses = listen(world)
             mine |= {"addresses": addresses, "port": listener.getsockname()[1], "token": draw_token()}
         self._looks.leave_out(list_threads() - self._threads_before)
-        ranks = gather_objects(collective, mine, name="watchdog")
+        ranks = all_gather_object(collective, mine, name="watchdog")
         first = ranks[0]
 
         def connect() -> None:
             self._nodes = [rank["node"] for rank in ranks]
             self._has_met = True
-            self._unheard = set(range(1, world.size)) if world.is_first else {0}
+            self._unheard = set(range(1, world.size)) if world.is_rank0 else {0}
             if listener is not None:
                 self._star.accept_from(listener, token=first["token"], size=world.size)
                 return
@@ -122,7 +122,7 @@ class Watchdog:
         """
         if not self._hang_timeout:
             return
-        activity.note(Doing.LEAVE)
+        activity.note(Phase.LEAVE)
         has_begun = threading.Event()
 
         def leave_at_once() -> None:
@@ -232,19 +232,21 @@ class Watchdog:
         if is_alone:  # and may be doing what takes long
             limit = limit_seconds(self._hang_timeout, takes_long=True)
             states = {self._world.rank: dataclasses.replace(self._my_state, limit=limit)}
-        hang = find_hang(states, self._nodes, sees_all=self._world.is_first or not self._has_met or is_alone)
+        hang = find_hang(states, self._nodes, sees_all=self._world.is_rank0 or not self._has_met or is_alone)
         if hang is not None:
             unheard = (
                 f"; nothing was heard of {name_ranks(sorted(self._unheard), self._nodes)}." if self._unheard else "."
             )
             self._end(hang.removesuffix(".") + unheard, judges=True)
-        if self._world.is_first and self._states:
+        if self._world.is_rank0 and self._states:
             self._look_for_stragglers()
-        if self._unheard and self._world.is_first:
+        if self._unheard and self._world.is_rank0:
             before, self._unheard_seconds = self._unheard_seconds, self._unheard_seconds + seconds
             if before < UNHEARD_SECONDS <= self._unheard_seconds:
                 who = name_ranks(sorted(self._unheard), self._nodes)
-                self._say(f"the watchdog hears nothing of {who}; a hang is found without them, but not as well named.")
+                self._print_line(
+                    f"the watchdog hears nothing of {who}; a hang is found without them, but not as well named."
+                )
 
     def _look_for_stragglers(self) -> None:
         """Warn of ranks for whose computing the others wait."""
@@ -252,28 +254,28 @@ class Watchdog:
         ranks = [self._world.rank, *self._states] if all(note.step for note in notes) else []
         looks = {rank: self._looks_at[rank] for rank in ranks if rank in self._looks_at}
         for rank, (share, usual) in self._stragglers.compare(looks).items():
-            self._say(describe_slow(rank, share, usual, self._nodes))
+            self._print_line(describe_slow(rank, share, usual, self._nodes))
 
-    def _say(self, warning: str) -> None:
+    def _print_line(self, warning: str) -> None:
         """Warn, in a thread: what it is written to may hang."""
         start_bounded(lambda: self._warn(warning))
 
     def _end(self, hang: str, *, judges: bool) -> None:
         """End this process and, as rank 0 or where that is missing, let the others end; never returns."""
-        is_first = self._world.is_first
+        is_rank0 = self._world.is_rank0
         error = HangError(
             f"{hang} The stacks of the ranks that could write them are above. Where it is right that something takes "
             f"so long, raise --hang_timeout ({self._hang_timeout:g} s).",
-            reach="run" if is_first else "rank",
+            reach="run" if is_rank0 else "rank",
         )
         if self._outside is not None:
             self._outside.tell(ENDING_SECONDS, "ends")
         record = start_bounded(lambda: self._write_end(error)) if judges else None
-        if is_first or judges:
+        if is_rank0 or judges:
             self._star.send({"hang": hang})
-        if judges or not is_first:  # else this rank alone was missing, and has come back when the others had left
+        if judges or not is_rank0:  # else this rank alone was missing, and has come back when the others had left
             run_bounded(lambda: write_stacks(self._world), STACKS_SECONDS)
-        if is_first:
+        if is_rank0:
             self._wait_for(set(self._star.peers), STACKS_SECONDS)  # the launcher ends them once this process ends
         elif judges:
             self._wait_for({0}, 2 * self._tick)  # so that the others, which judge by themselves, come to their stacks
@@ -283,7 +285,7 @@ class Watchdog:
         if record is not None:
             record.join(RECORD_SECONDS)
         # Where all judge by themselves, one for each node is enough to be read.
-        if judges and (is_first or self._world.rank == 1 or self._world.local_rank == 0):
+        if judges and (is_rank0 or self._world.rank == 1 or self._world.local_rank == 0):
             run_bounded(lambda: self._report(error), RECORD_SECONDS)
         elif judges:  # the launcher ends the others once this process ends, and those may not have come to judge
             time.sleep(STACKS_SECONDS)
@@ -293,11 +295,11 @@ class Watchdog:
         """Wait until these have answered that they end, or have ended."""
         end = time.monotonic() + seconds
         waited = {rank for rank in ranks if rank in self._states and not self._states[rank].is_missing}
-        if not self._world.is_first:
+        if not self._world.is_rank0:
             waited = set(ranks)
         while waited and time.monotonic() < end:
             for rank, message in self._star.receive(min(0.1, seconds)):
-                if message is None or (self._world.is_first and "hang" in message):
+                if message is None or (self._world.is_rank0 and "hang" in message):
                     waited.discard(rank)
 
 

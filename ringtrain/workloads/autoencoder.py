@@ -125,7 +125,7 @@ def image_shape(data: str) -> tuple[int, int, int]:
 
 
 def read_cifar10(data_dir: Path | None, *, synthetic: bool) -> Sources:
-    """CIFAR-10's images of bytes with their labels, or made ones."""
+    """CIFAR-10's images of bytes with their labels, or synthetic ones."""
     from ringtrain.data.sources import from_arrays
     from ringtrain.workloads.cifar10 import read_samples
 

@@ -65,7 +65,7 @@ class Workload(abc.ABC):
 
         Args:
             data_dir: the user's ``--data_dir``.
-            synthetic: True for made data of the same shape, for measuring.
+            synthetic: True for synthetic data of the same shape, for measuring.
 
         Raises:
             DataError: the data are missing or damaged; the message names the file, the rule and the remedy.

@@ -152,7 +152,7 @@ def prepare_for_evaluation(images: np.ndarray) -> np.ndarray:
 
 
 def read_samples(data_dir: Path | None, *, synthetic: bool) -> tuple[Samples, Samples]:
-    """CIFAR-10's samples to train on and to evaluate on, or made ones."""
+    """CIFAR-10's samples to train on and to evaluate on, or synthetic ones."""
     return (make_samples(), make_samples(evaluation=True)) if synthetic else load_cifar10(data_dir)
 
 

@@ -82,7 +82,7 @@ class Inception(Workload):
         if data_dir is None:
             raise UsageError(
                 "inception needs images: name a folder that holds train/<class>/*.jpg, or train-*.tfrecord, with "
-                "--data_dir, or take made data with --synthetic true.",
+                "--data_dir, or take synthetic data with --synthetic true.",
                 reach="run",
             )
         load = load_tfrecords if has_tfrecords(data_dir) else load_image_folder

@@ -31,10 +31,10 @@ ENTRIES: Mapping[str, Entry] = {
     "polynomial": Entry("y = 5x² + 3", "none", 3),
 }
 NOTES = """\
-none      bundled, or made
+none      bundled, or synthetic
 CIFAR-10  --data_dir DIR: its binary files; downloaded there if they are missing
 images    --data_dir DIR: an image folder, or TFRecord files
---synthetic true trains each of them on made data of the same shape.
+--synthetic true trains each of them on synthetic data of the same shape.
 
 Settings of one:  python -m ringtrain --workload NAME --print_config
 Train it:         horovodrun -np 2 python -m ringtrain --workload NAME

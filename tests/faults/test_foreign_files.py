@@ -342,7 +342,7 @@ def test_a_name_of_another_step_takes_no_other_checkpoint_with_it(tmp_path: Path
     make_run(tmp_path / "run")
     root = tmp_path / "run/checkpoints"
     shutil.copytree(root / step_name(5), root / step_name(20))
-    opened = open_run(Config(out=tmp_path / "run", epochs=2, batch_size=16), say=lambda line: None)
+    opened = open_run(Config(out=tmp_path / "run", epochs=2, batch_size=16), print_line=lambda line: None)
     opened.directory.close()
     assert opened.start.step == NEWEST
     assert list_steps(root) == [5, 10, NEWEST]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ringtrain.keras as hvd
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.errors import UsageError
 from ringtrain.run.variables import is_seed_state
 from tests.keras.training import CLASSES, FEATURES, dataset, make_batches, make_model, split_batches
@@ -20,7 +20,7 @@ BROADCAST = hvd.callbacks.BroadcastGlobalVariablesCallback
 
 
 def bits(variables: Any, collective: Collective) -> list[list[str]]:
-    return gather_objects(collective, [variable.numpy().tobytes().hex() for variable in variables], name="bits")
+    return all_gather_object(collective, [variable.numpy().tobytes().hex() for variable in variables], name="bits")
 
 
 def rank_model(rank: int, *, knows_its_input: bool = True) -> keras.Model:

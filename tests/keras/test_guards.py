@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import ringtrain.keras as hvd
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras import hooks
@@ -189,7 +189,7 @@ def test_a_step_that_xla_would_compile_runs_without_it_and_says_so_once(collecti
             model.predict(np.zeros((2, FEATURES)), verbose=0)
     finally:
         hooks.log.removeHandler(captured)
-    lines = gather_objects(collective, captured.lines, name="lines")
+    lines = all_gather_object(collective, captured.lines, name="lines")
     assert [len(line) for line in lines] == [1, 0]
     assert "without XLA" in lines[0][0]
 
@@ -226,9 +226,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(collective: Collective) -> No
                 np.testing.assert_array_equal(mine, old)
             for _ in range(20 * passes):  # until the scale has come down to where float16 holds the gradients
                 model.train_on_batch(fine, y)
-            scales = gather_objects(collective, float(model.optimizer.dynamic_scale.numpy()), name="scales")
+            scales = all_gather_object(collective, float(model.optimizer.dynamic_scale.numpy()), name="scales")
             assert scales[0] == scales[1]
-            digests = gather_objects(collective, [w.tobytes().hex() for w in model.get_weights()], name="weights")
+            digests = all_gather_object(collective, [w.tobytes().hex() for w in model.get_weights()], name="weights")
             assert digests[0] == digests[1]
             assert any((mine != old).any() for mine, old in zip(model.get_weights(), before, strict=True))
 

@@ -209,7 +209,7 @@ def write_bests(run: Path, steps: range, *, keep: int) -> list[str]:
 
     said: list[str] = []
     directory = RunDirectory(run)
-    writer = CheckpointWriter(directory, keep=keep, say=said.append, last_step=steps[0] - 1)
+    writer = CheckpointWriter(directory, keep=keep, print_line=said.append, last_step=steps[0] - 1)
     for step in steps:
         writer.save(make_checkpoint(step), as_step=True, as_best=True)
     writer.finish(make_checkpoint(steps[-1]))

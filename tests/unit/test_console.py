@@ -44,7 +44,7 @@ def test_a_line_is_written_by_one_call() -> None:
 
 
 def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    shown = open_console(is_first=False)
+    shown = open_console(is_rank0=False)
     shown.start_progress(10, 0)
     shown.line("x")
     shown.progress(1, ["x"])
@@ -57,7 +57,7 @@ def test_without_a_launcher_stdout_decides(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(console, "find_launcher", lambda: None)
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
-    assert not open_console(is_first=True).is_terminal
+    assert not open_console(is_rank0=True).is_terminal
 
 
 SHOW_CURSOR = b"\x1b[?25h"

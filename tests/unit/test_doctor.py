@@ -82,7 +82,7 @@ def finding_of(facts: Facts, subject: str) -> Finding:
 
 def test_a_healthy_machine_has_no_finding() -> None:
     findings = judge(HEALTHY)
-    assert [item.verdict for item in findings] == ["ok"] * 10
+    assert [item.status for item in findings] == ["ok"] * 10
     assert not any(item.remedy for item in findings)
     assert exit_code(findings) == 0
     assert conclusion(findings) == "Training would work."
@@ -211,19 +211,19 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_finding_names_the_thing_and_its_remedy(case: str) -> None:
-    changes, subject, verdict, text, remedy = CASES[case]
+    changes, subject, status, text, remedy = CASES[case]
     facts = changed(**changes)
     finding = finding_of(facts, subject)
-    assert finding.verdict == verdict
+    assert finding.status == status
     assert text in finding.text
     assert remedy in finding.remedy
-    assert bool(finding.remedy) == (verdict != "ok")
-    assert exit_code([finding]) == (2 if verdict == "broken" else 0)
+    assert bool(finding.remedy) == (status != "ok")
+    assert exit_code([finding]) == (2 if status == "broken" else 0)
 
 
 def test_what_is_broken_in_one_row_breaks_no_other_without_need() -> None:
     for changes in ({"versions": at(keras="2.15.0")}, {"mpirun": None}, {"quota": 0.5}, {"python": "3.9.0"}):
-        assert sum(item.verdict != "ok" for item in judge(changed(**changes))) == 1, changes
+        assert sum(item.status != "ok" for item in judge(changed(**changes))) == 1, changes
 
 
 def test_the_versions_that_are_judged_are_those_of_the_project() -> None:
@@ -268,7 +268,7 @@ def rank_facts(rank: int, size: int = 2, node: str = "a", **changes: Any) -> Fac
 def test_ranks_that_are_alike_make_one_table() -> None:
     result = AllReduce(description="Horovod over MPI", payload_bytes=16 * MIB, seconds=0.008, is_right=True)
     findings = judge_ranks([rank_facts(0), rank_facts(1)], result)
-    assert [item.verdict for item in findings] == ["ok"] * 13
+    assert [item.status for item in findings] == ["ok"] * 13
     assert [item.subject for item in findings[-3:]] == ["versions", "plan", "all-reduce"]
     assert "the same on all 2 ranks: Python 3.11.7, TensorFlow 2.21.0" in findings[-3].text
     assert findings[-2].text == "a: rank 0: core 0, rank 1: core 1"
@@ -277,27 +277,27 @@ def test_ranks_that_are_alike_make_one_table() -> None:
 def test_a_rank_with_other_versions_is_named_with_its_host() -> None:
     other = rank_facts(2, 3, "b", versions=at(tensorflow="2.17.0"))
     finding = judge_versions([rank_facts(0, 3), rank_facts(1, 3), other])
-    assert finding.verdict == "broken"
+    assert finding.status == "broken"
     assert finding.text == "rank 2 on b: TensorFlow 2.17.0 (rank 0: TensorFlow 2.21.0)"
     assert "one environment" in finding.remedy
 
 
 def test_another_patch_of_python_is_a_warning() -> None:
     finding = judge_versions([rank_facts(0), rank_facts(1, python="3.11.2")])
-    assert (finding.verdict, finding.text) == ("warning", "rank 1 on a: Python 3.11.2 (rank 0: Python 3.11.7)")
+    assert (finding.status, finding.text) == ("warning", "rank 1 on a: Python 3.11.2 (rank 0: Python 3.11.7)")
 
 
 def test_what_is_wrong_on_other_nodes_is_told_once_with_the_ranks() -> None:
     small = {"shm_bytes": MIB, "shm_free_bytes": MIB}
     findings = judge_ranks([rank_facts(0, 3), rank_facts(1, 3, "b", **small), rank_facts(2, 3, "b", **small)], None)
-    [finding] = [item for item in findings if item.verdict != "ok"]
-    assert (finding.subject, finding.verdict) == ("/dev/shm", "warning")
+    [finding] = [item for item in findings if item.status != "ok"]
+    assert (finding.subject, finding.status) == ("/dev/shm", "warning")
     assert finding.text.startswith("ranks 1, 2 on b: 1 MiB")
 
 
 def test_what_all_ranks_found_is_told_once() -> None:
     findings = judge_ranks([rank_facts(rank, quota=1.0) for rank in range(2)], None)
-    assert [item.subject for item in findings if item.verdict != "ok"] == ["cores"]
+    assert [item.subject for item in findings if item.status != "ok"] == ["cores"]
 
 
 def test_the_plan_has_a_row_for_each_node() -> None:
@@ -316,7 +316,7 @@ def test_the_plan_has_a_row_for_each_node() -> None:
 )
 def test_no_two_ranks_of_a_node_have_the_same_gpu(gpus: list[str | None], shared: bool) -> None:
     ranks = [rank_facts(rank, **GPUS, **NCCL, device="GPU 0", gpu=gpus[rank]) for rank in range(2)]
-    broken = [item for item in judge_ranks(ranks, None) if item.verdict == "broken"]
+    broken = [item for item in judge_ranks(ranks, None) if item.status == "broken"]
     assert len(broken) == shared
     assert all("ranks 0, 1 on a have the same GPU GPU-a" in item.text for item in broken)
 
@@ -336,7 +336,7 @@ def test_bandwidth_is_that_of_a_ring_s_links() -> None:
 def test_a_wrong_sum_is_broken() -> None:
     result = AllReduce(description="Horovod over MPI", payload_bytes=16 * MIB, seconds=0.008, is_right=False)
     finding = judge_all_reduce(result, 2)
-    assert finding.verdict == "broken"
+    assert finding.status == "broken"
     assert "16 MiB among 2 ranks by Horovod over MPI in 8.0 ms: 2.10 GB/s" in finding.text
     assert "WRONG" in finding.text
 
@@ -352,8 +352,8 @@ def test_facts_travel_as_json() -> None:
 
 def test_the_table_is_80_columns_wide_and_every_remedy_stands_below_its_finding() -> None:
     findings = [
-        Finding(subject="MPI", verdict="broken", text="word " * 40, remedy="do this " * 20),
-        Finding(subject="/dev/shm", verdict="ok", text="fine"),
+        Finding(subject="MPI", status="broken", text="word " * 40, remedy="do this " * 20),
+        Finding(subject="/dev/shm", status="ok", text="fine"),
     ]
     text = format_table("ringtrain doctor", findings, colour=False)
     lines = text.splitlines()
@@ -379,6 +379,6 @@ def test_warnings_are_counted_and_do_not_break() -> None:
 
 def test_python_without_docstrings_is_told_of() -> None:
     [finding] = [item for item in judge(replace(HEALTHY, stack=replace(STACK, optimize=2))) if item.subject == "Python"]
-    assert (finding.verdict, finding.remedy) == ("warning", "unset PYTHONOPTIMIZE, and leave out -OO")
+    assert (finding.status, finding.remedy) == ("warning", "unset PYTHONOPTIMIZE, and leave out -OO")
     failed = replace(STACK, optimize=2, failures={"tensorflow": "TypeError"})
-    assert judging.judge_python(failed).verdict == "broken"
+    assert judging.judge_python(failed).status == "broken"

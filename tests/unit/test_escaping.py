@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.lines import say
+from launch.lines import print_line
 from ringtrain.cli import main
 from ringtrain.errors import DataError
 from ringtrain.messages.escaping import escape, escape_block, escape_message
@@ -88,6 +88,6 @@ def test_the_log_and_the_bar_show_names_as_text(name: str) -> None:
 
 
 def test_launch_repeats_what_a_rank_said_as_text(capfd: pytest.CaptureFixture[str]) -> None:
-    say(f"  [0] {FORGED}", "bytes that are no text: \udcff")
+    print_line(f"  [0] {FORGED}", "bytes that are no text: \udcff")
     sys.stderr.flush()
     assert capfd.readouterr().err == f"launch:   [0] {ESCAPED}\nlaunch: bytes that are no text: \\udcff\n"

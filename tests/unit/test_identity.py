@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> Config:
 def open_quietly(config: Config) -> dict[str, Any]:
     """Open a run about which there is nothing to be said; returns its identity."""
     said: list[str] = []
-    opened = open_run(config, say=said.append)
+    opened = open_run(config, print_line=said.append)
     opened.directory.close()
     assert said == []
     return dict(opened.identity)
@@ -81,7 +81,7 @@ def test_a_run_that_starts_anew_is_another(config: Config, tmp_path: Path) -> No
 
 def test_a_run_that_never_saved_anything_is_a_new_one(config: Config) -> None:
     make_run(config, [])
-    opened = open_run(replace(config, seed=5), say=lambda line: None)
+    opened = open_run(replace(config, seed=5), print_line=lambda line: None)
     opened.directory.close()
     assert opened.identity["seed"] == 5
     assert read_identity(opened.directory.path) == opened.identity
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_identities(config: Con
     shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
     before = read_files(run)
     with pytest.raises(UsageError) as raised:
-        open_run(config, say=print)
+        open_run(config, print_line=print)
     message = str(raised.value)
     assert describe_identity(read_identity(run)) in message
     assert describe_identity(read_identity(other)) in message
@@ -162,7 +162,7 @@ def test_one_of_the_same_seed_and_settings_is_told_apart(config: Config, tmp_pat
     sign(other, [6])
     shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
     with pytest.raises(UsageError, match=r"is of another run: it is of run .*--init_from"):
-        open_run(config, say=print)
+        open_run(config, print_line=print)
 
 
 def test_one_without_identity_is_told_by_its_settings(config: Config, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_one_without_identity_is_told_by_its_settings(config: Config, tmp_path: 
     other = make_run(replace(config, out=tmp_path / "other", seed=7), [6])
     shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
     with pytest.raises(UsageError, match=r"of another run with other settings \(seed 7 -> 0\).*older ringtrain"):
-        open_run(config, say=print)
+        open_run(config, print_line=print)
 
 
 def test_a_copied_run_goes_on_as_the_run_that_it_is(config: Config, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_run_whose_checkpoints_have_gone_is_refused_and_keeps_its_history(
     before = read_files(run)
     for _ in range(2):
         with pytest.raises(DataError, match=rf"the newest of step 4 .*checkpoints' {why}\. .*--resume never") as raised:
-            open_run(replace(config, resume=resume), say=print)
+            open_run(replace(config, resume=resume), print_line=print)
         assert raised.value.exit_code == 3
     assert read_files(run) == before
 
@@ -229,7 +229,7 @@ def test_beside_it_a_new_run_begins(config: Config, tmp_path: Path) -> None:
     run = make_run(config, [2, 4])
     remove(run / "checkpoints")
     before = read_files(run)
-    opened = open_run(replace(config, resume="never"), say=print)
+    opened = open_run(replace(config, resume="never"), print_line=print)
     opened.directory.close()
     assert opened.start.path == str(tmp_path / "run-2")
     assert read_files(run) == before
@@ -239,19 +239,19 @@ def test_checkpoints_that_come_back_are_gone_on_from(config: Config, tmp_path: P
     run = make_run(config, [2, 4])
     (run / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(DataError):
-        open_run(config, say=print)
+        open_run(config, print_line=print)
     (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
-    opened = open_run(config, say=print)
+    opened = open_run(config, print_line=print)
     opened.directory.close()
     assert opened.start.step == 4
 
 
 def test_a_run_that_saved_only_a_best_one_begins_anew_as_ever(config: Config) -> None:
-    opened = open_run(config, say=print)
+    opened = open_run(config, print_line=print)
     opened.directory.write_event("checkpoint", step=3, path="checkpoints/best-step-000000003")
     opened.directory.close()
     said: list[str] = []
-    opened = open_run(config, say=said.append)
+    opened = open_run(config, print_line=said.append)
     opened.directory.close()
     assert said == [f"the run in {config.out} holds no checkpoint yet: it starts anew"]
 
@@ -266,7 +266,7 @@ def test_what_will_be_written_is_tried_at_the_start(config: Config, name: str, k
         (run / name).symlink_to("gone")
     before = read_files(run)
     with pytest.raises(UsageError, match=rf"nothing can be written into '.*{name}', as this run has to: .*--out"):
-        open_run(replace(config, profile="1:2"), say=lambda line: None)
+        open_run(replace(config, profile="1:2"), print_line=lambda line: None)
     assert read_files(run) == before
 
 
@@ -286,5 +286,5 @@ def test_no_refusal_is_a_traceback(config: Config, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patched:
         patched.setattr("ringtrain.run.checkpoint.list_steps", fail)
         with pytest.raises(RingtrainError, match=r"checkpoints' cannot be read: Permission denied\."):
-            open_run(config, say=print)
+            open_run(config, print_line=print)
     assert (run / "checkpoints" / step_name(2)).is_dir()

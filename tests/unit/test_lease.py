@@ -98,7 +98,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def acquire(run: Path, said: list[str] | None = None) -> Lease:
-    return acquire_lease(run, environ={}, say=(said if said is not None else []).append)
+    return acquire_lease(run, environ={}, print_line=(said if said is not None else []).append)
 
 
 def lease_file(run: Path) -> Path:
@@ -350,7 +350,7 @@ def test_one_elsewhere_that_lets_go_meanwhile_lets_in(tmp_path: Path) -> None:
         said.append(line)
         holder.close()
 
-    lease = acquire_lease(tmp_path, environ={}, say=let_go)
+    lease = acquire_lease(tmp_path, environ={}, print_line=let_go)
     assert len(said) == 1
     lease.check()
     lease.close()
@@ -368,7 +368,7 @@ def test_one_that_is_taken_over_by_another_meanwhile_names_the_other(tmp_path: P
         other.hold()
 
     with pytest.raises(UsageError, match=f"process {other.pid} on {socket.gethostname()}"):
-        acquire_lease(tmp_path, environ={}, say=take_over)
+        acquire_lease(tmp_path, environ={}, print_line=take_over)
     other.end()
 
 
@@ -486,7 +486,7 @@ def test_the_same_job_started_again_takes_over_from_a_start_that_still_lives(tmp
     assert former.hold() == 1
     again = {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "1"}
     said: list[str] = []
-    lease = acquire_lease(tmp_path, environ=again, say=said.append)
+    lease = acquire_lease(tmp_path, environ=again, print_line=said.append)
     assert lease.number == 2
     holder = f"process {former.pid} on {socket.gethostname()}, job 42"
     assert said == [f"taking over from {holder}: Slurm has started the job again"]

@@ -9,7 +9,7 @@ from ringtrain.config import Config
 from ringtrain.errors import DataError
 from ringtrain.guard.memory import OutOfMemoryError, explain, explaining_memory
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Doing
+from ringtrain.runtime.activity import Phase
 
 # As TensorFlow 2.18 writes it on a GPU; there need not be one here.
 ON_GPU = (
@@ -19,7 +19,7 @@ ON_GPU = (
 
 
 def test_a_real_tensor_that_does_not_fit_is_explained() -> None:
-    activity.note(Doing.STEP, 12)
+    activity.note(Phase.STEP, 12)
     with pytest.raises(OutOfMemoryError) as caught, explaining_memory(Config(batch_size=512)):
         tf.zeros([2**50])
     message = str(caught.value)

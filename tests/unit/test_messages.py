@@ -27,12 +27,12 @@ class Recording(Solo):
         super().__init__(ALONE)
         object.__setattr__(self, "sent", [])
 
-    def sum(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         self.sent.append((name, [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]))
         return list(tensors)
 
     def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
-        return Totals(self.sum(tensors, name=name))
+        return Totals(self.all_reduce(tensors, name=name))
 
     sent: list[Message]
 

@@ -183,7 +183,7 @@ def test_a_model_that_trains_by_itself_is_told_that_it_does_not() -> None:
     said: list[str] = []
     for method in (create_model, lambda: dense(NUM_FEATURES)):
         workload = type("Mine", (Small,), {"create_model": staticmethod(method)})()
-        create_job(workload, Config(steps=1), Solo(ALONE), num_threads=1, say=said.append)
+        create_job(workload, Config(steps=1), Solo(ALONE), num_threads=1, print_line=said.append)
     [line] = said
     assert line.startswith("warning: Own.train_step is never called")
 

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from ringtrain.runtime.activity import Doing, Note
+from ringtrain.runtime.activity import Note, Phase
 from ringtrain.watchdog.states import RankState, find_hang, read_state
 
 NODES = ["node6", "node7", "node7", "node8"]
 
 
 def state(
-    doing: Doing,
+    doing: Phase,
     step: int = 412,
     *,
     still: float = 10.0,
@@ -25,17 +25,17 @@ def state(
 
 
 def stands(step: int = 412, **more: float) -> RankState:
-    return state(Doing.STEP, step, **more)  # type: ignore[arg-type]
+    return state(Phase.STEP, step, **more)  # type: ignore[arg-type]
 
 
 REPORTS = {
     "one rank waits for data": (
-        {0: stands(), 1: state(Doing.DATA, still=11.0), 2: stands(), 3: stands()},
+        {0: stands(), 1: state(Phase.DATA, still=11.0), 2: stands(), 3: stands()},
         "nothing has moved for 10 s: rank 1 on node7 waits for data of step 412 since 11 s; ranks 0, 2, 3 wait for it "
         "in step 412.",
     ),
     "all wait for data": (
-        dict.fromkeys(range(4), state(Doing.DATA)),
+        dict.fromkeys(range(4), state(Phase.DATA)),
         "nothing has moved for 10 s: rank 0 on node6, ranks 1, 2 on node7 and rank 3 on node8 wait for data of step "
         "412 since 10 s.",
     ),
@@ -49,7 +49,7 @@ REPORTS = {
         "412.",
     ),
     "one is silent": (
-        {0: stands(), 1: stands(still=0.0, silent=10.5), 2: state(Doing.DATA, 413)},
+        {0: stands(), 1: stands(still=0.0, silent=10.5), 2: state(Phase.DATA, 413)},
         "nothing has moved for 10 s: rank 1 on node7 is silent since 10 s (last words: stands in step 412); rank 0 "
         "waits for it in step 412; rank 2 waits for it.",
     ),
@@ -59,12 +59,12 @@ REPORTS = {
         "for it in step 412.",
     ),
     "two do different things": (
-        {0: state(Doing.SAVE), 1: state(Doing.DATA, 413, still=12.0), 2: state(Doing.MEET)},
+        {0: state(Phase.SAVE), 1: state(Phase.DATA, 413, still=12.0), 2: state(Phase.MEET)},
         "nothing has moved for 10 s: rank 1 on node7 waits for data of step 413 since 12 s; rank 0 on node6 saves step "
         "412 since 10 s; rank 2 waits for them.",
     ),
     "one process alone": (
-        {0: state(Doing.PREPARE, 0, still=600.0, limit=600.0)},
+        {0: state(Phase.PREPARE, 0, still=600.0, limit=600.0)},
         "nothing has moved for 600 s: rank 0 on node6 prepares the data since 600 s.",
     ),
 }
@@ -76,8 +76,8 @@ def test_a_hang_is_told_by_who_is_where_and_who_waits(states: dict[int, RankStat
 
 
 HEALTHY = {
-    "one still moves": {0: stands(still=900.0), 1: state(Doing.DATA, still=9.0)},
-    "one compiles, the others wait": {0: stands(still=500.0), 1: state(Doing.COMPILE, still=500.0, limit=600.0)},
+    "one still moves": {0: stands(still=900.0), 1: state(Phase.DATA, still=9.0)},
+    "one compiles, the others wait": {0: stands(still=500.0), 1: state(Phase.COMPILE, still=500.0, limit=600.0)},
     "a silent rank, while the others move": {0: stands(still=1.0), 1: stands(still=0.0, silent=900.0)},
     "a rank that is gone, while the others move": {0: stands(still=1.0), 1: stands(silent=900.0, is_gone=True)},
     "all are still, not for long": {0: stands(still=9.9), 1: stands(still=9.9)},
@@ -100,7 +100,7 @@ def test_another_rank_than_the_first_judges_only_where_the_first_is_missing() ->
 
 
 def test_many_groups_are_not_all_named() -> None:
-    states = {rank: state(Doing.DATA, rank) for rank in range(20)}
+    states = {rank: state(Phase.DATA, rank) for rank in range(20)}
     report = find_hang(states, ["n"] * 20, sees_all=True)
     assert report is not None
     assert report.endswith("and 14 groups of ranks more.")
@@ -124,8 +124,8 @@ def test_what_is_no_state_is_refused(message: dict[str, object]) -> None:
         read_state(message)
 
 
-@pytest.mark.parametrize("doing", list(Doing))
-def test_every_activity_can_be_said_of_one_and_of_many(doing: Doing) -> None:
+@pytest.mark.parametrize("doing", list(Phase))
+def test_every_activity_can_be_said_of_one_and_of_many(doing: Phase) -> None:
     note = Note(doing, 7)
     assert "{" not in note.words + note.words_of_one + (note.place or "")
     assert note.words_of_one.split()[0] == note.words.split()[0] + "s"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ringtrain.collectives import on_first
+from ringtrain.collectives import run_on_rank0
 from ringtrain.collectives.solo import Solo
 from ringtrain.config import Config
 from ringtrain.messages.defects import describe_defect, format_defect
@@ -25,7 +25,7 @@ def error_of(source: str, file: str) -> BaseException:
     scope: dict[str, Any] = {}
     exec(compile(source, file, "exec"), scope)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
-        on_first(Solo(ALONE), scope["fail"], name="test")
+        run_on_rank0(Solo(ALONE), scope["fail"], name="test")
     error = caught.value
     return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
 

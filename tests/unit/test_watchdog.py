@@ -16,7 +16,7 @@ import pytest
 
 from ringtrain.runtime.activity import (
     LONG_SECONDS,
-    Doing,
+    Phase,
     current,
     limit_seconds,
     meeting,
@@ -234,10 +234,10 @@ def test_any_process_may_ask_for_the_stacks(run: Start) -> None:
 
 
 def test_each_note_and_each_move_is_seen() -> None:
-    note(Doing.STEP, 3)
+    note(Phase.STEP, 3)
     before = current()
     assert current()[0] is before[0]
-    note(Doing.STEP, 3)
+    note(Phase.STEP, 3)
     assert current()[0] is not before[0]
     before = current()
     move()
@@ -245,11 +245,11 @@ def test_each_note_and_each_move_is_seen() -> None:
 
 
 def test_a_rank_that_meets_the_others_goes_on_with_what_it_did() -> None:
-    note(Doing.PREPARE, takes_long=True)
+    note(Phase.PREPARE, takes_long=True)
     before = current()
     with meeting():
         inside = current()[0]
-    assert (inside.doing, inside.takes_long) == (Doing.MEET, True)
+    assert (inside.doing, inside.takes_long) == (Phase.MEET, True)
     assert current()[0] is before[0]
     assert current()[1] != before[1]
 
@@ -264,12 +264,12 @@ def test_the_others_are_told_at_once_that_a_rank_is_through_with_what_takes_long
     told = []
     when_it_may_not_take_long(lambda: told.append(current()[0].step))
     try:
-        note(Doing.STEP, 1, takes_long=True)
-        note(Doing.STEP, 2, takes_long=True)
-        note(Doing.DATA, 3)
-        note(Doing.STEP, 3)
-        note(Doing.SAVE, 4, takes_long=True)
-        note(Doing.DATA, 4)
+        note(Phase.STEP, 1, takes_long=True)
+        note(Phase.STEP, 2, takes_long=True)
+        note(Phase.DATA, 3)
+        note(Phase.STEP, 3)
+        note(Phase.SAVE, 4, takes_long=True)
+        note(Phase.DATA, 4)
     finally:
         when_it_may_not_take_long(None)
     assert told == [3, 4]

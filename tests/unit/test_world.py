@@ -49,7 +49,7 @@ def test_each_launcher_s_variables_are_read(launcher: str) -> None:
 def test_without_a_launcher_a_process_is_alone() -> None:
     world = read_world({"PATH": "/bin"}, node="a")
     assert world == World(rank=0, size=1, local_rank=0, local_size=1, node="a", launcher="no launcher")
-    assert world.is_first
+    assert world.is_rank0
 
 
 def test_the_node_is_this_host_by_default() -> None:

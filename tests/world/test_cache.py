@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.data.cache import with_cache
 from ringtrain.data.cache.node import cache_directory
 from ringtrain.data.formats.image_folder import load_image_folder
@@ -66,5 +66,5 @@ def test_each_rank_decodes_its_share_and_reads_all(collective: Collective, folde
         x, y = tf.function(cached.gather)(tf.constant(order))
         np.testing.assert_array_equal(x, images[order])
         np.testing.assert_array_equal(y, order >= 4)
-    gather_objects(collective, None, name="all have read")
+    all_gather_object(collective, None, name="all have read")
     assert [path.suffix for path in cache_directory(collective.world.node).iterdir()] == [".samples"]

@@ -51,7 +51,7 @@ def test_a_backend_whose_sums_come_back_as_they_were_is_refused_on_all(collectiv
     right = size * (size + 1) // 2
     remedy = "make setup GPU=1" if gpu else r"Compile it anew: make setup\."
     with (
-        patch.object(collective, "sum", sum_on_others),
+        patch.object(collective, "all_reduce", sum_on_others),
         pytest.raises(UsageError, match=rf"all ranks is {right}, but {size} on rank {last}\. .*{remedy}") as caught,
     ):
         require_working_sums(collective, gpu and f"{gpu} {collective.world.rank}")

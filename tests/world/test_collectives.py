@@ -14,11 +14,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, agree, connect, gather_objects, on_first
-from ringtrain.collectives.gradients import MIN_GROUP_BYTES, ONE_MESSAGE_BYTES, GradientReduction, merge_rows, verdict
+from ringtrain.collectives import Collective, all_gather_object, connect, raise_on_all_ranks, run_on_rank0
+from ringtrain.collectives.gradients import (
+    MIN_GROUP_BYTES,
+    ONE_MESSAGE_BYTES,
+    GradientReduction,
+    check_finite,
+    merge_rows,
+)
 from ringtrain.collectives.horovod import LOWEST_PRIORITY, HorovodCollective, running_threads
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.run.variables import share_first_values
+from ringtrain.run.variables import broadcast_variables
 from tests.world.group import GLOO, on_ranks
 
 
@@ -38,7 +44,7 @@ def test_sum_adds_over_all_ranks(collective: Collective) -> None:
     for dtype in ("float16", "float32", "float64", "int32", "int64"):
         mine = [tf.constant(values_of_rank(world.rank, shape, dtype)) for shape in shapes]
         for tensors in (mine, mine[1:2]):  # a group, and a lone tensor
-            sums = collective.sum(tensors, name=f"sum/{dtype}/{len(tensors)}")
+            sums = collective.all_reduce(tensors, name=f"sum/{dtype}/{len(tensors)}")
             for tensor, total in zip(tensors, sums, strict=True):
                 expected = np.sum(values_of_all(world.size, tuple(tensor.shape), dtype), axis=0)
                 np.testing.assert_array_equal(total, expected)
@@ -48,7 +54,7 @@ def test_sum_adds_over_all_ranks(collective: Collective) -> None:
 @on_ranks(1, 2, 3, GLOO)
 def test_sum_works_in_a_graph(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
-    add = tf.function(lambda tensor: collective.sum([tensor, 2 * tensor], name="graph"), autograph=False)
+    add = tf.function(lambda tensor: collective.all_reduce([tensor, 2 * tensor], name="graph"), autograph=False)
     for step in range(3):
         once, twice = add(tf.constant([float(rank + step)]))
         assert float(once[0]) == sum(range(size)) + step * size
@@ -101,7 +107,7 @@ def test_what_is_summed_alone_may_be_on_its_way_beside_sums_of_horovod(collectiv
 
     @tf.function(autograph=False)
     def add(step: tf.Tensor) -> list[tf.Tensor]:
-        parts = [collective.sum([step + rank + number], name=f"beside/{number}")[0] for number in range(4)]
+        parts = [collective.all_reduce([step + rank + number], name=f"beside/{number}")[0] for number in range(4)]
         return [collective.sum_alone([tf.reshape(step + rank, [1])], name="beside/alone").tensors[0], *parts]
 
     for step in range(50):
@@ -161,14 +167,14 @@ def test_gather_joins_parts_of_any_length_in_the_order_of_the_ranks(collective: 
     for empty_rank in (None, *range(size)):
         lengths = [0 if other == empty_rank else other + 2 for other in range(size)]
         mine = values_of_rank(rank, (9, 2))[: lengths[rank]]
-        joined = collective.gather(tf.constant(mine), name=f"gather/{empty_rank}")
+        joined = collective.all_gather(tf.constant(mine), name=f"gather/{empty_rank}")
         parts = [part[:length] for part, length in zip(values_of_all(size, (9, 2)), lengths, strict=True)]
         np.testing.assert_array_equal(joined, np.concatenate(parts))
 
 
 @on_ranks(1, 2, 3)
 def test_gather_of_nothing_anywhere_is_nothing(collective: Collective) -> None:
-    assert collective.gather(tf.zeros([0, 4]), name="nothing").shape == (0, 4)
+    assert collective.all_gather(tf.zeros([0, 4]), name="nothing").shape == (0, 4)
 
 
 @on_ranks(1, 2, 3, GLOO)
@@ -185,7 +191,7 @@ def test_gather_objects_gives_every_value_to_every_rank(collective: Collective) 
     def value_of(rank: int) -> Any:
         return {"rank": rank, "text": "ä" * rank * 100, "list": [None, 1.5, True][: rank + 1]}
 
-    assert gather_objects(collective, value_of(collective.world.rank), name="objects") == [
+    assert all_gather_object(collective, value_of(collective.world.rank), name="objects") == [
         value_of(rank) for rank in range(collective.world.size)
     ]
 
@@ -194,8 +200,8 @@ def test_gather_objects_gives_every_value_to_every_rank(collective: Collective) 
 def test_ranks_that_are_at_different_places_do_not_take_one_anothers_values(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
     with pytest.raises(RingtrainError, match=f"rank 0 at 'here', rank {size - 1} at 'there'"):
-        gather_objects(collective, rank, name="there" if rank == size - 1 else "here")
-    assert gather_objects(collective, rank, name="again") == list(range(size))
+        all_gather_object(collective, rank, name="there" if rank == size - 1 else "here")
+    assert all_gather_object(collective, rank, name="again") == list(range(size))
 
 
 @on_ranks(1, 2, 3)
@@ -209,9 +215,9 @@ def test_an_error_on_any_rank_becomes_the_same_error_on_all(collective: Collecti
             return "fine"
 
         with pytest.raises(DataError, match=f"no file on {failing}") as caught:
-            agree(collective, fail, name=f"agree/{failing}")
+            raise_on_all_ranks(collective, fail, name=f"agree/{failing}")
         assert caught.value.reach == "run"
-        messages = gather_objects(collective, str(caught.value), name=f"messages/{failing}")
+        messages = all_gather_object(collective, str(caught.value), name=f"messages/{failing}")
         assert len(set(messages)) == 1
         assert size == 1 or f"rank {failing} of {size}" in messages[0]
 
@@ -222,7 +228,7 @@ def test_an_error_of_all_ranks_is_told_without_ranks(collective: Collective) -> 
         raise UsageError("no such optimizer")
 
     with pytest.raises(UsageError) as caught:
-        agree(collective, fail, name="alike")
+        raise_on_all_ranks(collective, fail, name="alike")
     assert str(caught.value) == "no such optimizer"
 
 
@@ -237,12 +243,12 @@ def test_of_different_errors_the_first_rank_s_counts(collective: Collective) -> 
             raise UsageError("bad flag")
 
     with pytest.raises(DataError, match=r"ranks 1, 2 of 3 .*bad file"):
-        agree(collective, fail, name="different")
+        raise_on_all_ranks(collective, fail, name="different")
 
 
 @on_ranks(1, 2, 3)
 def test_agreement_leaves_each_rank_its_own_result(collective: Collective) -> None:
-    assert agree(collective, lambda: collective.world.rank * 2, name="own") == collective.world.rank * 2
+    assert raise_on_all_ranks(collective, lambda: collective.world.rank * 2, name="own") == collective.world.rank * 2
 
 
 @on_ranks(1, 2, 3)
@@ -253,7 +259,7 @@ def test_on_first_acts_once_and_tells_all(collective: Collective) -> None:
         calls.append(collective.world.rank)
         return [7, collective.world.rank]
 
-    assert on_first(collective, act, name="first") == [7, 0]
+    assert run_on_rank0(collective, act, name="first") == [7, 0]
     assert calls == ([0] if collective.world.rank == 0 else [])
 
 
@@ -263,7 +269,7 @@ def test_an_error_in_on_first_reaches_all(collective: Collective) -> None:
         raise RingtrainError("disk full")
 
     with pytest.raises(RingtrainError, match="disk full"):
-        on_first(collective, fail, name="first/error")
+        run_on_rank0(collective, fail, name="first/error")
 
 
 @on_ranks(2)
@@ -407,7 +413,7 @@ def test_huge_finite_values_are_finite(collective: Collective) -> None:
 
 @on_ranks(1)
 def test_half_precision_values_whose_squares_overflow_are_finite(collective: Collective) -> None:
-    is_finite, _ = verdict([tf.constant([6e4, 6e4], tf.float16), tf.constant([1.0])])
+    is_finite, _ = check_finite([tf.constant([6e4, 6e4], tf.float16), tf.constant([1.0])])
     assert bool(is_finite)
 
 
@@ -429,6 +435,6 @@ def test_first_values_reach_every_variable_of_every_type(collective: Collective)
         return [keras.Variable(values_of_rank(rank, shape, dtype), dtype=dtype) for shape, dtype in specs]
 
     variables = create(collective.world.rank)
-    share_first_values(variables, collective)
+    broadcast_variables(variables, collective)
     for variable, first in zip(variables, create(0), strict=True):
         np.testing.assert_array_equal(variable.numpy(), first.numpy())

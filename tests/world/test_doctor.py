@@ -40,19 +40,19 @@ def row(finished: Finished, subject: str) -> str:
     return " ".join([lines[start], *more[: indented.index(False)]])
 
 
-def assert_told(finished: Finished, subject: str, verdict: str, *texts: str) -> None:
+def assert_told(finished: Finished, subject: str, status: str, *texts: str) -> None:
     """The exit code fits, the finding is there with its remedy, and nothing else is written."""
-    assert finished.rc == (2 if verdict == "broken" else 0), finished.stdout + finished.stderr
+    assert finished.rc == (2 if status == "broken" else 0), finished.stdout + finished.stderr
     assert finished.stderr == ""
     assert len(re.findall(TITLE, finished.stdout)) == 1
     assert not [line for line in finished.stdout.splitlines() if len(line) > 80 and " " in line.strip()]
     finding = row(finished, subject)
-    assert re.match(rf"{subject} +{verdict} ", finding), finding
+    assert re.match(rf"{subject} +{status} ", finding), finding
     for text in (*texts, "->"):
         assert text in finding
     last = finished.stdout.splitlines()[-1]
     assert last.startswith(
-        "Training would not work. Broken: " if verdict == "broken" else "Training would work, with 1 warn"
+        "Training would not work. Broken: " if status == "broken" else "Training would work, with 1 warn"
     )
 
 
@@ -107,12 +107,12 @@ def test_mpirun_of_another_mpi(tmp_path: Path) -> None:
     assert_told(finished, "MPI", "broken", f"{mpirun} is of MPICH 4.0.2", "first in PATH")
 
 
-@pytest.mark.parametrize(("programs", "verdict"), [(["horovodrun"], "warning"), ([], "broken")])
-def test_no_mpirun(tmp_path: Path, programs: list[str], verdict: str) -> None:
+@pytest.mark.parametrize(("programs", "status"), [(["horovodrun"], "warning"), ([], "broken")])
+def test_no_mpirun(tmp_path: Path, programs: list[str], status: str) -> None:
     for name in programs:
         (tmp_path / name).symlink_to(Path(sys.executable).with_name(name))
     remedy = "horovodrun --gloo" if programs else "put .venv/bin in PATH"
-    assert_told(look(env={"PATH": str(tmp_path)}), "launchers", verdict, remedy, "openmpi-bin")
+    assert_told(look(env={"PATH": str(tmp_path)}), "launchers", status, remedy, "openmpi-bin")
 
 
 def test_tiny_dev_shm() -> None:

@@ -14,7 +14,7 @@ from ringtrain.run.checkpoint import read_checkpoint
 from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY
 from tests.world.running import events
-from tests.world.workloads.fed import BAD, Sample, fed_batches, samples
+from tests.world.workloads.fed import BAD, Sample, samples, streaming_batches
 
 WORKLOADS = REPOSITORY / "tests/world/workloads/fed.py"
 FED = ["--workload", f"{WORKLOADS}:Fed", "--precision", "float64", "--log_every", "1"]
@@ -37,7 +37,7 @@ def train_plainly(steps: Iterator[Sample]) -> tuple[np.ndarray, float, list[floa
 
 def joined_steps(size: int) -> Iterator[Sample]:
     """The samples of all ranks, step by step."""
-    for batches in itertools.zip_longest(*(fed_batches(rank) for rank in range(size))):
+    for batches in itertools.zip_longest(*(streaming_batches(rank) for rank in range(size))):
         there = [batch for batch in batches if batch is not None]
         yield np.concatenate([x for x, _ in there]), np.concatenate([y for _, y in there])
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays
 from ringtrain.errors import DivergedError
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.run.progress import Progress
-from ringtrain.run.variables import share_first_values
+from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.report import is_updated
 from ringtrain.terminal.console import Console
 from ringtrain.training.job import create_job
@@ -60,12 +60,12 @@ def run(collective: Collective, workload: Line, **settings: Any) -> str:
     """How training ends, in the words of all ranks."""
     config = Config(global_batch_size=NUM_SAMPLES, steps=20, **settings)
     job = create_job(workload, config, collective, num_threads=1)
-    share_first_values(job.step.variables, collective)
+    broadcast_variables(job.step.variables, collective)
     progress = Progress()
     guard = NonfiniteGuard(job, Console(None, is_terminal=False), progress)
     with pytest.raises(DivergedError) as caught:
         run_steps(job, [], guard, progress)
-    assert len(set(gather_objects(collective, str(caught.value), name="message"))) == 1
+    assert len(set(all_gather_object(collective, str(caught.value), name="message"))) == 1
     return str(caught.value)
 
 
@@ -78,7 +78,7 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank_where_the_loss_is(
     assert message.startswith("step 1: loss or gradient is not finite; every rank's loss is finite")
     job = create_job(Cusp(), Config(global_batch_size=NUM_SAMPLES, steps=1), collective, num_threads=1)
     mine = bool(NUM_SAMPLES - 1 in next(iter(job.batches)).indices.numpy())
-    [culprit] = [rank for rank, is_it in enumerate(gather_objects(collective, mine, name="culprit")) if is_it]
+    [culprit] = [rank for rank, is_it in enumerate(all_gather_object(collective, mine, name="culprit")) if is_it]
     assert f"At rank {culprit} the gradient of sequential" in message
     assert "/kernel and of 1 more was not finite." in message
 
@@ -93,7 +93,7 @@ def test_a_loss_that_is_no_number_is_not_taken_for_an_overflow_of_the_loss_scale
 def test_a_metric_that_is_no_number_stops_no_step(collective: Collective, accumulate: int) -> None:
     config = Config(global_batch_size=NUM_SAMPLES, steps=1, accumulate=accumulate)
     job = create_job(NothingOfNothing(), config, collective, num_threads=1)
-    share_first_values(job.step.variables, collective)
+    broadcast_variables(job.step.variables, collective)
     returned = job.step(next(iter(job.batches)), learning_rate=0.1)
     assert is_updated(returned)
     assert np.isnan(job.step.read(returned).metrics["precision"])

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import keras
 import pytest
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import Config, OptimizerConfig
 from ringtrain.errors import UsageError
 from ringtrain.guard import preflight
@@ -51,7 +51,7 @@ def refusal(collective: Any, act: Any, *, seconds: float = SECONDS_TO_STOP) -> s
         act()
     assert time.monotonic() - start < seconds
     assert caught.value.reach == "run"
-    assert len(set(gather_objects(collective, str(caught.value), name="refusal"))) == 1
+    assert len(set(all_gather_object(collective, str(caught.value), name="refusal"))) == 1
     return str(caught.value)
 
 
@@ -248,7 +248,7 @@ def test_another_model_optimizer_or_metric_of_a_rank_is_named(collective: Collec
     with nodes_by_rank(collective), pytest.raises(UsageError, match="would not train the same model") as caught:
         create_job(workload, Config(workload="digits", epochs=1), collective, num_threads=1)
     assert MODELS[what] in str(caught.value)
-    assert len(set(gather_objects(collective, str(caught.value), name="refusal"))) == 1
+    assert len(set(all_gather_object(collective, str(caught.value), name="refusal"))) == 1
 
 
 class LoadsLate(Digits):

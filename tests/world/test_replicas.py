@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import Config, OptimizerConfig
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.keras import SyncBatchNormalization
 from ringtrain.run.progress import Progress
-from ringtrain.run.variables import share_first_values
+from ringtrain.run.variables import broadcast_variables
 from ringtrain.terminal.console import Console
 from ringtrain.training.actions import CheckReplicas, Save
 from ringtrain.training.job import Job, create_job
@@ -63,7 +63,7 @@ def create(collective: Collective, **settings: Any) -> Job:
         **settings,
     }
     job = create_job(Busy(), Config(optimizer=optimizer, **values), collective, num_threads=1)
-    share_first_values(job.step.variables, collective)
+    broadcast_variables(job.step.variables, collective)
     return job
 
 
@@ -104,7 +104,7 @@ def drift_of(collective: Collective, act: Callable[..., Any], *arguments: Any) -
     with pytest.raises(ReplicasDifferError) as caught:
         act(*arguments)
     assert caught.value.reach == "run"
-    assert len(set(gather_objects(collective, str(caught.value), name="drift"))) == 1
+    assert len(set(all_gather_object(collective, str(caught.value), name="drift"))) == 1
     return str(caught.value)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import Config
 from ringtrain.data import contents
 from ringtrain.data.contents import Contents
@@ -63,7 +63,7 @@ def test_other_data_on_another_rank_are_an_error_on_every_rank(collective: Colle
     with pytest.raises(DataError) as error:
         require_same_sources(collective, Sources(**values))
     assert all(word in str(error.value) for word in [part, f"rank {collective.world.size - 1} on", *words])
-    assert len(set(gather_objects(collective, str(error.value), name="message"))) == 1
+    assert len(set(all_gather_object(collective, str(error.value), name="message"))) == 1
 
 
 @on_ranks(2)
@@ -102,7 +102,7 @@ def refusal(collective: Collective, read: Contents) -> str:
     with pytest.raises(DataError) as error:
         require_same_contents(collective, read, pytest.fail)
     assert error.value.reach == "run"
-    assert len(set(gather_objects(collective, str(error.value), name="message"))) == 1
+    assert len(set(all_gather_object(collective, str(error.value), name="message"))) == 1
     return str(error.value)
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.solo import Solo
 from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays
 from ringtrain.errors import UsageError
-from ringtrain.run.variables import is_seed_state, share_first_values
+from ringtrain.run.variables import broadcast_variables, is_seed_state
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Doing, Note
+from ringtrain.runtime.activity import Note, Phase
 from ringtrain.runtime.world import World
 from ringtrain.step.loss_scale import INITIAL_LOSS_SCALE, LossScale
 from ringtrain.step.report import StepReport, is_updated, wants_stop
@@ -174,7 +174,7 @@ def test_each_sample_comes_once_per_epoch(collective: Collective) -> None:
     batches = list(batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=5 * epochs))
     for epoch in range(epochs):
         mine = [int(index) for batch in batches[5 * epoch : 5 * (epoch + 1)] for index in batch.indices]
-        ranks = gather_objects(collective, mine, name=f"ledger/{epoch}")
+        ranks = all_gather_object(collective, mine, name=f"ledger/{epoch}")
         assert sorted(index for indices in ranks for index in indices) == list(range(46))
     for batch in batches:
         np.testing.assert_array_equal(batch.x, source.x.numpy()[batch.indices.numpy()])
@@ -284,10 +284,10 @@ def test_the_watchdog_hears_of_each_batch_of_an_evaluation(collective: Collectiv
     for takes_long in (True, False):  # what compiles, compiles in the first batch
         with mock.patch.object(activity, "note") as note:
             evaluate(eval_step, source, collective, global_batch_size=5, num_threads=1)
-        first = [Note(doing, 1, takes_long) for doing in (Doing.EVALUATION_DATA, Doing.EVALUATION_STEP)]
-        others = [Note(doing, number) for number in (2, 3) for doing in (Doing.EVALUATION_DATA, Doing.EVALUATION_STEP)]
+        first = [Note(doing, 1, takes_long) for doing in (Phase.EVALUATION_DATA, Phase.EVALUATION_STEP)]
+        others = [Note(doing, number) for number in (2, 3) for doing in (Phase.EVALUATION_DATA, Phase.EVALUATION_STEP)]
         said = [Note(*call.args, **call.kwargs) for call in note.call_args_list]
-        assert said == [*first, *others, Note(Doing.EVALUATION_DATA, 4)]
+        assert said == [*first, *others, Note(Phase.EVALUATION_DATA, 4)]
 
 
 @on_ranks(1, 2, 3)
@@ -481,7 +481,7 @@ def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collecti
     np.testing.assert_array_equal(kept_inputs(alone, everything), mask)
     assert not np.array_equal(kept_inputs(alone, everything, seed=1), mask)
     assert not np.array_equal(kept_inputs(alone, everything, step_number=6), mask)
-    masks = gather_objects(collective, mask.tolist(), name="masks")
+    masks = all_gather_object(collective, mask.tolist(), name="masks")
     assert len({tuple(item) for item in masks}) == world.size, "ranks share a mask"
     # all ranks together, each with a block of the inputs
     mine = np.zeros((1, 3 * BLOCK))
@@ -541,7 +541,7 @@ def test_first_values_reach_every_variable_and_slot_but_no_seed(collective: Coll
     assert len(everything) == 6 + 1 + 2 + 8 + 2  # weights, seed, iterations and rate, moments, loss scale
     for number, variable in enumerate(everything):
         variable.assign(tf.cast(tf.fill(variable.shape, 10 * number + world.rank), variable.dtype))
-    share_first_values(step.variables, collective)
+    broadcast_variables(step.variables, collective)
     for number, variable in enumerate(everything):
         expected = 10 * number + (world.rank if any(variable is seed for seed in seeds) else 0)
         np.testing.assert_array_equal(variable.numpy(), np.full(variable.shape, expected), err_msg=variable.path)

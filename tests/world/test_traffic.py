@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from tests.world.group import Launch, on_ranks
 from tests.world.training import NUM_CLASSES, create_step, make_batch, spec_of
 
@@ -42,11 +42,11 @@ def test_an_embedding_sends_only_the_rows_that_it_touched(collective: Collective
     )
     step.read(step(batch, 0.1))
     steps = 3
-    gather_objects(collective, None, name="before")
+    all_gather_object(collective, None, name="before")
     before = loopback_bytes()
     for _ in range(steps):
         step.read(step(batch, 0.1))
-    gather_objects(collective, None, name="after")
+    all_gather_object(collective, None, name="after")
     sent_per_step = (loopback_bytes() - before) / steps
     rows_bytes = 2 * 8 * 4 * (WIDTH * 4 + 8)  # both ranks' rows: values and indices
     dense_bytes = NUM_ROWS * WIDTH * 4
@@ -57,8 +57,8 @@ def test_an_embedding_sends_only_the_rows_that_it_touched(collective: Collective
 def test_the_count_sees_a_dense_tensor(collective: Collective) -> None:
     """Else the count above would show nothing."""
     tensor = tf.zeros([2**20])
-    gather_objects(collective, None, name="before")
+    all_gather_object(collective, None, name="before")
     before = loopback_bytes()
-    collective.sum([tensor], name="dense")
-    gather_objects(collective, None, name="after")
+    collective.all_reduce([tensor], name="dense")
+    all_gather_object(collective, None, name="after")
     assert loopback_bytes() - before > 4 * 2**20

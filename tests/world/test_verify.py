@@ -118,7 +118,7 @@ def test_what_differs_by_design_is_named_and_switched_off(collective: Any) -> No
 
     findings, notes = findings_of(DropoutAndBatchNorm(), collective)
     assert all(finding.passes for finding in findings), findings
-    if collective.world.is_first:
+    if collective.world.is_rank0:
         assert [note.split(":")[0] for note in notes] == ["normalization", "dropout"]
 
 
@@ -142,7 +142,7 @@ def test_verify_fails_on_a_planted_defect(collective: Any, defect: str) -> None:
     from tests.world.workloads.small import Small
 
     findings, _ = findings_of(Small(), collective, defect=defect)
-    if collective.world.is_first:
+    if collective.world.is_rank0:
         assert not all(finding.passes for finding in findings), findings
 
 
@@ -190,7 +190,7 @@ def test_weights_whose_gradient_is_rounding_are_no_difference(collective: Any, n
     )
     assert all(finding.passes for finding in findings), findings
     named = [path for finding in findings for path in finding.undetermined]
-    if optimizer == "lion" and collective.world.is_first:  # which takes the sign of rounding
+    if optimizer == "lion" and collective.world.is_rank0:  # which takes the sign of rounding
         bias = {"Attention": "attention/key/bias", "Normalized": "shifted/bias"}[name]
         assert bias in named, findings
         assert not [path for path in named if path.endswith("kernel")]
@@ -206,7 +206,7 @@ def test_what_rounding_decides_is_compared_by_its_gradient(collective: Any) -> N
         optimizer={"name": "lion", "lr": 0.01},
         defect="a bias' gradient doubled on rank 1",
     )
-    if collective.world.is_first:
+    if collective.world.is_rank0:
         assert [finding.name for finding in findings if not finding.passes and "shifted" in finding.where], findings
 
 
@@ -217,7 +217,7 @@ def test_labels_and_regularisers_of_float32_meet_float64(collective: Any) -> Non
 
     findings, _ = findings_of(Squares(), collective)
     assert all(finding.passes for finding in findings), findings
-    if collective.world.is_first:  # in the reference, before it meets the others
+    if collective.world.is_rank0:  # in the reference, before it meets the others
         with pytest.raises(UsageError, match=r"float64, and \S+small\.py:\d+ does not .* Take types"):
             findings_of(MixedTypes(), collective)
 
@@ -296,12 +296,12 @@ def findings_of(
     with tempfile.TemporaryDirectory() as directory:
         for name in ("one", "both"):
             (Path(directory) / name).mkdir()
-        if collective.world.is_first:
+        if collective.world.is_rank0:
             with mock.patch.object(normalization, "_connect", return_value=None):  # one process, as it were
                 record(workload, config, Solo(alone()), Path(directory) / "one", is_reference=True)
         with planted(defect, collective.world.rank):
             record(workload, config, collective, Path(directory) / "both")
-        if not collective.world.is_first:
+        if not collective.world.is_rank0:
             return [], []
         one, both = (
             {path.stem: load_record(path) for path in (Path(directory) / name).iterdir()} for name in ("one", "both")
@@ -348,9 +348,9 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     from ringtrain.run import variables
     from ringtrain.step import train_step as step
     from ringtrain.training import evaluation
-    from ringtrain.verify.compare import record
+    from ringtrain.verify import record
 
-    right_plan, right_sharing = SampleOrder._plan, variables.share_first_values
+    right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
     right_sum, right_reduction = HorovodCollective.sum_alone, GradientReduction.__call__
     right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
     right_batches, right_seeds = evaluation.evaluation_batches, step.TrainStep._dropout_seeds
@@ -427,8 +427,8 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
         "a mean of means": (SampleOrder, "_plan", mean_of_means),
         "a duplicated sample": (SampleOrder, "_plan", duplicated_sample),
         "augmentation seeded by rank": (pipeline, "sample_keys", keys_of_each_rank),
-        "a weight that is not broadcast": (record, "share_first_values", without("small/output/kernel")),
-        "a slot that is not broadcast": (record, "share_first_values", without("momentum")),
+        "a weight that is not broadcast": (record, "broadcast_variables", without("small/output/kernel")),
+        "a slot that is not broadcast": (record, "broadcast_variables", without("momentum")),
         "regularisation added on every rank": (step, "partial_objective", objective_of_each_rank),
     }
     with mock.patch.object(*defects[defect]) if defect else contextlib.nullcontext():

@@ -10,12 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, gather_objects
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import ArraySource, from_arrays
-from ringtrain.run.variables import share_first_values
+from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.optimizers import only_reads_gradients
 from ringtrain.step.report import StepReport
 from ringtrain.step.train_step import TrainStep, set_precision
@@ -155,7 +155,7 @@ def create_step(
         seed=seed,
         local_batch_size=local_batch_size,
     )
-    share_first_values(step.variables, collective)
+    broadcast_variables(step.variables, collective)
     return step
 
 
@@ -223,7 +223,7 @@ def bits_of(variables: Any) -> list[str]:
 
 def assert_same_bits_on_all_ranks(variables: Any, collective: Collective) -> None:
     mine = bits_of(variables)
-    for rank, other in enumerate(gather_objects(collective, mine, name="bits")):
+    for rank, other in enumerate(all_gather_object(collective, mine, name="bits")):
         differing = [variables[i].path for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b]
         assert not differing, f"rank {collective.world.rank} and rank {rank} differ in {differing}"
 

@@ -37,7 +37,7 @@ def main() -> None:
 
     hvd.broadcast_variables(variables, root_rank=0)
     batches = peer_loop.make_batches(arguments, hvd.rank())
-    sec_per_step, loss = peer_loop.time_steps(train_step, batches, arguments, is_first=hvd.rank() == 0)
+    sec_per_step, loss = peer_loop.time_steps(train_step, batches, arguments, is_rank0=hvd.rank() == 0)
     mean_loss = float(hvd.allreduce(loss, op=hvd.Average, name="mean_loss"))
     if hvd.rank() == 0:
         peer_loop.write_results(arguments, sec_per_step, mean_loss, model)

@@ -16,7 +16,7 @@ def main() -> None:
     model, train_step = peer_step.create_step(arguments.model)
     peer_loop.write_weights(arguments, model, name="first")
     batches = peer_loop.make_batches(arguments, 0, num_parts=1)
-    sec_per_step, loss = peer_loop.time_steps(train_step, batches, arguments, is_first=True)
+    sec_per_step, loss = peer_loop.time_steps(train_step, batches, arguments, is_rank0=True)
     peer_loop.write_results(arguments, sec_per_step, float(loss), model)
 
 

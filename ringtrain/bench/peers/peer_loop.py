@@ -60,7 +60,7 @@ def make_batches(arguments: argparse.Namespace, rank: int, *, num_parts: int | N
 
 
 def time_steps(
-    train_step: Callable[[Any, Any], Any], batches: Any, arguments: argparse.Namespace, *, is_first: bool
+    train_step: Callable[[Any, Any], Any], batches: Any, arguments: argparse.Namespace, *, is_rank0: bool
 ) -> tuple[list[float], Any]:
     """Train.
 
@@ -77,7 +77,7 @@ def time_steps(
             now = time.perf_counter()
             sec_per_step.append((now - start) / arguments.log_every)
             start = now
-            if is_first:
+            if is_rank0:
                 print(f"step {step}, loss = {value:.4g} ({sec_per_step[-1]:.3f} sec/batch)", flush=True)
     return sec_per_step, loss
 

@@ -1,4 +1,4 @@
-"""The models of the benchmark, with made samples: the same for every contender, first values included."""
+"""The models of the benchmark, with synthetic samples: the same for every contender, first values included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Model(NamedTuple):
     Attributes:
         create: () -> keras.Model, whose outputs are logits of ``NUM_CLASSES``.
         sample_shape: of one input.
-        num_samples: of the made data.
+        num_samples: of the synthetic data.
         local_batch_size: samples per rank.
         learning_rate: of plain SGD; so small that rounding does not grow into another trajectory.
     """

@@ -39,7 +39,7 @@ def main() -> None:
         return strategy.run(replica_step, args=(x, y))
 
     batches = strategy.distribute_datasets_from_function(lambda _: peer_loop.make_batches(arguments, arguments.rank))
-    sec_per_step, loss = peer_loop.time_steps(train_step, batches, arguments, is_first=arguments.rank == 0)
+    sec_per_step, loss = peer_loop.time_steps(train_step, batches, arguments, is_rank0=arguments.rank == 0)
     mean_loss = float(strategy.reduce(tf.distribute.ReduceOp.SUM, loss, axis=None))
     if arguments.rank == 0:
         peer_loop.write_results(arguments, sec_per_step, mean_loss, model)

@@ -15,7 +15,7 @@ def main() -> None:
     peer_loop.set_threads(arguments)
     model, train_step = peer_step.create_step(arguments.model)
     batches = peer_loop.make_batches(arguments, arguments.rank)
-    sec_per_step, loss = peer_loop.time_steps(train_step, batches, arguments, is_first=arguments.rank == 0)
+    sec_per_step, loss = peer_loop.time_steps(train_step, batches, arguments, is_rank0=arguments.rank == 0)
     peer_loop.write_results(arguments, sec_per_step, float(loss), model, name=f"result-{arguments.rank}")
 
 

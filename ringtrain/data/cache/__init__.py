@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ringtrain.collectives import Collective, agree
+from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.data.cache.layout import find_layout
 from ringtrain.data.cache.memory import MemoryCachedSource, check_memory
 from ringtrain.data.cache.node import open_node_cache
@@ -39,5 +39,7 @@ def with_cache(
         return open_node_cache(source, collective, name=name, num_threads=num_threads)
     layout = find_layout(source)
     local_size = collective.world.local_size
-    agree(collective, lambda: check_memory(layout, local_size, reserved_bytes), name=f"cache/{name}/memory")
+    raise_on_all_ranks(
+        collective, lambda: check_memory(layout, local_size, reserved_bytes), name=f"cache/{name}/memory"
+    )
     return MemoryCachedSource(source, layout)

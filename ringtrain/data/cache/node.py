@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.collectives import Collective, agree, gather_objects
+from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.cache.layout import Layout, find_layout, read_arrays
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
@@ -79,11 +79,11 @@ def open_node_cache(source: FallibleSource, collective: Collective, *, name: str
             if part is not None:
                 file.fill(part, source, share_of(world, source.num_samples), num_threads)
 
-        filling = agree(collective, begin, name=f"{label}/begin")
+        filling = raise_on_all_ranks(collective, begin, name=f"{label}/begin")
         part = _part_of_node(collective, filling, name=f"{label}/part")
-        agree(collective, fill, name=f"{label}/fill")
-        agree(collective, lambda: filling.finish() if filling else None, name=f"{label}/finish")
-    return NodeCachedSource(source, file.layout, agree(collective, file.open, name=f"{label}/open"))
+        raise_on_all_ranks(collective, fill, name=f"{label}/fill")
+        raise_on_all_ranks(collective, lambda: filling.finish() if filling else None, name=f"{label}/finish")
+    return NodeCachedSource(source, file.layout, raise_on_all_ranks(collective, file.open, name=f"{label}/open"))
 
 
 def share_of(world: World, num_samples: int) -> range:
@@ -100,7 +100,7 @@ def _part_of_node(collective: Collective, filling: Filling | None, *, name: str)
         "local_rank": world.local_rank,
         "part": str(filling.path) if filling else None,
     }
-    ranks = gather_objects(collective, mine, name=name)
+    ranks = all_gather_object(collective, mine, name=name)
     part = next(other["part"] for other in ranks if other["node"] == world.node and other["local_rank"] == 0)
     return None if part is None else Path(part)
 

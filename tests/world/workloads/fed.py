@@ -29,7 +29,7 @@ def samples(first: int, count: int) -> Sample:
     return x, x.sum(axis=1, keepdims=True) + 0.5
 
 
-def fed_batches(rank: int) -> Iterator[Sample]:
+def streaming_batches(rank: int) -> Iterator[Sample]:
     """What a rank is fed: its batches one after the other, from sample 100 times the rank on."""
     first = 100 * rank
     for size in SIZES[rank]:
@@ -74,7 +74,7 @@ class Fed(Linear):
 
     def feed(self, steps_per_epoch: int | None) -> Feed:
         def generate(rank: int, size: int) -> Iterator[Sample]:
-            for number, (x, y) in enumerate(fed_batches(rank)):
+            for number, (x, y) in enumerate(streaming_batches(rank)):
                 if number == 1 and rank == 1 and self.options["fault"] == "shape":
                     yield x[:, :2], y
                 if number == 1 and rank == 1 and self.options["fault"] == "exception":
@@ -90,7 +90,7 @@ class Fed(Linear):
         )
 
     def fetch(self, rank: int, step: int) -> Sample | None:
-        batches = list(fed_batches(rank))
+        batches = list(streaming_batches(rank))
         return batches[step] if step < len(batches) else None
 
 

@@ -1,4 +1,4 @@
-"""Workloads that train in no time: 107 made samples, a small dense network."""
+"""Workloads that train in no time: 107 synthetic samples, a small dense network."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, agree, gather_objects
+from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.augment import sample_keys
-from ringtrain.data.order import FedOrder
+from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import (
     PREFETCHED_BATCHES,
     Augment,
@@ -42,9 +42,9 @@ class FedBatches(NamedTuple):
         return self.failures[0] if self.failures else explain_change(error, step)
 
 
-def fed_batches(
+def streaming_batches(
     feed: Feed,
-    order: FedOrder,
+    order: StreamingOrder,
     collective: Collective,
     *,
     first_step: int,
@@ -96,7 +96,7 @@ def fed_batches(
         with own_errors():
             return fed.map(to_batch)
 
-    batches = agree(collective, trace, name="fed batches")
+    batches = raise_on_all_ranks(collective, trace, name="fed batches")
     return FedBatches(batches.prefetch(PREFETCHED_BATCHES).with_options(options), failures)
 
 
@@ -163,7 +163,7 @@ def _agree_on_spec(collective: Collective, first: tuple[Any, Any] | None) -> Any
         DataError: on every rank, where they differ, or no rank has a batch.
     """
     mine = None if first is None else _to_json(tf.nest.map_structure(_spec_of, tuple(first)))
-    all_ranks = gather_objects(collective, mine, name="feed_spec")
+    all_ranks = all_gather_object(collective, mine, name="feed_spec")
     fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]
     if not fed:
         raise DataError("no rank was fed a single batch. Look at the generator, or the function.", reach="run")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from launch.decision import LOST_RANKS, SHOWN_LINES, Attempt, decide, explain
 from launch.group import GroupEnd, RankEnd
-from launch.verdict import LOST_RANKS, SHOWN_LINES, Attempt, decide, explain
 from ringtrain.guard.lost import LostRanksError
 from ringtrain.runtime.launched import EndTold
 from ringtrain.training.together import end_of

@@ -121,7 +121,7 @@ def supervise(
 
 def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requests, *, last_step: int) -> Attempt:
     """Run a group to its end. ``last_step`` is that of the newest checkpoint that is known of."""
-    from ringtrain.run.checkpoint import list_steps  # NumPy starts threads, which take signals: not before the guard's
+    from ringtrain.run.store import list_steps  # NumPy starts threads, which take signals: not before the guard's
 
     clear(listener)
     group = Group(command, listener, num_ranks, requests).run()

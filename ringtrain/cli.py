@@ -36,9 +36,9 @@ from ringtrain.commands.starting_file import write_starting_file
 from ringtrain.config import Config, make_config, to_plain
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape, escape_message
-from ringtrain.run.checkpoint import BEST, find_checkpoint
 from ringtrain.run.directory import CONFIG_FILE, REPORT_FILE, read_config, refuse_taken
 from ringtrain.run.identity import require_own
+from ringtrain.run.store import BEST, find_checkpoint
 from ringtrain.runtime.devices import start_tensorflow
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.streams import has_lost_stdout

@@ -246,7 +246,7 @@ def begins_anew(run: RunTold | None) -> bool:
 
 def find_newest_step(run: RunTold | None) -> int | None:
     """The step of the run's newest checkpoint."""
-    from ringtrain.run.checkpoint import list_steps
+    from ringtrain.run.store import list_steps
 
     steps = list_steps(run.path / "checkpoints") if run else []
     return steps[-1] if steps else None

@@ -29,6 +29,7 @@ from ringtrain.bench.sums import plan_sums
 from ringtrain.bench.table import describe_result
 from ringtrain.bench.variations import SETTINGS_CONTENDERS, plan_variations
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.files.atomic import replace_text
 from ringtrain.runtime.devices import read_machine
 
 MODES = ("step", "loop", "allreduce", "input", "startup", "checkpoint", "guards", "settings")
@@ -321,11 +322,8 @@ def shorten(word: str) -> str:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a file so that there is always a whole one."""
-    temporary = path.with_suffix(".tmp")
-    with explaining_files(path), contextlib.ExitStack() as stack:
-        stack.callback(lambda: temporary.unlink(missing_ok=True))
-        temporary.write_text(json.dumps(values, indent=1) + "\n")
-        os.replace(temporary, path)
+    with explaining_files(path):
+        replace_text(path, json.dumps(values, indent=1) + "\n")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 
 from ringtrain.bench.contenders import Finished, Outcome, UnreadableError
 from ringtrain.errors import DataError
-from ringtrain.run.checkpoint import find_newest
+from ringtrain.run.store import find_newest
 
 RUN = "run"  # ringtrain's run directory, below that of the contender
 LARGEST_RIGHT_LOSS = 30.0  # of ten classes; guessing costs ln 10 = 2.3, and MANY begins with 10

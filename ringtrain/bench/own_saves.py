@@ -63,9 +63,9 @@ def main() -> None:
 
 def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[float], str]:
     """Seconds of each save on rank 0, and what was wrong."""
-    from ringtrain.run.checkpoint import find_newest
     from ringtrain.run.directory import RunDirectory
     from ringtrain.run.progress import Progress
+    from ringtrain.run.store import find_newest
     from ringtrain.terminal.console import Console
     from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
 

@@ -1,1 +1,1 @@
-"""Files that anybody may have written."""
+"""Files that anybody may have written, or may read at any moment."""

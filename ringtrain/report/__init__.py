@@ -5,11 +5,11 @@ It reads what a run directory holds, starts no TensorFlow, and runs nothing that
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ringtrain.errors import UsageError
+from ringtrain.files.atomic import replace_text
 from ringtrain.report.page import make_page
 from ringtrain.report.reading import read_run
 
@@ -31,11 +31,4 @@ def write_report(runs: Sequence[Path], target: Path, *, may_write: Callable[[], 
             f"{str(error.filename)!r} cannot be read: {error.strerror}. Check the file and its permissions.",
             reach="run",
         ) from error
-    temporary = target.with_name(f".writing-{os.getpid()}-{target.name}")
-    try:
-        temporary.write_text(page, encoding="utf-8", errors="replace")  # a file may say what is no character
-        may_write()
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_text(target, page, may_write=may_write)

@@ -11,7 +11,7 @@ from typing import Any
 from ringtrain.config import flatten_settings
 from ringtrain.errors import DataError, UsageError
 from ringtrain.report.event_files import ImageSet, read_images
-from ringtrain.run.checkpoint import list_steps, read_facts, step_name
+from ringtrain.run.checkpoint import read_facts
 from ringtrain.run.directory import (
     CONFIG_FILE,
     MAX_LINE_BYTES,
@@ -20,6 +20,7 @@ from ringtrain.run.directory import (
     read_config,
     read_lines,
 )
+from ringtrain.run.store import list_steps, step_name
 
 
 @dataclass(frozen=True, kw_only=True)

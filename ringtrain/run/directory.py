@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.files.atomic import replace_text, replacing
 from ringtrain.files.bounded import open_regular, parse_json, read_bounded, require_plain
 from ringtrain.run.identity import read_identity, write_identity
 
@@ -81,9 +82,7 @@ class RunDirectory:
         """
         self.may_write()
         with self._explaining():
-            temporary = self.path / f".{CONFIG_FILE}"
-            temporary.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
-            temporary.replace(self.path / CONFIG_FILE)
+            replace_text(self.path / CONFIG_FILE, yaml.safe_dump(dict(values), sort_keys=False))
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
         """Keep which run it is (see ``ringtrain.run.identity``), where it is not kept already.
@@ -127,10 +126,8 @@ class RunDirectory:
             self.may_write()
             self._metrics.close()
             path = self.path / METRICS_FILE
-            temporary = self.path / f".{METRICS_FILE}"
-            with temporary.open("wb") as kept:
+            with replacing(path) as kept:
                 kept.writelines(line.rstrip(b"\n") + b"\n" for line in read_lines(path) if _is_kept(line, step))
-            temporary.replace(path)
             self._metrics = _open_metrics(self.path)
 
     @contextlib.contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import UsageError
+from ringtrain.files.atomic import replace_text
 from ringtrain.files.bounded import parse_json, read_bounded
 from ringtrain.run.checkpoint import read_facts
 
@@ -54,9 +55,7 @@ def write_identity(run: Path, identity: Mapping[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = run / f".{IDENTITY_FILE}"
-    temporary.write_text(json.dumps(dict(identity)) + "\n", encoding="utf-8")
-    temporary.replace(run / IDENTITY_FILE)
+    replace_text(run / IDENTITY_FILE, json.dumps(dict(identity)) + "\n")
 
 
 def require_own(run: Path, path: Path) -> Path:

@@ -11,14 +11,7 @@ from typing import Any
 
 from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.errors import DataError, UsageError
-from ringtrain.run.checkpoint import (
-    Checkpoint,
-    find_newest,
-    mend_best,
-    remove_unfinished,
-    set_aside,
-    step_name,
-)
+from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.directory import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -31,6 +24,7 @@ from ringtrain.run.directory import (
 from ringtrain.run.identity import as_identity, describe_identity, draw_identity, read_identity
 from ringtrain.run.lease import acquire_lease
 from ringtrain.run.progress import Progress
+from ringtrain.run.store import find_newest, mend_best, remove_unfinished, set_aside, step_name
 
 # Settings that do not enter what is trained. The length of a run enters only where the learning rate follows it.
 FREE_SETTINGS = {

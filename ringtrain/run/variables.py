@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective
 from ringtrain.errors import UsageError
-from ringtrain.run.checkpoint import number_twins, without_optimizer_names
+from ringtrain.run.names import number_twins, without_optimizer_names
 
 BROADCAST_BYTES = 64 * 2**20
 

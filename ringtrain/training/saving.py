@@ -18,16 +18,11 @@ from ringtrain.config import to_plain
 from ringtrain.data.order import StreamingOrder
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.guard.preflight import package_versions
-from ringtrain.run.checkpoint import (
-    Checkpoint,
-    describe_difference,
-    find_checkpoint,
-    read_checkpoint,
-    tidy,
-    write_checkpoint,
-)
+from ringtrain.run.checkpoint import Checkpoint, read_checkpoint
 from ringtrain.run.directory import RunDirectory
+from ringtrain.run.names import describe_difference
 from ringtrain.run.progress import Progress
+from ringtrain.run.store import find_checkpoint, tidy, write_checkpoint
 from ringtrain.run.variables import slots_that_begin_as_weights
 from ringtrain.training.job import Job
 

@@ -342,8 +342,9 @@ def end_of(error: RingtrainError) -> dict[str, Any]:
 def evaluate_together(prepared: Prepared, collective: Collective, run: Path, which: str) -> None:
     """Evaluate a run's checkpoint with the other ranks, and print the result."""
     from ringtrain.collectives import run_on_rank0
-    from ringtrain.run.checkpoint import find_checkpoint, read_checkpoint
+    from ringtrain.run.checkpoint import read_checkpoint
     from ringtrain.run.identity import require_own
+    from ringtrain.run.store import find_checkpoint
     from ringtrain.run.variables import broadcast_variables
     from ringtrain.terminal.console import open_console
     from ringtrain.training.job import create_job

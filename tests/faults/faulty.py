@@ -28,8 +28,8 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.sources import ArraySource
-from ringtrain.run import checkpoint
-from ringtrain.run.checkpoint import step_name
+from ringtrain.files import atomic
+from ringtrain.run.store import step_name
 from ringtrain.runtime import activity
 from ringtrain.workloads.base import Sources
 from tests.world.workloads.lasting import Lasting, hang, my_rank
@@ -103,7 +103,7 @@ def act_in_graph(values: tf.Tensor, *, at_call: int = 1, weights: list[Any] | No
 
 
 def flush(descriptor: int) -> None:
-    """As ``checkpoint._flush``, with the act before it."""
+    """As ``atomic.flush``, with the act before it."""
     place = os.readlink(f"/proc/self/fd/{descriptor}")
     if f".writing-{step_name({'save': SAVED_STEP, 'end': STEPS}[moment])}" in place:
         act(np.zeros(1))
@@ -111,7 +111,7 @@ def flush(descriptor: int) -> None:
 
 
 if is_mine and moment in ("save", "end"):
-    checkpoint._flush = flush
+    atomic.flush = flush
 
 
 class ActingSource(ArraySource):

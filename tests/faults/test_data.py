@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from ringtrain.run.checkpoint import list_steps, read_checkpoint, step_name
+from ringtrain.run.checkpoint import read_checkpoint
+from ringtrain.run.store import list_steps, step_name
 from tests.faults.images import CLASSES, make_images
 from tests.world.running import events, last_step, running
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from ringtrain.run.checkpoint import list_steps, read_checkpoint, step_name
+from ringtrain.run.checkpoint import read_checkpoint
+from ringtrain.run.store import list_steps, step_name
 from tests.world.running import Run, assert_history_is_whole, events, last_step, run_to_end, running
 
 EPOCHS, STEPS = 6, 48

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from ringtrain.run.checkpoint import list_steps, read_checkpoint, step_name
+from ringtrain.run.checkpoint import read_checkpoint
+from ringtrain.run.store import list_steps, step_name
 from tests.faults.table import BY_DEFAULT, NUM_RANKS, WRITTEN, Case, cases
 from tests.world.running import Run, assert_history_is_whole, events, running
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, Checkpoint, write_checkpoint
+from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, Checkpoint
+from ringtrain.run.store import write_checkpoint
 
 FILES = (MANIFEST_FILE, VARIABLES_FILE)
 RNG = np.random.default_rng(0)

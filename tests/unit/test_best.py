@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.run import checkpoint as checkpoint_module
-from ringtrain.run.checkpoint import (
+from ringtrain.run import store
+from ringtrain.run.checkpoint import read_checkpoint
+from ringtrain.run.directory import RunDirectory
+from ringtrain.run.store import (
     BEST,
     BEST_FILE,
     find_best,
     find_checkpoint,
     list_steps,
     mend_best,
-    read_checkpoint,
     remove_unfinished,
     step_name,
     tidy,
 )
-from ringtrain.run.directory import RunDirectory
 from tests.unit.checkpoints import assert_is_of_step, make_checkpoint, read_tree, save
 
 
@@ -240,13 +240,13 @@ def test_what_cannot_be_removed_or_kept_as_best_is_told_as_that(
 
     (tmp_path / "run").mkdir()
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_module, "_remove", refuse)
+        patched.setattr(store, "_remove", refuse)
         said = write_bests(tmp_path / "run", range(1, 3), keep=1)
     root = str(tmp_path / "run/checkpoints")
     assert set(said) == {f"warning: what --keep 1 leaves out below {root!r} cannot be removed: Permission denied."}
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_module, "_point_best_to", lambda root, name: refuse(root / name))
+        patched.setattr(store, "_point_best_to", lambda root, name: refuse(root / name))
         [first, *_] = write_bests(tmp_path / "run", range(3, 5), keep=1)
     assert f"the best checkpoint of step 3 cannot be written below {root!r}: Permission denied." in first
     assert "The best one before it stands." in first

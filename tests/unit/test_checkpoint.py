@@ -16,17 +16,13 @@ import pytest
 
 from ringtrain.errors import DataError
 from ringtrain.run import checkpoint as checkpoint_module
-from ringtrain.run.checkpoint import (
+from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, Checkpoint, DamagedError, read_checkpoint
+from ringtrain.run.names import describe_difference
+from ringtrain.run.store import (
     BEST,
     BEST_FILE,
-    MANIFEST_FILE,
-    VARIABLES_FILE,
-    Checkpoint,
-    DamagedError,
-    describe_difference,
     find_newest,
     list_steps,
-    read_checkpoint,
     remove_unfinished,
     set_aside,
     step_name,

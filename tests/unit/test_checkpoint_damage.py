@@ -14,15 +14,8 @@ from typing import Any
 import pytest
 
 from ringtrain.errors import DataError
-from ringtrain.run.checkpoint import (
-    FORMAT,
-    MANIFEST_FILE,
-    VARIABLES_FILE,
-    DamagedError,
-    find_newest,
-    read_checkpoint,
-    step_name,
-)
+from ringtrain.run.checkpoint import FORMAT, MANIFEST_FILE, VARIABLES_FILE, DamagedError, read_checkpoint
+from ringtrain.run.store import find_newest, step_name
 from tests.unit.checkpoints import FILES, assert_is_of_step, save, shorten_by_one
 
 

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.run import checkpoint as checkpoint_module
-from ringtrain.run.checkpoint import (
+from ringtrain.files import atomic
+from ringtrain.run.checkpoint import Checkpoint, read_checkpoint
+from ringtrain.run.store import (
     BEST_FILE,
-    Checkpoint,
     find_best,
     find_newest,
-    read_checkpoint,
     remove_unfinished,
     step_name,
     write_checkpoint,
@@ -65,10 +64,10 @@ def test_all_that_is_written_is_on_the_disk_before_it_gets_its_name(
     def flush(descriptor: int) -> None:
         flushed[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
 
-    monkeypatch.setattr(checkpoint_module, "_flush", flush)
+    monkeypatch.setattr(atomic, "flush", flush)
     path = save(tmp_path, 1, is_best=True)
     sizes = {name: (path / name).stat().st_size for name in FILES}
-    sizes[f".writing-{BEST_FILE}"] = (tmp_path / BEST_FILE).stat().st_size
+    sizes[f".writing-{os.getpid()}-{BEST_FILE}"] = (tmp_path / BEST_FILE).stat().st_size
     assert {name: flushed[name] for name in sizes} == sizes
     assert {f".writing-{path.name}", tmp_path.name} <= set(flushed)  # and the names themselves
 
@@ -91,7 +90,8 @@ FILL_UP = """
 import json, os, resource, sys
 from pathlib import Path
 import numpy as np
-from ringtrain.run.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from ringtrain.run.checkpoint import Checkpoint, read_checkpoint
+from ringtrain.run.store import write_checkpoint
 
 root, kind = Path(sys.argv[1]), sys.argv[2]
 
@@ -145,7 +145,8 @@ WRITER = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from ringtrain.run.checkpoint import Checkpoint, find_newest, remove_unfinished, tidy, write_checkpoint
+from ringtrain.run.checkpoint import Checkpoint
+from ringtrain.run.store import find_newest, remove_unfinished, tidy, write_checkpoint
 
 def write_for_ever(root):
     remove_unfinished(root)

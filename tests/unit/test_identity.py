@@ -15,7 +15,7 @@ import pytest
 from ringtrain.cli import export_command
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.run.checkpoint import MANIFEST_FILE, step_name
+from ringtrain.run.checkpoint import MANIFEST_FILE
 from ringtrain.run.identity import (
     IDENTITY_FILE,
     as_identity,
@@ -26,6 +26,7 @@ from ringtrain.run.identity import (
 )
 from ringtrain.run.manifest import digest_of
 from ringtrain.run.resume import open_run
+from ringtrain.run.store import step_name
 from ringtrain.runtime.world import read_world
 from tests.unit.test_resume import make_run, read_files
 
@@ -284,7 +285,7 @@ def test_no_refusal_is_a_traceback(config: Config, monkeypatch: pytest.MonkeyPat
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr("ringtrain.run.checkpoint.list_steps", fail)
+        patched.setattr("ringtrain.run.store.list_steps", fail)
         with pytest.raises(RingtrainError, match=r"checkpoints' cannot be read: Permission denied\."):
             open_run(config, print_line=print)
     assert (run / "checkpoints" / step_name(2)).is_dir()

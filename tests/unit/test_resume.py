@@ -18,14 +18,7 @@ import yaml
 
 from ringtrain.config import Config, OptimizerConfig, to_plain
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.run.checkpoint import (
-    MANIFEST_FILE,
-    VARIABLES_FILE,
-    Checkpoint,
-    list_steps,
-    step_name,
-    write_checkpoint,
-)
+from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, Checkpoint
 from ringtrain.run.directory import CONFIG_FILE, METRICS_FILE
 from ringtrain.run.lease import LEASE_DIRECTORY
 from ringtrain.run.progress import Progress
@@ -40,6 +33,7 @@ from ringtrain.run.resume import (
     open_run,
     refuse_other_settings,
 )
+from ringtrain.run.store import list_steps, step_name, write_checkpoint
 
 Finished = Literal["completed", "stopped early"]
 

@@ -12,8 +12,9 @@ import pytest
 from ringtrain.cli import main
 from ringtrain.data.formats import cifar10
 from ringtrain.errors import UsageError
-from ringtrain.run.checkpoint import Checkpoint, write_checkpoint
+from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.directory import CONFIG_FILE, read_config
+from ringtrain.run.store import write_checkpoint
 
 PACKAGE = Path(__file__).resolve().parents[2] / "ringtrain"
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringtrain.run.checkpoint import list_steps, read_checkpoint, step_name
+from ringtrain.run.checkpoint import read_checkpoint
+from ringtrain.run.store import list_steps, step_name
 from tests.world.processes import REPOSITORY, clean_environment, listen_to_signals
 from tests.world.running import events, final_checkpoint, run_to_end
 

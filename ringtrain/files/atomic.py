@@ -1,0 +1,52 @@
+"""Files that are there whole, or as they were before: written aside, flushed to the disk, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(target: Path, *, may_write: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of ``target`` once this ends, and is gone where it ends with an error.
+
+    Args:
+        may_write: called just before the file becomes visible; raises where another process has taken over.
+
+    Raises:
+        OSError: it cannot be written, such as on a full disk.
+    """
+    aside = target.with_name(f".writing-{os.getpid()}-{target.name}")
+    try:
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            flush(file.fileno())
+        may_write()
+        aside.replace(target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def replace_text(target: Path, text: str, *, may_write: Callable[[], None] = lambda: None) -> None:
+    """Write a text in UTF-8, as ``replacing`` does; what is no character, such as half of one, becomes a ``?``."""
+    with replacing(target, may_write=may_write) as file:
+        file.write(text.encode("utf-8", errors="replace"))
+
+
+def flush(descriptor: int) -> None:
+    """Bring a file, or the names in a directory, to the disk."""
+    os.fsync(descriptor)
+
+
+def flush_directory(path: Path) -> None:
+    """Bring the names in a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        flush(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ringtrain.runtime.devices import cgroup_directories
+from ringtrain.runtime.machine import cgroup_directories
 
 ROOT = Path("/")
 NODE = "the node's memory, or the limit of another job on it"

@@ -6,16 +6,25 @@ A field's name is the flag's name and the YAML key. A workload brings its own de
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from ringtrain.errors import UsageError
+from ringtrain.messages.rules import (
+    above,
+    at_least,
+    at_most,
+    check_types,
+    did_you_mean,
+    merge_options,
+    one_of,
+    range_of_steps,
+    rule_of,
+)
 
 DEFAULT_BATCH_SIZE = 32  # of a rank, where neither the user nor the workload says another
 # Keras 3's optimizers by the names of their classes, so that a wrong name is found before TensorFlow is imported.
@@ -42,9 +51,7 @@ EPSILON_OPTIMIZERS = ("rmsprop", "adadelta", "adagrad", "adam", "adamw", "adamax
 MAX_STEPS = 999_999_999
 MAX_SIZE = 2**31 - 1
 MAX_SEED = 2**32 - 1
-MAX_FLOAT = 3e38
 MAX_SECONDS = 1_000_000_000
-LONGEST_VALUE = 80
 
 Precision = Literal["float32", "mixed_float16", "mixed_bfloat16", "float64"]
 
@@ -96,19 +103,19 @@ class OptimizerConfig:
     """largest decay of the moving average of the weights that is evaluated in their stead, such as 0.9999; 0 is off"""
 
     def __post_init__(self) -> None:
-        _check_types(self, "optimizer.")
-        _one_of("optimizer.name", self.name, OPTIMIZER_CLASSES)
-        _one_of("optimizer.lr_scale", self.lr_scale, ("none", "linear", "sqrt"))
-        _one_of("optimizer.schedule", self.schedule, ("constant", "exponential", "cosine", "linear"))
+        check_types(self, "optimizer.")
+        one_of("optimizer.name", self.name, OPTIMIZER_CLASSES)
+        one_of("optimizer.lr_scale", self.lr_scale, ("none", "linear", "sqrt"))
+        one_of("optimizer.schedule", self.schedule, ("constant", "exponential", "cosine", "linear"))
         for name in ("warmup_epochs", "momentum", "weight_decay", "clip_global_norm", "ema"):
-            _at_least(f"optimizer.{name}", getattr(self, name), 0)
+            at_least(f"optimizer.{name}", getattr(self, name), 0)
         for name, such in (("ema", 0.9999), ("rho", 0.9), ("momentum", 0.9)):
             if (getattr(self, name) or 0) >= 1:
                 raise UsageError(
                     f"optimizer.{name} is {getattr(self, name)}; it must be below 1, such as {such}.", reach="run"
                 )
         for name in ("lr", "decay_rate", "decay_epochs"):
-            _above(f"optimizer.{name}", getattr(self, name), 0)
+            above(f"optimizer.{name}", getattr(self, name), 0)
         if self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
             raise UsageError(
                 f"optimizer.momentum is {self.momentum}, but {self.name} takes none; leave it at 0, or choose "
@@ -119,7 +126,7 @@ class OptimizerConfig:
             value = getattr(self, name)
             if value is None:
                 continue
-            _above(f"optimizer.{name}", value, 0)
+            above(f"optimizer.{name}", value, 0)
             if self.name not in takers:
                 raise UsageError(
                     f"optimizer.{name} is {value}, but {self.name} takes none; leave it out, or choose one of "
@@ -246,7 +253,7 @@ class Config:
     """synthetic data of the same shape, for measuring"""
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         for name, least, most in (
             ("epochs", 1, MAX_STEPS),
             ("steps", 1, MAX_STEPS),
@@ -263,7 +270,7 @@ class Config:
             ("seed", 0, MAX_SEED),
         ):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), least, most)
+                at_least(name, getattr(self, name), least, most)
         for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
                 raise UsageError(
@@ -280,17 +287,17 @@ class Config:
             ("resume", ("auto", "never", "must")),
             ("cache", ("none", "memory", "node")),
         ):
-            _one_of(name, getattr(self, name), values)
+            one_of(name, getattr(self, name), values)
         if self.profile is not None:
-            _range_of_steps("profile", self.profile)
+            range_of_steps("profile", self.profile)
         if self.max_hours is not None:
-            _above("max_hours", self.max_hours, 0, MAX_SECONDS / 3600)
+            above("max_hours", self.max_hours, 0, MAX_SECONDS / 3600)
         if self.hang_timeout != 0 and not (math.isfinite(self.hang_timeout) and self.hang_timeout >= 1):
             raise UsageError(
                 f"hang_timeout is {self.hang_timeout}; it must be at least 1 second, or 0 for no watch.", reach="run"
             )
-        _at_most("hang_timeout", self.hang_timeout, MAX_SECONDS)
-        _at_least("exit_timeout", self.exit_timeout, 0, MAX_SECONDS)
+        at_most("hang_timeout", self.hang_timeout, MAX_SECONDS)
+        at_least("exit_timeout", self.exit_timeout, 0, MAX_SECONDS)
         if self.data_dir is not None and not os.path.isdir(self.data_dir):  # Path.is_dir raises on too long a name
             raise UsageError(
                 f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node"
@@ -349,42 +356,12 @@ def _refuse_unknown(defaults: Mapping[str, Any]) -> None:
     for given, prefix, known in ((defaults, "", Config), (optimizer, "optimizer.", OptimizerConfig)):
         for name in given:
             if name not in known.__dataclass_fields__:
-                near = difflib.get_close_matches(str(name), known.__dataclass_fields__, n=1)
-                meant = f" Did you mean {prefix + near[0]!r}?" if near else ""
-                raise UsageError(
-                    f"the workload's defaults have {prefix + str(name)!r}, but there is no such setting.{meant}",
-                    reach="run",
+                given_name, meant = (
+                    prefix + str(name),
+                    did_you_mean(str(name), known.__dataclass_fields__, prefix=prefix),
                 )
-
-
-def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-    """A workload's own settings: what the user wrote, over what the workload declares.
-
-    Raises:
-        UsageError: there is no such setting, or its value is of another type than the declared one.
-    """
-    merged = dict(declared)
-    for name, value in explicit.items():
-        if name not in declared:
-            near = difflib.get_close_matches(name, declared, n=1)
-            raise UsageError(
-                f"the workload has no option {name!r}. {f'Did you mean {near[0]!r}? ' if near else ''}"
-                f"Its options: {', '.join(sorted(declared)) or 'none'}.",
-                reach="run",
-            )
-        merged[name] = _as_declared(f"options.{name}", value, declared[name])
-    return merged
-
-
-def _as_declared(name: str, value: Any, default: Any) -> Any:
-    """A value in the type of the default; any value where the default is None."""
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if default is not None and type(value) is not type(default):
-        words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-        rule = words.get(type(default), f"a {type(default).__name__}")
-        raise UsageError(f"{name} is {value!r}; it must be {rule}, such as {default!r}.", reach="run")
-    return value
+                text = f"the workload's defaults have {given_name!r}, but there is no such setting. {meant}"
+                raise UsageError(text.strip(), reach="run")
 
 
 def to_plain(value: Any) -> Any:
@@ -405,81 +382,10 @@ def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) -> None:
-    if value not in values:
-        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(values)}.", reach="run")
-
-
-def _at_least(name: str, value: float, least: int, most: float = MAX_FLOAT) -> None:
-    if not math.isfinite(value):
-        raise UsageError(f"{name} is {value}; it must be a finite number, at least {least}.", reach="run")
-    if value < least:
-        raise UsageError(f"{name} is {value}; it must be at least {least}.", reach="run")
-    _at_most(name, value, most)
-
-
-def _at_most(name: str, value: float, most: float) -> None:
-    if value > most:
-        limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
-        raise UsageError(f"{name} is {shorten(value)}; it must be at most {limit}.", reach="run")
-
-
-def shorten(value: Any) -> str:
-    """A value for a message, of which a page of digits says no more than the first."""
-    text = str(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
-
-
-def _range_of_steps(name: str, value: str) -> None:
-    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", str(value), re.ASCII)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise UsageError(
-            f"{name} is {value!r}; it must be START:STOP, two steps from 1 on, such as 100:110.", reach="run"
-        )
-
-
-def _above(name: str, value: float, bound: int, most: float = MAX_FLOAT) -> None:
-    if not math.isfinite(value):
-        raise UsageError(f"{name} is {value}; it must be a finite number, greater than {bound}.", reach="run")
-    if value <= bound:
-        raise UsageError(f"{name} is {value}; it must be greater than {bound}.", reach="run")
-    _at_most(name, value, most)
-
-
-def _check_types(settings: Any, prefix: str = "") -> None:
-    """See that values that no parser has read, such as a workload's defaults, are of their fields' types."""
-    for name, hint in get_type_hints(type(settings)).items():
-        value, (kind, may_be_none) = getattr(settings, name), _kind_of(hint)
-        if value is None and may_be_none:
-            continue
-        kinds = (int, float) if kind is float else kind
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-            rule = field_rules()[prefix + name]
-            raise UsageError(f"{prefix}{name} is {shorten(repr(value))}; it must be {rule}.", reach="run")
-
-
-def _kind_of(hint: Any) -> tuple[type, bool]:
-    """The type of a field's values, and whether None is one of them."""
-    if get_origin(hint) is dict:
-        return Mapping, False
-    options = get_args(hint)
-    if options and isinstance(options[0], str):
-        return str, False
-    return (options[0] if options else hint), type(None) in options
-
-
 def field_rules() -> dict[str, str]:
     """What each setting must be, in words, from the types of the configuration's fields."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
-    words[str] = "a text (in a YAML file put it in quotes)"  # YAML reads 20:25 as 1225, a number to the base 60
-    rules = {}
-    for prefix, settings in (("", Config), ("optimizer.", OptimizerConfig)):
-        for name, hint in get_type_hints(settings).items():
-            options = [option for option in get_args(hint) if option is not type(None)]
-            if get_origin(hint) is dict:
-                rules[prefix + name] = "a mapping; write --options.NAME VALUE"
-            elif options and isinstance(options[0], str):
-                rules[prefix + name] = f"one of {', '.join(options)}"
-            else:
-                rules[prefix + name] = words.get(options[0] if options else hint, "a mapping")
-    return rules
+    return {
+        prefix + name: rule_of(hint)
+        for prefix, settings in (("", Config), ("optimizer.", OptimizerConfig))
+        for name, hint in get_type_hints(settings).items()
+    }

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ringtrain.commands.flags import create_train_parser, parse_arguments
-from ringtrain.config import Config, make_config, merge_options, to_plain
+from ringtrain.config import Config, make_config, to_plain
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape_message
+from ringtrain.messages.rules import merge_options
 from ringtrain.runtime.devices import start_tensorflow
 from ringtrain.runtime.leaving import note_exit_code, watch_end
 from ringtrain.runtime.stopping import StopRequests

@@ -30,7 +30,7 @@ from ringtrain.bench.table import describe_result
 from ringtrain.bench.variations import SETTINGS_CONTENDERS, plan_variations
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text
-from ringtrain.runtime.devices import read_machine
+from ringtrain.runtime.machine import read_machine
 
 MODES = ("step", "loop", "allreduce", "input", "startup", "checkpoint", "guards", "settings")
 CONTENDERS = {"step": STEP_CONTENDERS, "settings": SETTINGS_CONTENDERS}  # of the modes that let one choose

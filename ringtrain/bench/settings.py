@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringtrain.config import Config
-from ringtrain.runtime.devices import DevicePlan, Machine, plan_devices
+from ringtrain.runtime.devices import DevicePlan, plan_devices
+from ringtrain.runtime.machine import Machine
 from ringtrain.runtime.world import World
 
 

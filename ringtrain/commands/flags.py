@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ringtrain.commands.help import PROGRAM, show_help
-from ringtrain.config import Config, OptimizerConfig, field_rules, shorten
+from ringtrain.config import Config, OptimizerConfig, field_rules
 from ringtrain.errors import UsageError
+from ringtrain.messages.rules import shorten
 from ringtrain.run.directory import CONFIG_FILE, load_settings
 from ringtrain.runtime.launched import tell_left
 from ringtrain.runtime.world import World

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ringtrain.doctor.facts import Facts, Stack
-from ringtrain.runtime.devices import format_cores
+from ringtrain.runtime.cores import format_cores
 
 Status = Literal["ok", "warning", "broken"]
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack
 from ringtrain.doctor.inside import STEPS, shorten
-from ringtrain.runtime.devices import cgroup_directories, read_machine
+from ringtrain.runtime.machine import cgroup_directories, read_machine
 from ringtrain.runtime.world import World
 
 Found = TypeVar("Found")

@@ -12,17 +12,15 @@ import math
 import os
 import re
 import resource
-import shutil
-import socket
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ringtrain.errors import UsageError
 from ringtrain.runtime.activity import limit_seconds
+from ringtrain.runtime.cores import format_cores
 from ringtrain.runtime.environment import check_address_space, check_environment, explaining_import
+from ringtrain.runtime.machine import Machine
 from ringtrain.runtime.world import World
 
 Source = Literal["ringtrain", "environment", "launcher"]
@@ -40,29 +38,7 @@ TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
 # Open MPI takes 4 MiB in /dev/shm for a rank, ringtrain's own sums the rest. Where there is less, as in containers, it
 # may have to fall back on TCP.
 SHARED_MEMORY_BYTES_PER_RANK = 16 * 1024 * 1024
-SHARED_MEMORY = Path("/dev/shm")
-GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver on Linux, and on Linux under Windows
 DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What this process may use of its node.
-
-    Attributes:
-        cores: the cores that the scheduler may run this process on.
-        quota: the processor time that the cgroup grants, in cores; None where it sets no limit.
-        bound_by_launcher: True where the launcher gave each rank its own cores.
-        may_have_gpus: whether a GPU's driver is there. Whether a rank uses a GPU is its own matter
-            (``CUDA_VISIBLE_DEVICES``); what all ranks of a node have to do alike cannot depend on that.
-        shared_memory_bytes: the size of ``/dev/shm``.
-    """
-
-    cores: tuple[int, ...]
-    quota: float | None
-    bound_by_launcher: bool
-    may_have_gpus: bool
-    shared_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,60 +73,6 @@ class DevicePlan:
     may_have_gpus: bool
     shared_memory_bytes: int = 0
     settings: tuple[Setting, ...]
-
-
-def read_machine(environ: Mapping[str, str]) -> Machine:
-    """Read what this process may use."""
-    cores = tuple(sorted(os.sched_getaffinity(0)))
-    return Machine(
-        cores=cores,
-        quota=read_cgroup_quota(Path("/")),
-        bound_by_launcher=_is_bound_by_launcher(environ, cores),
-        may_have_gpus=has_gpu_driver(),
-        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
-    )
-
-
-def has_gpu_driver() -> bool:
-    """Whether this machine has what a GPU of NVIDIA's is used through."""
-    return any(device.exists() for device in GPU_DEVICES)
-
-
-def read_cgroup_quota(root: Path) -> float | None:
-    """The processor time that the cgroups of this process grant, in cores, or None.
-
-    Every level from the process's own group up to the root may set a limit, and the tightest counts.
-    Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("cpu.max") and scheduler/sched-bwc.rst.
-
-    Args:
-        root: the file system's root (a made one in tests).
-    """
-    quotas = []
-    for directory in cgroup_directories(root, ""):  # version 2
-        quota, _, period = " ".join(_read_lines(directory / "cpu.max")).partition(" ")
-        quotas += [int(quota) / int(period)] if quota.isdigit() else []
-    for directory in cgroup_directories(root, "cpu"):
-        quota = "".join(_read_lines(directory / "cpu.cfs_quota_us"))
-        period = "".join(_read_lines(directory / "cpu.cfs_period_us"))
-        quotas += [int(quota) / int(period)] if quota.isdigit() else []
-    return min(quotas, default=None)
-
-
-def cgroup_directories(root: Path, controller: str) -> list[Path]:
-    """Where the limits of this process are: the directories of its cgroup and of all groups above it.
-
-    Args:
-        root: the file system's root (a made one in tests).
-        controller: of version 1, such as ``"cpu"``; empty for version 2, which has one hierarchy for all.
-    """
-    directories = []
-    for line in _read_lines(root / "proc/self/cgroup"):
-        _, controllers, group = line.split(":", 2)
-        if controller in controllers.split(","):  # the line of version 2 names none
-            mount = root / "sys/fs/cgroup" / controller
-            directory = mount / group.strip("/")
-            directories += [directory, *[parent for parent in directory.parents if parent.is_relative_to(mount)]]
-    return directories
 
 
 def plan_devices(
@@ -418,82 +340,9 @@ def choose_gpu(world: World, visible_gpus: int) -> int:
     return world.local_rank
 
 
-def claim_cores(cores: tuple[int, ...]) -> bool:
-    """Take cores for this process, until it ends, against other runs of ringtrain on this machine.
-
-    A core's name is an address of Linux's abstract socket name space (unix(7)): taken by one process at a time, freed
-    by the system however that process ends, and without a file that could be left behind. Any user can take a name, so
-    that a name alone is not believed: see ``is_run_on_core``.
-
-    Returns:
-        False, and nothing taken, where another run has one of them.
-    """
-    claims: list[socket.socket] = []
-    for core in cores:
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        claims.append(claim)
-        address = f"\0ringtrain/core/{core}"
-        try:
-            claim.bind(address)
-            claim.listen(socket.SOMAXCONN)  # whoever connects is told by the system which process this is
-        except OSError:
-            if is_run_on_core(address, core):
-                for taken in claims:
-                    taken.close()
-                return False
-    _claims.extend(claims)
-    return True
-
-
-def is_run_on_core(address: str, core: int) -> bool:
-    """Whether the process that holds the name of a core is this user's, or is really bound to that core."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(address)
-            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            pid, user, _ = struct.unpack("3i", credentials)  # unix(7); the process is 0 where it is not to be seen
-            bound_to = os.sched_getaffinity(pid) if pid else set()
-        except BlockingIOError:  # many have asked before
-            return True
-        except OSError:  # no run of ringtrain, or it has ended
-            return False
-    return user == os.getuid() or (core in bound_to and len(bound_to) < len(os.sched_getaffinity(0)))
-
-
-_claims: list[socket.socket] = []  # open until the process ends
-
-
 def describe_cores(plan: DevicePlan) -> str:
     """The cores of a rank, and why others run on them."""
     cores = f"core{'s' if len(plan.cores) > 1 else ''} {format_cores(plan.cores)}"
     if plan.cores_source == "launcher":
         return f"{cores} (bound by the launcher)"
     return f"{cores} (not pinned: {plan.why_unpinned})" if plan.why_unpinned else cores
-
-
-def format_cores(cores: tuple[int, ...]) -> str:
-    """Cores as a list of ranges, such as ``0-3,8``."""
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _is_bound_by_launcher(environ: Mapping[str, str], cores: tuple[int, ...]) -> bool:
-    """Whether the launcher gave this rank cores of its own: it says so, or its own process may use more."""
-    if environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
-        return True
-    if environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map", "rank")):
-        return True
-    return "OMPI_COMM_WORLD_RANK" in environ and set(cores) < os.sched_getaffinity(os.getppid())
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().split("\n")[:-1]
-    except OSError:
-        return []

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ringtrain import __version__
-from ringtrain.runtime.devices import has_gpu_driver
+from ringtrain.runtime.machine import has_gpu_driver
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective

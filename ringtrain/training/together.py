@@ -24,16 +24,10 @@ from ringtrain.run.directory import REPORT_FILE
 from ringtrain.run.lease import LeaseLostError
 from ringtrain.runtime import activity, leaving, streams
 from ringtrain.runtime.activity import Phase
-from ringtrain.runtime.devices import (
-    DevicePlan,
-    adapt_plan,
-    apply_plan,
-    claim_cores,
-    plan_devices,
-    read_machine,
-    set_environment,
-)
+from ringtrain.runtime.cores import claim_cores
+from ringtrain.runtime.devices import DevicePlan, adapt_plan, apply_plan, plan_devices, set_environment
 from ringtrain.runtime.launched import tell_end, tell_run
+from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.time_limit import find_limits
 from ringtrain.runtime.world import World

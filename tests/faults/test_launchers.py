@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launch.memory import CGROUP_FILES
-from ringtrain.runtime.devices import cgroup_directories
+from ringtrain.runtime.machine import cgroup_directories
 from tests.world.running import Run, assert_history_is_whole, events, run_to_end, running
 
 EPOCHS, STEPS = 6, 48

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ringtrain.runtime.devices import has_gpu_driver
+from ringtrain.runtime.machine import has_gpu_driver
 from tests.world.processes import clean_environment
 
 

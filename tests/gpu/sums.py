@@ -6,7 +6,8 @@ import os
 
 import numpy as np
 
-from ringtrain.runtime.devices import apply_plan, plan_devices, read_machine, start_tensorflow
+from ringtrain.runtime.devices import apply_plan, plan_devices, start_tensorflow
+from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import read_world
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64")

@@ -14,23 +14,22 @@ from typing import Any
 import pytest
 
 from ringtrain.errors import UsageError
+from ringtrain.runtime import cores as cores_module
 from ringtrain.runtime import devices
+from ringtrain.runtime import machine as machine_module
+from ringtrain.runtime.cores import claim_cores, format_cores
 from ringtrain.runtime.devices import (
     DevicePlan,
-    Machine,
     Setting,
     adapt_plan,
     apply_plan,
     choose_gpu,
-    claim_cores,
     describe_cores,
-    format_cores,
     plan_devices,
     plan_settings,
-    read_cgroup_quota,
-    read_machine,
     set_environment,
 )
+from ringtrain.runtime.machine import Machine, read_cgroup_quota, read_machine
 from ringtrain.runtime.world import World
 
 
@@ -130,7 +129,7 @@ def test_cores_that_another_run_has_are_not_taken() -> None:
 
 HOLD_CORES = """
 import sys
-from ringtrain.runtime.devices import claim_cores
+from ringtrain.runtime.cores import claim_cores
 print(claim_cores((100001, 100002)), flush=True)
 sys.stdin.read()
 """
@@ -184,8 +183,8 @@ def test_another_users_claim_counts_where_its_process_is_bound_to_the_core() -> 
     assert core != other
     for cores, is_believed in (({core}, True), (everywhere, False), ({other}, False)):
         with held_by_stranger(name, cores):
-            assert devices.is_run_on_core(f"\0{name}", core) is is_believed
-    assert not devices.is_run_on_core(f"\0{name}", core)
+            assert cores_module.is_run_on_core(f"\0{name}", core) is is_believed
+    assert not cores_module.is_run_on_core(f"\0{name}", core)
 
 
 def test_settings_are_defaults_and_say_where_they_came_from() -> None:
@@ -236,7 +235,7 @@ def test_large_gradients_are_not_copied_together_between_cores() -> None:
 def test_ranks_beside_gpus_keep_the_threshold_of_horovod(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_driver: bool
 ) -> None:
-    monkeypatch.setattr(devices, "GPU_DEVICES", (tmp_path / "none", tmp_path / "driver"))
+    monkeypatch.setattr(machine_module, "GPU_DEVICES", (tmp_path / "none", tmp_path / "driver"))
     if has_driver:
         (tmp_path / "driver").touch()
     first = plan(0, 2, read_machine({}))
@@ -462,8 +461,8 @@ def test_cores_are_written_as_ranges() -> None:
 
 @pytest.fixture(autouse=True)
 def _free_claims() -> object:
-    held = len(devices._claims)
+    held = len(cores_module._claims)
     yield
-    for claim in devices._claims[held:]:
+    for claim in cores_module._claims[held:]:
         claim.close()
-    del devices._claims[held:]
+    del cores_module._claims[held:]

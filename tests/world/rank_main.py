@@ -16,7 +16,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ringtrain.runtime.devices import apply_plan, plan_devices, read_machine, start_tensorflow
+from ringtrain.runtime.devices import apply_plan, plan_devices, start_tensorflow
+from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World, read_world
 from ringtrain.terminal.startup import quiet_start
 

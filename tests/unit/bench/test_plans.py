@@ -37,7 +37,7 @@ from ringtrain.bench.sums import bus_bandwidth, plan_sums
 from ringtrain.bench.variations import VARIATIONS, plan_variations
 from ringtrain.data.order import SampleOrder
 from ringtrain.errors import UsageError
-from ringtrain.runtime.devices import Machine
+from ringtrain.runtime.machine import Machine
 
 PEERS = Path(ringtrain.__file__).parent / "bench/peers"
 TWO_CORES = Machine(cores=(2, 5), quota=None, bound_by_launcher=False, may_have_gpus=False)

@@ -1,0 +1,156 @@
+"""Rules that a setting's value may break: the error names the setting, its value and the rule."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ringtrain.errors import UsageError
+
+MAX_FLOAT = 3e38  # a float32 is no larger
+LONGEST_VALUE = 80
+
+
+def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "") -> str:
+    """A question that names what comes nearest to a wrong name, with a space after it; empty where nothing does."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"Did you mean {prefix + near[0]!r}? " if near else ""
+
+
+def one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) -> None:
+    """See that a value is one of these.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if value not in values:
+        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(values)}.", reach="run")
+
+
+def at_least(name: str, value: float, least: int, most: float = MAX_FLOAT) -> None:
+    """See that a number is finite, and within these limits.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not math.isfinite(value):
+        raise UsageError(f"{name} is {value}; it must be a finite number, at least {least}.", reach="run")
+    if value < least:
+        raise UsageError(f"{name} is {value}; it must be at least {least}.", reach="run")
+    at_most(name, value, most)
+
+
+def at_most(name: str, value: float, most: float) -> None:
+    """See that a number is not above this one.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if value > most:
+        limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
+        raise UsageError(f"{name} is {shorten(value)}; it must be at most {limit}.", reach="run")
+
+
+def shorten(value: Any) -> str:
+    """A value for a message, of which a page of digits says no more than the first."""
+    text = str(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+
+
+def range_of_steps(name: str, value: str) -> None:
+    """See that a text is two steps, such as ``100:110``.
+
+    Raises:
+        UsageError: it is not.
+    """
+    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", str(value), re.ASCII)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UsageError(
+            f"{name} is {value!r}; it must be START:STOP, two steps from 1 on, such as 100:110.", reach="run"
+        )
+
+
+def above(name: str, value: float, bound: int, most: float = MAX_FLOAT) -> None:
+    """See that a number is finite, greater than the bound, and at most as large as the other.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not math.isfinite(value):
+        raise UsageError(f"{name} is {value}; it must be a finite number, greater than {bound}.", reach="run")
+    if value <= bound:
+        raise UsageError(f"{name} is {value}; it must be greater than {bound}.", reach="run")
+    at_most(name, value, most)
+
+
+def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
+    """A workload's own settings: what the user wrote, over what the workload declares.
+
+    Raises:
+        UsageError: there is no such setting, or its value is of another type than the declared one.
+    """
+    merged = dict(declared)
+    for name, value in explicit.items():
+        if name not in declared:
+            raise UsageError(
+                f"the workload has no option {name!r}. {did_you_mean(name, declared)}"
+                f"Its options: {', '.join(sorted(declared)) or 'none'}.",
+                reach="run",
+            )
+        merged[name] = as_declared(f"options.{name}", value, declared[name])
+    return merged
+
+
+def as_declared(name: str, value: Any, default: Any) -> Any:
+    """A value in the type of the default; any value where the default is None.
+
+    Raises:
+        UsageError: it is of another type.
+    """
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if default is not None and type(value) is not type(default):
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+        rule = words.get(type(default), f"a {type(default).__name__}")
+        raise UsageError(f"{name} is {value!r}; it must be {rule}, such as {default!r}.", reach="run")
+    return value
+
+
+def check_types(settings: Any, prefix: str = "") -> None:
+    """See that values of a dataclass that no parser has read, such as a workload's, are of their fields' types.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for name, hint in get_type_hints(type(settings)).items():
+        value, (kind, may_be_none) = getattr(settings, name), _kind_of(hint)
+        if value is None and may_be_none:
+            continue
+        kinds = (int, float) if kind is float else kind
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+            raise UsageError(f"{prefix}{name} is {shorten(repr(value))}; it must be {rule_of(hint)}.", reach="run")
+
+
+def rule_of(hint: Any) -> str:
+    """What a field of this type must be, in words."""
+    choices = [option for option in get_args(hint) if isinstance(option, str)]
+    if choices:
+        return f"one of {', '.join(choices)}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
+    words[str] = "a text (in a YAML file put it in quotes)"  # YAML reads 20:25 as 1225, a number to the base 60
+    words[Mapping] = "a mapping; write --options.NAME VALUE"
+    return words.get(_kind_of(hint)[0], "a mapping")
+
+
+def _kind_of(hint: Any) -> tuple[type, bool]:
+    """The type of a field's values, and whether None is one of them."""
+    if get_origin(hint) is dict:
+        return Mapping, False
+    options = get_args(hint)
+    if options and isinstance(options[0], str):
+        return str, False
+    return (options[0] if options else hint), type(None) in options

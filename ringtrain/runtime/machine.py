@@ -1,0 +1,102 @@
+"""What this process may use of its node: cores, processor time, memory for messages; whether GPUs may be there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver on Linux, and on Linux under Windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What this process may use of its node.
+
+    Attributes:
+        cores: the cores that the scheduler may run this process on.
+        quota: the processor time that the cgroup grants, in cores; None where it sets no limit.
+        bound_by_launcher: True where the launcher gave each rank its own cores.
+        may_have_gpus: whether a GPU's driver is there. Whether a rank uses a GPU is its own matter
+            (``CUDA_VISIBLE_DEVICES``); what all ranks of a node have to do alike cannot depend on that.
+        shared_memory_bytes: the size of ``/dev/shm``.
+    """
+
+    cores: tuple[int, ...]
+    quota: float | None
+    bound_by_launcher: bool
+    may_have_gpus: bool
+    shared_memory_bytes: int = 0
+
+
+def read_machine(environ: Mapping[str, str]) -> Machine:
+    """Read what this process may use."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return Machine(
+        cores=cores,
+        quota=read_cgroup_quota(Path("/")),
+        bound_by_launcher=_is_bound_by_launcher(environ, cores),
+        may_have_gpus=has_gpu_driver(),
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
+    )
+
+
+def has_gpu_driver() -> bool:
+    """Whether this machine has what a GPU of NVIDIA's is used through."""
+    return any(device.exists() for device in GPU_DEVICES)
+
+
+def read_cgroup_quota(root: Path) -> float | None:
+    """The processor time that the cgroups of this process grant, in cores, or None.
+
+    Every level from the process's own group up to the root may set a limit, and the tightest counts.
+    Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("cpu.max") and scheduler/sched-bwc.rst.
+
+    Args:
+        root: the file system's root (a made one in tests).
+    """
+    quotas = []
+    for directory in cgroup_directories(root, ""):  # version 2
+        quota, _, period = " ".join(_read_lines(directory / "cpu.max")).partition(" ")
+        quotas += [int(quota) / int(period)] if quota.isdigit() else []
+    for directory in cgroup_directories(root, "cpu"):
+        quota = "".join(_read_lines(directory / "cpu.cfs_quota_us"))
+        period = "".join(_read_lines(directory / "cpu.cfs_period_us"))
+        quotas += [int(quota) / int(period)] if quota.isdigit() else []
+    return min(quotas, default=None)
+
+
+def cgroup_directories(root: Path, controller: str) -> list[Path]:
+    """Where the limits of this process are: the directories of its cgroup and of all groups above it.
+
+    Args:
+        root: the file system's root (a made one in tests).
+        controller: of version 1, such as ``"cpu"``; empty for version 2, which has one hierarchy for all.
+    """
+    directories = []
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if controller in controllers.split(","):  # the line of version 2 names none
+            mount = root / "sys/fs/cgroup" / controller
+            directory = mount / group.strip("/")
+            directories += [directory, *[parent for parent in directory.parents if parent.is_relative_to(mount)]]
+    return directories
+
+
+def _is_bound_by_launcher(environ: Mapping[str, str], cores: tuple[int, ...]) -> bool:
+    """Whether the launcher gave this rank cores of its own: it says so, or its own process may use more."""
+    if environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
+        return True
+    if environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map", "rank")):
+        return True
+    return "OMPI_COMM_WORLD_RANK" in environ and set(cores) < os.sched_getaffinity(os.getppid())
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().split("\n")[:-1]
+    except OSError:
+        return []

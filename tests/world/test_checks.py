@@ -42,7 +42,7 @@ def test_one_rank_may_train(collective: Collective) -> None:
 def test_a_backend_whose_sums_come_back_as_they_were_is_refused_on_all(collective: Any, gpu: str | None) -> None:
     """As Horovod's do on a GPU that its kernels were not compiled for."""
     size, last = collective.world.size, collective.world.size - 1
-    summed = collective.sum
+    summed = collective.all_reduce
 
     def sum_on_others(tensors: Any, *, name: str) -> Any:
         totals = summed(tensors, name=name)

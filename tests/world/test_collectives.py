@@ -395,7 +395,7 @@ def test_a_small_model_and_ranks_of_one_core_send_one_message_and_keep_what_is_s
             ):
                 reduced = tf.function(reduction, autograph=False)([gradient], control)
             assert sum_alone.called is is_one
-            assert bool(reduced.kept) is (is_one and may_share)
+            assert bool(reduced.keep_alive) is (is_one and may_share)
 
 
 @on_ranks(1, 2, 3)

@@ -2,7 +2,8 @@
 
 ``recorded/run`` is a run of two ranks on this folder's workload ``lasting.py`` in float64, stopped after step 10 under
 TensorFlow 2.18.1, Keras 3.12.4 and ringtrain's commit eb9462f with this ``lasting.py``; ``recorded/step-000000048`` is
-what it ends with there.
+what it ends with there. ``recorded/run-format-2`` is the same run, stopped there as well, by d558ef4 under TensorFlow
+2.21.0 and Keras 3.15.1: with a run's identity and the second format of checkpoints, before modules stood in rooms.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ SLICE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("name", "ranks"), [("run", 1), ("run", 2), ("run-format-2", 2)])
 def test_a_run_begun_under_another_version_ends_as_it_would_have_there(
-    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     run = tmp_path / "run"
-    shutil.copytree(os.environ.get(BEGUN_ELSEWHERE, RECORDED / "run"), run)
+    shutil.copytree(os.environ.get(BEGUN_ELSEWHERE, RECORDED / name), run)
     run_to_end(run, *FLAGS, np=ranks, workload=WORKLOAD)
     assert [event["step"] for event in events(run, "train")] == list(range(1, STEPS + 1))
     assert events(run, "start")[-1]["first_step"] == BEGUN_STEPS

@@ -37,7 +37,7 @@ class Finding:
 
     Attributes:
         subject: what was looked at.
-        verdict: ``broken`` where training would not work.
+        status: ``broken`` where training would not work.
         text: what was found.
         remedy: what helps; empty where nothing has to.
     """

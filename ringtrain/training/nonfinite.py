@@ -30,7 +30,7 @@ BATCH_DIRECTORY = "nonfinite"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class RankReport:
     """What a rank finds in its part of a step that was not finite; all values are JSON values.
 
     Attributes:
@@ -101,14 +101,14 @@ class NonfiniteGuard:
     def _explain(self, step: int, batch: Batch, report: StepReport) -> str:
         """Who had it: every rank is here, for the same reduced numbers."""
         collective = self._job.collective
-        mine = Finding(
+        mine = RankReport(
             node=collective.world.node,
             device=describe_device(),
             loss=_mean_loss(report.local_data_loss, batch.indices.shape[0]),
             samples=find_nonfinite_samples(self._job, batch),
             gradients=self._job.step.find_nonfinite_gradients(batch),
         )
-        ranks = [Finding(**item) for item in all_gather_object(collective, asdict(mine), name="nonfinite")]
+        ranks = [RankReport(**item) for item in all_gather_object(collective, asdict(mine), name="nonfinite")]
         culprit = next((rank for rank, finding in enumerate(ranks) if finding.is_culprit), None)
         kept = "" if culprit is None or self._path is None else self._keep_batch(step, batch, culprit, self._path)
         return f"{describe_findings(step, ranks)}{kept}"
@@ -136,7 +136,7 @@ class NonfiniteGuard:
         return run_on_rank0(collective, write_on_rank0, name="nonfinite/kept")
 
 
-def describe_findings(step: int, ranks: Sequence[Finding]) -> str:
+def describe_findings(step: int, ranks: Sequence[RankReport]) -> str:
     """Which ranks had what, in sentences."""
     culprits = [
         f"rank {rank} on {finding.node}, {finding.device} ({describe_samples(finding.samples, finding.loss)})"

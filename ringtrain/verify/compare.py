@@ -60,7 +60,7 @@ Record = Mapping[str, npt.NDArray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Comparison:
     """One comparison of a run with the reference.
 
     Attributes:
@@ -149,7 +149,7 @@ def measure_noise(run: Record, perturbed: Record | None) -> Record:
 
 def compare(
     reference: Record, other: Record, noise: Record, *, precision: Literal["float64", "float32"]
-) -> list[Finding]:
+) -> list[Comparison]:
     """Hold a run against the reference run, which trained the same under another world size.
 
     Args:
@@ -163,13 +163,15 @@ def compare(
 
 def compare_tensors(
     kind: str, prefixes: tuple[str, ...], reference: Record, other: Record, noise: Record, tolerance: float
-) -> Finding:
+) -> Comparison:
     """The tensor that differs most, of what may differ."""
     names = [name for name in reference if name.startswith(prefixes)]
     if names != [name for name in other if name.startswith(prefixes)]:
-        return Finding(name=kind, difference=math.inf, tolerance=tolerance, where="the names of the variables differ")
+        return Comparison(
+            name=kind, difference=math.inf, tolerance=tolerance, where="the names of the variables differ"
+        )
     scales = find_scales(reference, names)
-    worst = Finding(name=kind, difference=0.0, tolerance=tolerance)
+    worst = Comparison(name=kind, difference=0.0, tolerance=tolerance)
     undetermined = []
     for name, scale in scales.items():
         difference = largest_difference(reference[name], other[name]) / scale
@@ -178,7 +180,7 @@ def compare_tensors(
         if tolerance < difference <= allowed:
             undetermined.append(path)
         if difference / allowed >= worst.difference / worst.tolerance:
-            worst = Finding(name=kind, difference=difference, tolerance=allowed, where=path)
+            worst = Comparison(name=kind, difference=difference, tolerance=allowed, where=path)
     return dataclasses.replace(worst, undetermined=tuple(undetermined))
 
 
@@ -214,13 +216,13 @@ def find_place(name: str, weights: Mapping[str, str]) -> tuple[str, str]:
     return (path, "") if mine is None else (path.removeprefix(mine), weights[mine].rpartition("/")[0])
 
 
-def compare_series(name: str, reference: Record, other: Record, noise: Record, tolerance: float) -> Finding:
+def compare_series(name: str, reference: Record, other: Record, noise: Record, tolerance: float) -> Comparison:
     """The largest relative difference of two series of numbers, such as losses, of what may differ."""
     expected, found = reference[name], other[name]
     if expected.shape != found.shape:
-        return Finding(name=name, difference=math.inf, tolerance=tolerance, where="their numbers differ")
+        return Comparison(name=name, difference=math.inf, tolerance=tolerance, where="their numbers differ")
     if not expected.size:
-        return Finding(name=name, difference=0.0, tolerance=tolerance)
+        return Comparison(name=name, difference=0.0, tolerance=tolerance)
     scales = [abs(float(value)) or 1.0 for value in expected]
     differences = [largest_difference(a, b) / scale for a, b, scale in zip(expected, found, scales, strict=True)]
     moved = float(np.max(noise.get(name, 0.0) / np.array(scales)))
@@ -233,10 +235,12 @@ def compare_series(name: str, reference: Record, other: Record, noise: Record, t
             "numbers have no seed, or its learning rate is too high."
         )
     undetermined = (name,) if tolerance < differences[worst] <= allowed else ()
-    return Finding(name=name, difference=differences[worst], tolerance=allowed, where=where, undetermined=undetermined)
+    return Comparison(
+        name=name, difference=differences[worst], tolerance=allowed, where=where, undetermined=undetermined
+    )
 
 
-def check_replicas(record: Record) -> Finding:
+def check_replicas(record: Record) -> Comparison:
     """Whether all ranks of one run ended with the same bits."""
     digests = record["replicas"]  # [ranks, variables]
     differing = np.argwhere(digests != digests[0])
@@ -244,10 +248,10 @@ def check_replicas(record: Record) -> Finding:
     if differing.size:
         rank, variable = differing[0]
         where = f"rank {rank}, {record['variables'][variable]}"
-    return Finding(name="replicas", difference=float(bool(differing.size)), tolerance=0.0, where=where)
+    return Comparison(name="replicas", difference=float(bool(differing.size)), tolerance=0.0, where=where)
 
 
-def check_ledger(reference: Record, other: Record) -> Finding:
+def check_ledger(reference: Record, other: Record) -> Comparison:
     """Whether each step had the reference's samples, each sample came once in an epoch, and epochs have own orders."""
     where = ""
     first: list[int] = []  # epoch
@@ -264,7 +268,7 @@ def check_ledger(reference: Record, other: Record) -> Finding:
             where = where or f"the epoch of step {step + 1} had the order of the first"
         if (step + 1) % int(reference["steps_per_epoch"]) == 0 and len(seen) != int(reference["num_samples"]):
             where = where or f"the epoch that ends with step {step + 1} had {len(seen)} samples"
-    return Finding(name="ledger", difference=float(bool(where)), tolerance=0.0, where=where)
+    return Comparison(name="ledger", difference=float(bool(where)), tolerance=0.0, where=where)
 
 
 def split_steps(record: Record) -> list[npt.NDArray]:
@@ -313,7 +317,7 @@ def describe_comparison(precision: str, steps: int) -> str:
     return f"{precision}, {steps} step{plural}; largest difference, relative to the largest value in its layer:"
 
 
-def describe_all(which: str, findings: Sequence[Finding]) -> list[str]:
+def describe_all(which: str, findings: Sequence[Comparison]) -> list[str]:
     """Findings as lines of the table, and what rounding alone decides."""
     lines = [f"  {which}: {describe_finding(finding)}" for finding in findings]
     names = [name for finding in findings for name in finding.undetermined]
@@ -339,7 +343,7 @@ def fold_notes(notes: Sequence[str]) -> list[str]:
     ]
 
 
-def describe_finding(finding: Finding) -> str:
+def describe_finding(finding: Comparison) -> str:
     """A finding as a line of the table."""
     verdict = "ok" if finding.passes else "DIFFERS"
     value = f"{finding.difference:.1e}, at most {finding.tolerance:.0e}" if finding.tolerance else ""

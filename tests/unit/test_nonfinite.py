@@ -8,12 +8,12 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.pipeline import Batch
-from ringtrain.training.nonfinite import MAX_NAMED, Finding, describe_findings, pack_batch
+from ringtrain.training.nonfinite import MAX_NAMED, RankReport, describe_findings, pack_batch
 
 
-def finding(**values: object) -> Finding:
+def finding(**values: object) -> RankReport:
     usual: dict[str, object] = {"node": "n", "device": "GPU 1", "loss": 0.5, "samples": [], "gradients": []}
-    return Finding(**{**usual, **values})  # type: ignore[arg-type]
+    return RankReport(**{**usual, **values})  # type: ignore[arg-type]
 
 
 def test_rank_host_device_samples_losses_and_the_first_gradient_are_told() -> None:

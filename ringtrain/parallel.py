@@ -74,13 +74,7 @@ def make_parallel(
             ``combine`` is no rule, or does not match the outputs.
     """
     _check_words(combine)
-    if fn is None:
-        if inputs:
-            raise UsageError(
-                f"make_parallel got the inputs {', '.join(inputs)} but no function; the function comes first. Call "
-                "make_parallel(fn, x=x).",
-                reach="run",
-            )
+    if fn is None and not inputs:
         return functools.partial(make_parallel, combine=combine, collective=collective)
     if not callable(fn):
         raise UsageError(
@@ -88,6 +82,11 @@ def make_parallel(
             "x=x).",
             reach="run",
         )
+    parallel = _parallel(fn, combine, collective)
+    return parallel(**inputs) if inputs else parallel
+
+
+def _parallel(fn: Callable[..., Any], combine: Any, collective: Collective | None) -> Callable[..., Any]:
     # Where fn is a plain function the traces are kept with it: make_parallel(fn, x=x) in a loop traces once.
     traces: dict[str, Any] = vars(fn).setdefault(_TRACES, {}) if isinstance(fn, types.FunctionType) else {}
 
@@ -95,8 +94,7 @@ def make_parallel(
     def parallel(*args: Any, **kwargs: Any) -> Any:
         return _run(fn, (args, kwargs), combine, collective or _connect_from_environment(), traces)
 
-    parallel = tf.autograph.experimental.do_not_convert(parallel)  # fn itself is converted when it is traced
-    return parallel(**inputs) if inputs else parallel
+    return tf.autograph.experimental.do_not_convert(parallel)  # fn itself is converted when it is traced
 
 
 class _Share(NamedTuple):

@@ -334,7 +334,7 @@ def test_the_classic_loop_fits_the_polynomial_as_one_process_does(collective: Co
         (lambda f: make_parallel(tf.reduce_sum, collective=ALONE)(np.ones(3)), "is a scalar, which cannot be joined"),
         (lambda f: make_parallel(f, combine="mean", collective=ALONE)(np.ones(3)), "not the same on every rank"),
         (lambda f: make_parallel(tf.reduce_sum, combine="mean", collective=ALONE)(np.ones(3, int)), "has no means"),
-        (lambda f: make_parallel(x=np.ones(3)), "no function"),
+        (lambda f: make_parallel(x=np.ones(3)), "fn=None, which cannot be called; the function comes first"),
         (lambda f: make_parallel(f(3)), "cannot be called"),
     ],
 )

@@ -2,8 +2,9 @@
 
 import sys
 
-from launch.cli import main
 from ringtrain.runtime.streams import keep_streams
+
+from .cli import main
 
 keep_streams()
 sys.exit(main(sys.argv[1:]))

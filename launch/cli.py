@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from launch.arguments import find_command
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape_message
 
-HELP = """\
-usage: python -m launch COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
+from . import PROGRAM
+from .arguments import find_command
+
+HELP = f"""\
+usage: {PROGRAM} COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
 
 commands:
   local   train on this machine, label each rank's lines, start again after a
@@ -18,11 +20,11 @@ commands:
   slurm   write an sbatch file, submit it
 
 examples:
-  python -m launch local -np 2 -- --workload digits
-  python -m launch local -np 4 --max_restarts 3 -- --epochs 50
-  python -m launch slurm render --nodes 2 --gpus_per_node 4 -- --epochs 50
+  {PROGRAM} local -np 2 -- --workload digits
+  {PROGRAM} local -np 4 --max_restarts 3 -- --epochs 50
+  {PROGRAM} slurm render --nodes 2 --gpus_per_node 4
 
-Each command's options: python -m launch COMMAND --help
+Each command's options: {PROGRAM} COMMAND --help
 """
 
 
@@ -40,14 +42,14 @@ def main(argv: Sequence[str]) -> int:
 
 def local(arguments: Sequence[str]) -> int:
     """Train on this machine."""
-    from launch.local import main
+    from .local import main
 
     return main(arguments)
 
 
 def slurm(arguments: Sequence[str]) -> int:
     """Write, submit or follow up a batch job."""
-    from launch.slurm.cli import main
+    from .slurm.cli import main
 
     return main(arguments)
 

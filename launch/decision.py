@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.family import name_signal
-from launch.group import GroupEnd, RankEnd
 from ringtrain.errors import EXIT_CODES, PreemptedError
 from ringtrain.guard.lost import LostRanksError
 from ringtrain.runtime.launched import EndTold
+
+from .family import name_signal
+from .group import GroupEnd, RankEnd
 
 ERROR_MARK = "ringtrain: "
 SHOWN_LINES = 5

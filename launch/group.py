@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.family import die_with_parent, end_descendants, reap, send
-from launch.lines import LabelledLines
-from launch.rank import STATUS_FIFO, fifo_names
-from launch.requests import Requests
 from ringtrain.runtime.launcher import LAUNCHERS
+
+from .family import die_with_parent, end_descendants, reap, send
+from .lines import LabelledLines
+from .rank import STATUS_FIFO, fifo_names
+from .requests import Requests
 
 POLL_SECONDS = 0.2
 # Once a rank has failed, the launcher has this long to end the others; so has it to end once all have.

@@ -10,15 +10,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.arguments import Parser
-from launch.decision import Attempt, decide, explain
-from launch.family import run_guarded
-from launch.group import Group
-from launch.lines import print_line
-from launch.plan import Controller, plan_group, plan_restart
-from launch.requests import Requests
 from ringtrain.errors import UsageError
 from ringtrain.runtime.launched import DIRECTORY_VARIABLE, clear, read_end, read_run
+
+from . import PROGRAM
+from .arguments import Parser
+from .decision import Attempt, decide, explain
+from .family import run_guarded
+from .group import Group
+from .lines import print_line
+from .plan import Controller, plan_group, plan_restart
+from .requests import Requests
 
 MAX_NUMBER = 10_000  # of ranks on one machine
 
@@ -27,11 +29,11 @@ Train on this machine: each rank's lines are labelled and never broken, all stop
 at the first failure, and the first rank's error is printed last. Ctrl-C lets
 the ranks save before they leave; the same command goes on from there.
 """
-EXAMPLES = """\
+EXAMPLES = f"""\
 examples:
-  python -m launch local -np 2 -- --workload digits
-  python -m launch local -np 4 --max_restarts 3 -- --epochs 50
-  python -m launch local -np 2 -- eval runs/digits
+  {PROGRAM} local -np 2 -- --workload digits
+  {PROGRAM} local -np 4 --max_restarts 3 -- --epochs 50
+  {PROGRAM} local -np 2 -- eval runs/digits
 """
 
 
@@ -54,7 +56,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         SystemExit: after ``--help``.
     """
     parser = Parser(
-        "python -m launch local",
+        f"{PROGRAM} local",
         usage="%(prog)s -np N [OPTIONS] -- FLAGS OF RINGTRAIN",
         description=DESCRIPTION,
         examples=EXAMPLES,

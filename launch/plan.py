@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from . import PACKAGE
+
 Controller = Literal["mpi", "gloo"]
 
 
@@ -29,9 +31,9 @@ def plan_group(
         is_root: whether mpirun has to be told that this is meant.
     """
     hosts = f"localhost:{num_ranks}"
-    rank = [python, "-m", "launch.rank", str(listener), python, "-m", "ringtrain", *flags]
+    rank = [python, "-m", f"{PACKAGE}.rank", str(listener), python, "-m", "ringtrain", *flags]
     if controller == "gloo":
-        return [python, "-m", "launch.gloo", "horovodrun", "--gloo", "-np", str(num_ranks), "-H", hosts, *rank]
+        return [python, "-m", f"{PACKAGE}.gloo", "horovodrun", "--gloo", "-np", str(num_ranks), "-H", hosts, *rank]
     as_root = ["--allow-run-as-root"] if is_root else []
     return ["mpirun", *as_root, "-np", str(num_ranks), "--host", hosts, "--map-by", "slot", "--bind-to", "none", *rank]
 

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.family import die_with_parent, is_ignored, name_signal
-from launch.memory import count_kills, find_limit
 from ringtrain.runtime.launched import LEFT_VARIABLE
 from ringtrain.runtime.world import read_world
+
+from .family import die_with_parent, is_ignored, name_signal
+from .memory import count_kills, find_limit
 
 STATUS_FIFO = "status"
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

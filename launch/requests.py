@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from launch.family import FORWARDED, is_ignored
-from launch.lines import print_line
+from .family import FORWARDED, is_ignored
+from .lines import print_line
 
 
 class Requests:

@@ -1,15 +1,94 @@
-"""Data-parallel training of TensorFlow/Keras models: one process per GPU, exactly what one process would train."""
+"""Data-parallel training of TensorFlow/Keras models: one process per GPU, exactly what one process would train.
+
+What stands in ``__all__`` is the public interface. It is imported from its file when it is first used, so that whoever
+imports ringtrain does not start TensorFlow.
+"""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringtrain.config import Config, OptimizerConfig
+    from ringtrain.data import augment
+    from ringtrain.data.formats.image_folder import load_image_folder
+    from ringtrain.data.formats.tfrecord import load_tfrecords
+    from ringtrain.data.sources import (
+        BadSample,
+        FallibleSource,
+        Feed,
+        Source,
+        from_arrays,
+        from_callable,
+        from_generator,
+    )
+    from ringtrain.errors import (
+        DataError,
+        DivergedError,
+        HangError,
+        PreemptedError,
+        ReplicasDifferError,
+        RingtrainError,
+        UsageError,
+    )
+    from ringtrain.parallel import make_parallel
+    from ringtrain.script import train
+    from ringtrain.workloads.base import Histogram, Images, Sources, Workload
 
 __version__ = "0.1.0"
 
-ROOMS = {"make_parallel": "ringtrain.parallel", "train": "ringtrain.script"}
+__all__ = [
+    "BadSample",
+    "Config",
+    "DataError",
+    "DivergedError",
+    "FallibleSource",
+    "Feed",
+    "HangError",
+    "Histogram",
+    "Images",
+    "OptimizerConfig",
+    "PreemptedError",
+    "ReplicasDifferError",
+    "RingtrainError",
+    "Source",
+    "Sources",
+    "UsageError",
+    "Workload",
+    "__version__",
+    "augment",
+    "from_arrays",
+    "from_callable",
+    "from_generator",
+    "load_image_folder",
+    "load_tfrecords",
+    "make_parallel",
+    "train",
+]
+
+# Light ones first: what starts TensorFlow is imported for what is nowhere else.
+_HOMES = (
+    "errors",
+    "config",
+    "data.sources",
+    "workloads.base",
+    "script",
+    "data.formats.image_folder",
+    "data.formats.tfrecord",
+    "data.augment",
+    "parallel",
+)
+
+if not TYPE_CHECKING:  # to mypy it would give any name whatever, a misspelt one as well
+
+    def __getattr__(name: str) -> Any:
+        for home in _HOMES if name in __all__ else ():
+            module = importlib.import_module(f"ringtrain.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+            if home == f"data.{name}":
+                return module
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __getattr__(name: str) -> Any:
-    # By their names alone: whoever imports ringtrain does not start TensorFlow.
-    if name in ROOMS:
-        return getattr(importlib.import_module(ROOMS[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__

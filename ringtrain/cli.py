@@ -32,6 +32,7 @@ from ringtrain.commands.flags import (
     parse_arguments,
 )
 from ringtrain.commands.help import PROGRAM, show_overview
+from ringtrain.commands.launch import launch_command
 from ringtrain.commands.starting_file import write_starting_file
 from ringtrain.config import Config, make_config, to_plain
 from ringtrain.errors import RingtrainError, UsageError
@@ -389,6 +390,7 @@ def print_config(explicit: Mapping[str, Any], world: World) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str], World], int]] = {
     "train": train_command,
+    "launch": launch_command,
     "eval": eval_command,
     "report": report_command,
     "export": export_command,

@@ -89,8 +89,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
     workload_class = workload if isinstance(workload, type) else type(workload)
     if not issubclass(workload_class, Workload):
         raise UsageError(
-            f"ringtrain.train got {workload!r}; it must be a ringtrain.workloads.base.Workload, or its class.",
-            reach="run",
+            f"ringtrain.train got {workload!r}; it must be a ringtrain.Workload, or its class.", reach="run"
         )
     config = choose_config(workload_class, settings, world)
     if isinstance(workload, Workload) and config.options != workload.options:

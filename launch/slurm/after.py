@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.lines import print_line
-from launch.slurm.controller import chain, describe_job, requeue
-from launch.slurm.output import FailedRank, find_failed_rank, read_output
 from ringtrain.errors import PreemptedError, UsageError
 from ringtrain.run.directory import read_config
 from ringtrain.runtime.launched import (
@@ -24,6 +21,11 @@ from ringtrain.runtime.launched import (
     read_end,
     read_run,
 )
+
+from .. import PROGRAM
+from ..lines import print_line
+from .controller import chain, describe_job, requeue
+from .output import FailedRank, find_failed_rank, read_output
 
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
 """restarts under former numbers, where this site refuses to requeue and each restart is a job of its own"""
@@ -203,7 +205,7 @@ def follow_up(*, status: int, script: Path, max_requeues: int) -> int:
     if not job or not told:
         raise UsageError(
             f"SLURM_JOB_ID or {DIRECTORY_VARIABLE} is not set; `launch slurm after` is the last line of a batch "
-            "script. Make one with: python -m launch slurm render"
+            f"script. Make one with: {PROGRAM} slurm render"
         )
     ended = look(job, Path(told), status=status, max_requeues=max_requeues)
     decision = decide(ended)

@@ -12,17 +12,19 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launch.arguments import Parser, find_command
-from launch.lines import print_line
-from launch.slurm.controller import submit as submit_script
-from launch.slurm.job import JobRequest, read_flag
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.srun import find_mpi
 from ringtrain.runtime.streams import has_lost_stdout
 
-HELP = """\
-usage: python -m launch slurm COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
+from .. import PROGRAM
+from ..arguments import Parser, find_command
+from ..lines import print_line
+from .controller import submit as submit_script
+from .job import JobRequest, read_flag
+
+HELP = f"""\
+usage: {PROGRAM} slurm COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
 
 commands:
   render   print a batch script for sbatch, or write it with --to
@@ -30,12 +32,12 @@ commands:
   after    what the last line of such a script calls
 
 examples:
-  python -m launch slurm render --nodes 2 --gpus_per_node 4 --time 12:00:00 \\
-      -- --workload inception --data_dir images
-  python -m launch slurm submit --nodes 1 --ranks_per_node 16 --time 2:00:00 \\
-      --venv .venv -- --workload digits
+  {PROGRAM} slurm render --nodes 2 --gpus_per_node 4 \\
+      --time 12:00:00 -- --workload inception --data_dir images
+  {PROGRAM} slurm submit --nodes 1 --ranks_per_node 16 \\
+      --time 2:00:00 --venv .venv -- --workload digits
 
-Each command's options: python -m launch slurm COMMAND --help
+Each command's options: {PROGRAM} slurm COMMAND --help
 """
 MANY = "may be given several times"
 TRAIN_HELP = "python -m ringtrain train --help"
@@ -114,10 +116,10 @@ def refuse_directory(request: JobRequest, directory: Path) -> None:
 
 def after(arguments: Sequence[str]) -> int:
     """Start the job again, or say how its run ended."""
-    from launch.slurm.after import follow_up
+    from .after import follow_up
 
     parser = Parser(
-        "python -m launch slurm after",
+        f"{PROGRAM} slurm after",
         usage=SUPPRESS,
         description="The last line of a batch script: requeue the job whose run has saved and is to\n"
         "go on, or say how the run ended and return its exit code.",
@@ -134,10 +136,10 @@ def create_request_parser(command: str, description: str) -> Parser:
     """The options of ``render`` and ``submit``."""
     default = JobRequest.__dataclass_fields__
     parser = Parser(
-        f"python -m launch slurm {command}",
-        usage="%(prog)s --nodes M [OPTIONS] -- FLAGS OF RINGTRAIN",
+        f"{PROGRAM} slurm {command}",
+        usage="%(prog)s --nodes M [OPTIONS] -- FLAGS",
         description=description,
-        examples=f"example:\n  python -m launch slurm {command} --nodes 2 --gpus_per_node 4 \\\n"
+        examples=f"example:\n  {PROGRAM} slurm {command} --nodes 2 --gpus_per_node 4 \\\n"
         "      --cpus_per_rank 8 --time 12:00:00 -- --workload cifar10",
     )
     add = parser.add_argument
@@ -219,7 +221,7 @@ def read_variable(text: str) -> tuple[str, str]:
 
 def make_script(request: JobRequest) -> str:
     """The batch script of a request."""
-    from launch.slurm.script import render  # here, so that help needs no Jinja2
+    from .script import render  # here, so that help needs no Jinja2
 
     return render(request)
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import jinja2
 
-from launch.slurm.job import JobRequest
 from ringtrain.runtime.srun import HOROVODRUN
+
+from .. import PACKAGE
+from .job import JobRequest
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 PLAIN_OPTION = re.compile(r"[A-Za-z0-9_.,:%@+=/&|*()\[\]-]+")
@@ -26,7 +28,7 @@ class Quoted(str):
 def render(request: JobRequest) -> str:
     """The text of the batch script."""
     template = "horovodrun" if request.mpi == HOROVODRUN else "srun"
-    return _ENVIRONMENT.get_template(f"{template}.sh.j2").render(job=request)
+    return _ENVIRONMENT.get_template(f"{template}.sh.j2").render(job=request, package=PACKAGE)
 
 
 def quote_shell(text: str) -> Quoted:

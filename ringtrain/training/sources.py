@@ -54,8 +54,8 @@ def require_sources(workload: Workload, given: Any) -> Sources:
     name = f"{type(workload).__name__}.create_sources"
     if not isinstance(given, Sources):
         raise UsageError(
-            f"{name} gave {name_kind(given)}; it must give ringtrain.workloads.base.Sources(train, evaluation), where "
-            "evaluation may be None.",
+            f"{name} gave {name_kind(given)}; it must give ringtrain.Sources(train, evaluation), where evaluation "
+            "may be left out.",
             reach="run",
         )
     for part, source in given._asdict().items():
@@ -68,7 +68,7 @@ def require_sources(workload: Workload, given: Any) -> Sources:
             remedy += "as_numpy_iterator()"
         raise UsageError(
             f"{name} gave {name_kind(source)} as {part}; it must be a source, with num_samples and gather"
-            f"{', or None' if part == 'evaluation' else ''}: in ringtrain.data.sources {remedy}.",
+            f"{', or None' if part == 'evaluation' else ''}: in ringtrain, {remedy}.",
             reach="run",
         )
     return given

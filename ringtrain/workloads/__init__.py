@@ -101,7 +101,7 @@ def load_workload(spec: str) -> type[Workload]:
     if not (isinstance(workload, type) and issubclass(workload, Workload)):
         own = ", ".join(_workloads_in(module)) or "none"
         raise UsageError(
-            f"{place!r} has no class {class_name!r} derived from ringtrain.workloads.base.Workload; it has: {own}.",
+            f"{place!r} has no class {class_name!r} derived from ringtrain.Workload; it has: {own}.",
             reach="run",
         )
     missing = sorted(getattr(workload, "__abstractmethods__", ()))
@@ -149,8 +149,8 @@ def _only_workload(module: object, spec: str) -> str:
     own = [name for name in _workloads_in(module) if vars(module)[name].__module__ == vars(module)["__name__"]]
     if not own:
         raise UsageError(
-            f"workload is {spec!r}, a file without a workload: write a class derived from "
-            "ringtrain.workloads.base.Workload in it, or begin with python -m ringtrain init.",
+            f"workload is {spec!r}, a file without a workload: write a class derived from ringtrain.Workload in it, or "
+            "begin with python -m ringtrain init.",
             reach="run",
         )
     if len(own) > 1:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Sources(NamedTuple):
-    """The data of a workload: samples to train on, or a feed of them, and samples to evaluate on (or None)."""
+    """The data of a workload: samples to train on, or a feed of them, and perhaps samples to evaluate on."""
 
     train: Source | Feed
-    evaluation: Source | None
+    evaluation: Source | None = None
 
 
 class Images(NamedTuple):
@@ -96,7 +96,7 @@ class Workload(abc.ABC):
 
         Args:
             x, y: n samples.
-            keys: a key for each sample, uint64 [n]; give them to the functions of ``ringtrain.data.augment``, so that
+            keys: a key for each sample, uint64 [n]; give them to the functions of ``ringtrain.augment``, so that
                 what a sample gets depends on the seed, the epoch and the sample alone.
 
         Returns:

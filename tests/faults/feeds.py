@@ -10,8 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.sources import from_generator
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain import Sources, Workload, from_generator
 
 BATCHES = 40
 FAULT_BATCH = 10
@@ -27,7 +26,7 @@ class Fed(Workload):
         return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        return Sources(from_generator(self.generate), None)
+        return Sources(from_generator(self.generate))
 
     def generate(self, rank: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         is_odd = rank == self.options["rank"]

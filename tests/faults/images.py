@@ -11,8 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.formats.image_folder import load_image_folder
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain import Sources, Workload, load_image_folder
 
 SIDE = 8
 CLASSES = ("cat", "dog")

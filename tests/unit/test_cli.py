@@ -159,7 +159,7 @@ def test_help_names_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
     assert "constant, exponential, cosine, linear (constant)" in " ".join(" ".join(lines).split())
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.parametrize("command", ["", *sorted({*COMMANDS} - {"launch"})])  # its screens: unit/launch/test_help.py
 def test_help_fits_a_terminal_and_has_an_example(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

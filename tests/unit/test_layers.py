@@ -30,6 +30,7 @@ def upward_imports(imports: Mapping[str, set[str]]) -> list[str]:
     return [
         f"{module} imports {other}"
         for module, others in imports.items()
+        if module not in PUBLIC
         for other in others - set(PUBLIC)
         if room_of(module) != room_of(other) and not ROOMS.index(room_of(other)) < ROOMS.index(room_of(module))
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,7 @@ def test_help_fits_a_terminal_and_has_an_example(
 def test_help_starts_no_tensorflow() -> None:
     script = """
 import sys
+from pathlib import Path
 from launch.cli import main
 main(["--help"])
 print(sorted({"tensorflow", "keras", "numpy", "jinja2"} & set(sys.modules)))
@@ -57,3 +59,12 @@ def test_what_may_have_been_meant_is_said(
 ) -> None:
     assert main(arguments) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_ringtrain_has_it_as_a_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ringtrain", "launch", "locl"]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert finished.returncode == 2
+    assert (
+        finished.stderr == "launch: error: there is no command 'locl'. Did you mean 'local'? Commands: local, slurm.\n"
+    )

@@ -14,8 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.sources import from_arrays
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain import Sources, Workload, from_arrays
 from ringtrain.workloads.digits import Digits
 
 
@@ -44,7 +43,7 @@ class Line(Workload):
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         x = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32)
-        return Sources(from_arrays(self.spoil(x), x.sum(axis=1)), None)
+        return Sources(from_arrays(self.spoil(x), x.sum(axis=1)))
 
     def spoil(self, x: np.ndarray) -> np.ndarray:
         return x
@@ -68,7 +67,7 @@ class LineOfSomeSamples(Line):
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         x = np.zeros((int(os.environ.get("RINGTRAIN_TEST_SAMPLES", "12")), 2), np.float32)
-        return Sources(from_arrays(x, x.sum(axis=1)), None)
+        return Sources(from_arrays(x, x.sum(axis=1)))
 
 
 class UnusedWeight(keras.layers.Layer):

@@ -12,8 +12,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from ringtrain.data.sources import from_arrays
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain import Sources, Workload, from_arrays
 
 NUM_FEATURES = 192
 NUM_SAMPLES = 31

@@ -11,9 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.augment import uniform
-from ringtrain.data.sources import ArraySource, BadSample, Feed, from_arrays, from_callable, from_generator
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain import BadSample, Feed, Sources, Workload, augment, from_arrays, from_callable, from_generator
+from ringtrain.data.sources import ArraySource
 
 WIDTH = 3
 SIZES = {0: (4, 1, 3, 2, 5), 1: (2, 6), 2: ()}  # of the batches that each rank is fed in a pass
@@ -49,7 +48,7 @@ class Linear(Workload):
         return keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1, kernel_initializer="ones")])
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        return Sources(from_arrays(*samples(0, 12)), None)
+        return Sources(from_arrays(*samples(0, 12)))
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
         return keras.losses.mean_squared_error(y, outputs)
@@ -66,11 +65,11 @@ class Fed(Linear):
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         steps_per_epoch = self.options["steps_per_epoch"] or None
         if self.options["by"] == "callable":
-            return Sources(from_callable(self.fetch, steps_per_epoch=steps_per_epoch), None)
+            return Sources(from_callable(self.fetch, steps_per_epoch=steps_per_epoch))
         return Sources(self.feed(steps_per_epoch), from_arrays(*samples(500, 7)))
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return x + self.options["noise"] * tf.cast(uniform(keys, 0, (WIDTH,)), x.dtype), y
+        return x + self.options["noise"] * tf.cast(augment.uniform(keys, 0, (WIDTH,)), x.dtype), y
 
     def feed(self, steps_per_epoch: int | None) -> Feed:
         def generate(rank: int, size: int) -> Iterator[Sample]:

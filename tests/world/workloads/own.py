@@ -11,8 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from ringtrain.data.sources import from_arrays
-from ringtrain.workloads.base import Histogram, Images, Sources, Workload
+from ringtrain import Histogram, Images, Sources, Workload, from_arrays
 
 NUM_SAMPLES = 60
 SIDE = 4

@@ -11,9 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from ringtrain.data.augment import uniform
-from ringtrain.data.sources import from_arrays
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain import Sources, Workload, augment, from_arrays
 
 NUM_SAMPLES = 107
 NUM_FEATURES = 6
@@ -49,7 +47,7 @@ class Small(Workload):
         return {"accuracy": keras.metrics.sparse_categorical_accuracy(y, outputs)}
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return x + 0.1 * uniform(keys, 0, (NUM_FEATURES,)), y
+        return x + 0.1 * augment.uniform(keys, 0, (NUM_FEATURES,)), y
 
 
 class DropoutAndBatchNorm(Small):

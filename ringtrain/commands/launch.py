@@ -1,0 +1,22 @@
+"""``ringtrain launch``: start a run on this machine, or as a Slurm job."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ringtrain.runtime.world import World
+
+
+def launch_command(arguments: Sequence[str], world: World) -> NoReturn:
+    """Start a run on this machine, or as a Slurm job.
+
+    A wheel has ``launch`` within ringtrain, a checkout beside it. It takes the place of this process, which may have
+    imported NumPy by now: the signals that it waits for would go to NumPy's threads.
+    """
+    del world  # which is none yet
+    package = "ringtrain.launch" if importlib.util.find_spec("ringtrain.launch") else "launch"
+    os.execv(sys.executable, [sys.executable, "-m", package, *arguments])

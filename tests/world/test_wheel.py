@@ -1,0 +1,156 @@
+"""The wheel, installed where neither the checkout nor its ``launch`` can be imported."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
+from tests.world.running import events
+
+# A user's file. What mypy is to report of a line stands behind it.
+TYPED = """
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import ringtrain
+from ringtrain import Config, Sources, Workload, augment, from_arrays, from_generator
+from ringtrain import moons  # ! attr-defined
+
+
+class Right(Workload):
+    defaults = {"epochs": 2, "optimizer": {"lr": 0.1}}
+
+    def create_model(self) -> keras.Model:
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        return Sources(train=from_arrays(np.zeros((8, 2)), np.zeros(8)))
+
+    def loss(self, y: Any, outputs: Any) -> Any:
+        return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+    def augment(self, x: Any, y: Any, keys: Any) -> tuple[Any, Any]:
+        return augment.random_shift(x, keys, 2), y
+
+
+class Wrong(Workload):
+    def loss(self, outputs: Any) -> Any:  # ! override
+        return outputs
+
+    def metrics(self, y: Any, outputs: Any) -> list[Any]:  # ! override
+        return [y]
+
+
+def sources() -> Sources:
+    return Sources(evaluation=from_arrays(0, 0))  # ! call-arg
+
+
+if __name__ == "__main__":
+    result = ringtrain.train(Right, Config(epochs=2))
+    print(result.ending)  # ! union-attr
+    ringtrain.train(Right(), {"epochs": 3})
+    ringtrain.train(Sources)  # ! arg-type
+    Config(epochs="many")  # ! arg-type
+    from_generator(lambda rank: iter([]))  # ! arg-type
+"""
+
+RunInstalled = Callable[..., Finished]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
+    [path] = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def programs(wheel: Path) -> Path:
+    """The programs of an environment with the wheel, which finds the packages of this one, but for what is editable."""
+    environment = wheel.parent / "environment"
+    venv.create(environment, with_pip=True)
+    [packages] = environment.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [str(environment / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, check=True)
+    return environment / "bin"
+
+
+@pytest.fixture
+def run_installed(programs: Path, tmp_path: Path) -> RunInstalled:
+    """Run a program of the environment in an empty directory, to a good end."""
+    env = clean_environment(PYTHONPATH="", COLUMNS="80")
+    env["PATH"] = os.pathsep.join([str(programs), env["PATH"]])
+
+    def run(*command: str) -> Finished:
+        finished = run_command([str(programs / command[0]), *command[1:]], env=env, timeout=120, cwd=tmp_path)
+        assert finished.rc == 0, finished.stdout + finished.stderr
+        return finished
+
+    return run
+
+
+def test_it_puts_one_package_beside_everybodys(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"ringtrain"}
+    assert {"ringtrain/py.typed", "ringtrain/launch/rank.py", "ringtrain/launch/templates/srun.sh.j2"} <= set(names)
+
+
+def test_it_trains_a_users_file(run_installed: RunInstalled, tmp_path: Path) -> None:
+    look = "import importlib.util, ringtrain; print(importlib.util.find_spec('launch'), ringtrain.__file__)"
+    place = run_installed("python", "-c", look).stdout.split()
+    assert place[0] == "None"
+    assert "environment" in Path(place[1]).parts
+    assert "  launch  " in run_installed("ringtrain", "--help").stdout
+    run_installed("ringtrain", "init", "mine.py")
+    run_installed("ringtrain", "--workload", "mine.py", "--steps", "2", "--out", "run")
+    assert [event["exit_code"] for event in events(tmp_path / "run", "end")] == [0]
+
+
+@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_it_starts_two_ranks(controller: str, run_installed: RunInstalled, tmp_path: Path) -> None:
+    run_installed("ringtrain", "init", "mine.py")
+    start = ["ringtrain", "launch", "local", "-np", "2", "--controller", controller, "--"]
+    finished = run_installed(*start, "--workload", "mine.py", "--steps", "2", "--out", "run")
+    assert "[0] " in finished.stdout
+    assert [event["size"] for event in events(tmp_path / "run", "start")] == [2]
+
+
+def test_it_names_itself_in_a_batch_script(run_installed: RunInstalled) -> None:
+    request = ["--nodes", "2", "--ranks_per_node", "4", "--mpi", "pmix", "--", "--workload", "digits"]
+    *_, last = run_installed("ringtrain", "launch", "slurm", "render", *request).stdout.splitlines()
+    [called] = re.findall(r"exec (python -m ringtrain\.launch slurm after) ", last)
+    run_installed(*called.split(), "--help")
+
+
+@pytest.mark.parametrize("command", ["", "local", "slurm", "slurm render", "slurm submit"])
+def test_the_screens_of_launch_fit_a_terminal(command: str, run_installed: RunInstalled) -> None:
+    text = run_installed("ringtrain", "launch", *command.split(), "--help").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert f"  {' '.join(['python -m ringtrain launch', *command.split()])} " in text.partition("example")[2]
+
+
+def test_mypy_checks_a_users_file(programs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(TYPED)
+    options = ["--strict", "--ignore-missing-imports", "--disable-error-code", "misc"]  # classes of Keras are Any
+    mypy = [sys.executable, "-m", "mypy", *options, "--python-executable", str(programs / "python"), file.name]
+    finished = subprocess.run(mypy, cwd=tmp_path, env=clean_environment(PYTHONPATH=""), capture_output=True, text=True)
+    found = re.findall(r"^mine\.py:(\d+): error: .*\[([a-z-]+)\]$", finished.stdout, re.MULTILINE)
+    lines = enumerate(TYPED.splitlines(), 1)
+    expected = [(str(number), line.partition("# ! ")[2]) for number, line in lines if "# ! " in line]
+    assert found == expected, finished.stdout + finished.stderr

@@ -18,7 +18,7 @@ SOURCES = $(wildcard ringtrain launch tests .ci)
 # found no GPU, before it has read TF_CPP_MIN_LOG_LEVEL (since).
 NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory|^[IW]0000 00:00:
 
-.PHONY: help setup setup-tests train test test-all test-gpu test-faults lint format lock outdated clean
+.PHONY: help setup setup-tests train test test-all test-gpu test-faults lint docs format lock outdated clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,9 @@ lint: setup ## Check style and types: ruff and mypy
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/mypy $(SOURCES)
 
+docs: ## Build the site of all documents into site/; a link that leads nowhere fails
+	@.ci/docs
+
 format: setup ## Rewrite the source files in ruff's style
 	@$(BIN)/ruff check --fix-only $(SOURCES)
 	@$(BIN)/ruff format $(SOURCES)
@@ -63,5 +66,5 @@ outdated: setup ## Name newer releases of what ringtrain depends on, and whether
 	@.ci/outdated
 
 clean: ## Remove .venv, .tools and caches; runs/ stays
-	@rm -rf .venv .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .tools site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +

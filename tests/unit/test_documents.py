@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pkgutil
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import ringtrain.keras
 from ringtrain.bench.command import MODES
 from ringtrain.bench.page import QUESTIONS, make_page, read_results
 from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
@@ -18,13 +21,19 @@ from ringtrain.bench.variations import VARIATIONS
 from tests.faults.summary import TESTS, markdown, markdown_promises, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
-README = " ".join((ROOT / "README.md").read_text().split())
+README = (ROOT / "README.md").read_text()
+GUARANTEES = (ROOT / "docs/guarantees.md").read_text()
+REFERENCE = (ROOT / "docs/reference.md").read_text()
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-DOCUMENTS += [*(ROOT / "docs").glob("*.md"), ROOT / "launch/README.md"]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "ringtrain/bench/README.md")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 SOURCES = [path.read_text() for room in ("ringtrain", "launch") for path in (ROOT / room).rglob("*.py")]
 # A message as it is printed: what is split over lines is joined.
 JOINED = [" ".join(re.sub(r'"\s+f?"', "", source).split()) for source in SOURCES]
+
+# Of each document, what begins with the name of an example: "# line.py".
+LISTING = re.compile(r"^```python\n(# (\w+\.py)\b.*?)^```$", re.MULTILINE | re.DOTALL)
+LISTINGS = [(name, text) for document in DOCUMENTS for text, name in LISTING.findall(document.read_text())]
 
 MESSAGES = re.findall(r"`([^`]+)`", "".join(re.findall(r"^### (.*)$", TROUBLESHOOTING, re.MULTILINE)))
 
@@ -49,6 +58,56 @@ def test_links_lead_to_what_is_there(document: Path) -> None:
             assert heading in [re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings], link
 
 
+def test_the_front_page_is_short() -> None:
+    assert len(README.encode()) <= 8192
+
+
+def test_each_listing_is_an_example_and_each_example_is_shown() -> None:
+    examples = {path.name: path.read_text() for path in (ROOT / "examples").iterdir() if path.is_file()}
+    assert dict(LISTINGS) == examples
+    assert len(LISTINGS) == len(examples)
+
+
+def public_values() -> dict[str, Any]:
+    """What users import, by name; of ``ringtrain.keras`` what is not Horovod's own."""
+    names = getattr(ringtrain, "__all__", None) or ("make_parallel", "train")
+    values = {name: getattr(ringtrain, name) for name in names if name != "__version__"}
+    values |= {name: getattr(ringtrain.keras, name) for name in ringtrain.keras.__all__}
+    return {name: value for name, value in values.items() if home_of(value).startswith("ringtrain")}
+
+
+def home_of(value: Any) -> str:
+    """The module of a function or class; a module's own name."""
+    return str(getattr(value, "__module__", None) or getattr(value, "__name__", ""))
+
+
+def shown_in_the_reference() -> list[Any]:
+    """What each line ``::: NAME`` stands for, and the public members of modules among them."""
+    shown = [pkgutil.resolve_name(name) for name in re.findall(r"^::: (\S+)$", REFERENCE, re.MULTILINE)]
+    for module in filter(inspect.ismodule, list(shown)):
+        shown += [
+            value
+            for name, value in vars(module).items()
+            if home_of(value) == module.__name__ and callable(value) and not name.startswith("_")
+        ]
+    return shown
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = {id(value) for value in shown_in_the_reference()}
+    assert [name for name, value in public_values().items() if id(value) not in shown] == []
+
+
+def test_what_the_reference_shows_is_documented() -> None:
+    # Where a dataclass or a named tuple says nothing, Python says "Name(field, ...)".
+    undocumented = [
+        value
+        for value in shown_in_the_reference()
+        if not value.__doc__ or value.__doc__.startswith(f"{value.__name__}(")
+    ]
+    assert undocumented == []
+
+
 def test_pre_commit_runs_the_locked_tools_and_downloads_nothing() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert [repository["repo"] for repository in config["repos"]] == ["local"]
@@ -57,21 +116,21 @@ def test_pre_commit_runs_the_locked_tools_and_downloads_nothing() -> None:
     assert {hook["entry"].split()[0] for hook in hooks} == {".venv/bin/ruff", ".venv/bin/mypy"}
 
 
-def test_the_readme_says_of_the_soak_what_its_result_does() -> None:
+def test_the_guarantees_say_of_the_soak_what_its_result_does() -> None:
     result = json.loads((ROOT / "results/soak.json").read_text())
     num_faults = sum(count for fault, count in result["faults"].items() if not fault.startswith("none"))
-    assert f"`results/soak.json`: {num_faults} faults" in README
-    assert f"{result['steps']:,} steps" in README
+    words = " ".join(GUARANTEES.split())
+    assert f"`results/soak.json`: {num_faults} faults" in words
+    assert f"{result['steps']:,} steps" in words
     assert result["disturbed_minutes"] >= 60
     assert all(result[fact] for fact in ("weights_bit_equal", "losses_equal", "each_sample_once_an_epoch"))
 
 
-def test_the_readme_shows_the_table_of_the_injected_faults() -> None:
+def test_the_guarantees_show_the_table_of_the_injected_faults() -> None:
     result = json.loads((ROOT / "results/faults.json").read_text())
     assert summarize(result["cases"]) == result
-    readme = (ROOT / "README.md").read_text()
-    assert markdown(result) in readme
-    assert markdown_promises(result) in readme
+    assert markdown(result) in GUARANTEES
+    assert markdown_promises(result) in GUARANTEES
     assert all((ROOT / test).exists() for test in TESTS)
     assert [name for name, case in result["cases"].items() if not case["held"]] == []
     assert result["all"]["tried"] >= 100
@@ -81,11 +140,12 @@ def test_the_readme_shows_the_table_of_the_injected_faults() -> None:
     ("experiment", "sentence"),
     [("cifar10", "a step of `cifar10` takes {} of the time without them ({}; "), ("TINY", "a step of 2.7 ms {} ({}; ")],
 )
-def test_the_readme_says_of_the_guards_what_their_result_does(experiment: str, sentence: str) -> None:
+def test_the_page_of_speed_says_of_the_guards_what_their_result_does(experiment: str, sentence: str) -> None:
     rounds = rounds_of("bench-guards", experiment)
     cost, control = (ratio(rounds, *pair) for pair in (("guards_on", "guards_off"), ("guards_on_again", "guards_on")))
     said = sentence.format(f"{cost.median:.3f}", f"{cost.low:.3f} to {cost.high:.3f}")
-    assert f"{said}A/A control {control.low:.3f} to {control.high:.3f})" in README
+    words = " ".join((ROOT / "docs/speed.md").read_text().split())
+    assert f"{said}A/A control {control.low:.3f} to {control.high:.3f})" in words
 
 
 COLUMNS = {
@@ -106,11 +166,7 @@ COLUMNS = {
     ],
 )
 def test_the_readmes_table_of_steps_is_that_of_the_results(words: str, model: str) -> None:
-    lines = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if line.startswith("|")
-    ]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in README.splitlines() if line.startswith("|")]
     [head] = [cells[1:] for cells in lines if cells[0] == "a step of"]
     [shown] = [cells[1:] for cells in lines if words in cells[0]]
     rounds = rounds_of(f"bench-step-{model}", model)

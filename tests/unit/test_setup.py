@@ -39,7 +39,8 @@ PYTHONS = {
     ".ci/locks/tensorflow-2.19.lock": ("3.10", "3.11", "3.12"),
     ".ci/locks/tensorflow-2.18.lock": ("3.10", "3.11", "3.12"),
 }
-LOCKS = {name: (ROOT / name).read_text() for name in PYTHONS}
+DOCS_LOCK = ".ci/locks/docs.lock"
+LOCKS = {name: (ROOT / name).read_text() for name in (*PYTHONS, DOCS_LOCK)}
 # One entry: "name==version ; marker \", then its hashes, one a line.
 ENTRY = re.compile(r"^(\S.*?) \\\n((?:    --hash=\S+(?: \\)?\n)+)", flags=re.MULTILINE)
 EVERY_LOCK = pytest.mark.parametrize("lock", PYTHONS)
@@ -88,6 +89,12 @@ def test_a_lock_holds_every_direct_dependency_in_its_range(lock: str, python: st
         assert version in requirement.specifier, f"{requirement}, but {lock} has {version}; run make lock"
 
 
+@pytest.mark.parametrize("python", PYTHONS["requirements.lock"])
+def test_the_lock_of_the_site_holds_what_builds_it(python: str) -> None:
+    for requirement in map(Requirement, PYPROJECT["dependency-groups"]["docs"]):
+        assert locked_version(requirement.name, python, DOCS_LOCK) in requirement.specifier
+
+
 def test_the_locks_span_the_range_of_tensorflow() -> None:
     pattern = re.compile(r"^tensorflow==(\d+\.\d+)", flags=re.MULTILINE)
     releases = [pattern.findall(LOCKS[lock]) for lock in PYTHONS]
@@ -109,7 +116,7 @@ def entries_of(lock: str) -> set[str]:
     return set(re.findall(r"^\S+==.*\n(?:    --hash=.*\n)+", lock, flags=re.MULTILINE))
 
 
-@EVERY_LOCK
+@pytest.mark.parametrize("lock", LOCKS)
 def test_every_line_of_a_lock_is_an_exact_version_a_hash_or_a_comment(lock: str) -> None:
     entries = ENTRY.findall(LOCKS[lock])
     lines = [line for line in LOCKS[lock].splitlines() if not line.lstrip().startswith("#")]

@@ -1,9 +1,11 @@
-"""What the README shows, cut out of it and run."""
+"""What README.md and the pages of docs/ show, run: their commands, and the files of examples/."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +15,20 @@ from ringtrain.workloads import BUILT_IN
 from tests.report.made_run import make_run
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 
-README = (REPOSITORY / "README.md").read_text()
+EXAMPLES = REPOSITORY / "examples"
+WORKLOADS = (REPOSITORY / "docs/workloads.md").read_text()
+RUNNING = (REPOSITORY / "docs/running.md").read_text()
 
 
-def cut_out(name: str, folder: Path) -> Path:
-    """Write the README's listing that begins with ``# NAME``, and give its path."""
-    [listing] = re.findall(rf"^```python\n(# {re.escape(name)}\b.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    path = folder / name
-    path.write_text(listing)
-    return path
+def shown_commands(page: str, word: str) -> list[str]:
+    """A page's commands that hold a word, in their order, without their comments."""
+    commands = [line.split("#")[0] for line in re.findall(r"^\$ (.*)$", page, re.MULTILINE)]
+    return [command for command in commands if word in command]
 
 
-def shown_commands(word: str) -> list[str]:
-    """The README's commands that hold a word in small or capital letters, in their order, without their comments."""
-    commands = [line.split("#")[0] for line in re.findall(r"^\$ (.*)$", README, re.MULTILINE)]
-    return [command for command in commands if word in command.lower()]
+def command_of(example: str) -> str:
+    """How to start an example, as its first line says."""
+    return (EXAMPLES / example).read_text().partition(": ")[2].partition("\n")[0]
 
 
 def run(command: str, folder: Path) -> Finished:
@@ -41,10 +42,10 @@ def accuracies_in(finished: Finished) -> list[float]:
 
 
 def test_your_own_model(tmp_path: Path) -> None:
-    initialise, train, verify, evaluate, report, export = shown_commands("my_workload")
+    initialise, train, verify, evaluate, report, export = shown_commands(WORKLOADS, "my_workload")
     run(initialise, tmp_path)
     written = (tmp_path / "my_workload.py").read_text()
-    assert cut_out("my_workload.py", tmp_path).read_text() == written
+    assert (EXAMPLES / "my_workload.py").read_text() == written
     assert train.startswith("horovodrun -np 2 python -m ringtrain --workload")
     assert accuracies_in(run(train, tmp_path))[-1] >= 0.99
     assert "is complete" in run(train, tmp_path).stdout
@@ -59,7 +60,7 @@ def test_your_own_model(tmp_path: Path) -> None:
 
 
 def test_runs_compared(tmp_path: Path) -> None:
-    [command] = shown_commands("compared.html")
+    [command] = shown_commands(RUNNING, "compared.html")
     for name in ("first", "second"):
         make_run(tmp_path / "runs" / name)
     run(command, tmp_path)
@@ -68,24 +69,41 @@ def test_runs_compared(tmp_path: Path) -> None:
 
 def test_the_workloads_are_those_that_the_command_lists() -> None:
     named = re.findall(
-        r"^\| `(\w+)` \|", README.partition("## What is built in")[2].partition("\n## ")[0], re.MULTILINE
+        r"^\| `(\w+)` \|", WORKLOADS.partition("## What is built in")[2].partition("\n## ")[0], re.MULTILINE
     )
     assert sorted(named) == sorted(BUILT_IN)
 
 
-def test_a_script_of_your_own(tmp_path: Path) -> None:
-    cut_out("my_workload.py", tmp_path)
-    script = cut_out("train_moons.py", tmp_path)
-    found = re.findall(r"{'accuracy': ([\d.]+)}", run(f"horovodrun -np 2 python {script.name}", tmp_path).stdout)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the examples, in which a run may leave its directory."""
+    return Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
+
+
+def test_the_smallest_workload(folder: Path) -> None:
+    losses = re.findall(r"\bstep \d+, loss = (\S+)", run(command_of("line.py"), folder).stdout)
+    assert float(losses[-1]) < 1e-6
+
+
+def test_a_script_of_your_own(folder: Path) -> None:
+    found = re.findall(r"{'accuracy': ([\d.]+)}", run(command_of("train_moons.py"), folder).stdout)
     assert len(found) == 2
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("start", ["horovodrun -np 2", ""])
-def test_any_function_in_parallel(tmp_path: Path, start: str) -> None:
-    script = cut_out("polynomial.py", tmp_path)
-    ended = run(f"{start} python {script.name}", tmp_path).stdout
+def test_a_script_with_horovods_interface(folder: Path) -> None:
+    found = re.findall(r"\b\d (\[[\d.e-]+, [\d.]+\])", run(command_of("fit_moons.py"), folder).stdout)
+    assert len(found) == 2
+    assert found[0] == found[1]
+    assert json.loads(found[0])[1] >= 0.99
+
+
+@pytest.mark.parametrize("num_ranks", [2, 1])
+def test_any_function_in_parallel(folder: Path, num_ranks: int) -> None:
+    command = command_of("polynomial.py")
+    assert command.startswith("horovodrun -np 2 ")
+    ended = run(command if num_ranks == 2 else command.removeprefix("horovodrun -np 2 "), folder).stdout
     found = re.findall(r"\b(\d) \[([-+.e \d]+)\]", ended)
-    assert sorted(rank for rank, _ in found) == (["0", "1"] if start else ["0"]), ended
+    assert sorted(rank for rank, _ in found) == ["0", "1"][:num_ranks], ended
     for _, coefficients in found:
         np.testing.assert_allclose(np.fromstring(coefficients, sep=" "), [5, 0, 3], atol=0.05)

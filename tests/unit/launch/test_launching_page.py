@@ -1,4 +1,4 @@
-"""launch/README.md says of Slurm what is there."""
+"""docs/launching.md says of Slurm what is there."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from launch.slurm.cli import advise, create_request_parser
 from launch.slurm.job import JobRequest
 
 ROOT = Path(__file__).resolve().parents[3]
-README = (ROOT / "launch" / "README.md").read_text()
-WORDS = " ".join(README.split())
+PAGE = (ROOT / "docs" / "launching.md").read_text()
+WORDS = " ".join(PAGE.split())
 SOURCES = [path.read_text() for room in ("ringtrain", "launch") for path in (ROOT / room).rglob("*.py")]
 
 
 def test_every_option_is_named() -> None:
     options = {option for action in create_request_parser("render", "")._actions for option in action.option_strings}
-    missing = {
-        option for option in options - {"-h", "--help"} if f"{option} " not in README and f"{option}`" not in README
-    }
+    missing = {option for option in options - {"-h", "--help"} if f"{option} " not in PAGE and f"{option}`" not in PAGE}
     assert missing - {"--to"} == set()
-    assert "--to run.sh" in README
+    assert "--to run.sh" in PAGE
 
 
 @pytest.mark.parametrize(
@@ -42,7 +40,7 @@ def test_the_messages_that_are_explained_are_ringtrain_s(message: str) -> None:
 
 def test_what_submit_says_is_shown() -> None:
     request = JobRequest(nodes=1, gpus_per_node=4, flags=("--out", "runs/resnet"))
-    assert "\n".join(advise(request, "4711")) in README
+    assert "\n".join(advise(request, "4711")) in PAGE
 
 
 def test_only_a_job_that_is_started_again_is_said_to_be() -> None:

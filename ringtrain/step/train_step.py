@@ -16,9 +16,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringtrain.collectives import Collective
+from ringtrain.collectives.base import MARK, Collective
 from ringtrain.collectives.gradients import GradientReduction
-from ringtrain.collectives.shared_memory import OPERATION
 from ringtrain.config import Precision
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
@@ -135,7 +134,7 @@ class TrainStep:
         """The operations of a usual step that call the workload's own Python code (``tf.py_function``), by name."""
         definition = self._train.graph.as_graph_def()
         nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
-        return [node.name for node in nodes if node.op in PYTHON_OPERATIONS and OPERATION not in node.name]
+        return [node.name for node in nodes if node.op in PYTHON_OPERATIONS and MARK not in node.attr]
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -329,7 +328,7 @@ class TrainStep:
             by_dtype.setdefault(value.dtype, []).append(position)
         sums = list(state)
         for dtype, positions in by_dtype.items():
-            totals = self._collective.all_reduce([state[i] for i in positions], name=f"state/{dtype.name}")
+            totals = self._collective.all_reduce([state[i] for i in positions], name=f"state/{dtype.name}").tensors
             for position, total in zip(positions, totals, strict=True):
                 sums[position] = total
         return sums

@@ -338,7 +338,7 @@ def create_step(
         reduction=GradientReduction(
             collective=collective,
             compression=config.compression,
-            may_share=only_reads_gradients(optimizer),
+            read_only=only_reads_gradients(optimizer),
         ),
         batch_spec=batch_spec,
         precision=config.precision,

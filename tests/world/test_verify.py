@@ -342,7 +342,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
 
     from ringtrain.collectives import Totals
     from ringtrain.collectives.gradients import GradientReduction
-    from ringtrain.collectives.horovod import HorovodCollective
+    from ringtrain.collectives.shared_memory import SharedMemory
     from ringtrain.data import augment, order, pipeline
     from ringtrain.data.order import SampleOrder
     from ringtrain.run import variables
@@ -351,7 +351,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     from ringtrain.verify import record
 
     right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
-    right_sum, right_reduction = HorovodCollective.sum_alone, GradientReduction.__call__
+    right_sum, right_reduction = SharedMemory.all_reduce, GradientReduction.__call__
     right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
     right_batches, right_seeds = evaluation.evaluation_batches, step.TrainStep._dropout_seeds
 
@@ -423,7 +423,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
             "_dropout_seeds",
             lambda self, number, micro_batch: right_seeds(self, tf.zeros_like(number), micro_batch),
         ),
-        "a reduction that returns its input": (HorovodCollective, "sum_alone", its_input),
+        "a reduction that returns its input": (SharedMemory, "all_reduce", its_input),
         "a mean of means": (SampleOrder, "_plan", mean_of_means),
         "a duplicated sample": (SampleOrder, "_plan", duplicated_sample),
         "augmentation seeded by rank": (pipeline, "sample_keys", keys_of_each_rank),

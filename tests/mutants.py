@@ -69,6 +69,14 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
             ["tests/world/test_verify.py", "-k", "one_process_trains"],
         ],
     ),
+    "local_gradients": (
+        "step/local_gradients.py",
+        [
+            [STEP, "tests/world/test_nonfinite.py", "-k", FEW],
+            ["tests/unit/test_refused_workloads.py"],
+            ["tests/world/test_verify.py", "-k", "one_process_trains"],
+        ],
+    ),
 }
 
 SWAPPED: dict[type[ast.AST], type[Any]] = {

@@ -28,17 +28,16 @@ def main() -> None:
     start_tensorflow(plan, world)
     import tensorflow as tf
 
-    from ringtrain.collectives import connect
+    from ringtrain.collectives import connect, share_memory
 
-    collective = connect("auto", world)
-    collective.share_memory()
+    collective = share_memory(connect("auto", world))
 
     def prepare(values: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         tensor = tf.Variable(values)
 
         @tf.function(jit_compile=False)
         def add() -> Any:
-            return collective.sum_alone([tensor.read_value()], name=f"sum_{len(values)}").tensors[0]
+            return collective.all_reduce([tensor.read_value()], name=f"sum_{len(values)}", ordered=True).tensors[0]
 
         return add, lambda total: total.numpy()
 

@@ -1,10 +1,11 @@
-"""Collective communication: what any backend can do (``Collective``), and ``connect``, which finds one.
+"""Collective communication: what any backend can do (``Collective``), and ``connect``, which finds
+one.
 
 ``gradients.py`` holds the reduction of gradients; the training step and ``ringtrain.keras`` both use it.
 """
 
 from ringtrain.collectives.base import Collective, Totals
-from ringtrain.collectives.connect import connect
+from ringtrain.collectives.connect import connect, share_memory
 from ringtrain.collectives.objects import all_gather_object, raise_on_all_ranks, run_on_rank0
 
-__all__ = ["Collective", "Totals", "all_gather_object", "connect", "raise_on_all_ranks", "run_on_rank0"]
+__all__ = ["Collective", "Totals", "all_gather_object", "connect", "raise_on_all_ranks", "run_on_rank0", "share_memory"]

@@ -1,4 +1,4 @@
-"""What any backend can do: collective communication among all ranks."""
+"""What any backend can do: collective communication among all ranks, in MPI's and NCCL's words."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ringtrain.runtime.world import World
 if TYPE_CHECKING:
     import tensorflow as tf
 
+MARK = "_collective"  # an attribute of TensorFlow's
+
 
 class Totals(NamedTuple):
     """What was summed over all ranks, the same on each.
@@ -17,10 +19,12 @@ class Totals(NamedTuple):
     Attributes:
         tensors: in the order given.
         squares: float64 [len(tensors)], the sum of squares of each; None where it takes another pass over them.
+        keep_alive: to be kept until all that is made of the tensors is computed.
     """
 
     tensors: list[tf.Tensor]
     squares: tf.Tensor | None = None
+    keep_alive: Sequence[tf.Tensor] = ()
 
 
 class Collective(Protocol):
@@ -34,36 +38,28 @@ class Collective(Protocol):
     def description(self) -> str:
         """Who carries the communication, such as ``"Horovod over MPI"``."""
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        """Add each tensor over all ranks; works in graphs and eagerly. All tensors are of one type.
-
-        Args:
-            tensors: any shapes, the same on every rank.
-            name: unique in a graph; ranks with the same name meet.
-        """
-
-    def share_memory(self) -> None:
-        """From now on ``sum_alone`` goes through memory, where all ranks are on the cores of one node.
-
-        Every rank must call it, after they have met.
-        """
-
     @property
-    def sums_at_once(self) -> bool:
-        """Whether what a step has to sum best goes through ``sum_alone``, of any size; alike on all ranks."""
+    def overlaps_compute(self) -> bool:
+        """Whether sums travel while this rank computes; alike on all ranks.
 
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
-        """Like ``sum``, while no other call of this is under way on any rank.
+        Gradients then leave in groups, as the backward pass makes them; otherwise all at once, by an ordered sum.
+        """
 
-        So nothing has to be agreed on before, and what is short is there at once.
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
+    ) -> Totals:
+        """Add each tensor over all ranks; works in graphs and eagerly.
 
         Args:
-            tensors: of one dimension at least, and of the same shapes and types on every rank.
-            name: as in ``sum``.
-            may_share: whether the totals may lie in memory that the other ranks read, for which nobody has to copy
-                them. TensorFlow writes to the memory of a part of a tensor, such as its first rows, where nothing else
-                refers to it. So whoever says this keeps the totals until all that is made of them is computed, and
-                lets no variable take over a part of them. Alike on all ranks.
+            tensors: of one type, any shapes, the same on every rank.
+            name: unique in a graph; ranks with the same name meet.
+            ordered: every rank comes to its ordered sums in the same order, one at a time, as MPI and NCCL ask of all.
+                So nothing is agreed on before, and what is short is there at once. The tensors are of one dimension at
+                least.
+            read_only: nothing writes to the sums, which may then lie in memory that others read, for which nobody has
+                to copy them. TensorFlow writes to the memory of a part of a tensor, such as its first rows, where
+                nothing else refers to it. So whoever says this keeps ``Totals.keep_alive``, and lets no variable take
+                over a part of a sum. Alike on all ranks.
         """
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
@@ -83,3 +79,16 @@ class Collective(Protocol):
 
     def abort(self, exit_code: int) -> None:
         """Leave at once, without waiting for any rank; never returns."""
+
+
+def mark_collective(outputs: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+    """Let TensorFlow's optimizer not merge two collectives with the same input, as it does with stateless operations.
+
+    Horovod's are not marked as stateful. A rank whose graph differs, having no samples, would wait for both. And what
+    looks at a graph sees that such an operation is none of the user's (``MARK``).
+    """
+    import tensorflow as tf
+
+    if not tf.executing_eagerly():
+        outputs[0].op._set_attr(MARK, tf.compat.v1.AttrValue(s=name.encode()))
+    return outputs

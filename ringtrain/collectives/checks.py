@@ -54,5 +54,5 @@ def find_wrong_sum(collective: Collective, expected: float) -> float | None:
     import tensorflow as tf
 
     tensors = [tf.fill([size], collective.world.rank + 1.0) for size in SIZES]
-    totals = collective.all_reduce(tensors, name="checks/sum")
+    totals = collective.all_reduce(tensors, name="checks/sum").tensors
     return next((float(value) for total in totals for value in total.numpy() if value != expected), None)

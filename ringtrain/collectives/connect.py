@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from typing import Any, Literal
 
 from ringtrain.collectives.base import Collective
+from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
 from ringtrain.runtime.world import World
 
@@ -28,3 +30,32 @@ def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collec
     from ringtrain.collectives.solo import Solo
 
     return Solo(world)
+
+
+def share_memory(collective: Collective) -> Collective:
+    """The same ranks, whose ordered sums go through memory where all of them are on the cores of one node.
+
+    Every rank must call it, after they have met.
+    """
+    world = collective.world
+    if world.size == 1 or world.local_size < world.size:
+        return collective
+    import tensorflow as tf
+
+    from ringtrain.collectives.horovod import HorovodCollective
+    from ringtrain.collectives.shared_memory import SharedMemory
+    from ringtrain.collectives.shared_window import share_window
+
+    def on_all(value: Any) -> list[Any]:
+        return all_gather_object(collective, value, name="shared_memory")
+
+    facts = on_all([bool(tf.config.get_visible_devices("GPU")), len(os.sched_getaffinity(0))])
+    if any(has_gpu for has_gpu, _ in facts):
+        return collective
+    window = share_window(world.rank, world.size, on_all)
+    if window is None:
+        return collective
+    has_one_core = all(num_cores == 1 for _, num_cores in facts)
+    if has_one_core and isinstance(collective, HorovodCollective):
+        collective.yield_core()
+    return SharedMemory(collective, window, overlaps_compute=not has_one_core)

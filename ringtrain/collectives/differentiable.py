@@ -80,7 +80,7 @@ def add(parts: Tensors, collective: Collective, name: str) -> Tensors:
         def gradient(*upstream: Any) -> Tensors:
             return spread([tf.convert_to_tensor(whole) for whole in upstream], collective, next(gradient_names))
 
-        return collective.all_reduce([_hide(part) for part in parts], name=group_name), gradient
+        return collective.all_reduce([_hide(part) for part in parts], name=group_name).tensors, gradient
 
     sums = list(parts)
     for dtype in dict.fromkeys(part.dtype for part in parts):

@@ -5,7 +5,7 @@ ranks is the gradient of the mean over the global batch, and nothing is divided 
 
 Gradients leave in a few groups, in the order in which the backward pass makes them (the last layer's first), so that
 the first groups travel while the rest is still computed. Those of a small model, and all where a rank has one core,
-leave at once, with the step's other sums: then nobody has to agree on an order (``sum_alone``).
+leave at once, with the step's other sums: then nobody has to agree on an order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Reduced(NamedTuple):
         is_finite: bool []; False where any value on any rank was not finite.
         global_norm: float [], the Euclidean norm of all gradients together.
         control: the sum of the control vectors; None where none was given.
-        kept: tensors that have to be kept until all that is made of the others is computed.
+        keep_alive: tensors to be kept until all that is made of the others is computed.
     """
 
     gradients: list[tf.Tensor | tf.IndexedSlices]
@@ -65,7 +65,8 @@ class GradientReduction:
             value beyond 65504 becomes infinite, which the verdict sees.
         name: prefix of the collectives' names; unique in a program.
         groups: which gradients travel together, each group of one type; None: as ``plan_groups`` says.
-        may_share: whether ``Reduced.kept`` is kept, and no variable takes over a part of a gradient: see ``sum_alone``.
+        read_only: whether ``Reduced.keep_alive`` is kept, and no variable takes over a part of a gradient: see
+            ``Collective.all_reduce``.
         calls: how many reductions this process has set up; 0 says that its ranks train apart.
     """
 
@@ -75,7 +76,7 @@ class GradientReduction:
     compression: Compression = "none"
     name: str = "gradients"
     groups: Sequence[Sequence[int]] | None = None
-    may_share: bool = False
+    read_only: bool = False
 
     def __call__(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor | None = None) -> Reduced:
         """Reduce one gradient for each variable, in the order in which the forward pass uses the variables.
@@ -86,7 +87,7 @@ class GradientReduction:
         if control is not None and self._leaves_at_once([*gradients, control]):
             return self._sum_at_once(gradients, control)
         if control is not None:  # issued once the forward pass has it: it travels while the backward pass computes
-            [control] = self.collective.all_reduce([control], name="control")
+            [control] = self.collective.all_reduce([control], name="control").tensors
         sums = self.all_reduce(gradients)
         is_finite, global_norm = check_finite(sums)
         return Reduced(sums, is_finite, global_norm, control)
@@ -116,7 +117,7 @@ class GradientReduction:
         short = [index for index in range(len(specs)) if index not in large]
         vector = tf.concat([*(tf.reshape(gradients[i], [-1]) for i in short), control], axis=0)
         together = [*(gradients[i] for i in large), vector]
-        totals = self.collective.sum_alone(together, name=f"{self.name}/0", may_share=self.may_share)
+        totals = self.collective.all_reduce(together, name=f"{self.name}/0", ordered=True, read_only=self.read_only)
         *of_large, total = totals.tensors
         lengths = [gradients[i].shape.num_elements() for i in short]
         of_short, control = tf.split(total, [sum(lengths), control.shape[0]])
@@ -125,19 +126,19 @@ class GradientReduction:
         sums = dict(zip(large, of_large, strict=True))
         for index, part in zip(short, tf.split(of_short, lengths) if short else [], strict=True):
             sums[index] = tf.reshape(part, gradients[index].shape)
-        keep_alive = totals.tensors if self.may_share else ()
-        return Reduced([sums[index] for index in range(len(gradients))], is_finite, global_norm, control, keep_alive)
+        reduced = [sums[index] for index in range(len(gradients))]
+        return Reduced(reduced, is_finite, global_norm, control, totals.keep_alive)
 
     def _leaves_at_once(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
         """Whether these are summed together, each as it is: of the same type, none of them sparse."""
         specs = [gradient_spec(tensor) for tensor in tensors]
         if self.groups is not None or self.compression != "none" or len({(s.dtype, s.is_sparse) for s in specs}) > 1:
             return False
-        return self.collective.sums_at_once or sum(spec.num_bytes for spec in specs) <= ONE_MESSAGE_BYTES
+        return not self.collective.overlaps_compute or sum(spec.num_bytes for spec in specs) <= ONE_MESSAGE_BYTES
 
     def _sum_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         packed = [self._compress(gradient) for gradient in gradients]
-        totals = self.collective.all_reduce(packed, name=name)
+        totals = self.collective.all_reduce(packed, name=name).tensors
         return [_cast(total, gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
 
     def _sum_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.collectives.base import Totals
-from ringtrain.collectives.objects import all_gather_object
-from ringtrain.collectives.shared_memory import DTYPES, SharedSums, share_window
+from ringtrain.collectives.base import Totals, mark_collective
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import DYNAMIC_TIMELINE
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
@@ -54,6 +52,8 @@ HOROVOD_SETTINGS = tuple(
 class HorovodCollective:
     """The collective of a run under a launcher."""
 
+    overlaps_compute = True
+
     def __init__(self, world: World, hvd: ModuleType, threads: Collection[int] = ()) -> None:
         """Horovod has been started.
 
@@ -64,44 +64,29 @@ class HorovodCollective:
         self.description = describe(hvd)
         self._hvd = hvd
         self._threads = threads
-        self._shared: SharedSums | None = None  # carries what is summed alone; on every rank or on none
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
+    ) -> Totals:
+        del ordered, read_only  # Horovod agrees on an order in every cycle, and gives memory of the rank's own
         if len(tensors) == 1:  # it may be reduced in place, without the copies into a fusion buffer
-            return _keep_apart([self._hvd.allreduce(tensors[0], op=self._hvd.Sum, name=name)], name)
-        return _keep_apart(self._hvd.grouped_allreduce(list(tensors), op=self._hvd.Sum, name=name), name)
+            totals = [self._hvd.allreduce(tensors[0], op=self._hvd.Sum, name=name)]
+        else:
+            totals = self._hvd.grouped_allreduce(list(tensors), op=self._hvd.Sum, name=name)
+        return Totals(mark_collective(totals, name))
 
-    @property
-    def sums_at_once(self) -> bool:
-        return self._shared is not None and self._shared.carries_all
+    def yield_core(self) -> None:
+        """Let the threads of Horovod and MPI run when nothing else of this process wants the core.
 
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
-        if self._shared is None or any(tensor.dtype.name not in DTYPES for tensor in tensors):
-            return Totals(self.all_reduce(tensors, name=name))
-        return self._shared(tensors, name, may_share=may_share)
-
-    def share_memory(self) -> None:
-        import tensorflow as tf
-
-        def on_all(value: Any) -> list[Any]:
-            return all_gather_object(self, value, name="shared_memory")
-
-        world = self.world
-        if world.size == 1 or world.local_size < world.size:
-            return
-        facts = on_all([bool(tf.config.get_visible_devices("GPU")), len(os.sched_getaffinity(0))])
-        if any(has_gpu for has_gpu, _ in facts):
-            return
-        window = share_window(world.rank, world.size, on_all)
-        if window is not None:
-            carries_all = all(num_cores == 1 for _, num_cores in facts)
-            self._shared = SharedSums(window, world.rank, world.size, carries_all=carries_all)
-            if carries_all:
-                give_way(self._threads)
-            self.description += f", {'gradients' if carries_all else 'short sums'} through shared memory"
+        Horovod's thread meets those of the other ranks in every cycle, whether there is anything to sum or not, and
+        takes the only core of a rank from what computes. When that waits for a sum of Horovod's, the core is free.
+        """
+        for thread in self._threads:
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        return _keep_apart([self._hvd.allgather(tensor, name=name)], name)[0]
+        return mark_collective([self._hvd.allgather(tensor, name=name)], name)[0]
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         return [
@@ -135,17 +120,6 @@ class HorovodCollective:
 def running_threads() -> set[int]:
     """The numbers that the kernel knows this process' threads by."""
     return {int(name) for name in os.listdir("/proc/self/task")}
-
-
-def give_way(threads: Collection[int]) -> None:
-    """Let threads run when nothing else of this process wants the core.
-
-    Horovod's thread meets those of the other ranks in every cycle, whether there is anything to sum or not, and takes
-    the only core of a rank from what computes. When that waits for a sum of Horovod's, the core is free.
-    """
-    for thread in threads:
-        with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)
 
 
 def connect_horovod(world: World) -> HorovodCollective:
@@ -291,18 +265,6 @@ def _gather_by_mpi(value: Any) -> list[Any]:
     joined = np.empty(lengths.sum(), np.uint8)
     ranks.Allgatherv(mine, [joined, lengths, offsets, MPI.BYTE])
     return [json.loads(part.tobytes()) for part in np.split(joined, offsets[1:])]
-
-
-def _keep_apart(outputs: list[tf.Tensor], name: str) -> list[tf.Tensor]:
-    """Let TensorFlow's optimizer not merge two collectives with the same input, as it does with stateless operations.
-
-    Horovod's are not marked as stateful. A rank whose graph differs, having no samples, would wait for both.
-    """
-    import tensorflow as tf
-
-    if not tf.executing_eagerly():
-        outputs[0].op._set_attr("_collective", tf.compat.v1.AttrValue(s=name.encode()))
-    return outputs
 
 
 def describe(hvd: ModuleType) -> str:

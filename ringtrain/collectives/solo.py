@@ -20,15 +20,11 @@ class Solo:
 
     world: World
     description: str = "none (one process)"
-    sums_at_once: bool = False
+    overlaps_compute: bool = True
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        return list(tensors)
-
-    def share_memory(self) -> None:
-        """There is nobody to share it with."""
-
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
+    ) -> Totals:
         return Totals(list(tensors))
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:

@@ -119,7 +119,7 @@ def time_all_reduce(collective: Collective) -> AllReduce:
     seconds, is_right = [], True
     for _ in range(1 + REPETITIONS):
         start = time.perf_counter()
-        [total] = collective.all_reduce([tensor], name="doctor/all_reduce")
+        [total] = collective.all_reduce([tensor], name="doctor/all_reduce").tensors
         float(total[0])  # a GPU's work has ended once its result is here
         seconds.append(time.perf_counter() - start)
         is_right &= bool(tf.reduce_all(total == size * (size + 1) / 2))

@@ -107,8 +107,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         values = np.array([logs[name] for name in names], np.float64)
         weighted = np.where(weights > 0, values * weights, 0.0)  # the mean of no samples is not a number
         with tf.device(self._device):
-            sums = ProcessSetCollective().all_reduce([tf.constant([weighted, weights])], name="metrics")[0].numpy()
-        for name, total, weight in zip(names, *sums, strict=True):
+            [sums] = ProcessSetCollective().all_reduce([tf.constant([weighted, weights])], name="metrics").tensors
+        for name, total, weight in zip(names, *sums.numpy(), strict=True):
             logs[name] = float(total / weight) if weight else float("nan")
 
     def _count_samples(self) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from ringtrain.collectives import Totals
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.errors import UsageError
 from ringtrain.runtime.world import World
@@ -42,13 +43,16 @@ class ProcessSetCollective(HorovodCollective):
         Args:
             process_set: the ranks that take part; Horovod's own default is all.
             op: ``hvd.Sum``, or ``hvd.Adasum`` for Horovod's adaptive summation.
-            device_dense, device_sparse: TensorFlow devices of ``sum`` and ``gather``; empty: TensorFlow chooses.
+            device_dense, device_sparse: TensorFlow devices of ``all_reduce`` and ``all_gather``; empty: it chooses.
         """
         super().__init__(_read_world(), hvd)
         self._process_set, self._op = process_set, op
         self._device_dense, self._device_sparse = device_dense, device_sparse
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
+    ) -> Totals:
+        del ordered, read_only  # as in HorovodCollective
         options = {
             "op": self._op,
             "process_set": self._process_set,
@@ -57,8 +61,8 @@ class ProcessSetCollective(HorovodCollective):
             "ignore_name_scope": True,
         }
         if len(tensors) == 1:
-            return [hvd.allreduce(tensors[0], **options)]
-        return hvd.grouped_allreduce(list(tensors), **options)
+            return Totals([hvd.allreduce(tensors[0], **options)])
+        return Totals(hvd.grouped_allreduce(list(tensors), **options))
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         with tf.device(self._device_sparse):

@@ -96,7 +96,7 @@ def plan_devices(
         hang_timeout: seconds after which the watchdog ends a run that does not move; 0: there is none.
         profiles: whether Horovod's timeline is to be written later.
         one_at_a_time: whether the operations of a step may run one at a time where each rank has one core of the same
-            node: the ranks sum through memory there (``Collective.share_memory``), and no operation calls Python code.
+            node: the ranks sum through memory there (``collectives.share_memory``), and no operation calls Python code.
         claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
     """
     own_cores: tuple[int, ...] = ()

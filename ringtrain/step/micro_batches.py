@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-
-class Forward(NamedTuple):
-    """What the forward and backward pass of a rank's samples gave: sums that the other ranks' are added to."""
-
-    gradients: list[tf.Tensor | tf.IndexedSlices]
-    sums: tf.Tensor  # the control vector before the reduction, [CONTROL_SUMS + metrics]
-    state: list[tf.Tensor]  # new values of the variables that the forward pass itself updates
+from ringtrain.step.structure import Forward
 
 
 def add_up(
-    compute: Callable[[Any, Any, Sequence[tf.Tensor], tf.Tensor], Forward],
+    compute: Callable[[Any, Any, Sequence[tuple[keras.Variable, tf.Tensor]], tf.Tensor], Forward],
     *,
     num_samples: tf.Tensor,
     num_micro_batches: int,
@@ -28,8 +22,8 @@ def add_up(
     """The sums over all micro-batches, in a loop of TensorFlow's, so that only one of them is in memory.
 
     Args:
-        compute: (first sample, end, state after the micro-batch before, number) -> what that micro-batch gave. The
-            first one gets no state.
+        compute: (first sample, end, state with its values after the micro-batch before, number) -> what that
+            micro-batch gave. The first one gets no state.
         num_samples: of this rank's batch, int64 [].
         num_micro_batches: at most so many, of equally many samples; the last ones may be smaller, or missing.
         variables: those that the gradients are of.
@@ -40,7 +34,8 @@ def add_up(
 
     def add(number: tf.Tensor, gradients: list[Any], sums: tf.Tensor, state: list[tf.Tensor]) -> tuple[Any, ...]:
         start = tf.minimum(tf.cast(number, tf.int64) * size, num_samples)
-        more = compute(start, tf.minimum(start + size, num_samples), state, number)
+        updated = list(zip(first.structure.state, state, strict=True))
+        more = compute(start, tf.minimum(start + size, num_samples), updated, number)
         gradients = [_add(a, _unpack(b)) for a, b in zip(gradients, more.gradients, strict=True)]
         return number + 1, gradients, sums + more.sums, more.state
 
@@ -56,7 +51,7 @@ def add_up(
         parallel_iterations=1,
         maximum_iterations=num_micro_batches - 1,
     )
-    return Forward([_pack(g, v) for g, v in zip(gradients, variables, strict=True)], sums, state)
+    return Forward([_pack(g, v) for g, v in zip(gradients, variables, strict=True)], sums, state, first.structure)
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:

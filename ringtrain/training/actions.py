@@ -73,8 +73,8 @@ class Log:
 
     def __init__(self, *, records: Records, job: Job, progress: Progress) -> None:
         self._records, self._job, self._progress = records, job, progress
-        self._since_step, self._since = job.first_step, time.perf_counter()
-        self._since_samples = self._samples_seen(job.first_step)
+        self._since_step, self._since = job.plan.first_step, time.perf_counter()
+        self._since_samples = self._samples_seen(job.plan.first_step)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return step % self._job.config.log_every == 0 or is_last
@@ -101,7 +101,7 @@ class Log:
         self._records.run.write_event(
             "train",
             step=step,
-            epoch=epoch_after(self._job.order, step),
+            epoch=epoch_after(self._job.plan.order, step),
             samples_seen=samples_seen,
             **values,
             **self._job.times.take(num_steps, sec_per_step),
@@ -118,7 +118,8 @@ class Log:
         console.line(f"step {step}, loss = {report.loss:.4g} ({speed})")
 
     def _samples_seen(self, step: int) -> int:
-        return self._progress.samples_seen if self._job.batches.is_counted else self._job.order.samples_before(step)
+        job = self._job
+        return self._progress.samples_seen if job.batches.is_counted else job.plan.order.samples_before(step)
 
     def leave_out(self, seconds: float) -> None:
         """Do not count this time, in which no step was trained."""
@@ -160,7 +161,7 @@ class Evaluate:
 
     def _record(self, step: int, result: EvalReport, records: Records, *, seconds: float) -> None:
         activity.note(Phase.LOG, step)
-        epoch = epoch_after(self._job.order, step)
+        epoch = epoch_after(self._job.plan.order, step)
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
         if result.left_out:
             records.console.line(f"warning: evaluation: left out {describe_bad(list(result.left_out))}")
@@ -218,7 +219,7 @@ class Save:
     def _is_periodic(self, step: int) -> bool:
         """The last step is saved when all is done."""
         every = self._job.config.checkpoint_every
-        return every > 0 and step % every == 0 and step != self._job.total_steps
+        return every > 0 and step % every == 0 and step != self._job.plan.total_steps
 
 
 class CheckReplicas:

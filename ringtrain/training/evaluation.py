@@ -177,8 +177,8 @@ class EvalStep:
 
     def _sum_nothing(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
         """The part of a rank whose share is empty."""
-        nothing = tf.cast(tf.shape(batch.indices)[0], tf.float64)  # not constant: see TrainStep
+        nothing = tf.cast(tf.shape(batch.indices)[0], tf.float64)  # not constant: see LocalGradients.of_nothing
         return self._reduce([stop_votes, *[nothing] * (2 + len(self.metric_names))])
 
     def _reduce(self, sums: list[tf.Tensor]) -> tf.Tensor:
-        return self._collective.sum_alone([tf.stack(sums)], name="evaluation").tensors[0]
+        return self._collective.all_reduce([tf.stack(sums)], name="evaluation", ordered=True).tensors[0]

@@ -94,22 +94,20 @@ def train(
         config,
         collective,
         num_threads=num_threads,
-        first_step=start.step,
-        global_batch_size=start.global_batch_size,
-        former_size=start.size,
+        start=start,
         print_line=console.line,
     )
     progress = Progress(**start.progress)
     if job.batches.is_counted and not progress.samples_seen:  # up to here they were planned
-        progress.samples_seen = job.order.samples_before(job.first_step)
+        progress.samples_seen = job.plan.order.samples_before(job.plan.first_step)
     set_initial_values(job, opened, console)
     describe(job, console, opened)
     actions = create_actions(job, progress, opened, requests, console)
-    actions.check.act(job.first_step)
+    actions.check.act(job.plan.first_step)
     leave_if_told_to(job, requests)
     guard = NonfiniteGuard(job, console, progress, path=Path(start.path), run=opened.directory if opened else None)
     requests.start_training(actions.announce)
-    console.start_progress(job.total_steps, job.first_step, actions.find_last_saved_step)
+    console.start_progress(job.plan.total_steps, job.plan.first_step, actions.find_last_saved_step)
     try:
         actions.profile.begin()
         with explaining_lost_ranks():  # before what is closed makes this rank be somewhere else
@@ -143,17 +141,17 @@ def set_initial_values(job: Job, opened: OpenedRun | None, console: Console) -> 
 
 def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
     """Say what is about to be trained."""
-    order, size = job.order, job.collective.world.size
+    order, size = job.plan.order, job.collective.world.size
     parameters = job.step.model.count_params()
     evaluated = f", {job.evaluation.num_samples:,} to evaluate on" if job.evaluation else ""
     samples = "samples fed by each rank" if isinstance(order, StreamingOrder) else f"{order.num_samples:,} samples"
     console.line(f"{job.config.workload}: {parameters:,} parameters; {samples}{evaluated}")
     console.line(
         f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; "
-        f"{order.steps_per_epoch} steps an epoch, {job.total_steps} in all"
+        f"{order.steps_per_epoch} steps an epoch, {job.plan.total_steps} in all"
     )
-    if job.first_step:
-        console.line(f"going on from the checkpoint of step {job.first_step}")
+    if job.plan.first_step:
+        console.line(f"going on from the checkpoint of step {job.plan.first_step}")
     if opened is not None:
         opened.directory.write_event(
             "start",
@@ -162,8 +160,8 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
             samples=order.num_samples,
             global_batch_size=order.global_batch_size,
             steps_per_epoch=order.steps_per_epoch,
-            first_step=job.first_step,
-            total_steps=job.total_steps,
+            first_step=job.plan.first_step,
+            total_steps=job.plan.total_steps,
             parameters=parameters,
             node=job.collective.world.node,
             launcher=job.collective.world.launcher,
@@ -224,9 +222,9 @@ def create_actions(
     log, records, writer = None, None, None
     if opened is not None:
         run = opened.directory
-        records = Records(run, console, first_step=job.first_step)
+        records = Records(run, console, first_step=job.plan.first_step)
         log = Log(records=records, job=job, progress=progress)
-        writer = CheckpointWriter(run, keep=job.config.keep, print_line=console.line, last_step=job.first_step)
+        writer = CheckpointWriter(run, keep=job.config.keep, print_line=console.line, last_step=job.plan.first_step)
     evaluate = Evaluate(job=job, progress=progress, requests=requests, records=records, log=log)
     run_facts = describe_run(job, opened.identity) if opened is not None else {}
     snapshot = functools.partial(take_snapshot, job, progress=progress, run_facts=run_facts)
@@ -245,7 +243,8 @@ def leave_if_told_to(job: Job, requests: StopRequests) -> None:
     who, cause = find_requests(job, requests)
     if cause is not None:
         requests.clear_file()
-        stands = f"the checkpoint of step {job.first_step} stands" if job.first_step else "there was nothing to save"
+        first_step = job.plan.first_step
+        stands = f"the checkpoint of step {first_step} stands" if first_step else "there was nothing to save"
         raise PreemptedError(f"stopped by {who} before the first step; {stands}.", reach="run", stopped_by=cause)
 
 
@@ -285,16 +284,16 @@ def run_steps(
     batches, times = job.batches, job.times
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
     in_flight: collections.deque[Trained] = collections.deque()
-    step = job.first_step
+    step = job.plan.first_step
     activity.note(Phase.DATA, step + 1, takes_long=True)
     batches.begin()
     ending = catch_up(job, actions, progress)
-    for step, batch in enumerate(times.waiting_for(batches if ending is None else ()), start=job.first_step + 1):
-        is_prepared = step > job.first_step + 1 and job.step.is_traced_for(batch)
+    for step, batch in enumerate(times.waiting_for(batches if ending is None else ()), start=job.plan.first_step + 1):
+        is_prepared = step > job.plan.first_step + 1 and job.step.is_traced_for(batch)
         activity.note(Phase.STEP, step, takes_long=not is_prepared)
-        learning_rate = job.learning_rate(job.order.samples_before(step - 1))
+        learning_rate = job.plan.learning_rate(job.plan.order.samples_before(step - 1))
         is_stop_wanted = requests is not None and requests.is_pending
-        for labels in job.labels_to_check if step <= job.first_step + CHECKED_STEPS else ():
+        for labels in job.labels_to_check if step <= job.plan.first_step + CHECKED_STEPS else ():
             labels.check(batch.y, batch.indices, of="training")
         with times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
             returned = job.step(
@@ -324,7 +323,7 @@ class Trained(NamedTuple):
 
 def catch_up(job: Job, actions: Sequence[Action], progress: Progress) -> Ending | None:
     """Make the evaluation that was due at the first step, where the run was stopped before or during it."""
-    step = job.first_step
+    step = job.plan.first_step
     is_last = job.batches.is_last(step)
     if not step or progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
         return None
@@ -383,7 +382,7 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
         who, cause = find_requests(job, requests)
         requests.clear_file()
         raise PreemptedError(
-            f"stopped by {who}: step {step} of {job.total_steps} is saved in {path}. "
+            f"stopped by {who}: step {step} of {job.plan.total_steps} is saved in {path}. "
             f"{describe_way_on(job.config, Path(path).parent)}",
             reach="run",
             stopped_by=cause or "signal",

@@ -58,7 +58,7 @@ class Profile:
 
     def begin(self) -> None:
         """Before the first step: begin where the range does, or has; say where no step of it comes any more."""
-        first, total = self._job.first_step, self._job.total_steps
+        first, total = self._job.plan.first_step, self._job.plan.total_steps
         if self._first > total:
             self._print_line(
                 f"warning: --profile {self._job.config.profile}: the run ends with step {total}; there is none"

@@ -134,8 +134,8 @@ def describe_run(job: Job, identity: Mapping[str, Any] | None = None) -> dict[st
         "identity": identity,
         "workload": job.config.workload,
         "world_size": job.collective.world.size,
-        "global_batch_size": job.order.global_batch_size,
-        "samples": job.order.num_samples,
+        "global_batch_size": job.plan.order.global_batch_size,
+        "samples": job.plan.order.num_samples,
         "versions": package_versions(),
         "git_revision": _git_revision(),
         "command": sys.argv,
@@ -174,8 +174,8 @@ def restore(job: Job, checkpoint: Checkpoint) -> None:
 def describe_identity(job: Job) -> dict[str, Any]:
     """What must be the same in a run and in the checkpoint that it goes on from."""
     identity: dict[str, Any] = {"workload": job.config.workload}
-    if not isinstance(job.order, StreamingOrder):  # whose number of samples follows from the steps and the ranks
-        identity["samples"] = job.order.num_samples
+    if not isinstance(job.plan.order, StreamingOrder):  # whose number of samples follows from the steps and the ranks
+        identity["samples"] = job.plan.order.num_samples
     return identity
 
 

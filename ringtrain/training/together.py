@@ -94,7 +94,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
 
     At the end leave them in good order; at once where this rank failed alone, as they would wait for it.
     """
-    from ringtrain.collectives import connect
+    from ringtrain.collectives import connect, share_memory
     from ringtrain.collectives.checks import require_working_sums
     from ringtrain.guard.preflight import require_same_start
     from ringtrain.runtime.devices import own_gpu
@@ -106,7 +106,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
             require_same_start(collective, config, command=command, environ=os.environ)
             require_working_sums(collective, own_gpu())
             if config.backend == "auto":
-                collective.share_memory()
+                collective = share_memory(collective)
             watchdog.meet(collective)
             yield collective, watchdog
         except RingtrainError as error:

@@ -22,7 +22,8 @@ from ringtrain.data.augment import sample_keys
 from ringtrain.data.sources import Source
 from ringtrain.run.variables import name_variables, named_slots, named_weights
 from ringtrain.step.optimizers import FUSED
-from ringtrain.training.job import Job, choose_optimizer
+from ringtrain.training.creation import choose_optimizer
+from ringtrain.training.job import Job
 from ringtrain.verify.record import create_recorded_job, make_comparable, record_job, write_record
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
@@ -58,16 +59,16 @@ def train_oracle(
     make_comparable(model, freezes=False)
     for (_, variable), value in zip(named_weights(model), first, strict=True):
         variable.assign(value)
-    optimizer = choose_optimizer(workload, config, job.learning_rate(0))
+    optimizer = choose_optimizer(workload, config, job.plan.learning_rate(0))
     if type(optimizer) in FUSED.values():
         plain_class = getattr(keras.optimizers, OPTIMIZER_CLASSES[config.optimizer.name])
         optimizer = plain_class.from_config(optimizer.get_config())
     optimizer.build(model.trainable_variables)
     sources = workload.create_sources(config.data_dir, synthetic=config.synthetic)
     train = cast(Source, sources.train)  # a feed is refused before
-    num_samples, batch_size = train.num_samples, job.order.global_batch_size
+    num_samples, batch_size = train.num_samples, job.plan.order.global_batch_size
     sizes = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
-    counts = [sizes[step % len(sizes)] for step in range(job.total_steps)]
+    counts = [sizes[step % len(sizes)] for step in range(job.plan.total_steps)]
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)], autograph=False)
     def read(indices: tf.Tensor, epoch: tf.Tensor) -> Any:
@@ -80,7 +81,7 @@ def train_oracle(
     for step, count in enumerate(counts):
         x, y = read(samples[seen : seen + count], step // len(sizes))
         if isinstance(optimizer.get_config().get("learning_rate"), float):
-            optimizer.learning_rate = job.learning_rate(seen)
+            optimizer.learning_rate = job.plan.learning_rate(seen)
         losses.append(train_step_plainly(workload, model, optimizer, x, y, count, accumulate=config.accumulate))
         decay = min(config.optimizer.ema, (2 + step) / (11 + step))
         averages = [decay * a + (1 - decay) * w.numpy() for a, w in zip(averages, averaged, strict=True)]

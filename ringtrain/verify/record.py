@@ -96,7 +96,7 @@ def create_recorded_job(
             adapt_model=lambda model: notes.extend(make_comparable(model, freezes=freezes)),
             **job_options,
         )
-    if isinstance(job.order, StreamingOrder):
+    if isinstance(job.plan.order, StreamingOrder):
         raise UsageError(
             "each rank of this workload is fed its own samples, so other world sizes train other batches: there is "
             "nothing to compare. Give the same samples by number (from_arrays, or a Source of your own) to verify it.",
@@ -157,8 +157,8 @@ def train_recorded(job: Job, notes: Sequence[str]) -> dict[str, Any]:
         "evaluation": np.array(evaluation),
         "samples": np.concatenate(recorder.samples),
         "samples_per_step": np.array([len(samples) for samples in recorder.samples]),
-        "steps_per_epoch": job.order.steps_per_epoch,
-        "num_samples": job.order.num_samples,
+        "steps_per_epoch": job.plan.order.steps_per_epoch,
+        "num_samples": job.plan.order.num_samples,
         "variables": np.array([variable.path for variable in job.step.variables], str),
         "replicas": np.array(replicas, str),  # [ranks, variables]
         **{name: variable.numpy() for name, variable in job.step.named_variables.items()},

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ringtrain.config import make_config
 from ringtrain.data.formats.cifar10 import FILES, RECORD_BYTES
 from ringtrain.data.sources import ArraySource, from_arrays
-from ringtrain.training.job import plan_steps
+from ringtrain.training.plan import plan_steps
 from ringtrain.workloads import create_workload, load_workload
 from ringtrain.workloads.cifar10_resnet import (
     CHANNEL_MEANS,
@@ -44,11 +44,9 @@ def rates(**explicit: Any) -> tuple[int, list[float]]:
     config = make_config(explicit, Cifar10Resnet.defaults, Cifar10Resnet.options)
     batch = config.global_batch_size
     assert batch is not None
-    order, learning_rate, total_steps = plan_steps(
-        Cifar10Resnet(), config, from_arrays(np.zeros(50_000), np.zeros(50_000)), batch
-    )
-    ends = range(0, total_steps + 1, order.steps_per_epoch)
-    return order.steps_per_epoch, [learning_rate(order.samples_before(step)) for step in ends]
+    plan = plan_steps(Cifar10Resnet(), config, from_arrays(np.zeros(50_000), np.zeros(50_000)), batch)
+    ends = range(0, plan.total_steps + 1, plan.order.steps_per_epoch)
+    return plan.order.steps_per_epoch, [plan.learning_rate(plan.order.samples_before(step)) for step in ends]
 
 
 def test_the_learning_rate_is_a_triangle_that_ends_with_the_run() -> None:

@@ -197,7 +197,7 @@ def test_every_optimizer_is_one_of_keras() -> None:
 def test_every_optimizer_can_be_made_from_its_settings(name: str) -> None:
     import keras
 
-    from ringtrain.training.job import create_optimizer
+    from ringtrain.training.creation import create_optimizer
 
     momentum = 0.5 if name in ("sgd", "rmsprop") else 0.0
     settings = OptimizerConfig(name=name, lr=0.25, weight_decay=0.125, clip_global_norm=2.0, momentum=momentum)
@@ -214,7 +214,7 @@ def test_a_setting_is_for_just_those_optimizers_that_take_it(setting: str, names
 
     import keras
 
-    from ringtrain.training.job import create_optimizer
+    from ringtrain.training.creation import create_optimizer
 
     for name, class_name in OPTIMIZER_CLASSES.items():
         parameters = inspect.signature(getattr(keras.optimizers, class_name)).parameters

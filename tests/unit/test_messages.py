@@ -27,12 +27,11 @@ class Recording(Solo):
         super().__init__(ALONE)
         object.__setattr__(self, "sent", [])
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
+    ) -> Totals:
         self.sent.append((name, [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]))
-        return list(tensors)
-
-    def sum_alone(self, tensors: Sequence[tf.Tensor], *, name: str, may_share: bool = False) -> Totals:
-        return Totals(self.all_reduce(tensors, name=name))
+        return Totals(list(tensors))
 
     sent: list[Message]
 
@@ -42,7 +41,7 @@ class RecordingAtOnce(Recording):
 
     def __init__(self) -> None:
         super().__init__()
-        object.__setattr__(self, "sums_at_once", True)
+        object.__setattr__(self, "overlaps_compute", False)
 
 
 @tf.custom_gradient

@@ -17,16 +17,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import shared_memory
+from ringtrain.collectives import shared_sums
 from ringtrain.collectives.results import LINE_BYTES, Buffers
-from ringtrain.collectives.shared_memory import (
-    MAX_RESULTS,
-    SharedSums,
-    Window,
-    cut,
-    open_window,
-    share_window,
-)
+from ringtrain.collectives.shared_sums import MAX_RESULTS, SharedSums, cut
+from ringtrain.collectives.shared_window import CHUNK_BYTES, NAME, Window, open_window, share_window
 from ringtrain.errors import LOST_RANK_SIGN
 
 
@@ -76,7 +70,7 @@ def test_nobody_takes_a_window_that_some_rank_does_not_get() -> None:
 
 
 def test_another_memory_with_the_same_number_is_told_by_its_token() -> None:
-    descriptor = os.memfd_create(shared_memory.NAME)
+    descriptor = os.memfd_create(NAME)
     try:
         os.ftruncate(descriptor, Window.num_bytes(2))
         place = [os.getpid(), descriptor, "11" * 16]
@@ -115,23 +109,23 @@ def test_chunks_hold_each_value_once() -> None:
     values = np.arange(700_000, dtype=np.float64).reshape(700, 1000)
     total = np.zeros_like(values)
     for mine, place in zip(cut(values), cut(total), strict=True):
-        assert mine.nbytes <= shared_memory.CHUNK_BYTES
+        assert mine.nbytes <= CHUNK_BYTES
         place[:] += mine
     np.testing.assert_array_equal(total, values)
 
 
 def add_up_together(
-    ranks: Sequence[SharedSums], arrays: Sequence[list[np.ndarray]], *, may_share: bool = True
+    ranks: Sequence[SharedSums], arrays: Sequence[list[np.ndarray]], *, read_only: bool = True
 ) -> list[list[np.ndarray]]:
     """What each gets."""
     with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
-        calls = [pool.submit(rank.add_up, 7, may_share, *mine) for rank, mine in zip(ranks, arrays, strict=True)]
+        calls = [pool.submit(rank.add_up, 7, read_only, *mine) for rank, mine in zip(ranks, arrays, strict=True)]
         return [call.result(timeout=60) for call in calls]
 
 
 def ranks_of(size: int) -> list[SharedSums]:
     """Ranks that are threads."""
-    return [SharedSums(window, rank, size, carries_all=True) for rank, window in enumerate(windows_of(size))]
+    return [SharedSums(window, rank, size) for rank, window in enumerate(windows_of(size))]
 
 
 def windows_of(size: int) -> list[Window]:
@@ -162,19 +156,19 @@ def test_many_chunks_of_different_types_are_added_in_one_call(size: int) -> None
                 np.testing.assert_array_equal(total, right)
 
 
-@pytest.mark.parametrize("may_share", [True, False])
-def test_what_is_summed_again_is_read_where_it_was_added(may_share: bool) -> None:
+@pytest.mark.parametrize("read_only", [True, False])
+def test_what_is_summed_again_is_read_where_it_was_added(read_only: bool) -> None:
     ranks = ranks_of(2)
     arrays = [[np.full(600_000, rank, np.float32)] for rank in (1, 2)]
     are_shared = []
     for _ in range(4):
-        (mine, _), (theirs, _) = add_up_together(ranks, arrays, may_share=may_share)
+        (mine, _), (theirs, _) = add_up_together(ranks, arrays, read_only=read_only)
         files = {file_of(total) for total in (mine, theirs)}
         are_shared.append(len(files) == 1)
         assert mine.flags.writeable != are_shared[-1]
         del mine, theirs
     # A sum that is made once or twice needs no memory of all.
-    assert are_shared == [False, False, may_share, may_share]
+    assert are_shared == [False, False, read_only, read_only]
 
 
 def file_of(array: np.ndarray) -> str:
@@ -329,7 +323,7 @@ def test_a_rank_that_sums_something_else_is_told() -> None:
     window = windows_of(2)[0]
     window.given[1], window.summed[1] = 1, 8
     with pytest.raises(RuntimeError, match="at different places of the program"):
-        SharedSums(window, 0, 2, carries_all=True).add_up(7, True, np.zeros(3))
+        SharedSums(window, 0, 2).add_up(7, True, np.zeros(3))
 
 
 def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
@@ -338,7 +332,7 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
     child.wait()
     window.processes[:] = [os.getpid(), child.pid]
     with (
-        mock.patch.object(shared_memory, "LOOK_SECONDS", 0.01),
+        mock.patch.object(shared_sums, "LOOK_SECONDS", 0.01),
         pytest.raises(RuntimeError, match=f"{LOST_RANK_SIGN}: rank 1"),
     ):
-        SharedSums(window, 0, 2, carries_all=True).add_up(7, True, np.zeros(3))
+        SharedSums(window, 0, 2).add_up(7, True, np.zeros(3))

@@ -45,10 +45,9 @@ def join(world: World) -> Any:
     apply_plan(plan)
     with quiet_start():
         start_tensorflow(plan, world)
-    from ringtrain.collectives import connect
+    from ringtrain.collectives import connect, share_memory
 
-    collective = connect("auto", world)
-    collective.share_memory()
+    collective = share_memory(connect("auto", world))
     return collective
 
 

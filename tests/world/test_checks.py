@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ringtrain.collectives import Collective
+from ringtrain.collectives import Collective, Totals
 from ringtrain.collectives.checks import require_working_sums
 from ringtrain.errors import UsageError
 from tests.world.group import GLOO, on_ranks
@@ -42,16 +42,16 @@ def test_one_rank_may_train(collective: Collective) -> None:
 def test_a_backend_whose_sums_come_back_as_they_were_is_refused_on_all(collective: Any, gpu: str | None) -> None:
     """As Horovod's do on a GPU that its kernels were not compiled for."""
     size, last = collective.world.size, collective.world.size - 1
-    summed = collective.all_reduce
+    all_reduce = collective.all_reduce
 
-    def sum_on_others(tensors: Any, *, name: str) -> Any:
-        totals = summed(tensors, name=name)
-        return [*totals[:-1], tensors[-1]] if collective.world.rank == last else totals
+    def reduce_on_others(tensors: Any, *, name: str) -> Any:
+        totals = all_reduce(tensors, name=name)
+        return Totals([*totals.tensors[:-1], tensors[-1]]) if collective.world.rank == last else totals
 
     right = size * (size + 1) // 2
     remedy = "make setup GPU=1" if gpu else r"Compile it anew: make setup\."
     with (
-        patch.object(collective, "all_reduce", sum_on_others),
+        patch.object(collective, "all_reduce", reduce_on_others),
         pytest.raises(UsageError, match=rf"all ranks is {right}, but {size} on rank {last}\. .*{remedy}") as caught,
     ):
         require_working_sums(collective, gpu and f"{gpu} {collective.world.rank}")

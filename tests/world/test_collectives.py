@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, all_gather_object, connect, raise_on_all_ranks, run_on_rank0
+from ringtrain.collectives import (
+    Collective,
+    all_gather_object,
+    connect,
+    raise_on_all_ranks,
+    run_on_rank0,
+    share_memory,
+)
 from ringtrain.collectives.gradients import (
     MIN_GROUP_BYTES,
     ONE_MESSAGE_BYTES,
@@ -23,6 +30,7 @@ from ringtrain.collectives.gradients import (
     merge_rows,
 )
 from ringtrain.collectives.horovod import LOWEST_PRIORITY, HorovodCollective, running_threads
+from ringtrain.collectives.shared_memory import SharedMemory
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.run.variables import broadcast_variables
 from tests.world.group import GLOO, on_ranks
@@ -44,7 +52,7 @@ def test_sum_adds_over_all_ranks(collective: Collective) -> None:
     for dtype in ("float16", "float32", "float64", "int32", "int64"):
         mine = [tf.constant(values_of_rank(world.rank, shape, dtype)) for shape in shapes]
         for tensors in (mine, mine[1:2]):  # a group, and a lone tensor
-            sums = collective.all_reduce(tensors, name=f"sum/{dtype}/{len(tensors)}")
+            sums = collective.all_reduce(tensors, name=f"sum/{dtype}/{len(tensors)}").tensors
             for tensor, total in zip(tensors, sums, strict=True):
                 expected = np.sum(values_of_all(world.size, tuple(tensor.shape), dtype), axis=0)
                 np.testing.assert_array_equal(total, expected)
@@ -54,7 +62,7 @@ def test_sum_adds_over_all_ranks(collective: Collective) -> None:
 @on_ranks(1, 2, 3, GLOO)
 def test_sum_works_in_a_graph(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
-    add = tf.function(lambda tensor: collective.all_reduce([tensor, 2 * tensor], name="graph"), autograph=False)
+    add = tf.function(lambda tensor: collective.all_reduce([tensor, 2 * tensor], name="graph").tensors, autograph=False)
     for step in range(3):
         once, twice = add(tf.constant([float(rank + step)]))
         assert float(once[0]) == sum(range(size)) + step * size
@@ -62,15 +70,16 @@ def test_sum_works_in_a_graph(collective: Collective) -> None:
 
 
 @on_ranks(1, 2, 3, GLOO)
-def test_what_is_summed_alone_is_the_same_sum(collective: Collective) -> None:
+def test_an_ordered_sum_is_the_same_sum(collective: Collective) -> None:
     """Through shared memory, by Horovod for other types, and by nobody for one: eagerly and in a graph."""
     world = collective.world
     shapes = [(0,), (1,), (7, 3), (1200, 1100)]
     for dtype in ("float16", "float32", "float64"):
         mine = [tf.constant(values_of_rank(world.rank, shape, dtype)) for shape in shapes]
         expected = [np.sum(values_of_all(world.size, shape, dtype), axis=0, dtype=dtype) for shape in shapes]
-        add = tf.function(functools.partial(collective.sum_alone, name=f"alone/{dtype}/graph"), autograph=False)
-        for totals in (collective.sum_alone(mine, name=f"alone/{dtype}"), add(mine), add(mine)):
+        all_reduce = functools.partial(collective.all_reduce, ordered=True)
+        add = tf.function(functools.partial(all_reduce, name=f"ordered/{dtype}/graph"), autograph=False)
+        for totals in (all_reduce(mine, name=f"ordered/{dtype}"), add(mine), add(mine)):
             for tensor, total, sum_of_all in zip(mine, totals.tensors, expected, strict=True):
                 assert (total.dtype, total.shape) == (tensor.dtype, tensor.shape)
                 np.testing.assert_array_equal(total, sum_of_all)
@@ -82,7 +91,11 @@ def test_what_is_summed_alone_is_the_same_sum(collective: Collective) -> None:
 @on_ranks(2)
 def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) -> None:
     """Memory of results is used again, but not of those that somebody has."""
-    add = tf.function(lambda tensor: collective.sum_alone([tensor], name="kept").tensors[0], autograph=False)
+
+    @tf.function(autograph=False)
+    def add(tensor: tf.Tensor) -> tf.Tensor:
+        return collective.all_reduce([tensor], name="kept", ordered=True).tensors[0]
+
     variable = tf.Variable(tf.zeros([1000]))
     kept = []
     for step in range(20):
@@ -92,9 +105,8 @@ def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) ->
         for earlier, expected in kept:
             np.testing.assert_array_equal(earlier, expected)
         np.testing.assert_array_equal(variable, kept[-1][1])
-    assert isinstance(collective, HorovodCollective)
-    assert collective._shared is not None
-    kept_memory = collective._shared._buffers._memory[4000]
+    assert isinstance(collective, SharedMemory)
+    kept_memory = collective._sums._buffers._memory[4000]
     before = len(kept_memory)
     for step in range(50):
         add(tf.fill([1000], float(step)))
@@ -102,18 +114,19 @@ def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) ->
 
 
 @on_ranks(2, 3)
-def test_what_is_summed_alone_may_be_on_its_way_beside_sums_of_horovod(collective: Collective) -> None:
+def test_an_ordered_sum_may_be_on_its_way_beside_sums_of_horovod(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
 
     @tf.function(autograph=False)
     def add(step: tf.Tensor) -> list[tf.Tensor]:
-        parts = [collective.all_reduce([step + rank + number], name=f"beside/{number}")[0] for number in range(4)]
-        return [collective.sum_alone([tf.reshape(step + rank, [1])], name="beside/alone").tensors[0], *parts]
+        parts = [collective.all_reduce([step + rank + number], name=f"beside/{number}") for number in range(4)]
+        ordered = collective.all_reduce([tf.reshape(step + rank, [1])], name="beside/ordered", ordered=True)
+        return [each.tensors[0] for each in (ordered, *parts)]
 
     for step in range(50):
-        [alone], *parts = add(tf.constant(float(step)))
-        assert float(alone) == step * size + sum(range(size))
-        assert [float(part) for part in parts] == [float(alone) + number * size for number in range(4)]
+        [ordered], *parts = add(tf.constant(float(step)))
+        assert float(ordered) == step * size + sum(range(size))
+        assert [float(part) for part in parts] == [float(ordered) + number * size for number in range(4)]
 
 
 @on_ranks(2, 3)
@@ -129,8 +142,9 @@ def test_horovods_threads_give_way_on_the_only_core_of_a_rank(collective: Collec
         for cores, expected in (({0, 1}, before[os.getpid()]), ({0}, LOWEST_PRIORITY)):
             its = HorovodCollective(collective.world, hvd, {waiting.native_id, 2**22 + 1})  # one has ended
             with mock.patch("os.sched_getaffinity", return_value=cores):
-                its.share_memory()
-            assert its.sums_at_once == (len(cores) == 1)
+                shared = share_memory(its)
+            assert isinstance(shared, SharedMemory)
+            assert shared.overlaps_compute == (len(cores) > 1)
             assert priorities_of({waiting.native_id}) == {waiting.native_id: expected}
         after = priorities_of(before)
         assert os.getpid() in after
@@ -151,13 +165,13 @@ def priorities_of(threads: Collection[int]) -> dict[int, int]:
 
 @on_ranks(2, 3, GLOO)
 def test_only_where_horovod_is_asked_for_it_carries_everything(collective: Collective) -> None:
-    assert isinstance(collective, HorovodCollective)
-    assert collective._shared is not None
+    assert isinstance(collective, SharedMemory)
     asked_for = connect("horovod", collective.world)
     assert isinstance(asked_for, HorovodCollective)
-    assert asked_for._shared is None
     mine = tf.constant(values_of_rank(collective.world.rank, (5,)))
-    [by_horovod], [by_memory] = (each.sum_alone([mine], name="asked").tensors for each in (asked_for, collective))
+    [by_horovod], [by_memory] = (
+        each.all_reduce([mine], name="asked", ordered=True).tensors for each in (asked_for, collective)
+    )
     np.testing.assert_array_equal(by_horovod, by_memory)
 
 
@@ -361,8 +375,8 @@ def test_what_leaves_at_once_is_judged_as_it_is_summed(collective: Collective) -
     rank, size = collective.world.rank, collective.world.size
     shapes = [(4,), (MIN_GROUP_BYTES, 2), (3, 2), (ONE_MESSAGE_BYTES,)]
     control = tf.fill([3], 1e20)
-    assert isinstance(collective, HorovodCollective)
-    with mock.patch.object(collective._shared, "carries_all", True):
+    assert isinstance(collective, SharedMemory)
+    with mock.patch.object(collective, "overlaps_compute", False):
         reduce = tf.function(GradientReduction(collective=collective), autograph=False)
         gradients = [values_of_rank(rank, shape, "float32") for shape in shapes]
         reduced = reduce([tf.constant(gradient) for gradient in gradients], control)
@@ -384,18 +398,20 @@ def test_what_leaves_at_once_is_judged_as_it_is_summed(collective: Collective) -
 
 @on_ranks(2)
 def test_a_small_model_and_ranks_of_one_core_send_one_message_and_keep_what_is_shared(collective: Collective) -> None:
-    assert isinstance(collective, HorovodCollective)
+    assert isinstance(collective, SharedMemory)
     small, large, control = tf.zeros([8]), tf.zeros([ONE_MESSAGE_BYTES // 4]), tf.zeros([3])  # float32
-    for carries_all, gradient, is_one in ((False, small, True), (False, large, False), (True, large, True)):
-        for may_share in (False, True):
-            reduction = GradientReduction(collective=collective, may_share=may_share)
+    for overlaps, gradient, is_one in ((True, small, True), (True, large, False), (False, large, True)):
+        for read_only in (False, True):
+            reduction = GradientReduction(collective=collective, read_only=read_only)
             with (
-                mock.patch.object(collective._shared, "carries_all", carries_all),
-                mock.patch.object(collective, "sum_alone", wraps=collective.sum_alone) as sum_alone,
+                mock.patch.object(collective, "overlaps_compute", overlaps),
+                mock.patch.object(collective, "all_reduce", wraps=collective.all_reduce) as all_reduce,
             ):
                 reduced = tf.function(reduction, autograph=False)([gradient], control)
-            assert sum_alone.called is is_one
-            assert bool(reduced.keep_alive) is (is_one and may_share)
+            assert [call.kwargs.get("ordered", False) for call in all_reduce.call_args_list] == (
+                [True] if is_one else [False, False]
+            )
+            assert bool(reduced.keep_alive) is (is_one and read_only)
 
 
 @on_ranks(1, 2, 3)

@@ -111,7 +111,7 @@ def test_the_embedding_s_gradient_travels_sparse(collective: Collective) -> None
     create, create_samples = MODELS["embedding"]
     batches = batches_of(create_samples(46), collective, global_batch_size=4, steps=1)
     step = create_step(collective, create, OPTIMIZERS["momentum"], batches.element_spec)
-    assert sum(dtype is not None for dtype in step._sparse_index_dtypes) == 1
+    assert sum(dtype is not None for dtype in step._structure.sparse_index_dtypes) == 1
 
 
 if "multi" in OPTIMIZERS:  # not with an older Keras
@@ -497,9 +497,13 @@ def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collecti
 def test_no_two_steps_share_their_dropout_whatever_the_seed(collective: Collective, seed: int) -> None:
     batch = make_batch(np.ones((1, 3 * BLOCK)), np.zeros(1), step=0, global_count=1)
     step = create_step(collective, dropout_model, OPTIMIZERS["momentum"], spec_of(batch), seed=seed)
-    states = [step._dropout_seeds(tf.constant(number), tf.constant(part)) for number in range(200) for part in (0, 1)]
+    states = [
+        step._local_gradients._dropout_seeds(tf.constant(number), tf.constant(part))
+        for number in range(200)
+        for part in (0, 1)
+    ]
     assert len({tuple(state.numpy()) for [state] in states}) == 400
-    assert step._state == []  # they follow the step, and are nothing that the ranks would have to average
+    assert step._structure.state == ()  # they follow the step, and are nothing that the ranks would have to average
 
 
 @on_ranks(1)

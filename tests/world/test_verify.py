@@ -342,18 +342,19 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
 
     from ringtrain.collectives import Totals
     from ringtrain.collectives.gradients import GradientReduction
-    from ringtrain.collectives.horovod import HorovodCollective
+    from ringtrain.collectives.shared_memory import SharedMemory
     from ringtrain.data import augment, order, pipeline
     from ringtrain.data.order import SampleOrder
     from ringtrain.run import variables
+    from ringtrain.step import local_gradients
     from ringtrain.step import train_step as step
     from ringtrain.training import evaluation
     from ringtrain.verify import record
 
     right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
-    right_sum, right_reduction = HorovodCollective.sum_alone, GradientReduction.__call__
+    right_sum, right_reduction = SharedMemory.all_reduce, GradientReduction.__call__
     right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
-    right_batches, right_seeds = evaluation.evaluation_batches, step.TrainStep._dropout_seeds
+    right_batches, right_seeds = evaluation.evaluation_batches, local_gradients.LocalGradients._dropout_seeds
 
     def mean_of_means(self: Any, *steps: int, rank: int, size: int) -> Any:
         planned = right_plan(self, *steps, rank=rank, size=size)
@@ -392,10 +393,9 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     def mean_of_micro_batches(data_loss_sum: Any, regularization: Any, *, count: Any, global_count: Any) -> Any:
         return (data_loss_sum / count + regularization) / 3
 
-    def by_ranks(self: Any, batch: Any, learning_rate: Any, told: Any) -> Any:
-        forward = self._all_forward_and_backward(batch, tf.shape(batch.indices, tf.int64)[0])
-        state = [value / self._collective.world.size for value in forward.state]
-        return self._reduce_and_update(forward._replace(state=state), learning_rate, told)
+    def by_ranks(self: Any, batch: Any) -> Any:
+        forward = self._local_gradients(batch, tf.shape(batch.indices, tf.int64)[0])
+        return forward._replace(state=[value / self._reduction.collective.world.size for value in forward.state])
 
     defects = {
         "a bias' gradient doubled on rank 1": (GradientReduction, "__call__", doubled_on_rank_1),
@@ -414,22 +414,22 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
         "batch normalization's state kept as it was": (
             step.TrainStep,
             "_sum_state",
-            lambda self, state: [tf.convert_to_tensor(variable.value) for variable in self._state],
+            lambda self, forward: [tf.convert_to_tensor(variable.value) for variable in forward.structure.state],
         ),
-        "batch normalization's state weighted by ranks": (step.TrainStep, "_train_samples", by_ranks),
-        "micro-batches that count alike": (step, "partial_objective", mean_of_micro_batches),
+        "batch normalization's state weighted by ranks": (step.TrainStep, "_compute_forward", by_ranks),
+        "micro-batches that count alike": (local_gradients, "partial_objective", mean_of_micro_batches),
         "dropout's seeds without the step": (
-            step.TrainStep,
+            local_gradients.LocalGradients,
             "_dropout_seeds",
             lambda self, number, micro_batch: right_seeds(self, tf.zeros_like(number), micro_batch),
         ),
-        "a reduction that returns its input": (HorovodCollective, "sum_alone", its_input),
+        "a reduction that returns its input": (SharedMemory, "all_reduce", its_input),
         "a mean of means": (SampleOrder, "_plan", mean_of_means),
         "a duplicated sample": (SampleOrder, "_plan", duplicated_sample),
         "augmentation seeded by rank": (pipeline, "sample_keys", keys_of_each_rank),
         "a weight that is not broadcast": (record, "broadcast_variables", without("small/output/kernel")),
         "a slot that is not broadcast": (record, "broadcast_variables", without("momentum")),
-        "regularisation added on every rank": (step, "partial_objective", objective_of_each_rank),
+        "regularisation added on every rank": (local_gradients, "partial_objective", objective_of_each_rank),
     }
     with mock.patch.object(*defects[defect]) if defect else contextlib.nullcontext():
         yield

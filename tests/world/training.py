@@ -147,7 +147,7 @@ def create_step(
         workload=workload or Classification(create),
         model=create(),
         optimizer=optimizer,
-        reduction=GradientReduction(collective=collective, may_share=only_reads_gradients(optimizer)),
+        reduction=GradientReduction(collective=collective, read_only=only_reads_gradients(optimizer)),
         batch_spec=spec,
         precision=precision,  # type: ignore[arg-type]
         accumulate=accumulate,

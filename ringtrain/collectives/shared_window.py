@@ -1,0 +1,122 @@
+"""Memory that all ranks of a node have mapped, and through which they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import secrets
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringtrain.collectives.results import LINE_BYTES
+
+NAME = "ringtrain"  # of the memory, in /proc
+CHUNK_BYTES = 1024 * 1024
+SLOTS = 2  # chunks that are under way at the same time
+TOKEN_BYTES = 16
+NUM_LISTS = 6  # of a number for each rank, in a window
+SQUARES_DTYPE = np.dtype(np.float64)
+
+
+class Window:
+    """Memory of all ranks of a node. It belongs to no file, and is gone with the last process that has it."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        """Map it.
+
+        Args:
+            descriptor: of the open memory.
+            size: number of ranks.
+        """
+        self.descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
+        self._memory = mmap.mmap(descriptor, self.num_bytes(size))
+        content = np.frombuffer(self._memory, np.uint8)
+        self.token = content[:TOKEN_BYTES]
+        places = content[LINE_BYTES : LINE_BYTES + NUM_LISTS * size * LINE_BYTES].view(np.int64)
+        lists = places.reshape(NUM_LISTS, size, -1)[:, :, 0]  # each number has a line of its own
+        # How many chunks each rank has given, added and taken so far; what it sums; which shared results of this sum
+        # nothing of its process refers to, as bits; its process. A rank begins the next sum when all have added
+        # their parts to this one, and have thus seen what it sums and offers.
+        self.given, self.added, self.taken, self.summed, self.free_buffers, self.processes = lists
+        rest = content[LINE_BYTES + NUM_LISTS * size * LINE_BYTES :]
+        # Of each chunk under way, what each rank found as the sum of squares of its segment; a line for each.
+        squares, chunks = rest[: SLOTS * size * LINE_BYTES], rest[SLOTS * size * LINE_BYTES :]
+        self.squares = squares.view(SQUARES_DTYPE).reshape(SLOTS, size, -1)[:, :, 0]
+        chunks = chunks.reshape(size + 1, SLOTS, CHUNK_BYTES)
+        self.contributions, self.sums = chunks[:size], chunks[size]
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """Of the window of so many ranks."""
+        return LINE_BYTES + (NUM_LISTS + SLOTS) * size * LINE_BYTES + (size + 1) * SLOTS * CHUNK_BYTES
+
+    def find_lost(self) -> int | None:
+        """A rank whose process has ended; None where there is none."""
+        return next((rank for rank, process in enumerate(self.processes.tolist()) if not is_alive(process)), None)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this node is there."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is there, and another user's
+        pass
+    return True
+
+
+def share_window(rank: int, size: int, on_all: Callable[[Any], list[Any]]) -> Window | None:
+    """A window that all ranks have mapped; None, on every rank, where some cannot. Every rank must call it.
+
+    Args:
+        on_all: gives everybody's JSON value to everybody, in the order of the ranks.
+    """
+    place: list[Any] | None = None
+    window, descriptor = None, -1
+    # What one core writes first another must not see later than what it writes after that: x86 holds this by itself.
+    if rank == 0 and platform.machine() == "x86_64":
+        with contextlib.suppress(OSError):  # a limit of the process, or of its container
+            descriptor = os.memfd_create(NAME)
+            os.ftruncate(descriptor, Window.num_bytes(size))
+            place = [os.getpid(), descriptor, secrets.token_hex(TOKEN_BYTES)]
+    [place, *_] = on_all(place)
+    if place is None:
+        if descriptor >= 0:
+            os.close(descriptor)
+        return None
+    pid, number, token = place
+    with contextlib.suppress(OSError, ValueError):  # what has this number may be another container's process
+        window = open_window(Path(f"/proc/{pid}/fd/{number}"), size)
+    if rank == 0 and window is not None:
+        window.token[:] = np.frombuffer(bytes.fromhex(token), np.uint8)
+    on_all(None)  # the token is written
+    has_it = window is not None and window.token.tobytes().hex() == token
+    if window is not None and has_it:
+        window.processes[rank] = os.getpid()
+    all_have_it = all(on_all(has_it))
+    if rank == 0:
+        os.close(descriptor)  # all have opened it that ever will
+    return window if all_have_it else None
+
+
+def open_window(path: Path, size: int) -> Window:
+    """Map the memory that a process has open.
+
+    Raises:
+        OSError, ValueError: there is none.
+    """
+    if not str(path.readlink()).startswith(f"/memfd:{NAME}"):
+        raise ValueError(f"{path} is something else")
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return Window(descriptor, size)
+    finally:
+        os.close(descriptor)

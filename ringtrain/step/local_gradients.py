@@ -1,0 +1,221 @@
+"""What one rank computes of a step on its own: the gradients and sums of its samples.
+
+The objective of a rank is its part of that of the global batch, so that the ranks' gradients only have to be added.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringtrain.data.pipeline import Batch
+from ringtrain.errors import UsageError
+from ringtrain.run.variables import is_seed_state
+from ringtrain.step.loss_scale import LossScale
+from ringtrain.step.micro_batches import add_up
+from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS
+from ringtrain.step.structure import Forward, StepStructure
+from ringtrain.workloads.base import Workload
+from ringtrain.workloads.values import call_model, per_sample
+
+
+class LocalGradients:
+    """The forward and backward pass of this rank's samples, as a part of a graph."""
+
+    def __init__(
+        self,
+        *,
+        workload: Workload,
+        model: keras.Model,
+        loss_scale: LossScale,
+        dtype: tf.DType,
+        accumulate: int,
+        seed: int,
+        rank: int,
+    ) -> None:
+        """Nothing is traced yet.
+
+        Args:
+            dtype: of losses and sums.
+            accumulate: micro-batches per step.
+            seed: seed of dropout.
+        """
+        self._workload, self._model, self._loss_scale = workload, model, loss_scale
+        self._dtype, self._accumulate, self._seed, self._rank = dtype, accumulate, seed, rank
+        self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
+        self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
+        # A layer that asks the other ranks within its forward pass (SyncBatchNormalization) says so by this attribute.
+        self.needs_every_rank = any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers())
+
+    def __call__(self, batch: Batch, local_count: tf.Tensor) -> Forward:
+        """Gradients and sums of all samples of this rank's batch; ``local_count`` is their number, int64 []."""
+        before = [tf.convert_to_tensor(v.value) for v in self._fixed_or_state]
+        if self._accumulate == 1:
+            return self._of_samples(batch, 0, local_count, before, tf.constant(0))
+
+        def compute(
+            start: Any, end: Any, updated: Sequence[tuple[keras.Variable, tf.Tensor]], number: tf.Tensor
+        ) -> Forward:
+            newest = {id(v): value for v, value in updated}
+            state = [newest.get(id(v), value) for v, value in zip(self._fixed_or_state, before, strict=True)]
+            return self._of_samples(batch, start, end, state, number)
+
+        return add_up(
+            compute,
+            num_samples=local_count,
+            num_micro_batches=self._accumulate,
+            variables=self._model.trainable_variables,
+            needs_all=self.needs_every_rank,
+        )
+
+    def of_nothing(self, batch: Batch, structure: StepStructure) -> Forward:
+        """Those of a rank whose share is empty: zeros, without running the model.
+
+        Horovod's operations are not marked as stateful: TensorFlow's optimizer would run one whose input is constant
+        once, keep what came of it for all later steps, and merge two with the same input, while the other ranks wait.
+        So the zeros come from the batch, and each by a factor of its own.
+        """
+        nothing = tf.shape(batch.indices, tf.int64)[0]
+        factors = itertools.count(1)
+
+        def zeros(shape: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
+            return tf.zeros(shape, dtype) + tf.cast(nothing * next(factors), dtype)
+
+        gradients = [
+            tf.IndexedSlices(
+                zeros([nothing, *v.shape[1:]], v.dtype), zeros([nothing], index_dtype), tf.constant(list(v.shape))
+            )
+            if index_dtype
+            else zeros(v.shape, v.dtype)
+            for v, index_dtype in zip(self._model.trainable_variables, structure.sparse_index_dtypes, strict=True)
+        ]
+        state = [zeros(v.shape, averaging_dtype(v)) for v in structure.state]
+        sums = zeros([len(CONTROL_SUMS) + len(structure.metric_names)], self._dtype)
+        return Forward(gradients, sums, state, structure)
+
+    def _of_samples(
+        self, batch: Batch, start: Any, end: Any, state: Sequence[tf.Tensor], micro_batch: tf.Tensor
+    ) -> Forward:
+        """Gradients and sums of the samples ``start`` to ``end`` of this rank's batch."""
+        x, y = batch.x, batch.y
+        if self._accumulate > 1:
+            x, y = tf.nest.map_structure(lambda tensor: tensor[start:end], (x, y))
+        count = tf.cast(end - start, self._dtype)
+        global_count = tf.cast(batch.global_count, self._dtype)
+        variables = self._model.trainable_variables
+        with tf.GradientTape() as tape:
+            values = [
+                *((v, v) for v in variables),
+                *zip(self._fixed_or_state, state, strict=True),
+                *zip(self._seed_states, self._dropout_seeds(batch.step, micro_batch), strict=True),
+            ]
+            # Updates that the forward pass makes (BatchNorm's statistics) stay inside the scope, so that a step that
+            # turns out not to be finite leaves no trace.
+            with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
+                outputs = call_model(self._workload, self._model, x, training=True)
+                losses, metrics = per_sample(self._workload, y, outputs)
+                regularization = tf.add_n([tf.zeros([], self._dtype), *cast_all(self._model.losses, self._dtype)])
+            data_loss_sum = tf.reduce_sum(tf.cast(losses, self._dtype))
+            scaled_objective = self._loss_scale.scale(
+                partial_objective(data_loss_sum, regularization, count=count, global_count=global_count)
+            )
+        found = tape.gradient(scaled_objective, [v.value for v in variables])
+        require_a_gradient(self._workload, found)
+        gradients = [
+            zeros_of_no_constant(v, batch.step, number) if gradient is None else with_shape_of(v, gradient)
+            for number, (v, gradient) in enumerate(zip(variables, found, strict=True), start=1)
+        ]
+        structure = self._find_structure(scope, state, gradients, metrics)
+        metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in structure.metric_names]
+        # The extra scalars are added before the reduction, once for all micro-batches.
+        no_extra_scalars = [tf.zeros([], self._dtype)] * NUM_EXTRA_SCALARS
+        sums = tf.stack([count, data_loss_sum, regularization * count, *no_extra_scalars, *metric_sums])
+        return Forward(gradients, sums, [scope.get_current_value(v) for v in structure.state], structure)
+
+    def _find_structure(
+        self, scope: keras.StatelessScope, state: Sequence[tf.Tensor], gradients: Sequence[Any], metrics: dict[str, Any]
+    ) -> StepStructure:
+        """What the step consists of, by what the model did in the scope to the state that it was given."""
+        return StepStructure(
+            metric_names=tuple(sorted(metrics)),
+            sparse_index_dtypes=tuple(g.indices.dtype if isinstance(g, tf.IndexedSlices) else None for g in gradients),
+            state=tuple(
+                variable
+                for variable, before in zip(self._fixed_or_state, state, strict=True)
+                if scope.get_current_value(variable) is not before
+            ),
+        )
+
+    def _dropout_seeds(self, step: tf.Tensor, micro_batch: tf.Tensor) -> list[tf.Tensor]:
+        """A state for each of the model's seed generators, from (seed, generator, rank, step, micro-batch)."""
+        seeds = []
+        for number, variable in enumerate(self._seed_states):
+            key = tf.constant([self._seed % 2**31, number], tf.int32)
+            for part in (self._rank, step, micro_batch):
+                key = tf.random.experimental.stateless_fold_in(key, tf.cast(part, tf.int32))
+            seeds.append(tf.cast(tf.bitwise.bitwise_and(key, 2**31 - 1), variable.dtype))
+        return seeds
+
+
+def partial_objective(
+    data_loss_sum: tf.Tensor, regularization: tf.Tensor, *, count: tf.Tensor, global_count: tf.Tensor
+) -> tf.Tensor:
+    """A rank's part of the objective, whose sum over all ranks is (mean loss of the global batch) + regularisation.
+
+    Args:
+        data_loss_sum: sum of the losses of this rank's samples.
+        regularization: the regularisation losses, the same on every rank.
+        count: samples of this rank.
+        global_count: samples of all ranks.
+    """
+    return data_loss_sum / global_count + regularization * (count / global_count)
+
+
+def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
+    """See that the loss depends on some weight.
+
+    Raises:
+        UsageError: it depends on none.
+    """
+    if all(gradient is None for gradient in gradients):
+        raise UsageError(
+            f"{type(workload).__name__}.loss gives a loss on which no weight of the model has any influence: nothing "
+            "would be trained. Compute it from the outputs, without what has no gradient, such as tf.argmax, tf.round "
+            "or .numpy().",
+            reach="run",
+        )
+
+
+def with_shape_of(variable: keras.Variable, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    """The gradient of a variable, with its shape known while the step is traced.
+
+    Which gradients travel together follows from their sizes, and all ranks must see the same: also one that has no
+    samples, and knows its variables alone.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        gradient.set_shape(variable.shape)  # unknown behind a gradient of the user's own, for example
+    return gradient
+
+
+def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int) -> tf.Tensor:
+    """The gradient of a variable that the loss does not use.
+
+    TensorFlow's optimizer runs a reduction of constants while it compiles (see ``LocalGradients.of_nothing``), which
+    one rank may do in another step than the others. No step is below 0, and TensorFlow does not know it.
+    """
+    nothing = tf.minimum(step, 0) * number
+    return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)
+
+
+def cast_all(tensors: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
+    """Tensors in one type."""
+    return [tf.cast(tensor, dtype) for tensor in tensors]
+
+
+def averaging_dtype(value: tf.Tensor | keras.Variable) -> tf.DType:
+    """The type in which the means of a value over the ranks are computed."""
+    return tf.float64 if tf.as_dtype(value.dtype) == tf.float64 else tf.float32

@@ -1,0 +1,208 @@
+"""The model, its optimizer, and the compiled steps, made of a workload and the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from ringtrain.collectives import Collective
+from ringtrain.collectives.gradients import GradientReduction
+from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
+from ringtrain.data.order import SampleOrder, StreamingOrder
+from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of
+from ringtrain.data.sources import Source
+from ringtrain.errors import UsageError
+from ringtrain.run.variables import require_gradients_that_add
+from ringtrain.step.optimizers import FUSED, only_reads_gradients
+from ringtrain.step.train_step import TrainStep, set_precision
+from ringtrain.training.evaluation import EvalStep, evaluation_batches
+from ringtrain.workloads.base import Workload
+
+
+def set_up_keras(config: Config) -> None:
+    """Precision, seeds and determinism, before anything is created."""
+    set_precision(config.precision)
+    keras.utils.set_random_seed(config.seed)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+
+
+def create_model(workload: Workload) -> keras.Model:
+    """The workload's model.
+
+    Raises:
+        UsageError: it is no built Keras model.
+    """
+    model = workload.create_model()
+    if not isinstance(model, keras.Model) or not model.built:
+        raise UsageError(
+            f"{type(workload).__name__}.create_model gave {type(model).__name__}; it must give a built keras.Model: "
+            "begin with keras.Input, or call model.build(...).",
+        )
+    if not model.trainable_variables:
+        raise UsageError(f"the model of {type(workload).__name__} has no trainable variables: nothing can be trained.")
+    return model
+
+
+def choose_optimizer(workload: Workload, config: Config, first_learning_rate: float) -> keras.optimizers.Optimizer:
+    """The workload's own optimizer, or that of the settings.
+
+    Raises:
+        UsageError: the workload's is none, or reduces gradients itself, which the training step does already.
+    """
+    own = workload.create_optimizer(first_learning_rate)
+    if own is not None and not isinstance(own, keras.optimizers.Optimizer):
+        raise UsageError(
+            f"{type(workload).__name__}.create_optimizer gave a {type(own).__name__}; it must give a Keras 3 "
+            "optimizer, such as keras.optimizers.Adam(learning_rate), or None for that of the settings.",
+            reach="run",
+        )
+    optimizer = own or create_optimizer(config.optimizer)
+    if hasattr(optimizer, "exchange"):  # ringtrain.keras.DistributedOptimizer, whose room need not be loaded here
+        raise UsageError(
+            f"{type(workload).__name__}.create_optimizer gave a DistributedOptimizer, but the training step reduces "
+            "gradients itself: give the plain optimizer.",
+            reach="run",
+        )
+    return optimizer
+
+
+def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
+    """The Keras optimizer of the settings. Its clipping acts on the gradients that it is given: the reduced ones."""
+    options = {
+        name: value
+        for name, value in (
+            ("momentum", settings.momentum),
+            ("nesterov", settings.nesterov),
+            ("rho", settings.rho),
+            ("epsilon", settings.epsilon),
+            ("weight_decay", settings.weight_decay),
+            ("global_clipnorm", settings.clip_global_norm),
+        )
+        if value
+    }
+    optimizer_class = FUSED.get(settings.name) or getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
+    return optimizer_class(learning_rate=settings.lr, **options)
+
+
+def create_step(
+    workload: Workload,
+    config: Config,
+    collective: Collective,
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    batch_spec: Batch,
+    order: SampleOrder,
+) -> TrainStep:
+    """The compiled training step of the settings."""
+    require_gradients_that_add(model.trainable_variables)
+    world = collective.world
+    is_known = not isinstance(order, StreamingOrder) and config.on_bad_sample == "stop"
+    first = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
+    return TrainStep(
+        workload=workload,
+        model=model,
+        optimizer=optimizer,
+        reduction=GradientReduction(
+            collective=collective,
+            compression=config.compression,
+            read_only=only_reads_gradients(optimizer),
+        ),
+        batch_spec=batch_spec,
+        precision=config.precision,
+        accumulate=config.accumulate,
+        ema=config.optimizer.ema,
+        seed=config.seed,
+        local_batch_size=first or None if is_known else None,
+        times_communication=can_time_communication(config),
+    )
+
+
+def can_time_communication(config: Config) -> bool:
+    """Whether the step may ask for the time: see ``TrainStep``."""
+    return not (config.deterministic or tf.config.get_visible_devices("GPU"))
+
+
+def create_eval_step(
+    workload: Workload,
+    config: Config,
+    step: TrainStep,
+    evaluation: Source | None,
+    collective: Collective,
+    batch_spec: Batch,
+) -> EvalStep | None:
+    """The compiled evaluation; None where there is nothing to evaluate on. ``batch_spec`` is the training's."""
+    if evaluation is None:
+        check_best_metric(config, step.metric_names)
+        return None
+    spec = evaluation_batches(evaluation, collective.world, global_batch_size=1, num_threads=1).element_spec
+    require_same_structure(workload, batch_spec, spec)
+    eval_step = EvalStep(
+        workload=workload,
+        model=step.model,
+        averages=step.averages,
+        collective=collective,
+        batch_spec=spec,
+    )
+    check_best_metric(config, eval_step.metric_names)
+    return eval_step
+
+
+def require_same_structure(workload: Workload, train: Batch, evaluation: Batch) -> None:
+    """See that the samples to evaluate on have the structure of those to train on.
+
+    Args:
+        train, evaluation: tensor specs of batches.
+
+    Raises:
+        UsageError: they have another.
+    """
+    for name in ("x", "y"):
+        specs = getattr(train, name), getattr(evaluation, name)
+        if not has_structure_of(*specs):
+            raise UsageError(
+                f"{type(workload).__name__}.create_sources gives the {name} of the training samples as "
+                f"{describe_structure(specs[0])}, but that of the evaluation samples as "
+                f"{describe_structure(specs[1])}; both must be of one structure.",
+                reach="run",
+            )
+
+
+def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
+    """See that an evaluation gives the value that the best checkpoint is chosen by, besides loss these metrics.
+
+    Raises:
+        UsageError: it does not.
+    """
+    names = ("loss", "data_loss", *metric_names)
+    if config.best_metric not in names:
+        raise UsageError(
+            f"best_metric is {config.best_metric!r}; an evaluation of {config.workload!r} gives {', '.join(names)}.",
+            reach="run",
+        )
+
+
+def warn_of_python(step: TrainStep, print_line: Callable[[str], None]) -> None:
+    """Say what could wait for itself: a ``tf.function`` in a ``tf.py_function`` needs another inter-op thread."""
+    if tf.config.threading.get_inter_op_parallelism_threads() != 1:
+        return
+    names = step.python_operations
+    if names:
+        print_line(
+            f"warning: the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A "
+            "tf.function in that code would wait for ever; if there is one, set TF_NUM_INTEROP_THREADS=2."
+        )
+
+
+def warn_of_own_step(model: keras.Model, print_line: Callable[[str], None]) -> None:
+    """Say that a model's own ``train_step`` trains nothing here."""
+    own = [
+        name for name in ("train_step", "test_step") if not getattr(type(model), name).__module__.startswith("keras.")
+    ]
+    if own:
+        print_line(
+            f"warning: {' and '.join(f'{type(model).__name__}.{name}' for name in own)} is never called: a step here "
+            "is the workload's loss, metrics and optimizer. Train such a model by fit, under ringtrain.keras."
+        )

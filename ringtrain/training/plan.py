@@ -1,0 +1,120 @@
+"""What a run will do: how many steps, of which samples, at which learning rate, and this rank's batches of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ringtrain.collectives import Collective, raise_on_all_ranks
+from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, Config
+from ringtrain.data.order import SampleOrder, StreamingOrder
+from ringtrain.data.pipeline import local_batches
+from ringtrain.data.sources import FallibleSource, Feed, Source, is_fallible
+from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, explain_bad
+from ringtrain.data.streaming import streaming_batches
+from ringtrain.errors import UsageError
+from ringtrain.step.schedule import LearningRate
+from ringtrain.workloads.base import Workload
+
+DEFAULT_EPOCHS = 10
+
+
+def choose_global_batch_size(config: Config, size: int) -> int:
+    """The samples of one step over all ranks."""
+    return config.global_batch_size or (config.batch_size or DEFAULT_BATCH_SIZE) * config.accumulate * size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will do: all that the number of ranks could enter.
+
+    Attributes:
+        order: which samples make each global batch.
+        learning_rate: by the samples seen.
+        first_step: the steps that are done already.
+        total_steps: at the end of the run.
+    """
+
+    order: SampleOrder
+    learning_rate: LearningRate
+    first_step: int
+    total_steps: int
+
+
+def plan_steps(
+    workload: Workload, config: Config, train: Source | Feed, global_batch_size: int, *, first_step: int = 0
+) -> Plan:
+    """The steps of a run from ``first_step`` on.
+
+    Raises:
+        UsageError: how many they are is not known, or they are too many.
+    """
+    order = plan_order(config, train, global_batch_size)
+    total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
+    if total_steps > MAX_STEPS:
+        raise UsageError(
+            f"{config.epochs or DEFAULT_EPOCHS} epochs of {order.steps_per_epoch} steps are {total_steps:,} steps; "
+            f"there may be at most {MAX_STEPS:,}. Give fewer --epochs, or --steps.",
+            reach="run",
+        )
+    defaults = workload.defaults
+    own_batch_size = defaults.get("global_batch_size") or defaults.get("batch_size", DEFAULT_BATCH_SIZE)
+    learning_rate = LearningRate(
+        optimizer=config.optimizer,
+        batch_ratio=global_batch_size / own_batch_size,
+        samples_per_epoch=order.num_samples,
+        total_samples=order.samples_before(total_steps),
+    )
+    return Plan(order=order, learning_rate=learning_rate, first_step=first_step, total_steps=total_steps)
+
+
+def plan_order(config: Config, train: Source | Feed, global_batch_size: int) -> SampleOrder:
+    """Which samples make each global batch."""
+    if not isinstance(train, Feed):
+        return SampleOrder(num_samples=train.num_samples, global_batch_size=global_batch_size, seed=config.seed)
+    steps_per_epoch = train.steps_per_epoch or config.steps
+    if steps_per_epoch is None:
+        raise UsageError(
+            "how long the training lasts is not known: its samples are fed by code that does not say how many "
+            "steps an epoch has. Give --steps (the run ends before that where no rank has samples left), or "
+            "steps_per_epoch to from_generator or from_callable.",
+            reach="run",
+        )
+    return StreamingOrder(
+        num_samples=steps_per_epoch * global_batch_size,
+        global_batch_size=global_batch_size,
+        seed=config.seed,
+        is_single_pass=train.steps_per_epoch is None,
+    )
+
+
+def create_batches(
+    train: Source | Feed,
+    plan: Plan,
+    workload: Workload,
+    config: Config,
+    collective: Collective,
+    *,
+    num_threads: int,
+    print_line: Callable[[str], None],
+) -> Batches:
+    """This rank's batches of the plan's steps."""
+    order, world = plan.order, collective.world
+    steps: dict[str, Any] = {"first_step": plan.first_step, "end_step": plan.total_steps}
+    read: dict[str, Any] = {"num_threads": num_threads, "augment": workload.augment}
+    if isinstance(train, Feed):
+        fed = streaming_batches(train, cast(StreamingOrder, order), collective, **steps, **read)
+        return CountedBatches(fed.dataset, collective, order, **steps, explain=fed.explain)
+
+    explain = functools.partial(explain_bad, train, order, world)
+    skips = config.on_bad_sample == "skip" and is_fallible(train)
+    trace = functools.partial(local_batches, train, order, world, **steps, **read, skips_bad=skips)
+    dataset = raise_on_all_ranks(collective, trace, name="batches")
+    if not skips:
+        return PlannedBatches(dataset, **steps, explain=explain)
+    find_bad = cast(FallibleSource, train).find_bad
+    return CountedBatches(
+        dataset, collective, order, **steps, explain=explain, find_bad=find_bad, print_line=print_line
+    )

@@ -1,8 +1,7 @@
 # line.py: horovodrun -np 2 python -m ringtrain --workload line.py
 import keras
 import numpy as np
-from ringtrain.data.sources import from_arrays
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain import Sources, Workload, from_arrays
 
 
 class Line(Workload):
@@ -13,7 +12,7 @@ class Line(Workload):
 
     def create_sources(self, data_dir, *, synthetic):  # all samples: ringtrain gives each rank its share
         x = np.linspace(-1, 1, 1000, dtype="float32").reshape(-1, 1)
-        return Sources(train=from_arrays(x, 3 * x + 1), evaluation=None)
+        return Sources(train=from_arrays(x, 3 * x + 1))
 
     def loss(self, y, outputs):  # one value for each sample
         return keras.losses.mean_squared_error(y, outputs)

@@ -1,8 +1,7 @@
 # my_workload.py: a model, its data and its loss. Every rank runs all of it.
 import keras
 import numpy as np
-from ringtrain.data.sources import from_arrays
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain import Sources, Workload, from_arrays
 
 
 class Moons(Workload):

@@ -10,7 +10,7 @@ class Line(Workload):
     def create_model(self):
         return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 
-    def create_sources(self, data_dir, *, synthetic):  # all samples: ringtrain gives each rank its share
+    def create_sources(self, data_dir, *, synthetic):  # all samples
         x = np.linspace(-1, 1, 1000, dtype="float32").reshape(-1, 1)
         return Sources(train=from_arrays(x, 3 * x + 1))
 

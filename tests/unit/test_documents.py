@@ -58,6 +58,12 @@ def test_links_lead_to_what_is_there(document: Path) -> None:
             assert heading in [re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings], link
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_files_that_are_named_are_there(document: Path) -> None:
+    named = re.findall(r"`((?:ringtrain|launch|tests|docs|examples|results)/[\w./-]+\.\w+)`", document.read_text())
+    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
+
+
 def test_the_front_page_is_short() -> None:
     assert len(README.encode()) <= 8192
 

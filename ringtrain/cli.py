@@ -44,17 +44,9 @@ from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.streams import has_lost_stdout
 from ringtrain.runtime.world import World, read_world
 from ringtrain.terminal.startup import quiet_start
-from ringtrain.training.together import (
-    Prepared,
-    adapt,
-    early_end,
-    evaluate_together,
-    joined,
-    pin,
-    report_end,
-    report_error,
-    train_together,
-)
+from ringtrain.training.ending import early_end, report_end, report_error
+from ringtrain.training.joining import Prepared, adapt, joined, pin
+from ringtrain.training.together import evaluate_together, train_together
 from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, is_file_within, load_workload
 from ringtrain.workloads.listing import list_workloads
 

@@ -22,15 +22,9 @@ from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.streams import keep_streams
 from ringtrain.runtime.world import World, read_world
 from ringtrain.terminal.startup import quiet_start
-from ringtrain.training.together import (
-    Prepared,
-    early_end,
-    joined,
-    pin,
-    report_end,
-    report_error,
-    train_together,
-)
+from ringtrain.training.ending import early_end, report_end, report_error
+from ringtrain.training.joining import Prepared, joined, pin
+from ringtrain.training.together import train_together
 from ringtrain.workloads import create_workload
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from ringtrain.runtime.devices import DevicePlan, own_gpu, start_tensorflow
 from ringtrain.runtime.world import World
 from ringtrain.terminal.console import open_console
 from ringtrain.terminal.startup import quiet_start
-from ringtrain.training.together import pin, report_end
+from ringtrain.training.ending import report_end
+from ringtrain.training.joining import pin
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective

@@ -449,16 +449,15 @@ def _above(name: str, value: float, bound: int, most: float = MAX_FLOAT) -> None
 def _check_types(settings: Any, prefix: str = "") -> None:
     """See that values that no parser has read, such as a workload's defaults, are of their fields' types."""
     for name, hint in get_type_hints(type(settings)).items():
-        value, (kind, may_be_none) = getattr(settings, name), _kind_of(hint)
+        value, (kind, may_be_none) = getattr(settings, name), kind_of(hint)
         if value is None and may_be_none:
             continue
         kinds = (int, float) if kind is float else kind
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-            rule = field_rules()[prefix + name]
-            raise UsageError(f"{prefix}{name} is {shorten(repr(value))}; it must be {rule}.", reach="run")
+            raise UsageError(f"{prefix}{name} is {shorten(repr(value))}; it must be {rule_of(hint)}.", reach="run")
 
 
-def _kind_of(hint: Any) -> tuple[type, bool]:
+def kind_of(hint: Any) -> tuple[type, bool]:
     """The type of a field's values, and whether None is one of them."""
     if get_origin(hint) is dict:
         return Mapping, False
@@ -468,18 +467,12 @@ def _kind_of(hint: Any) -> tuple[type, bool]:
     return (options[0] if options else hint), type(None) in options
 
 
-def field_rules() -> dict[str, str]:
-    """What each setting must be, in words, from the types of the configuration's fields."""
+def rule_of(hint: Any) -> str:
+    """What a field of this type must be, in words."""
+    kind, _ = kind_of(hint)
+    if kind is str and get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
     words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
     words[str] = "a text (in a YAML file put it in quotes)"  # YAML reads 20:25 as 1225, a number to the base 60
-    rules = {}
-    for prefix, settings in (("", Config), ("optimizer.", OptimizerConfig)):
-        for name, hint in get_type_hints(settings).items():
-            options = [option for option in get_args(hint) if option is not type(None)]
-            if get_origin(hint) is dict:
-                rules[prefix + name] = "a mapping; write --options.NAME VALUE"
-            elif options and isinstance(options[0], str):
-                rules[prefix + name] = f"one of {', '.join(options)}"
-            else:
-                rules[prefix + name] = words.get(options[0] if options else hint, "a mapping")
-    return rules
+    words[Mapping] = "a mapping; write --options.NAME VALUE"
+    return words.get(kind, "a mapping")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ringtrain.commands.flags import create_train_parser, parse_arguments
+from ringtrain.commands.parser import parse_mapping
 from ringtrain.config import Config, make_config, merge_options, to_plain
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape_message
@@ -85,7 +83,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
             f"ringtrain.train got {workload!r}; it must be a ringtrain.workloads.base.Workload, or its class.",
             reach="run",
         )
-    config = choose_config(workload_class, settings, world)
+    config = choose_config(workload_class, settings)
     if isinstance(workload, Workload) and config.options != workload.options:
         raise UsageError(
             "ringtrain.train got a workload that is made already, and options for it, which it would not follow. Give "
@@ -107,7 +105,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
     return Prepared(instance, config, plan, device)
 
 
-def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any], world: World) -> Config:
+def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any]) -> Config:
     """The configuration of a run of this class.
 
     Raises:
@@ -117,17 +115,15 @@ def choose_config(workload_class: type[Workload], settings: Config | Mapping[str
     if isinstance(settings, Config):
         options = merge_options(settings.options, workload_class.options)
         return dataclasses.replace(settings, workload=name, options=options)
-    with tempfile.TemporaryDirectory(prefix="ringtrain-settings-") as directory:
-        file = Path(directory) / "settings.yaml"
-        try:
-            file.write_text(yaml.safe_dump(to_plain(settings)), encoding="utf-8")
-        except yaml.YAMLError as error:
-            raise UsageError(
-                f"the settings of ringtrain.train hold what is no plain value: {error}. Give numbers, texts, paths, "
-                "true or false.",
-                reach="run",
-            ) from error
-        explicit = parse_arguments(create_train_parser(), ["--config", str(file)], world)
+    try:
+        plain = yaml.safe_load(yaml.safe_dump(to_plain(settings)))
+    except yaml.YAMLError as error:
+        raise UsageError(
+            f"the settings of ringtrain.train hold what is no plain value: {error}. Give numbers, texts, paths, "
+            "true or false.",
+            reach="run",
+        ) from error
+    explicit = parse_mapping(Config, plain)
     return make_config({**explicit, "workload": name}, workload_class.defaults, workload_class.options)
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from ringtrain.errors import PreemptedError, RingtrainError
 from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.escaping import escape_message
-from ringtrain.run.directory import REPORT_FILE
-from ringtrain.run.lease import LeaseLostError
 from ringtrain.runtime import activity, streams
 from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.stopping import StopRequests
@@ -93,6 +91,9 @@ def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], N
 
 def report_run(run: RunDirectory, console: Console) -> None:
     """Write a run's report, whatever its end. A report that fails is a warning: the run is what it is without it."""
+    from ringtrain.run.directory import REPORT_FILE  # here: it loads NumPy, which help and errors do without
+    from ringtrain.run.lease import LeaseLostError
+
     try:
         from ringtrain.report import write_report
 

@@ -1,4 +1,4 @@
-"""What the ranks of one command do together, once they have joined: train a run, or evaluate one."""
+"""Training with the other ranks, once they have joined: from the start-up table to the last line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.config import Config
-from ringtrain.errors import UsageError
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.run.directory import REPORT_FILE
@@ -109,31 +108,3 @@ def describe_result(result: Result, path: str, config: Config) -> list[str]:
     report = [f"  see its curves:     {quoted}/{REPORT_FILE}"] if (Path(path) / REPORT_FILE).is_file() else []
     done = ": ".join([f"done{early}", *([", ".join(said)] if said else [])])
     return [done, f"  the run is in:      {quoted}", *evaluate, *report]
-
-
-def evaluate_together(prepared: Prepared, collective: Collective, run: Path, which: str) -> None:
-    """Evaluate a run's checkpoint with the other ranks, and print the result."""
-    from ringtrain.collectives import run_on_rank0
-    from ringtrain.run.checkpoint import find_checkpoint, read_checkpoint
-    from ringtrain.run.identity import require_own
-    from ringtrain.run.variables import broadcast_variables
-    from ringtrain.terminal.console import open_console
-    from ringtrain.training.job import create_job
-    from ringtrain.training.saving import restore
-
-    def restore_on_rank0() -> int:
-        checkpoint = read_checkpoint(require_own(run, find_checkpoint(run, which)))
-        restore(job, checkpoint)
-        return checkpoint.step
-
-    with explaining_lost_ranks(), explaining_memory(prepared.config):
-        job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
-        activity.note(Phase.RESTORE, takes_long=True)
-        step = run_on_rank0(collective, restore_on_rank0, name="restore")
-        broadcast_variables(job.step.variables, collective)
-        report = job.evaluate()
-    if report is None:
-        raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.", reach="run")
-    values = "".join(f", {name} = {value:.4f}" for name, value in report.metrics.items())
-    console = open_console(is_rank0=collective.world.is_rank0)
-    console.line(f"{run}, step {step} ({which}): eval loss = {report.loss:.4g}{values} ({report.samples} samples)")

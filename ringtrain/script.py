@@ -16,13 +16,12 @@ from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape_message
 from ringtrain.runtime.devices import start_tensorflow
 from ringtrain.runtime.leaving import note_exit_code, watch_end
-from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.streams import keep_streams
 from ringtrain.runtime.world import World, read_world
 from ringtrain.terminal.startup import quiet_start
-from ringtrain.training.ending import early_end, report_end, report_error
-from ringtrain.training.joining import Prepared, joined, pin
-from ringtrain.training.together import train_together
+from ringtrain.training.ending import report_end
+from ringtrain.training.joining import Prepared, pin
+from ringtrain.training.together import prepare_and_train
 from ringtrain.workloads import create_workload
 
 if TYPE_CHECKING:
@@ -56,11 +55,7 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
         raise SystemExit(error.exit_code) from error
     keep_streams()
     try:
-        with StopRequests() as requests:
-            requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
-            prepared = prepare(workload, config or {}, world)
-            with joined(prepared, world, command="train") as (collective, watchdog):
-                return train_together(prepared, collective, requests, watchdog)
+        return prepare_and_train(lambda: prepare(workload, config or {}, world), world)
     except RingtrainError as error:
         report_end(error, world)
         note_exit_code(error.exit_code)

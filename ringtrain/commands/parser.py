@@ -90,22 +90,18 @@ class _Reader:
         elif last and parent in self._options and get_origin(self._options[parent].hint) is dict:
             self._given[parent] = {**(self._given.get(parent) or {}), last: parse_text(value)}
         elif any(known.startswith(f"{name}.") for known in self._options):
-            self._take_group(name, value, place=place)
+            members = {} if value is None else parse_text(value)
+            if not isinstance(members, Mapping):
+                rule = "it must be a mapping of settings, such as {name: adam}"
+                raise UsageError(f"{name} is {shorten(repr(value))}; {rule}.", reach="run")
+            for key, inner in members.items():
+                self.take(f"{name}.{key}", inner, place=place)
         else:
-            meant = self._find_meant(name)
-            suggestion = f"Did you mean {'--' if flag else ''}{meant}? " if meant else ""
+            names = [known for known, option in self._options.items() if not option.is_word]
+            near = [known for known in names if known.endswith(f".{name}")] or difflib.get_close_matches(name, names, 1)
+            suggestion = f"Did you mean {'--' if flag else ''}{near[0]}? " if near else ""
             what = f"flag {flag}" if flag else f"key {name}"
             raise UsageError(f"there is no {what}. {suggestion}See --help.", reach="run")
-
-    def _take_group(self, name: str, value: Any, *, place: str) -> None:
-        members = parse_text(value)
-        if members is not None and not isinstance(members, Mapping):
-            raise UsageError(
-                f"{name} is {shorten(repr(value))}; it must be a mapping of settings, such as {{name: adam}}.",
-                reach="run",
-            )
-        for key, inner in (members or {}).items():
-            self.take(f"{name}.{key}", inner, place=place)
 
     def take_words(self, words: Sequence[str]) -> None:
         """What belongs to no flag, each at its place.
@@ -122,8 +118,8 @@ class _Reader:
                 self._given[name] = _convert(name, rest.pop(0), hint)
         if rest:
             raise UsageError(f"{rest[0]!r} belongs to no flag. See --help.", reach="run")
-        missing = [name for name, option in self._options.items() if option.default is dataclasses.MISSING]
-        if missing := [name for name in missing if name not in self._given]:
+        needed = [name for name, option in self._options.items() if option.default is dataclasses.MISSING]
+        if missing := [name for name in needed if name not in self._given]:
             raise UsageError(f"{', '.join(missing)} must be given. See --help.", reach="run")
 
     def result(self) -> dict[str, Any]:
@@ -134,12 +130,6 @@ class _Reader:
                 group, _, last = name.rpartition(".")
                 (result.setdefault(group, {}) if group else result)[last] = value
         return result
-
-    def _find_meant(self, name: str) -> str | None:
-        """What a wrong name comes close to: the same word in a group, or one spelled alike."""
-        names = [name for name, option in self._options.items() if not option.is_word]
-        in_group = [known for known in names if known.endswith(f".{name}")]
-        return next(iter(in_group or difflib.get_close_matches(name, names, n=1)), None)
 
 
 def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
@@ -221,23 +211,19 @@ def _load_file(file: str) -> Mapping[str, Any]:
 
     try:
         settings = load_settings(Path(file))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} holds no text in UTF-8: {error}.", reach="run") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{file} holds no YAML: {' '.join(str(error).split())}", reach="run") from None
-    except ValueError as error:
-        raise UsageError(f"{file} holds no settings: {error}.", reach="run") from None
+    except (ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise UsageError(f"{file} holds no settings: {why}.", reach="run") from None
     except OSError as error:
-        reason = f"it cannot be read: {error.strerror}. Check the path"
-        if isinstance(error, FileNotFoundError):
-            reason = "there is no such file. Check the path"
-        if isinstance(error, IsADirectoryError):
-            reason = f"that is a directory. Name a YAML file, such as the {CONFIG_FILE} of a run"
+        reasons: dict[type[OSError], str] = {
+            FileNotFoundError: "there is no such file. Check the path",
+            IsADirectoryError: f"that is a directory. Name a YAML file, such as the {CONFIG_FILE} of a run",
+        }
+        reason = reasons.get(type(error), f"it cannot be read: {error.strerror}. Check the path")
         raise UsageError(f"config is {file!r}, and {reason}.", reach="run") from None
-    if settings is None:
-        raise UsageError(f"{file} is empty; it must hold settings, such as epochs: 5.", reach="run")
     if not isinstance(settings, Mapping):
-        raise UsageError(f"{file} holds no mapping of settings, such as epochs: 5.", reach="run")
+        what = "is empty" if settings is None else "holds no mapping"
+        raise UsageError(f"{file} {what}; it must hold settings, such as epochs: 5.", reach="run")
     if "config" in settings:
         raise UsageError(f"{file} has the key config; a file of settings cannot name another one.", reach="run")
     return settings

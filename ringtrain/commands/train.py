@@ -21,12 +21,9 @@ from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import Settings, check_settings, prepare
 from ringtrain.config import Config, make_config, to_plain
 from ringtrain.errors import RingtrainError
-from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.streams import has_lost_stdout
 from ringtrain.runtime.world import World
-from ringtrain.training.ending import early_end, report_error
-from ringtrain.training.joining import joined
-from ringtrain.training.together import train_together
+from ringtrain.training.together import prepare_and_train
 from ringtrain.workloads import load_workload
 
 
@@ -44,11 +41,7 @@ def main(arguments: Sequence[str], world: World) -> int:
     if explicit.pop("print_config", False):
         print_config(explicit, world)
         return RingtrainError.exit_code if has_lost_stdout() else 0
-    with StopRequests() as requests:
-        requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
-        prepared = prepare(explicit, world)
-        with joined(prepared, world, command="train") as (collective, watchdog):
-            train_together(prepared, collective, requests, watchdog)
+    prepare_and_train(lambda: prepare(explicit, world), world)
     return 0
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,10 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.launched import tell_run
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.time_limit import find_limits
+from ringtrain.runtime.world import World
 from ringtrain.terminal.startup import describe_start
-from ringtrain.training.ending import recording_end, write_end_at_hang, write_warning
-from ringtrain.training.joining import Prepared
+from ringtrain.training.ending import early_end, recording_end, report_error, write_end_at_hang, write_warning
+from ringtrain.training.joining import Prepared, joined
 from ringtrain.watchdog.thread import Watchdog
 
 if TYPE_CHECKING:
@@ -28,6 +30,15 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import OpenedRun, Start
     from ringtrain.terminal.console import Console
     from ringtrain.training.loop import Result
+
+
+def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result | None:
+    """Prepare this rank, join the others, and train; what asks it to stop meanwhile is heard."""
+    with StopRequests() as requests:
+        requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
+        prepared = prepare()
+        with joined(prepared, world, command="train") as (collective, watchdog):
+            return train_together(prepared, collective, requests, watchdog)
 
 
 def train_together(

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from ringtrain.errors import UsageError
 from ringtrain.messages.rules import (
@@ -23,7 +23,6 @@ from ringtrain.messages.rules import (
     merge_options,
     one_of,
     range_of_steps,
-    rule_of,
 )
 
 DEFAULT_BATCH_SIZE = 32  # of a rank, where neither the user nor the workload says another
@@ -380,12 +379,3 @@ def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def field_rules() -> dict[str, str]:
-    """What each setting must be, in words, from the types of the configuration's fields."""
-    return {
-        prefix + name: rule_of(hint)
-        for prefix, settings in (("", Config), ("optimizer.", OptimizerConfig))
-        for name, hint in get_type_hints(settings).items()
-    }

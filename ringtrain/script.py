@@ -5,33 +5,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ringtrain.commands.flags import create_train_parser, parse_arguments
+from ringtrain.commands.parser import parse_mapping
 from ringtrain.config import Config, make_config, to_plain
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape_message
 from ringtrain.messages.rules import merge_options
 from ringtrain.runtime.devices import start_tensorflow
 from ringtrain.runtime.leaving import note_exit_code, watch_end
-from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.streams import keep_streams
 from ringtrain.runtime.world import World, read_world
 from ringtrain.terminal.startup import quiet_start
-from ringtrain.training.together import (
-    Prepared,
-    early_end,
-    joined,
-    pin,
-    report_end,
-    report_error,
-    train_together,
-)
+from ringtrain.training.ending import report_end
+from ringtrain.training.joining import Prepared, pin
+from ringtrain.training.together import prepare_and_train
 from ringtrain.workloads import create_workload
 
 if TYPE_CHECKING:
@@ -65,11 +56,7 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
         raise SystemExit(error.exit_code) from error
     keep_streams()
     try:
-        with StopRequests() as requests:
-            requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
-            prepared = prepare(workload, config or {}, world)
-            with joined(prepared, world, command="train") as (collective, watchdog):
-                return train_together(prepared, collective, requests, watchdog)
+        return prepare_and_train(lambda: prepare(workload, config or {}, world), world)
     except RingtrainError as error:
         report_end(error, world)
         note_exit_code(error.exit_code)
@@ -91,7 +78,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
         raise UsageError(
             f"ringtrain.train got {workload!r}; it must be a ringtrain.Workload, or its class.", reach="run"
         )
-    config = choose_config(workload_class, settings, world)
+    config = choose_config(workload_class, settings)
     if isinstance(workload, Workload) and config.options != workload.options:
         raise UsageError(
             "ringtrain.train got a workload that is made already, and options for it, which it would not follow. Give "
@@ -113,7 +100,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
     return Prepared(instance, config, plan, device)
 
 
-def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any], world: World) -> Config:
+def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any]) -> Config:
     """The configuration of a run of this class.
 
     Raises:
@@ -123,17 +110,15 @@ def choose_config(workload_class: type[Workload], settings: Config | Mapping[str
     if isinstance(settings, Config):
         options = merge_options(settings.options, workload_class.options)
         return dataclasses.replace(settings, workload=name, options=options)
-    with tempfile.TemporaryDirectory(prefix="ringtrain-settings-") as directory:
-        file = Path(directory) / "settings.yaml"
-        try:
-            file.write_text(yaml.safe_dump(to_plain(settings)), encoding="utf-8")
-        except yaml.YAMLError as error:
-            raise UsageError(
-                f"the settings of ringtrain.train hold what is no plain value: {error}. Give numbers, texts, paths, "
-                "true or false.",
-                reach="run",
-            ) from error
-        explicit = parse_arguments(create_train_parser(), ["--config", str(file)], world)
+    try:
+        plain = yaml.safe_load(yaml.safe_dump(to_plain(settings)))
+    except yaml.YAMLError as error:
+        raise UsageError(
+            f"the settings of ringtrain.train hold what is no plain value: {error}. Give numbers, texts, paths, "
+            "true or false.",
+            reach="run",
+        ) from error
+    explicit = parse_mapping(Config, plain)
     return make_config({**explicit, "workload": name}, workload_class.defaults, workload_class.options)
 
 

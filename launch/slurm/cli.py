@@ -189,8 +189,9 @@ def check_flags(flags: Sequence[str]) -> None:
         UsageError: there is no such command, flag, workload or configuration file, or a value is wrong.
     """
     from ringtrain.cli import COMMANDS as RINGTRAIN_COMMANDS  # here, so that help needs no parser of ringtrain's
-    from ringtrain.cli import check_settings
-    from ringtrain.commands.flags import create_train_parser, parse_arguments
+    from ringtrain.commands.parser import parse_arguments
+    from ringtrain.commands.preparing import check_settings
+    from ringtrain.commands.train import Options
     from ringtrain.runtime.world import read_world
 
     words = list(flags)
@@ -201,7 +202,7 @@ def check_flags(flags: Sequence[str]) -> None:
             return
     no_launcher = read_world({})
     try:
-        explicit = parse_arguments(create_train_parser(), words, no_launcher)
+        explicit = parse_arguments(Options, words, no_launcher)
         # These may be on the nodes alone; and what prints settings trains nothing.
         for name in ("data_dir", "init_from", "print_config"):
             explicit.pop(name, None)

@@ -23,7 +23,7 @@ import numpy as np
 from ringtrain.config import make_config
 from ringtrain.runtime.devices import start_tensorflow
 from ringtrain.runtime.world import read_world
-from ringtrain.training.together import pin
+from ringtrain.training.joining import pin
 
 NUM_SAVES = 9
 STEPS_BETWEEN = 3

@@ -15,7 +15,7 @@ from ringtrain.bench.peers import peer_sums
 from ringtrain.config import Config
 from ringtrain.runtime.devices import start_tensorflow
 from ringtrain.runtime.world import read_world
-from ringtrain.training.together import pin
+from ringtrain.training.joining import pin
 
 
 def main() -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import importlib.util
+import inspect
 import shutil
+import sys
 import textwrap
-from argparse import SUPPRESS, Action, ArgumentParser
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from ringtrain.commands.options import Option, find_options, read_texts
+from ringtrain.messages.rules import kind_of
 
 PROGRAM = "python -m ringtrain"
 MAX_COLUMNS = 100
@@ -51,70 +59,75 @@ GROUPS: Mapping[str, Sequence[str]] = {
 }  # fmt: skip
 
 
-def show_overview(commands: Mapping[str, Callable[..., int]]) -> str:
-    """The commands, each with the first line of what its function says of itself."""
-    lines = [f"  {name:<11}{(command.__doc__ or '').splitlines()[0]}" for name, command in commands.items()]
+def show_overview(commands: Mapping[str, str]) -> str:
+    """The commands, each with the first line of its file, which is read and not run: some import much."""
+    lines = []
+    for name, module in commands.items():
+        spec = importlib.util.find_spec(module)
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+        lines.append(f"  {name:<11}{(ast.get_docstring(ast.parse(source)) or '').partition(chr(10))[0]}")
     return OVERVIEW.format(commands="\n".join(lines))
 
 
-def show_help(parser: ArgumentParser) -> str:
-    """A command's screen: usage, purpose, examples (the parser's epilog), then the flags."""
+def show_help(command: type) -> str:
+    """A command's screen: usage, what its file says of itself, which ends with examples, and its options."""
+    module, options, texts = sys.modules[command.__module__], find_options(command), read_texts(command)
     columns = min(shutil.get_terminal_size().columns, MAX_COLUMNS)
-    usage = f"usage: {PROGRAM} {parser.usage}"
-    purpose = textwrap.fill(parser.description or "", columns)
-    examples = textwrap.indent(textwrap.dedent(parser.epilog or "").strip(), "  ")
-    parts = [usage, purpose, f"examples:\n{examples}"]
-    for title, actions in _grouped(parser):
-        lines = [line for action in actions for line in _describe(action, columns)]
+    words = [_place_of(option) for option in options.values() if option.is_word]
+    flags = [] if all(option.is_word for option in options.values()) else ["[--NAME VALUE ...]"]
+    *purpose, examples = (inspect.getdoc(module) or "").split("\n\n")
+    parts = [
+        " ".join([f"usage: {PROGRAM}", module.__name__.rpartition(".")[2], *words, *flags]),
+        textwrap.fill(" ".join(purpose), columns),
+        f"examples:\n{textwrap.indent(textwrap.dedent(examples), '  ')}",
+    ]
+    for title, group in _grouped(options):
+        lines = [line for option in group for line in _describe(option, texts[option.name], columns)]
         parts.append("\n".join([f"{title}:", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
 def value_word(hint: Any) -> str:
     """What stands for a value behind its flag: N, X, NAME, PATH, or the values that it may have."""
-    choice = "|".join(_choices(hint))
+    choice = "|".join(get_args(hint)) if get_origin(hint) is Literal else ""
     if choice:
         return choice if len(choice) <= LONGEST_CHOICE else "NAME"
-    kind = next((option for option in get_args(hint) if option is not type(None)), hint)
-    return {int: "N", float: "X", bool: "true|false", str: "NAME"}.get(kind, "PATH")
+    return {int: "N", float: "X", bool: "true|false", str: "NAME"}.get(kind_of(hint)[0], "PATH")
 
 
-def _grouped(parser: ArgumentParser) -> Iterator[tuple[str, list[Action]]]:
-    """A command's own arguments, then the settings of a run by groups, where it takes those."""
-    actions = {a.dest: a for a in parser._actions if a.help != SUPPRESS and a.dest not in ("help", "optimizer")}
-    settings = {name for names in GROUPS.values() for name in names} if "epochs" in actions else set()
-    if own := [action for name, action in actions.items() if name not in settings]:
-        yield "arguments", own
+def _place_of(option: Option) -> str:
+    """A word in the line of usage: RUN, [FILE], or RUN [RUN ...]."""
+    word = option.name.upper()
+    if get_origin(option.hint) is tuple:
+        return f"{word.removesuffix('S')} [{word.removesuffix('S')} ...]"
+    return word if option.default is dataclasses.MISSING else f"[{word}]"
+
+
+def _grouped(options: Mapping[str, Option]) -> Iterator[tuple[str, list[Option]]]:
+    """A command's own options, then the settings of a run by groups, where it takes those."""
+    settings = {name for names in GROUPS.values() for name in names} if "epochs" in options else set()
+    if own := [option for name, option in options.items() if name not in settings]:
+        yield "arguments", sorted(own, key=lambda option: not option.is_word)
     for title, names in GROUPS.items() if settings else ():
-        yield title, [actions[name] for name in names]
+        yield title, [options[name] for name in names if name in options]
 
 
-def _describe(action: Action, columns: int) -> list[str]:
-    """A flag with its value, its meaning and its default."""
-    hint = getattr(action, "_typehint", None)
-    text = " ".join((action.help or "").split())
-    if action.dest == "options":
-        head = "--options.NAME VALUE"
-    elif not action.option_strings:
-        head = str(action.metavar)
-    elif hint is None or (action.metavar and "{" not in action.metavar):  # jsonargparse writes {a,b}
-        head = f"{action.option_strings[0]} {action.metavar or ''}"
-    else:
-        word = value_word(hint)
-        head = f"{action.option_strings[0]} {word}"
-        text += f": {', '.join(_choices(hint))}" if word == "NAME" and _choices(hint) else ""
-    if hint is not None and action.default not in (None, "") and not isinstance(action.default, dict):
-        text += f" ({_show_default(action.default)})"
+def _describe(option: Option, text: str, columns: int) -> list[str]:
+    """An option with its value, its meaning and its default."""
+    head = f"--{option.name} {value_word(option.hint)}"
+    if option.is_word:
+        head = option.name.upper().removesuffix("S")
+    elif get_origin(option.hint) is dict:
+        head = f"--{option.name}.NAME VALUE"
+    elif get_origin(option.hint) is Literal and head.endswith(" NAME"):
+        text += f": {', '.join(get_args(option.hint))}"
+    if option.default not in (None, "", dataclasses.MISSING):
+        text += f" ({_show_default(option.default)})"
     lines = textwrap.wrap(text, columns - FLAG_COLUMNS - 2, break_on_hyphens=False)
     if len(head) > FLAG_COLUMNS - 1:
         lines.insert(0, "")
     indent = " " * (FLAG_COLUMNS + 2)
     return [f"  {head:<{FLAG_COLUMNS}}{lines[0]}".rstrip(), *(indent + line for line in lines[1:])]
-
-
-def _choices(hint: Any) -> list[str]:
-    """The values that a setting may have, where it may have few."""
-    return [option for option in get_args(hint) if isinstance(option, str)]
 
 
 def _show_default(value: Any) -> str:

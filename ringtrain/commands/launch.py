@@ -1,4 +1,7 @@
-"""``ringtrain launch``: start a run on this machine, or as a Slurm job."""
+"""Start a run on this machine, or as a Slurm job.
+
+python -m ringtrain launch local -np 2 -- --workload digits
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from typing import NoReturn
 from ringtrain.runtime.world import World
 
 
-def launch_command(arguments: Sequence[str], world: World) -> NoReturn:
-    """Start a run on this machine, or as a Slurm job.
+def main(arguments: Sequence[str], world: World) -> NoReturn:
+    """Go on as ``launch``.
 
     A wheel has ``launch`` within ringtrain, a checkout beside it. It takes the place of this process, which may have
     imported NumPy by now: the signals that it waits for would go to NumPy's threads.

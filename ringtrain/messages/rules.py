@@ -127,7 +127,7 @@ def check_types(settings: Any, prefix: str = "") -> None:
         UsageError: one is not.
     """
     for name, hint in get_type_hints(type(settings)).items():
-        value, (kind, may_be_none) = getattr(settings, name), _kind_of(hint)
+        value, (kind, may_be_none) = getattr(settings, name), kind_of(hint)
         if value is None and may_be_none:
             continue
         kinds = (int, float) if kind is float else kind
@@ -143,10 +143,10 @@ def rule_of(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
     words[str] = "a text (in a YAML file put it in quotes)"  # YAML reads 20:25 as 1225, a number to the base 60
     words[Mapping] = "a mapping; write --options.NAME VALUE"
-    return words.get(_kind_of(hint)[0], "a mapping")
+    return words.get(kind_of(hint)[0], "a mapping")
 
 
-def _kind_of(hint: Any) -> tuple[type, bool]:
+def kind_of(hint: Any) -> tuple[type, bool]:
     """The type of a field's values, and whether None is one of them."""
     if get_origin(hint) is dict:
         return Mapping, False

@@ -14,7 +14,7 @@ from ringtrain.run.lease import LeaseLostError
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.world import read_world
 from ringtrain.terminal.console import Console
-from ringtrain.training.together import recording_end
+from ringtrain.training.ending import recording_end
 from tests.report.made_run import START, make_run, timed, train_event
 
 LOG = "console.log"

@@ -13,7 +13,7 @@ import yaml
 
 from ringtrain.cli import COMMANDS, main
 from ringtrain.config import Config, OptimizerConfig
-from ringtrain.training.together import FIRST_RANK_SECONDS
+from ringtrain.training.ending import FIRST_RANK_SECONDS
 
 LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "SLURM_", "HOROVOD_")
 
@@ -127,7 +127,7 @@ def test_of_several_ranks_the_first_speaks_and_another_that_outlives_it_is_alone
     rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("ringtrain.training.together.time.sleep", waits.append)
+    monkeypatch.setattr("ringtrain.training.ending.time.sleep", waits.append)
     world = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
     for name, value in world.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))

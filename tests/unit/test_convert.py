@@ -142,7 +142,7 @@ def test_a_source_of_neither_kind_is_named(tmp_path: Path) -> None:
 @pytest.fixture
 def _unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the cores of the process that runs the tests as they are."""
-    monkeypatch.setattr("ringtrain.cli.pin", lambda *arguments, **options: None)
+    monkeypatch.setattr("ringtrain.commands.convert.pin", lambda *arguments, **options: None)
 
 
 def run_convert(*arguments: str | Path) -> Finished:

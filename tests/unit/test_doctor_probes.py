@@ -106,9 +106,9 @@ def test_the_tightest_memory_limit_counts(tmp_path: Path, files: dict[str, str],
 WAIT = """
 import ctypes
 import numpy  # whose threads take signals
-from ringtrain.doctor import command
-command.TOGETHER_SECONDS = {seconds}
-with command.ending_in_time(lambda reason: print(reason, flush=True)):
+from ringtrain.commands import doctor
+doctor.TOGETHER_SECONDS = {seconds}
+with doctor.ending_in_time(lambda reason: print(reason, flush=True)):
     print("waits", flush=True)
     ctypes.CDLL(None).sleep(60)  # as a rank waits in MPI: no signal handler of Python's runs meanwhile
 """

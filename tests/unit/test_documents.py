@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 import ringtrain.keras
-from ringtrain.bench.command import MODES
 from ringtrain.bench.page import QUESTIONS, make_page, read_results
 from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
 from ringtrain.bench.variations import VARIATIONS
+from ringtrain.commands.bench import MODES
 from tests.faults.summary import TESTS, markdown, markdown_promises, summarize
 
 ROOT = Path(__file__).resolve().parents[2]

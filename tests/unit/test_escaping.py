@@ -18,7 +18,7 @@ from ringtrain.errors import DataError
 from ringtrain.messages.escaping import escape, escape_block, escape_message
 from ringtrain.runtime.world import read_world
 from ringtrain.terminal.console import Console
-from ringtrain.training.together import report_error
+from ringtrain.training.ending import report_error
 
 FORGED = "a\nringtrain: error: all is lost\x1b[2J\x9b31m\r\u202e\x07"
 ESCAPED = r"a\nringtrain: error: all is lost\x1b[2J\x9b31m\r\u202e\x07"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ringtrain.cli import export_command
+from ringtrain.commands import export
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.run.checkpoint import MANIFEST_FILE
@@ -154,7 +154,7 @@ def test_eval_and_export_take_the_runs_own_checkpoints(config: Config, tmp_path:
         require_own(run, path)
     assert f"{str(path)!r} is of {describe_identity(read_identity(other))}" in str(raised.value)
     with pytest.raises(UsageError, match=r"is of run .* Put it back into the directory of its own run"):
-        export_command([str(run), "--checkpoint", step_name(6)], read_world({}))
+        export.main([str(run), "--checkpoint", step_name(6)], read_world({}))
 
 
 def test_one_of_the_same_seed_and_settings_is_told_apart(config: Config, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_the_names_of_operations_are_left_out() -> None:
 
 def test_a_traceback_of_no_users_code_is_whole() -> None:
     error = error_of("def fail():\n    return [][1]\n", "/usr/lib/python3/site-packages/package/code.py")
-    assert "ringtrain/collectives/__init__.py" in format_defect(error)
+    assert "ringtrain/collectives/objects.py" in format_defect(error)
 
 
 def test_a_traceback_shows_what_an_error_came_from() -> None:

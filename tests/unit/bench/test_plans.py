@@ -16,7 +16,6 @@ import pytest
 
 import ringtrain
 from ringtrain.bench.children import clean_environment, fill_in
-from ringtrain.bench.command import MODES, BenchOptions, bench, find_obstacle, shorten
 from ringtrain.bench.contenders import DIRECTORY, Command, Experiment
 from ringtrain.bench.peers.peer_models import MODELS
 from ringtrain.bench.rounds import plan_orders
@@ -35,6 +34,7 @@ from ringtrain.bench.steps import (
 )
 from ringtrain.bench.sums import bus_bandwidth, plan_sums
 from ringtrain.bench.variations import VARIATIONS, plan_variations
+from ringtrain.commands.bench import MODES, BenchOptions, bench, find_obstacle, shorten
 from ringtrain.data.order import SampleOrder
 from ringtrain.errors import UsageError
 from ringtrain.runtime.machine import Machine
@@ -201,7 +201,7 @@ def test_contenders_that_a_mode_has_not_are_refused(mode: str, contenders: str, 
 
 def test_all_modes_leave_out_what_the_options_rule_out_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_one = mock.Mock(return_value=0)
-    monkeypatch.setattr("ringtrain.bench.command.bench_one", bench_one)
+    monkeypatch.setattr("ringtrain.commands.bench.bench_one", bench_one)
     monkeypatch.setattr(signal, "signal", mock.Mock())
     said: list[str] = []
     assert bench("all", BenchOptions(models="WIDE"), [], said.append) == 0

@@ -13,7 +13,7 @@ from launch.decision import LOST_RANKS, SHOWN_LINES, Attempt, decide, explain
 from launch.group import GroupEnd, RankEnd
 from ringtrain.guard.lost import LostRanksError
 from ringtrain.runtime.launched import EndTold
-from ringtrain.training.together import end_of
+from ringtrain.training.ending import end_of
 
 RUN = Path("/runs/digits")
 SAVED = EndTold(status="preempted", exit_code=75, message="stopped by SIGTERM: saved", stopped_by="signal")

@@ -1,16 +1,48 @@
-"""``ringtrain init``: a workload of the user's own to begin with."""
+"""Write a workload of your own to begin with, which trains at once.
+
+It is a file of forty lines, and trains on synthetic data.
+
+    python -m ringtrain init my_workload.py
+    horovodrun -np 2 python -m ringtrain --workload my_workload.py
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from ringtrain.commands.help import PROGRAM
+from ringtrain.commands.parser import parse_arguments
+from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import UsageError
+from ringtrain.messages.escaping import escape
+from ringtrain.runtime.world import World
 from ringtrain.workloads import refuse_hiding
 
 TEMPLATE = Path(__file__).parent / "my_workload.txt"
 TEMPLATE_NAME = "my_workload.py"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to write."""
+
+    file: Path
+    """Python file to write; it must not exist"""
+
+
+def main(arguments: Sequence[str], world: World) -> int:
+    """Write the file, and say how to train it."""
+    path = Options(**parse_arguments(Options, arguments, world)).file
+    refuse_launcher("init", world)
+    write_starting_file(path)
+    print(escape(f"{path}: a model, its data and its loss, for you to change. Train it:"))
+    print(escape(f"  horovodrun -np 2 {PROGRAM} --workload {shlex.quote(str(path))}"))
+    return 0
 
 
 def write_starting_file(path: Path) -> None:

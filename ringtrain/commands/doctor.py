@@ -1,4 +1,10 @@
-"""Gather, judge and show: alone, or together with the other ranks of a launcher."""
+"""Say whether training would work here, and what would help.
+
+Under a launcher it also says whether its ranks can work together.
+
+    python -m ringtrain doctor
+    horovodrun -np 2 python -m ringtrain doctor
+"""
 
 from __future__ import annotations
 
@@ -9,11 +15,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from ringtrain import __version__
+from ringtrain.commands.parser import parse_arguments
 from ringtrain.doctor.facts import AllReduce, Facts, facts_from_plain
 from ringtrain.doctor.inside import shorten
 from ringtrain.doctor.judging import Finding, can_join, judge
@@ -25,7 +32,8 @@ from ringtrain.runtime.devices import DevicePlan, own_gpu, start_tensorflow
 from ringtrain.runtime.world import World
 from ringtrain.terminal.console import open_console
 from ringtrain.terminal.startup import quiet_start
-from ringtrain.training.together import pin, report_end
+from ringtrain.training.ending import report_end
+from ringtrain.training.joining import pin
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
@@ -36,12 +44,18 @@ PAYLOAD_BYTES = 16 * 2**20
 REPETITIONS = 5
 
 
-def doctor(world: World) -> int:
+@dataclass(frozen=True)
+class Options:
+    """It takes none."""
+
+
+def main(arguments: Sequence[str], world: World) -> int:
     """Look, and print one table.
 
     Returns:
         0 where training would work, else 2.
     """
+    parse_arguments(Options, arguments, world)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     keras_backend = os.environ.get("KERAS_BACKEND")
     os.environ["KERAS_BACKEND"] = "tensorflow"  # a wrong one is shown, and does not end the look

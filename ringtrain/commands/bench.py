@@ -1,8 +1,17 @@
-"""``ringtrain bench``: plan, measure, write, show."""
+"""Measure ringtrain against plain Horovod and others.
+
+The others are tf.distribute and what no communication can be faster than. It needs a machine on which nothing else
+runs, and starts all processes itself. Use no launcher.
+
+    python -m ringtrain bench step
+    python -m ringtrain bench step --models CNN,WIDE --rounds 15
+    python -m ringtrain bench show results/bench-step.json
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -28,9 +37,12 @@ from ringtrain.bench.steps import LOOP_GOALS, OTHER, STEP_CONTENDERS, Length, pl
 from ringtrain.bench.sums import plan_sums
 from ringtrain.bench.table import describe_result
 from ringtrain.bench.variations import SETTINGS_CONTENDERS, plan_variations
+from ringtrain.commands.parser import parse_arguments
+from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text
 from ringtrain.runtime.machine import read_machine
+from ringtrain.runtime.world import World
 
 MODES = ("step", "loop", "allreduce", "input", "startup", "checkpoint", "guards", "settings")
 CONTENDERS = {"step": STEP_CONTENDERS, "settings": SETTINGS_CONTENDERS}  # of the modes that let one choose
@@ -120,6 +132,37 @@ class BenchOptions:
         if self.steps is None or self.log_every is None:
             return None
         return Length(steps=self.steps, log_every=self.log_every)
+
+
+@dataclass(frozen=True)
+class Options(BenchOptions):
+    """What to measure, or to show."""
+
+    mode: str
+    """step, loop, allreduce, input, startup, checkpoint, guards, settings, all, show, or page"""
+
+    file: Path | None = None
+    """for show: a result file"""
+
+
+def main(arguments: Sequence[str], world: World) -> int:
+    """Measure, or show what was measured."""
+    options = Options(**parse_arguments(Options, arguments, world))
+    refuse_launcher("bench", world)
+    print_line = functools.partial(print, flush=True)
+    if options.mode == "show" and options.file is not None:
+        show(options.file, print_line)
+        return 0
+    if options.mode == "page" and options.file is None:
+        write_page(print_line)
+        return 0
+    if options.mode not in (*MODES, "all") or options.file is not None:
+        raise UsageError(
+            f"there is nothing like bench {options.mode}{' FILE' if options.file else ''}; it is bench "
+            f"{', '.join(MODES)} or all, or bench show FILE or bench page.",
+            reach="run",
+        )
+    return bench(options.mode, options, arguments, print_line)
 
 
 def bench(mode: str, options: BenchOptions, arguments: Sequence[str], print_line: Callable[[str], None]) -> int:

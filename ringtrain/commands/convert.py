@@ -1,0 +1,63 @@
+"""Make TFRecord files of an image folder or of CIFAR-10.
+
+Of CIFAR-10 it takes the binary files.
+
+    python -m ringtrain convert images records
+    python -m ringtrain convert data records --kind cifar10 --shards 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ringtrain.commands.parser import parse_arguments
+from ringtrain.commands.preparing import refuse_launcher
+from ringtrain.errors import UsageError
+from ringtrain.messages.escaping import escape
+from ringtrain.runtime.world import World
+from ringtrain.terminal.startup import quiet_start
+from ringtrain.training.joining import pin
+
+MAX_SHARDS = 99_999  # a shard's number has five digits
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to convert, and into what."""
+
+    source: Path
+    """directory with train/<class>/*.jpg|png, or of CIFAR-10's files"""
+
+    destination: Path
+    """directory to make; it must not exist, or be empty"""
+
+    _: KW_ONLY
+
+    shards: int | None = None
+    """files for each split (about 128 MiB a file)"""
+
+    kind: Literal["auto", "image_folder", "cifar10"] = "auto"
+    """what the source is"""
+
+    def __post_init__(self) -> None:
+        if self.shards is not None and not 1 <= self.shards <= MAX_SHARDS:
+            raise UsageError(f"shards is {self.shards}; it must be from 1 to {MAX_SHARDS:,}.", reach="run")
+
+
+def main(arguments: Sequence[str], world: World) -> int:
+    """Convert."""
+    options = Options(**parse_arguments(Options, arguments, world))
+    refuse_launcher("convert", world)
+    pin(world)
+    with quiet_start():
+        import tensorflow as tf
+
+        # It needs no GPU, whose memory may be another's. What TensorFlow says of a missing driver is held back here.
+        tf.config.set_visible_devices([], "GPU")
+        from ringtrain.data.formats.conversion import convert
+    made = convert(options.source, options.destination, kind=options.kind, num_shards=options.shards)
+    print(escape(f"{options.destination}: {made}"))
+    return 0

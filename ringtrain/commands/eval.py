@@ -1,0 +1,77 @@
+"""Evaluate a checkpoint of a run, with any number of processes.
+
+It prints the loss and the metrics over the whole evaluation set.
+
+    python -m ringtrain eval runs/digits
+    horovodrun -np 2 python -m ringtrain eval runs/digits --checkpoint newest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ringtrain.commands.given_run import RunOptions, read_settings
+from ringtrain.commands.parser import parse_arguments
+from ringtrain.commands.preparing import prepare
+from ringtrain.errors import UsageError
+from ringtrain.guard.lost import explaining_lost_ranks
+from ringtrain.guard.memory import explaining_memory
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.world import World
+from ringtrain.training.joining import Prepared, joined
+
+if TYPE_CHECKING:
+    from ringtrain.collectives import Collective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """What to evaluate."""
+
+    hang_timeout: float | None = None
+    """seconds after which what hangs is ended (the run's)"""
+
+
+def main(arguments: Sequence[str], world: World) -> int:
+    """Evaluate a checkpoint with the other ranks."""
+    options = Options(**parse_arguments(Options, arguments, world))
+    explicit = read_settings("eval", options, arguments, world)
+    if options.hang_timeout is not None:
+        explicit["hang_timeout"] = options.hang_timeout
+    prepared = prepare(explicit, world)
+    with joined(prepared, world, command="eval") as (collective, _):
+        evaluate_together(prepared, collective, options)
+    return 0
+
+
+def evaluate_together(prepared: Prepared, collective: Collective, options: Options) -> None:
+    """Evaluate a run's checkpoint with the other ranks, and print the result."""
+    from ringtrain.collectives import run_on_rank0
+    from ringtrain.run.checkpoint import read_checkpoint
+    from ringtrain.run.identity import require_own
+    from ringtrain.run.store import find_checkpoint
+    from ringtrain.run.variables import broadcast_variables
+    from ringtrain.terminal.console import open_console
+    from ringtrain.training.job import create_job
+    from ringtrain.training.saving import restore
+
+    def restore_on_rank0() -> int:
+        checkpoint = read_checkpoint(require_own(options.run, find_checkpoint(options.run, options.checkpoint)))
+        restore(job, checkpoint)
+        return checkpoint.step
+
+    with explaining_lost_ranks(), explaining_memory(prepared.config):
+        job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
+        activity.note(Phase.RESTORE, takes_long=True)
+        step = run_on_rank0(collective, restore_on_rank0, name="restore")
+        broadcast_variables(job.step.variables, collective)
+        report = job.evaluate()
+    if report is None:
+        raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.", reach="run")
+    values = "".join(f", {name} = {value:.4f}" for name, value in report.metrics.items())
+    where = f"{options.run}, step {step} ({options.checkpoint})"
+    console = open_console(is_rank0=collective.world.is_rank0)
+    console.line(f"{where}: eval loss = {report.loss:.4g}{values} ({report.samples} samples)")

@@ -1,0 +1,229 @@
+"""What a command is given, in words, flags and YAML, as values of its options."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+from ringtrain.commands.help import show_help
+from ringtrain.commands.options import find_options
+from ringtrain.errors import UsageError
+from ringtrain.messages.rules import kind_of, rule_of, shorten
+from ringtrain.runtime.launched import tell_left
+from ringtrain.runtime.world import World
+
+NOTHING = (None, "null", "~")  # what an optional setting may be given for none
+MAX_DIGITS = 4300  # of a number that Python reads
+
+
+def parse_arguments(command: type, arguments: Sequence[str], world: World) -> dict[str, Any]:
+    """What the user typed: names of options to values of the right types, of a group a mapping.
+
+    A flag of true or false is true where no value follows. What is given twice counts as it is given last.
+
+    Raises:
+        UsageError: an unknown flag or key, a value of the wrong type, a file that cannot be read.
+        SystemExit: after ``--help``.
+    """
+    if {"-h", "--help"} & set(arguments):
+        if world.is_rank0:
+            print(show_help(command), end="")
+        tell_left()
+        raise SystemExit(0)
+    reader, rest, words = _Reader(command), list(arguments), list[str]()
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            words, rest = words + rest, []
+        elif word == "-" or not word.startswith("-"):
+            words.append(word)
+        else:
+            flag, has_value, value = word.partition("=")
+            if not has_value and rest and not rest[0].startswith("--"):
+                has_value, value = "=", rest.pop(0)
+            reader.take_flag(flag, value if has_value else None)
+    reader.take_words(words)
+    return reader.result()
+
+
+def parse_mapping(command: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of what a mapping holds, such as one in YAML.
+
+    Raises:
+        UsageError: an unknown key, or a value of the wrong type.
+    """
+    reader = _Reader(command)
+    for name, value in settings.items():
+        reader.take(name, value)
+    return reader.result()
+
+
+class _Reader:
+    """Takes the values of a command's options as they come."""
+
+    def __init__(self, command: type) -> None:
+        self._options = find_options(command)
+        self._given: dict[str, Any] = {}
+
+    def take_flag(self, flag: str, value: str | None) -> None:
+        """A flag with its value, where one follows; that of a file with all that the file holds."""
+        name = flag.removeprefix("--")
+        if value is None and name in self._options and self._options[name].hint is not bool:
+            raise UsageError(f"{name} is given no value; put one behind {flag}. See --help.", reach="run")
+        self.take(name, "true" if value is None else value, flag=flag)
+        if name == "config" and value:
+            del self._given[name]
+            for key, inner in _load_file(value).items():
+                self.take(key, inner, place=f" in {value}")
+
+    def take(self, name: str, value: Any, *, flag: str = "", place: str = "") -> None:
+        """A value by its name; a mapping of several by that of their group."""
+        parent, _, last = name.partition(".")
+        if name in self._options and not self._options[name].is_word:
+            self._given[name] = _convert(name, value, self._options[name].hint, place)
+        elif last and parent in self._options and get_origin(self._options[parent].hint) is dict:
+            self._given[parent] = {**(self._given.get(parent) or {}), last: parse_text(value)}
+        elif any(known.startswith(f"{name}.") for known in self._options):
+            members = {} if value is None else parse_text(value)
+            if not isinstance(members, Mapping):
+                rule = "it must be a mapping of settings, such as {name: adam}"
+                raise UsageError(f"{name} is {shorten(repr(value))}; {rule}.", reach="run")
+            for key, inner in members.items():
+                self.take(f"{name}.{key}", inner, place=place)
+        else:
+            names = [known for known, option in self._options.items() if not option.is_word]
+            near = [known for known in names if known.endswith(f".{name}")] or difflib.get_close_matches(name, names, 1)
+            suggestion = f"Did you mean {'--' if flag else ''}{near[0]}? " if near else ""
+            what = f"flag {flag}" if flag else f"key {name}"
+            raise UsageError(f"there is no {what}. {suggestion}See --help.", reach="run")
+
+    def take_words(self, words: Sequence[str]) -> None:
+        """What belongs to no flag, each at its place.
+
+        Raises:
+            UsageError: there is too much, or something is missing.
+        """
+        rest = list(words)
+        for name, hint in [(option.name, option.hint) for option in self._options.values() if option.is_word]:
+            if get_origin(hint) is tuple and rest:
+                self._given[name] = tuple(_convert(name, word, get_args(hint)[0]) for word in rest)
+                rest = []
+            elif rest:
+                self._given[name] = _convert(name, rest.pop(0), hint)
+        if rest:
+            raise UsageError(f"{rest[0]!r} belongs to no flag. See --help.", reach="run")
+        needed = [name for name, option in self._options.items() if option.default is dataclasses.MISSING]
+        if missing := [name for name in needed if name not in self._given]:
+            raise UsageError(f"{', '.join(missing)} must be given. See --help.", reach="run")
+
+    def result(self) -> dict[str, Any]:
+        """All that was given, but what stands for nothing: it has its default."""
+        result: dict[str, Any] = {}
+        for name, value in self._given.items():
+            if value is not None:
+                group, _, last = name.rpartition(".")
+                (result.setdefault(group, {}) if group else result)[last] = value
+        return result
+
+
+def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
+    """A value in the type of its field; None where it stands for nothing.
+
+    Args:
+        name: what it is of.
+        value: a text, or what YAML makes of one.
+        hint: the field's type.
+        place: where it stands, for the message, such as " in settings.yaml".
+
+    Raises:
+        UsageError: it is of another type.
+    """
+    kind, may_be_none = kind_of(hint)
+    if value is None or (may_be_none and value in NOTHING):
+        return None
+    if value == "":
+        raise UsageError(f"{name} is ''{place}; give it a value, or leave it out.", reach="run")
+    read = parse_text(value) if kind not in (str, Path) else value
+    if kind is Mapping and isinstance(read, Mapping):
+        return {str(key): parse_text(inner) for key, inner in read.items()}
+    if kind is Path and isinstance(read, str):
+        return Path(read)
+    if kind is float and type(read) is int and abs(read) < 10**300:
+        return float(read)
+    if (
+        not isinstance(read, kind)
+        or (isinstance(read, bool) and kind is not bool)
+        or (get_origin(hint) is Literal and read not in get_args(hint))
+    ):
+        is_endless = isinstance(value, str) and value.isdigit() and len(value) > MAX_DIGITS
+        found = "has thousands of digits" if is_endless else f"is {shorten(repr(str(value)))}"
+        raise UsageError(f"{name} {found}; it must be {rule_of(hint)}.", reach="run")
+    return read
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's plain values, but that 1e-3 and -.5 are numbers, a date is a text, and nothing refers to another value."""
+
+    def fetch_alias(self) -> None:
+        raise yaml.YAMLError
+
+    fetch_anchor = fetch_tag = fetch_alias
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_text(value: Any) -> Any:
+    """What a text stands for in YAML: a number, true, false, null, [a, list] or {a: mapping}; else the value itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        if value.removeprefix("-").isdigit():
+            return int(value)  # to the base 10, where YAML reads 010 to the base 8
+        read = _Loader(value).get_single_data()
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return value
+    is_plain = isinstance(read, int | float) or value in NOTHING or value.startswith(("[", "{"))
+    return read if is_plain else value
+
+
+def _load_file(file: str) -> Mapping[str, Any]:
+    """What a file of settings holds.
+
+    Raises:
+        UsageError: it cannot be read, holds none, or names another file, which would be read, whatever it is.
+    """
+    from ringtrain.run.directory import CONFIG_FILE, load_settings  # here: it loads NumPy, which help does without
+
+    try:
+        settings = load_settings(Path(file))
+    except (ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise UsageError(f"{file} holds no settings: {why}.", reach="run") from None
+    except OSError as error:
+        reasons: dict[type[OSError], str] = {
+            FileNotFoundError: "there is no such file. Check the path",
+            IsADirectoryError: f"that is a directory. Name a YAML file, such as the {CONFIG_FILE} of a run",
+        }
+        reason = reasons.get(type(error), f"it cannot be read: {error.strerror}. Check the path")
+        raise UsageError(f"config is {file!r}, and {reason}.", reach="run") from None
+    if not isinstance(settings, Mapping):
+        what = "is empty" if settings is None else "holds no mapping"
+        raise UsageError(f"{file} {what}; it must hold settings, such as epochs: 5.", reach="run")
+    if "config" in settings:
+        raise UsageError(f"{file} has the key config; a file of settings cannot name another one.", reach="run")
+    return settings

@@ -1,0 +1,54 @@
+"""Train a Keras model on many GPUs or cores, one process each.
+
+The same command again goes on where a run ended. Defaults are in brackets; a workload's own win over them
+(--print_config shows those of a run).
+
+    horovodrun -np 2 python -m ringtrain
+    horovodrun -np 2 python -m ringtrain --workload my_workload.py --epochs 5
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from ringtrain.commands.parser import parse_arguments
+from ringtrain.commands.preparing import Settings, check_settings, prepare
+from ringtrain.config import Config, make_config, to_plain
+from ringtrain.errors import RingtrainError
+from ringtrain.runtime.streams import has_lost_stdout
+from ringtrain.runtime.world import World
+from ringtrain.training.together import prepare_and_train
+from ringtrain.workloads import load_workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings):
+    """The settings of a run."""
+
+    print_config: bool = False
+    """print the settings of the run as YAML, and leave"""
+
+
+def main(arguments: Sequence[str], world: World) -> int:
+    """Train a workload: what is done where no command is named."""
+    explicit = parse_arguments(Options, arguments, world)
+    if explicit.pop("print_config", False):
+        print_config(explicit, world)
+        return RingtrainError.exit_code if has_lost_stdout() else 0
+    prepare_and_train(lambda: prepare(explicit, world), world)
+    return 0
+
+
+def print_config(explicit: Mapping[str, Any], world: World) -> None:
+    """Print the settings of the run as YAML that ``--config`` reads."""
+    check_settings(explicit)
+    workload_class = load_workload(explicit.get("workload", Config.workload))
+    config = make_config(explicit, workload_class.defaults, workload_class.options)
+    if world.is_rank0:
+        yaml.safe_dump(to_plain(dataclasses.asdict(config)), sys.stdout, sort_keys=False)

@@ -1,0 +1,166 @@
+"""How a run ends: what is printed of it, its ``end`` record and its report."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringtrain.errors import PreemptedError, RingtrainError
+from ringtrain.messages.defects import describe_defect
+from ringtrain.messages.escaping import escape_message
+from ringtrain.runtime import activity, streams
+from ringtrain.runtime.launched import tell_end
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.runtime.world import World
+
+if TYPE_CHECKING:
+    from ringtrain.run.directory import RunDirectory
+    from ringtrain.run.resume import Start
+    from ringtrain.terminal.console import Console
+
+# Time for rank 0 to say an error that it has as well, and for the launcher to end the other ranks then; on a busy node
+# ranks start seconds apart.
+FIRST_RANK_SECONDS = 15.0
+
+
+@contextlib.contextmanager
+def recording_end(
+    run: RunDirectory | None, is_complete: bool, requests: StopRequests, world: World, console: Console
+) -> Iterator[None]:
+    """Write the ``end`` record of a run on rank 0, however it ends, then its report, and let go of its directory."""
+    if run is None:
+        yield
+        return
+    if is_complete:
+        yield
+        run.close()
+        return
+
+    def leave_early(reason: str, exit_code: int) -> None:
+        error = early_end(reason, exit_code)
+        report_error(error, world)
+        write_end(run, end_of(error))
+
+    streams.warn_by(lambda text: run.write_event("warning", step=activity.current()[0].step, message=text))
+    requests.watch_file(run.path)
+    requests.at_early_end(leave_early)
+    report = functools.partial(report_run, run, console)
+
+    def end(values: Mapping[str, Any], then: Callable[[], None] = lambda: None) -> None:
+        requests.at_early_end(lambda reason, exit_code: None)  # one last record is enough
+        write_end(run, values, then=then)
+
+    try:
+        yield
+    except RingtrainError as error:
+        end(end_of(error))
+        report_error(error, world)  # the other ranks leave now, and then the launcher may end this one at any moment
+        report()
+        raise
+    except BaseException as error:
+        end(end_values("failed", 1, describe_defect(error)), then=report)
+        raise
+    else:
+        end(end_values("completed", 0), then=report)
+
+
+def early_end(reason: str, exit_code: int) -> RingtrainError:
+    """Why a process ends before all ranks have saved together."""
+    kind = PreemptedError if exit_code == PreemptedError.exit_code else RingtrainError
+    return kind(f"stopped by {reason}.", reach="run")
+
+
+def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], None] = lambda: None) -> None:
+    """The last record of a process; none where another process has taken over the directory.
+
+    Args:
+        then: what else is done before the directory is let go of.
+    """
+    tell_end(end)
+    with contextlib.suppress(RingtrainError):
+        run.write_event(**end)
+        then()
+    run.close()
+
+
+def report_run(run: RunDirectory, console: Console) -> None:
+    """Write a run's report, whatever its end. A report that fails is a warning: the run is what it is without it."""
+    from ringtrain.run.directory import REPORT_FILE  # here: it loads NumPy, which help and errors do without
+    from ringtrain.run.lease import LeaseLostError
+
+    try:
+        from ringtrain.report import write_report
+
+        write_report([run.path], run.path / REPORT_FILE, may_write=run.may_write)
+    except LeaseLostError:
+        return  # it is another process's to write
+    except Exception as error:
+        console.line(f"warning: {REPORT_FILE} was not written: {describe_defect(error)}")
+
+
+def write_warning(run: RunDirectory, console: Console, message: str) -> None:
+    """Tell the user that something is odd, and keep it with the run."""
+    console.line(f"warning: {message}")
+    run.write_event("warning", step=activity.current()[0].step, message=message)
+
+
+def write_end_at_hang(run: RunDirectory | None, start: Start, error: RingtrainError) -> None:
+    """The last record of a run that hangs: by rank 0, or in its stead by the first rank that takes its lease."""
+    if run is not None:
+        write_end(run, end_of(error))
+        return
+    from ringtrain.run.directory import append_event
+    from ringtrain.run.lease import take_over
+
+    path = Path(start.path)
+    with contextlib.suppress(OSError):  # not to be seen from this host
+        if not start.is_complete and take_over(path, start.fence, environ=os.environ):
+            tell_end(end_of(error))
+            append_event(path, **end_of(error))
+
+
+def end_values(status: str, exit_code: int, message: str | None = None) -> dict[str, Any]:
+    """An ``end`` event."""
+    return {
+        "event": "end", "status": status, "exit_code": exit_code, **({"message": message} if message else {})
+    }  # fmt: skip
+
+
+def end_of(error: RingtrainError) -> dict[str, Any]:
+    """The ``end`` event of a run that an error ends."""
+    values = end_values(error.status(), error.exit_code, str(error))
+    return values | ({"stopped_by": error.stopped_by} if isinstance(error, PreemptedError) else {})
+
+
+def report_end(error: RingtrainError, world: World) -> None:
+    """Print, once, why this command ends.
+
+    What every rank should have found wrong before they met, such as a setting, may be this rank's alone, where it was
+    started in another way. Where rank 0 has it as well, the launcher ends this process while it waits here.
+    """
+    if error.reach == "run" and not error.is_agreed and not world.is_rank0:
+        time.sleep(FIRST_RANK_SECONDS)
+        error.reach = "rank"
+    report_error(error, world)
+
+
+def report_error(error: RingtrainError, world: World) -> None:
+    """Print why a run ends, once, however many processes raise it: in one piece."""
+    if error.is_told:
+        return
+    error.is_told = True
+    speaks = {"run": world.is_rank0, "node": world.local_rank == 0, "rank": True}[error.reach]
+    if speaks:
+        where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""
+        message = escape_message(f"{where}{error}")
+        tell_end({**end_of(error), "message": message})
+        sys.stdout.flush()
+        kind = "" if isinstance(error, PreemptedError) else "error: "
+        sys.stderr.write(f"ringtrain: {kind}{message}\n")
+        sys.stderr.flush()

@@ -1,0 +1,131 @@
+"""How a rank takes its devices, joins the other ranks, and leaves them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ringtrain.config import Config
+from ringtrain.errors import RingtrainError
+from ringtrain.guard.lost import LostRanksError
+from ringtrain.messages.defects import describe_defect, format_defect
+from ringtrain.messages.escaping import escape, escape_block, escape_message
+from ringtrain.runtime import leaving
+from ringtrain.runtime.cores import claim_cores
+from ringtrain.runtime.devices import DevicePlan, adapt_plan, apply_plan, plan_devices, set_environment
+from ringtrain.runtime.launched import tell_end
+from ringtrain.runtime.machine import read_machine
+from ringtrain.runtime.world import World
+from ringtrain.training.ending import end_values, report_error
+from ringtrain.watchdog.thread import Watchdog
+
+if TYPE_CHECKING:
+    from ringtrain.collectives import Collective
+    from ringtrain.workloads.base import Workload
+
+# For the launcher to end a rank that has lost another, before it adds an error to the one that tells why.
+LAUNCHER_SECONDS = 3.0
+
+
+class Prepared(NamedTuple):
+    """A rank that knows what to train and has its devices, before it joins the others."""
+
+    workload: Workload
+    config: Config
+    plan: DevicePlan
+    device: str
+
+
+def pin(world: World, config: Config | None = None, workload_class: type[Workload] | None = None) -> DevicePlan:
+    """Take this rank's share of its node, before anything heavy is imported; for a run with this configuration."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
+    needs = {} if config is None else needs_of(config, workload_class)
+    plan = plan_devices(world, read_machine(os.environ), os.environ, claim_cores=claim_cores, **needs)
+    apply_plan(plan)
+    return plan
+
+
+def adapt(plan: DevicePlan, world: World, config: Config, workload_class: type[Workload]) -> DevicePlan:
+    """The plan with what the workload asks for, once it is imported: before TensorFlow, MPI and Horovod start."""
+    adapted = adapt_plan(plan, world, os.environ, **needs_of(config, workload_class))
+    set_environment(adapted, before=plan)
+    return adapted
+
+
+def needs_of(config: Config, workload_class: type[Workload] | None) -> dict[str, Any]:
+    """What a run asks of a rank's devices, as arguments of ``plan_devices``; as far as it is known."""
+    from ringtrain.workloads import names_python_functions  # here: it loads NumPy, which the doctor has to do without
+
+    sums_through_memory = config.backend == "auto" and config.compression == "none"
+    return {
+        "deterministic": config.deterministic,
+        "hang_timeout": config.hang_timeout,
+        "profiles": config.profile is not None,
+        "one_at_a_time": sums_through_memory and not (workload_class and names_python_functions(workload_class)),
+    }
+
+
+@contextlib.contextmanager
+def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[Collective, Watchdog]]:
+    """Join the other ranks, which must have been started alike, under the eyes of a watchdog.
+
+    At the end leave them in good order; at once where this rank failed alone, as they would wait for it.
+    """
+    from ringtrain.collectives import connect, share_memory
+    from ringtrain.collectives.checks import require_working_sums
+    from ringtrain.guard.preflight import require_same_start
+    from ringtrain.runtime.devices import own_gpu
+
+    config = prepared.config
+    with watched(config, world) as watchdog:
+        collective = connect(config.backend, world)
+        try:
+            require_same_start(collective, config, command=command, environ=os.environ)
+            require_working_sums(collective, own_gpu())
+            if config.backend == "auto":
+                collective = share_memory(collective)
+            watchdog.meet(collective)
+            yield collective, watchdog
+        except RingtrainError as error:
+            watchdog.begin_leaving(error.exit_code, functools.partial(report_error, error, world))
+            if isinstance(error, LostRanksError):
+                time.sleep(LAUNCHER_SECONDS)
+            if error.reach == "run":
+                error.is_agreed = True
+                collective.close()
+                raise
+            report_error(error, world)
+            collective.abort(error.exit_code)
+        except BaseException as error:
+            watchdog.begin_leaving(1)
+            message = escape(f"rank {world.rank} on {world.node} failed: {describe_defect(error)}")
+            tell_end(end_values("failed", 1, message))
+            sys.stderr.write(f"{escape_block(format_defect(error))}ringtrain: error: {message}\n")
+            collective.abort(1)
+        else:
+            watchdog.begin_leaving(0)
+            collective.close()
+
+
+@contextlib.contextmanager
+def watched(config: Config, world: World) -> Iterator[Watchdog]:
+    """The watchdog of a rank, from before it joins the others until it has left them."""
+    leaving.allow(config.exit_timeout, f"rank {world.rank} on {world.node}")
+    watchdog = Watchdog(
+        world,
+        config.hang_timeout,
+        report=lambda error: report_error(error, world),
+        warn=lambda text: print(escape_message(f"ringtrain: warning: {text}"), file=sys.stderr, flush=True),
+    )
+    watchdog.start()
+    try:
+        yield watchdog
+    finally:
+        watchdog.stop()

@@ -17,7 +17,7 @@ from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import Settings, prepare
 from ringtrain.runtime.world import World
 from ringtrain.training.joining import joined
-from ringtrain.verify.compare import choose_steps
+from ringtrain.verify.world_sizes import choose_steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from ringtrain.commands.preparing import Settings, check_settings, refuse_launch
 from ringtrain.config import to_plain
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.world import World
-from ringtrain.verify.compare import DEFAULT_GLOBAL_BATCH_SIZE, parse_world_sizes, verify
+from ringtrain.verify.world_sizes import DEFAULT_GLOBAL_BATCH_SIZE, parse_world_sizes, verify
 
 
 @dataclass(frozen=True, kw_only=True)

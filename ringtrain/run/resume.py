@@ -74,7 +74,7 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     """Open the run that the configuration names, and make it ready to be written.
 
     Args:
-        say: shows a line to the user.
+        print_line: shows a line to the user.
 
     Raises:
         UsageError: the directory holds something else, is being written, or its run has other settings.

@@ -16,7 +16,8 @@ from unittest import mock
 
 import pytest
 
-from ringtrain.verify.compare import DEFAULT_STEPS, choose_steps, fold_notes
+from ringtrain.verify.compare import fold_notes
+from ringtrain.verify.world_sizes import DEFAULT_STEPS, choose_steps
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
 from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment

@@ -1,0 +1,140 @@
+"""The world sizes trained one after the other, each by processes that this one starts and ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringtrain.errors import EXIT_CODES, ReplicasDifferError, RingtrainError, UsageError
+from ringtrain.verify.compare import Record, describe_findings, describe_oracle, load_record
+
+DEFAULT_STEPS = 20
+DEFAULT_GLOBAL_BATCH_SIZE = 100
+MAX_DEFAULT_STEPS = 100  # of a workload's own; more are no check but a training
+RUN_TIMEOUT_SECONDS = 1800
+
+
+def plan_command(size: int, arguments: Sequence[str], *, mpirun: str | None, horovodrun: str | None) -> list[str]:
+    """The command line of a group of ``size`` processes.
+
+    Args:
+        arguments: of ``python -m ringtrain``.
+        mpirun, horovodrun: the launchers' paths, or None where there is none.
+
+    Raises:
+        UsageError: more than one process, and no launcher.
+    """
+    program = [sys.executable, "-m", "ringtrain", *arguments]
+    if size == 1:
+        return program
+    if mpirun:
+        return [mpirun, "-np", str(size), "--oversubscribe", "--bind-to", "none", *program]
+    if horovodrun:
+        return [horovodrun, "--gloo", "-np", str(size), *program]
+    raise UsageError(
+        f"a world size of {size} needs mpirun or horovodrun, and neither is in PATH. Run `make setup`, or activate the "
+        "environment that holds them."
+    )
+
+
+def run_group(size: int, arguments: Sequence[str], directory: Path) -> None:
+    """Train under one world size; its record is in ``directory`` afterwards.
+
+    Raises:
+        RingtrainError: the group failed; its own words are in the message.
+    """
+    command = plan_command(size, arguments, mpirun=shutil.which("mpirun"), horovodrun=shutil.which("horovodrun"))
+    environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_SECONDS)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGTERM)  # mpirun takes its ranks along
+        process.wait(timeout=30)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise RingtrainError(f"{size} processes were not done after {RUN_TIMEOUT_SECONDS} s.") from None
+        raise
+    if process.returncode:
+        failed = f"training with {size} processes failed with exit code {process.returncode}:"
+        raise EXIT_CODES.get(process.returncode, RingtrainError)(
+            "\n  ".join([failed, *output.strip().split("\n")]), reach="run"
+        )
+
+
+def parse_world_sizes(text: str) -> list[int]:
+    """World sizes from ``1,2,3``.
+
+    Raises:
+        UsageError: fewer than two different positive numbers.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"[1-9][0-9]{0,5}", word) for word in words) or len(set(words)) < 2:
+        raise UsageError(
+            f"world_sizes is {text!r}; it must be at least two different numbers of processes, such as 1,2,3.",
+            reach="run",
+        )
+    return list(dict.fromkeys(int(word) for word in words))
+
+
+def choose_steps(defaults: Mapping[str, Any]) -> int:
+    """The steps to train where the user says none: the workload's own, unless it has none or that would take long."""
+    steps = defaults.get("steps") or DEFAULT_STEPS
+    return steps if steps <= MAX_DEFAULT_STEPS else DEFAULT_STEPS
+
+
+def verify(
+    sizes: Sequence[int],
+    arguments: Sequence[str],
+    directory: Path,
+    *,
+    with_oracle: bool,
+    print_line: Callable[[str], None],
+) -> list[str]:
+    """Train under each world size and compare.
+
+    Args:
+        arguments: the training flags of every run.
+        directory: an empty directory for the records.
+        with_oracle: also compare one process with a plain Keras loop.
+        print_line: shows a line to the user, when a run is done.
+
+    Returns:
+        The report, when all agree.
+
+    Raises:
+        ReplicasDifferError: they do not; the message holds the report.
+    """
+    # Like Ctrl-C: an exception, on whose way out the processes are ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def run(size: int, role: str, words: str) -> dict[str, Record]:
+        target = directory / f"{role}-{size}"
+        target.mkdir()
+        begin = time.monotonic()
+        run_group(size, ["_record", "--record_to", str(target), "--record_as", role, *arguments], target)
+        records = {path.stem: load_record(path) for path in target.glob("*.npz")}
+        steps = len(records["float64"]["losses"])
+        print_line(f"{words}: {steps} step{'s' if steps > 1 else ''}, {time.monotonic() - begin:.0f} s")
+        return records
+
+    names = {size: f"{size} process{'es' if size > 1 else ''}" for size in sizes}
+    records = {size: run(size, "reference" if size == sizes[0] else "other", names[size]) for size in sizes}
+    lines, passed = describe_findings(sizes, records)
+    if with_oracle:
+        more, is_right = describe_oracle(run(1, "oracle", "1 process and plain Keras"))
+        lines, passed = lines + more, passed and is_right
+    if not passed:
+        named = ", ".join(map(str, sizes))
+        raise ReplicasDifferError("\n  ".join([f"the world sizes {named} do not train the same.", *lines]), reach="run")
+    return lines

@@ -14,6 +14,7 @@ from ringtrain.runtime.world import World
 from ringtrain.terminal.startup import quiet_start
 from ringtrain.training.joining import Prepared, adapt, pin
 from ringtrain.workloads import BUILT_IN, check_workload_name, create_workload, load_workload
+from ringtrain.workloads.base import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class Settings(Config):
     """The settings of a run, as they are given: as flags or in a file."""
 
     config: Path | None = None
-    """YAML file of these settings; flags win over it"""
+    """YAML file of these settings; flags behind it win over it"""
 
 
 def check_settings(explicit: Mapping[str, Any]) -> Config:
@@ -34,10 +35,13 @@ def check_settings(explicit: Mapping[str, Any]) -> Config:
     """
     spec = explicit.get("workload", Config.workload)
     check_workload_name(spec)
-    if spec not in BUILT_IN:
-        return make_config(explicit, {})
-    workload_class = load_workload(spec)
-    return make_config(explicit, workload_class.defaults, workload_class.options)
+    return complete(explicit)[1] if spec in BUILT_IN else make_config(explicit, {})
+
+
+def complete(explicit: Mapping[str, Any]) -> tuple[type[Workload], Config]:
+    """The workload, which is imported, and with its defaults the whole configuration of the run."""
+    workload_class = load_workload(explicit.get("workload", Config.workload))
+    return workload_class, make_config(explicit, workload_class.defaults, workload_class.options)
 
 
 def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
@@ -49,8 +53,7 @@ def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
     config = check_settings(explicit)
     plan = pin(world, config)
     with quiet_start():
-        workload_class = load_workload(config.workload)
-        config = make_config(explicit, workload_class.defaults, workload_class.options)
+        workload_class, config = complete(explicit)
         plan = adapt(plan, world, config, workload_class)
         device = start_tensorflow(plan, world)
     return Prepared(create_workload(workload_class, config.options), config, plan, device)

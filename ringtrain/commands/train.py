@@ -18,13 +18,12 @@ from typing import Any
 import yaml
 
 from ringtrain.commands.parser import parse_arguments
-from ringtrain.commands.preparing import Settings, check_settings, prepare
-from ringtrain.config import Config, make_config, to_plain
+from ringtrain.commands.preparing import Settings, check_settings, complete, prepare
+from ringtrain.config import to_plain
 from ringtrain.errors import RingtrainError
 from ringtrain.runtime.streams import has_lost_stdout
 from ringtrain.runtime.world import World
 from ringtrain.training.together import prepare_and_train
-from ringtrain.workloads import load_workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,6 @@ def main(arguments: Sequence[str], world: World) -> int:
 def print_config(explicit: Mapping[str, Any], world: World) -> None:
     """Print the settings of the run as YAML that ``--config`` reads."""
     check_settings(explicit)
-    workload_class = load_workload(explicit.get("workload", Config.workload))
-    config = make_config(explicit, workload_class.defaults, workload_class.options)
+    _, config = complete(explicit)
     if world.is_rank0:
         yaml.safe_dump(to_plain(dataclasses.asdict(config)), sys.stdout, sort_keys=False)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from ringtrain.errors import UsageError
+from ringtrain.messages.rules import did_you_mean
 
 Command = TypeVar("Command")
 
@@ -19,8 +20,7 @@ def find_command(name: str, commands: Mapping[str, Command], *, of: str = "") ->
         UsageError: there is none.
     """
     if name not in commands:
-        near = difflib.get_close_matches(name, commands, n=1)
-        meant = f"Did you mean {near[0]!r}? " if near else ""
+        meant = did_you_mean(name, commands)
         raise UsageError(f"there is no command {of}{name!r}. {meant}Commands: {', '.join(commands)}.")
     return commands[name]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from ringtrain.commands.help import show_overview
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape_message
+from ringtrain.messages.rules import did_you_mean
 from ringtrain.runtime.streams import has_lost_stdout
 from ringtrain.runtime.world import World, read_world
 from ringtrain.training.ending import report_end
@@ -62,9 +62,8 @@ def run_command(arguments: list[str], world: World) -> int:
     command = arguments.pop(0) if is_named else "train"
     module = (COMMANDS | INTERNAL_COMMANDS).get(command)
     if module is None:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
-        meant = f"--workload {command}" if command.endswith(".py") else repr(near[0]) if near else ""
-        suggestion = f"Did you mean {meant}? " if meant else ""
+        is_file = command.endswith(".py")
+        suggestion = f"Did you mean --workload {command}? " if is_file else did_you_mean(command, COMMANDS)
         raise UsageError(f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.", reach="run")
     code: int = importlib.import_module(module).main(arguments, world)
     # Of a run there is a directory; of every other command nothing is left but what it prints.

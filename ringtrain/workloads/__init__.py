@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import UsageError
+from ringtrain.messages.rules import did_you_mean
 from ringtrain.workloads.base import Workload
 
 BUILT_IN = {
@@ -43,9 +43,8 @@ def check_workload_name(spec: str) -> None:
         return
     place, class_name = _split(spec)
     if not place and "." not in spec and "/" not in spec:
-        near = difflib.get_close_matches(spec, BUILT_IN, n=1)
         raise UsageError(
-            f"there is no workload {spec!r}. {f'Did you mean {near[0]!r}? ' if near else ''}"
+            f"there is no workload {spec!r}. {did_you_mean(spec, BUILT_IN)}"
             f"Built in: {', '.join(sorted(BUILT_IN))}. Your own: path/file.py or package.module:Class.",
             reach="run",
         )

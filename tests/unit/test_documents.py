@@ -76,8 +76,7 @@ def test_each_listing_is_an_example_and_each_example_is_shown() -> None:
 
 def public_values() -> dict[str, Any]:
     """What users import, by name; of ``ringtrain.keras`` what is not Horovod's own."""
-    names = getattr(ringtrain, "__all__", None) or ("make_parallel", "train")
-    values = {name: getattr(ringtrain, name) for name in names if name != "__version__"}
+    values = {name: getattr(ringtrain, name) for name in ringtrain.__all__ if name != "__version__"}
     values |= {name: getattr(ringtrain.keras, name) for name in ringtrain.keras.__all__}
     return {name: value for name, value in values.items() if home_of(value).startswith("ringtrain")}
 

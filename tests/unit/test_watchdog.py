@@ -28,8 +28,8 @@ from tests.world.processes import REPOSITORY
 
 PROGRAM = """
 import ctypes, os, sys, threading, time
-from ringtrain import activity
-from ringtrain.runtime.activity import Doing
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Phase
 from ringtrain.watchdog.thread import Watchdog
 from ringtrain.runtime.world import World
 
@@ -39,13 +39,13 @@ watchdog = Watchdog(
 )
 watchdog.write_by(write_end=lambda error: print("RECORDED", flush=True), warn=None)
 watchdog.start()
-activity.note(Doing.STEP, 7)
+activity.note(Phase.STEP, 7)
 
 
 def move_for(seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        activity.note(Doing.STEP, 7)
+        activity.note(Phase.STEP, 7)
         time.sleep(0.01)
 
 
@@ -118,7 +118,7 @@ def test_a_rank_that_never_heard_of_rank_0_ends_by_itself(run: Start) -> None:
 activity.LONG_SECONDS = 2.0
 watchdog._world = World(rank=1, size=2, local_rank=1, local_size=2, node="n1", launcher="mpirun")
 watchdog._nodes, watchdog._has_met, watchdog._unheard = ["n1", "n1"], True, {0}
-activity.note(Doing.MEET)
+activity.note(Phase.MEET)
 time.sleep(30)
 """
     code, out, _ = run(body).end()
@@ -282,8 +282,8 @@ watchdog._star.wake()  # the tick that is under way is short
 time.sleep(0.5)
 told = threading.Semaphore(0)
 watchdog._outside.tell = lambda limit, words: told.release() if words == "stands in step 9" else None
-activity.note(Doing.SAVE, 8, takes_long=True)
-activity.note(Doing.STEP, 9)
+activity.note(Phase.SAVE, 8, takes_long=True)
+activity.note(Phase.STEP, 9)
 print("TOLD" if told.acquire(timeout=20) else "SILENT", flush=True)
 watchdog.stop()
 """
@@ -296,8 +296,8 @@ def test_a_rank_is_looked_at_once_a_tick_however_often_its_watchdog_is_woken() -
     body = """
 end = time.monotonic() + 2
 while time.monotonic() < end:
-    activity.note(Doing.SAVE, 7, takes_long=True)
-    activity.note(Doing.STEP, 7)
+    activity.note(Phase.SAVE, 7, takes_long=True)
+    activity.note(Phase.STEP, 7)
     time.sleep(0.01)
 print(watchdog._looks.times, flush=True)
 os._exit(0)

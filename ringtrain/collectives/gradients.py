@@ -62,7 +62,7 @@ class GradientReduction:
     Attributes:
         collective: carries the sums.
         compression: ``"fp16"`` sends float32 and float64 gradients as float16; they come back in their own type. A
-            value beyond 65504 becomes infinite, which the verdict sees.
+            value beyond 65504 becomes infinite, which the finite check sees.
         name: prefix of the collectives' names; unique in a program.
         groups: which gradients travel together, each group of one type; None: as ``plan_groups`` says.
         read_only: whether ``Reduced.keep_alive`` is kept, and no variable takes over a part of a gradient: see
@@ -82,7 +82,7 @@ class GradientReduction:
         """Reduce one gradient for each variable, in the order in which the forward pass uses the variables.
 
         Args:
-            control: a short vector of sums, which is reduced as well; the verdict is on the gradients alone.
+            control: a short vector of sums, which is reduced as well; the finite check is of the gradients alone.
         """
         if control is not None and self._leaves_at_once([*gradients, control]):
             return self._sum_at_once(gradients, control)
@@ -93,7 +93,7 @@ class GradientReduction:
         return Reduced(sums, is_finite, global_norm, control)
 
     def all_reduce(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
-        """The sums alone, without the verdict."""
+        """The sums alone, without the finite check."""
         GradientReduction.calls += 1
         groups = self.groups or plan_groups([gradient_spec(gradient) for gradient in gradients])
         sums: list[tf.Tensor | tf.IndexedSlices] = list(gradients)
@@ -107,7 +107,7 @@ class GradientReduction:
         return sums
 
     def _sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor) -> Reduced:
-        """All as one vector, which the verdict reads at once as well; large ones as they are, where that is much."""
+        """All as one vector, which the finite check reads at once, too; large ones as they are, where that is much."""
         import tensorflow as tf
 
         GradientReduction.calls += 1

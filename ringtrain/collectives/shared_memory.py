@@ -35,8 +35,8 @@ class SharedMemory:
 
         Args:
             carrier: carries what does not go through memory.
-            overlaps_compute: whether it carries large sums, too. Where a rank has one core, nothing is computed while
-                they travel, since that takes the core as well.
+            overlaps_compute: whether the carrier's sums travel while this rank computes. Not so where a rank has one
+                core, which they take as well: then large sums are best ordered, too.
         """
         self.world: World = carrier.world
         self.overlaps_compute = overlaps_compute

@@ -43,7 +43,7 @@ class Window:
         lists = places.reshape(NUM_LISTS, size, -1)[:, :, 0]  # each number has a line of its own
         # How many chunks each rank has given, added and taken so far; what it sums; which shared results of this sum
         # nothing of its process refers to, as bits; its process. A rank begins the next sum when all have added
-        # their parts to this one, and have thus seen what it sums and offers.
+        # their parts to this one, and have thus seen what it sums and what is free.
         self.given, self.added, self.taken, self.summed, self.free_buffers, self.processes = lists
         rest = content[LINE_BYTES + NUM_LISTS * size * LINE_BYTES :]
         # Of each chunk under way, what each rank found as the sum of squares of its segment; a line for each.

@@ -1,4 +1,4 @@
-"""One training step, compiled: forward, backward, reduction, verdict, update.
+"""One training step, compiled: forward, backward, reduction, finite check, update.
 
 Each rank computes the gradient of the sum of its samples' losses over the planned number of samples of the *global*
 batch; the sum of that over the ranks is the gradient of the mean over the global batch, exactly, however ragged the

@@ -50,15 +50,18 @@ def imported_names(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 def read_imports(modules: Mapping[str, Path]) -> dict[str, set[str]]:
-    """Each module with those of the others that it imports by name.
+    """Each module with those of the others that it imports, or names in a text of its own, as for ``import_module``.
 
     That Python runs a package's own file before the file of a module in it is no import of that module's.
     """
     imports: dict[str, set[str]] = {}
     for module, file in modules.items():
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-        names = imported_names(ast.parse(file.read_text(encoding="utf-8")), package)
-        imports[module] = {found for name in names if (found := _module_of(name, modules))} - {module}
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        constants = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        texts = constants & modules.keys() - {*PACKAGES}
+        found = {_module_of(name, modules) for name in imported_names(tree, package)} - {""}
+        imports[module] = (found | texts) - {module}
     return imports
 
 

@@ -84,7 +84,14 @@ def test_an_upward_import_inside_a_function_is_seen(tmp_path: Path) -> None:
     assert upward_imports(plant(tmp_path, files)) == ["ringtrain.data.order imports ringtrain.training.loop"]
 
 
-@pytest.mark.parametrize("second", ["from ringtrain.data.order import f", "def g():\n    from . import order"])
+@pytest.mark.parametrize(
+    "second",
+    [
+        "importlib.import_module('ringtrain.data.order')",
+        "from ringtrain.data.order import f",
+        "def g():\n    from . import order",
+    ],
+)
 def test_a_circle_between_two_files_of_one_room_is_seen(second: str, tmp_path: Path) -> None:
     files = {"__init__.py": "", "data/__init__.py": "", "data/order.py": "import ringtrain.data.sources\n"}
     circle = find_circle(plant(tmp_path, {**files, "data/sources.py": second}))

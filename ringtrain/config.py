@@ -338,7 +338,7 @@ def make_config(
         options = merge_options(options, workload_options)
     values = {**defaults, **explicit, "optimizer": OptimizerConfig(**optimizer), "options": options}
     for name in ("data_dir", "out", "init_from"):  # no shell has done so in a file, nor bash in --out=~/run
-        if isinstance(values.get(name), Path):
+        if values.get(name) and isinstance(values[name], str | Path):  # a text is a workload's
             values[name] = Path(os.path.expanduser(values[name]))
     return Config(**values)
 

@@ -9,6 +9,7 @@ over the ranks, and those of the inputs are gathered. So ``tape.gradient`` gives
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import types
@@ -25,6 +26,9 @@ from ringtrain.errors import UsageError
 from ringtrain.runtime.world import World, read_world
 
 RULES = ("concat", "mean", "sum")
+# The types that Horovod carries.
+TRAVELLING = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
+_is_traced = contextvars.ContextVar("_is_traced", default=False)  # whether a parallel function is being traced
 _TRACES = "_ringtrain_parallel_traces"  # attribute of a function: its traces by what the inputs look like
 
 
@@ -110,11 +114,17 @@ class _Share(NamedTuple):
 
 
 def _run(fn: Callable[..., Any], inputs: Any, combine: Any, collective: Collective, traces: dict[str, Any]) -> Any:
+    if _is_traced.get():
+        raise UsageError(
+            "make_parallel was called within a function that it runs, where each rank has its own slice already, which "
+            "would be divided again. Call the inner function as it is, without make_parallel.",
+            reach="run",
+        )
     leaves = _read_inputs(*inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
     trace = _trace(fn, tf.nest.pack_sequence_as(inputs, leaves), traces)
     rules = _rules_of(combine, trace.structured_outputs)
-    _check_outputs(rules, trace, tensors)
+    _check_outputs(rules, trace, tensors, collective.world.size)
     name = unique_name("parallel")
     share = _share_of(collective.world, tensors)
     outputs = trace._call_flat(*_prepare(tensors, trace, share, collective, f"{name}/inputs"))
@@ -206,7 +216,11 @@ def _trace(fn: Callable[..., Any], inputs: Any, traces: dict[str, Any]) -> Any:
     def call(*slices: tf.Tensor) -> Any:
         remaining = iter(slices)
         args, kwargs = tf.nest.map_structure(lambda x: next(remaining) if isinstance(x, tf.TensorSpec) else x, like)
-        return fn(*args, **kwargs)
+        before = _is_traced.set(True)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _is_traced.reset(before)
 
     specs = [leaf for leaf in tf.nest.flatten(like) if isinstance(leaf, tf.TensorSpec)]
     trace = tf.function(call).get_concrete_function(*specs)
@@ -288,7 +302,7 @@ def _rules_of(combine: Any, outputs: Any) -> list[str]:
     )
 
 
-def _check_outputs(rules: Sequence[str], trace: Any, inputs: Tensors) -> None:
+def _check_outputs(rules: Sequence[str], trace: Any, inputs: Tensors, size: int) -> None:
     """See that each output can be combined as it shall be.
 
     Raises:
@@ -299,6 +313,8 @@ def _check_outputs(rules: Sequence[str], trace: Any, inputs: Tensors) -> None:
         problem = ""
         if not isinstance(output, tf.Tensor) and not isinstance(output, tf.TensorSpec):
             problem = f"is {output!r}, but outputs must be tensors. Return tensors"
+        elif size > 1 and output.dtype.name not in TRAVELLING:
+            problem = f"is {output.dtype.name}, which does not travel between ranks. Cast it within fn, or leave it out"
         elif rule == "concat" and output.shape.rank == 0:
             problem = "is a scalar, which cannot be joined along a first dimension. Use 'mean' or 'sum' for it"
         elif rule == "mean" and not (output.dtype.is_floating or output.dtype.is_complex):

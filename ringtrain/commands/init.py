@@ -53,7 +53,7 @@ def write_starting_file(path: Path) -> None:
     """
     if path.suffix != ".py":
         raise UsageError(f"file is {str(path)!r}; it must end in .py, such as {TEMPLATE_NAME}.", reach="run")
-    refuse_hiding(path)
+    refuse_hiding(path, is_new=True)
     text = TEMPLATE.read_text(encoding="utf-8").replace(TEMPLATE_NAME, path.name)
     try:
         with tempfile.TemporaryDirectory(prefix=".ringtrain-", dir=path.parent) as directory:

@@ -188,7 +188,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_text(value: Any) -> Any:
-    """What a text stands for in YAML: a number, true, false, null, [a, list] or {a: mapping}; else the value itself."""
+    """What a text stands for in YAML: a number, true, false, null, "a text", [a, list] or {a: mapping}; else itself."""
     if not isinstance(value, str):
         return value
     try:
@@ -197,7 +197,7 @@ def parse_text(value: Any) -> Any:
         read = _Loader(value).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError):
         return value
-    is_plain = isinstance(read, int | float) or value in NOTHING or value.startswith(("[", "{"))
+    is_plain = isinstance(read, int | float) or value in NOTHING or value.startswith(("[", "{", "'", '"'))
     return read if is_plain else value
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 import numpy as np
 
 from ringtrain.errors import DataError
+from ringtrain.messages.defects import describe_defect
+from ringtrain.messages.rules import shorten
 from ringtrain.runtime import activity
 
 if TYPE_CHECKING:
@@ -109,13 +111,20 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
             )
     lengths = {len(array) for array in tf.nest.flatten((x, y)) if np.ndim(array)}
     if len(lengths) != 1 or any(np.ndim(array) == 0 for array in tf.nest.flatten((x, y))):
-        shapes = ", ".join(str(np.shape(array)) for array in tf.nest.flatten((x, y)))
+        shapes = shorten(", ".join(str(np.shape(array)) for array in tf.nest.flatten((x, y))))
         raise DataError(
             f"the arrays of a source have the shapes {shapes}; the first dimension counts the samples and must be the "
-            "same in all of them.",
+            "same in all of them. Of a list make one array: np.asarray(the_list).",
         )
-    with tf.device("CPU"):
-        x, y = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
+    try:
+        with tf.device("CPU"):
+            x, y = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
+    except (TypeError, ValueError) as error:  # arrays of objects, of dates
+        types = ", ".join(str(getattr(array, "dtype", type(array).__name__)) for array in tf.nest.flatten((x, y)))
+        raise DataError(
+            f"the arrays of a source have the types {shorten(types)}, and TensorFlow cannot take them: "
+            f"{describe_defect(error)} Give numbers, true or false, or texts, such as by array.astype('float32')."
+        ) from error
     return ArraySource(x, y, num_samples=lengths.pop())
 
 

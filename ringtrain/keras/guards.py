@@ -17,6 +17,7 @@ from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
+from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.devices import own_gpu
 
 
@@ -44,9 +45,9 @@ class TrainingGuard(keras.callbacks.Callback):
     """Holds the ranks of a ``fit`` with a distributed optimizer together.
 
     Before training, all must be about to take as many steps, and what they sum must be right; after each epoch, all
-    must hold the same weights, also where a distributed tape reduces. Where the number of batches cannot be known
-    before (a generator), a rank that has run out of them adds zeros to the others' reductions until all are there
-    (Horovod's join), and then the numbers are compared.
+    must hold the same weights, also where a distributed tape reduces, and all must go on or stop. A rank that has no
+    more batches, or was told to stop by a callback, adds zeros to the others' reductions until all are there (Horovod's
+    join), and then the numbers of batches are compared.
     """
 
     reductions_before: ClassVar[int] = 0  # this fit
@@ -58,6 +59,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._collective: ProcessSetCollective | None = None  # None: this fit does not train together
         self._distributed: Distributed | None = None
         self._num_batches = 0
+        self._num_epochs = 0  # of this fit
 
     @classmethod
     def has_reduced(cls) -> bool:
@@ -82,10 +84,16 @@ class TrainingGuard(keras.callbacks.Callback):
             self._require_same_plan(self._collective)
             require_working_sums(self._collective, own_gpu())
 
+        self._num_epochs = 0
+
     def on_train_end(self, logs: Any = None) -> None:
         TrainingGuard.goes_on = False
+        self._require_same_way_on(is_end=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._num_epochs:
+            self._require_same_way_on(is_end=False)
+        self._num_epochs += 1
         self._num_batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -96,7 +104,7 @@ class TrainingGuard(keras.callbacks.Callback):
             if self._distributed is None and self._trains_by_tape():
                 self._require_same_weights(ProcessSetCollective(), epoch)
             return
-        if self.params.get("steps") is None:
+        if self.params.get("steps") is None or self._spans_world():
             hvd.join()
             _require_equal(
                 all_gather_object(self._collective, self._num_batches, name="guard_batches"),
@@ -122,6 +130,27 @@ class TrainingGuard(keras.callbacks.Callback):
         if self.model.built and not self._shared_weights():
             return None
         return ProcessSetCollective(process_set=process_set)
+
+    def _spans_world(self) -> bool:
+        """Whether no rank is outside of those that train this model together; it would not take part in the join."""
+        return self._distributed is not None and self._distributed.exchange.settings.process_set.process_set_id == 0
+
+    def _require_same_way_on(self, *, is_end: bool) -> None:
+        """See that all ranks begin another epoch, or all end; every rank comes here between two epochs and at the end.
+
+        Raises:
+            UsageError: some end.
+        """
+        if self._collective is None:
+            return
+        are_at_end = all_gather_object(self._collective, is_end, name="guard_way_on")
+        if any(are_at_end) and not all(are_at_end):
+            ended = [rank for rank, ends in enumerate(are_at_end) if ends]
+            raise UsageError(
+                f"{name_ranks(ended)} stopped after {self._num_epochs} epochs of fit(), and the others go on: they "
+                f"would wait for ever. {_STOP_REMEDY}",
+                reach="run",
+            )
 
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
         plans = all_gather_object(collective, [self.params.get("steps"), self.params.get("epochs")], name="guard_plan")
@@ -152,9 +181,13 @@ class TrainingGuard(keras.callbacks.Callback):
 _trained_by_tape: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
+_STOP_REMEDY = (
+    "A callback that sets model.stop_training, such as EarlyStopping, has to do so on all ranks: by metrics that are "
+    "averaged, with hvd.callbacks.MetricAverageCallback() before it."
+)
 _BATCHES_REMEDY = (
     "Ranks with more would wait for the others for ever. Give every rank as many: steps_per_epoch=N with a data set "
-    "that repeats, or as many samples on each rank."
+    f"that repeats, or as many samples on each rank. {_STOP_REMEDY}"
 )
 
 

@@ -281,11 +281,17 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
         What this rank computes on, such as ``"GPU 1"`` or ``"core 0"``.
 
     Raises:
-        UsageError: the node has fewer GPUs than ranks.
+        UsageError: the node has fewer GPUs than ranks, or TensorFlow's eager execution is off.
     """
     with explaining_import():
         import tensorflow as tf
 
+    if not tf.executing_eagerly():
+        raise UsageError(
+            "TensorFlow's eager execution is off: the workload's code, or what it imports, has called "
+            "tf.compat.v1.disable_eager_execution(). Leave it on; ringtrain compiles each step itself.",
+            reach="run",
+        )
     gpus = tf.config.list_physical_devices("GPU")
     if "TF_NUM_INTRAOP_THREADS" not in os.environ:
         tf.config.threading.set_intra_op_parallelism_threads(plan.intra_op_threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -58,13 +59,18 @@ def check_workload_name(spec: str) -> None:
     refuse_hiding(Path(place))
 
 
-def refuse_hiding(file: Path) -> None:
+def refuse_hiding(file: Path, *, is_new: bool = False) -> None:
     """See that a workload's file has no name by which training imports something else: it would get that file.
+
+    Args:
+        is_new: it is being written: then it takes the name of nothing that is installed.
 
     Raises:
         UsageError: it has.
     """
-    if file.suffix == ".py" and file.stem in IMPORTED:
+    elsewhere = [place for place in sys.path if Path(place).resolve() != file.parent.resolve()]
+    is_taken = is_new and importlib.machinery.PathFinder.find_spec(file.stem, elsewhere) is not None
+    if file.suffix == ".py" and (file.stem in IMPORTED or is_taken):
         raise UsageError(
             f"{str(file)!r} would be imported in place of {file.stem}, which training needs. Give the file another "
             f"name, such as my_{file.name}.",
@@ -89,13 +95,7 @@ def load_workload(spec: str) -> type[Workload]:
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # whatever a user's module may raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = (
-            "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
-        )  # it says it itself
-        raise UsageError(
-            f"workload {spec!r} cannot be imported: {type(error).__name__}: {error}{where}.", reach="run"
-        ) from error
+        raise UsageError(f"workload {spec!r} cannot be imported: {_describe(error)}.", reach="run") from error
     workload = getattr(module, class_name or _only_workload(module, spec), None)
     if not (isinstance(workload, type) and issubclass(workload, Workload)):
         own = ", ".join(_workloads_in(module)) or "none"
@@ -106,15 +106,43 @@ def load_workload(spec: str) -> type[Workload]:
     missing = sorted(getattr(workload, "__abstractmethods__", ()))
     if missing:
         raise UsageError(f"{spec!r} lacks {', '.join(missing)}: see ringtrain/workloads/base.py.", reach="run")
+    for name in ("defaults", "options"):
+        settings = getattr(workload, name)
+        if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+            raise UsageError(
+                f"{workload.__name__}.{name} is {settings!r}; it must be a mapping of names to values, such as "
+                "{'epochs': 5}.",
+                reach="run",
+            )
     return workload
 
 
 def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) -> Workload:
-    """A workload that reads these values, from the beginning, where its class declares its ``options``."""
+    """A workload that reads these values, from the beginning, where its class declares its ``options``.
+
+    Raises:
+        UsageError: the class needs arguments, or its ``__init__`` fails.
+    """
     workload = workload_class.__new__(workload_class)
     vars(workload)["options"] = options
-    workload.__init__()  # type: ignore[misc]
+    try:
+        workload.__init__()  # type: ignore[misc]
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a user's code may raise
+        raise UsageError(
+            f"{workload_class.__name__}() cannot be made: {_describe(error)}. It is called without arguments; what the "
+            "user may set belongs into options, and is in self.options.",
+            reach="run",
+        ) from error
     return workload
+
+
+def _describe(error: BaseException) -> str:
+    """An error of the user's module, with its place, unless it says that itself."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def names_python_functions(workload_class: type[Workload]) -> bool:

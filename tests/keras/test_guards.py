@@ -156,6 +156,46 @@ def test_generators_of_one_length_train(collective: Collective) -> None:
         np.testing.assert_allclose(mine, right, atol=1e-6)
 
 
+class StopOn(keras.callbacks.Callback):
+    """Stops the training of one rank, after a batch or after an epoch."""
+
+    def __init__(self, rank: int, *, batch: int = -1, epoch: int = -1) -> None:
+        super().__init__()
+        self._is_mine, self._batch, self._epoch = hvd.rank() == rank, batch, epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training |= self._is_mine and batch == self._batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training |= self._is_mine and epoch == self._epoch
+
+
+@on_ranks(2)
+def test_a_rank_that_stops_alone_after_an_epoch_is_named(collective: Collective) -> None:
+    batches = dataset(make_batches(4, steps=4))
+    optimizer = DISTRIBUTE(keras.optimizers.SGD(0.01))
+    with pytest.raises(UsageError, match=r"^rank 1 stopped after 2 epochs .*MetricAverageCallback"):
+        fit(make_model(), optimizer, batches, epochs=4, callbacks=[StopOn(1, epoch=1)])
+
+
+@on_ranks(2)
+def test_a_rank_that_stops_alone_within_an_epoch_is_named_after_it(collective: Collective) -> None:
+    """The others add zeros of its to their gradients until then, in place of waiting for ever."""
+    batches = dataset(make_batches(4, steps=4))
+    optimizer = DISTRIBUTE(keras.optimizers.SGD(0.01))
+    with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 2, rank 1: 4\).*MetricAverageCallback"):
+        fit(make_model(), optimizer, batches, epochs=2, callbacks=[StopOn(0, batch=1)])
+
+
+@on_ranks(2)
+def test_ranks_that_stop_together_have_trained(collective: Collective) -> None:
+    optimizer, batches = DISTRIBUTE(keras.optimizers.SGD(0.01)), dataset(make_batches(4, steps=4))
+    for stop in ({"batch": 1}, {"epoch": 0}):
+        history = fit(make_model(), optimizer, batches, epochs=3, callbacks=[StopOn(hvd.rank(), **stop)])
+        assert len(history.epoch) == 1
+        optimizer = DISTRIBUTE(keras.optimizers.SGD(0.01))
+
+
 @on_ranks(2)
 def test_replicas_that_drift_are_named_after_the_epoch(collective: Collective) -> None:
     model = make_model()

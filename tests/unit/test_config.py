@@ -158,6 +158,10 @@ def test_a_workload_s_defaults_are_settings(defaults: dict[str, Any], message: s
         make_config({}, defaults)
 
 
+def test_a_workload_s_default_paths_may_be_texts() -> None:
+    assert make_config({}, {"out": "~/runs"}).out == Path.home() / "runs"
+
+
 def test_options_are_those_that_the_workload_declares_in_their_types() -> None:
     declared = {"width": 64, "rate": 0.5, "size": None, "flag": False}
     config = make_config({"options": {"rate": 1, "size": 75}}, {}, declared)

@@ -466,3 +466,14 @@ def _free_claims() -> object:
     for claim in cores_module._claims[held:]:
         claim.close()
     del cores_module._claims[held:]
+
+
+def test_tensorflow_without_eager_execution_is_refused() -> None:
+    """As a workload's file may leave it, when it is imported."""
+    script = (
+        "import tensorflow as tf; tf.compat.v1.disable_eager_execution()\n"
+        "from ringtrain.runtime.devices import start_tensorflow\n"
+        "start_tensorflow(None, None)"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "UsageError: TensorFlow's eager execution is off" in finished.stderr

@@ -128,7 +128,8 @@ def test_a_mapping_is_read_as_a_file_is() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [("3", 3), ("1e-3", 0.001), ("-.5", -0.5), ("on", True), ("null", None), ("[1, a]", [1, "a"]), ("{a: 1}", {"a": 1}),
-     ("a: 1", "a: 1"), ("#fff", "#fff"), ("2024-01-01", "2024-01-01"), ("'3'", "'3'"), ("", ""), ("[", "["),
+     ("a: 1", "a: 1"), ("#fff", "#fff"), ("2024-01-01", "2024-01-01"), ("'3'", "3"), ('"on"', "on"), ("", ""),
+     ("[", "["),
      ("[*a]", "[*a]"), ("!!int 3", "!!int 3"), ("9" * 5000, "9" * 5000)],
 )  # fmt: skip
 def test_a_text_is_what_it_looks_like(text: str, value: object) -> None:

@@ -272,3 +272,20 @@ def test_labels_to_evaluate_on_that_are_not_in_memory_are_looked_at_in_each_batc
     wrong = from_arrays(X, np.arange(NUM_SAMPLES) // 5)
     with pytest.raises(DataError, match="sample 15 of the evaluation data has the label 3"):
         evaluate(job.eval_step, wrong, Solo(ALONE), global_batch_size=4, num_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (
+            np.array(["2026-11-24"], "datetime64[D]"),
+            r"the types datetime64\[D\], int64, and TensorFlow cannot take them",
+        ),
+        (np.array([None], object), "the types object, int64, and TensorFlow cannot take them"),
+        ([0.5] * 500, r"characters\); the first dimension .*np.asarray"),
+    ],
+    ids=["dates", "objects", "list"],
+)
+def test_arrays_that_are_no_tensors_are_refused(x: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_arrays(x, np.zeros(1, np.int64))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from ringtrain.commands.init import write_starting_file
 from ringtrain.errors import UsageError
 from ringtrain.workloads import BUILT_IN, create_workload, load_workload
 from ringtrain.workloads.listing import ENTRIES, list_workloads
@@ -89,3 +90,28 @@ def test_a_file_with_a_syntax_error_is_named_with_its_line_once(tmp_path: Path) 
     assert "SyntaxError" in str(caught.value)
     assert str(caught.value).count("line ") == 1 or str(caught.value).endswith("(mine.py, line 3).")
     assert "importlib" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("def __init__(self, width): ...", r"Mine\(\) cannot be made: TypeError: .*'width'.* belongs into options"),
+        ("def __init__(self): 1 / 0", r"Mine\(\) cannot be made: ZeroDivisionError: .*line 4"),
+        ("options = {5: 3}", r"Mine.options is \{5: 3\}; it must be a mapping of names to values"),
+        ("options = ['width']", r"Mine.options is \['width'\]; it must be a mapping"),
+        ("defaults = [('epochs', 3)]", r"Mine.defaults is .*; it must be a mapping"),
+    ],
+)
+def test_a_class_that_cannot_be_made_is_refused(lines: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"from ringtrain.workloads.polynomial import Polynomial\n\nclass Mine(Polynomial):\n    {lines}\n")
+    with pytest.raises(UsageError, match=message):
+        create_workload(load_workload(str(file)), {})
+
+
+def test_a_file_to_begin_with_takes_no_name_of_a_package(tmp_path: Path) -> None:
+    for name in ("rich.py", "keras.py"):
+        with pytest.raises(UsageError, match="such as my_"):
+            write_starting_file(tmp_path / name)
+    write_starting_file(tmp_path / "mine.py")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]

@@ -268,6 +268,17 @@ def test_each_rank_runs_its_own_slice_and_never_an_empty_one(collective: Collect
     assert seen == ([[0.0], [0.0]] if collective.world.rank == 0 else [[1.0, 2.0], [0.0]])
 
 
+@on_ranks(2)
+def test_what_does_not_travel_between_ranks_is_named(collective: Collective) -> None:
+    for dtype in (tf.complex64, tf.bfloat16, tf.string):
+        with pytest.raises(UsageError, match=f"is {dtype.name}, which does not travel between ranks"):
+            make_parallel(lambda x, dtype=dtype: as_type(x, dtype), collective=collective)(np.ones(3))
+
+
+def as_type(x: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.strings.as_string(x) if dtype == tf.string else tf.cast(x, dtype)
+
+
 @on_ranks(1, 3)
 def test_no_samples_give_the_function_s_result_for_none(collective: Collective) -> None:
     nothing = tf.zeros([0, 3], tf.float64)
@@ -334,6 +345,7 @@ def test_the_classic_loop_fits_the_polynomial_as_one_process_does(collective: Co
         (lambda f: make_parallel(tf.reduce_sum, collective=ALONE)(np.ones(3)), "is a scalar, which cannot be joined"),
         (lambda f: make_parallel(f, combine="mean", collective=ALONE)(np.ones(3)), "not the same on every rank"),
         (lambda f: make_parallel(tf.reduce_sum, combine="mean", collective=ALONE)(np.ones(3, int)), "has no means"),
+        (lambda f: make_parallel(lambda x: make_parallel(f, x=x), collective=ALONE)(np.ones(3)), "divided again"),
         (lambda f: make_parallel(x=np.ones(3)), "fn=None, which cannot be called; the function comes first"),
         (lambda f: make_parallel(f(3)), "cannot be called"),
     ],

@@ -152,7 +152,7 @@ def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
     read = parse_text(value) if kind not in (str, Path) else value
     if kind is Mapping and isinstance(read, Mapping):
         return {str(key): parse_text(inner) for key, inner in read.items()}
-    if kind is Path and isinstance(read, str):
+    if kind is Path and isinstance(read, str) and "\0" not in read:
         return Path(read)
     if kind is float and type(read) is int and abs(read) < 10**300:
         return float(read)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -174,8 +175,9 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
     Raises:
         UsageError: the directory holds something that is no run, or cannot be made.
     """
-    candidates = [wanted, *(wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 10_000))]
-    for candidate in candidates:
+    named = wanted if wanted.name.strip(".") else wanted.resolve()  # '.' and '..' say no name
+    others = (named.parent / f"{named.name or 'run'}-{number}" for number in range(2, 10_000))
+    for candidate in itertools.chain([wanted], others):
         try:
             candidate.mkdir(parents=True)  # fails where it exists, so that two runs that start together never share one
             return candidate

@@ -19,9 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
-from ringtrain.errors import Cause, PreemptedError
+from ringtrain.errors import Cause, PreemptedError, UsageError
 from ringtrain.runtime.launcher import Lineage
 from ringtrain.runtime.time_limit import TimeLimit
 
@@ -49,13 +49,19 @@ class StopRequests:
         self._thread = threading.Thread(target=self._wait, name="stop requests", daemon=True)
 
     def __enter__(self) -> StopRequests:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "training was started in a thread, and only Python's main thread hears signals: a request to stop "
+                "would be lost. Call ringtrain.train in the main thread, and put the rest into others.",
+                reach="run",
+            )
         # Blocked here, and so in every thread that starts later, whose system calls they would interrupt. Importing
         # NumPy has started threads already (OpenBLAS's), which take signals: hence handlers, and the pipe.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._former_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in self._signals}
+        self._handlers = {number: signal.signal(number, self._ignore) for number in self._signals}
         os.register_at_fork(after_in_child=self._forget)
         self._thread.start()
         return self
@@ -72,6 +78,10 @@ class StopRequests:
         os.close(self._reader)
         os.close(self._writer)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    @staticmethod
+    def _ignore(number: int, frame: FrameType | None) -> None:
+        """The thread hears of it by the pipe."""
 
     def _forget(self) -> None:
         """In a child that was forked, a user's data reader for example: what tells it to stop means the child alone."""
@@ -106,6 +116,8 @@ class StopRequests:
     def start_training(self, announce: Callable[[str], None]) -> None:
         """From now on there is something to save. ``announce`` is called from the thread at the first request."""
         self._announce = announce
+        for number in self._signals:  # the workload's code may have taken one, and would lose what is trained
+            signal.signal(number, self._ignore)
         self._is_training = True
 
     def end_training(self) -> None:

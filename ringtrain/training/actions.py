@@ -15,8 +15,9 @@ from ringtrain.data.sources import is_fallible
 from ringtrain.data.stepping import describe_bad
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.replicas import ReplicaGuard
+from ringtrain.messages.defects import describe_defect
 from ringtrain.run.checkpoint import Checkpoint
-from ringtrain.run.directory import RunDirectory
+from ringtrain.run.directory import RunDirectory, RunDirectoryError
 from ringtrain.run.progress import Progress
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
@@ -172,9 +173,19 @@ class Evaluate:
         took = {"seconds": round(seconds, 3)}
         records.run.write_event("eval", step=step, epoch=epoch, samples=result.samples, **(took | values))
         records.events.scalars("eval", values, step=step)
+        try:
+            self._show(step, records)
+        except RunDirectoryError:
+            raise
+        except Exception as error:  # of the user's code; what was trained is not to be lost for a picture
+            message = f"{type(self._job.workload).__name__}.summaries is not shown: {describe_defect(error)}"
+            records.console.line(f"warning: {message}")
+            records.run.write_event("warning", step=step, message=message)
+
+    def _show(self, step: int, records: Records) -> None:
+        """What the workload shows of the first samples: on this rank alone, and so without any collective."""
         source = self._job.evaluation
         if source is not None:
-            # On this rank alone, and so without any collective: the model runs as in inference.
             shown = tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64)
             x, y = source.gather_good(shown)[1:] if is_fallible(source) else source.gather(shown)
             records.events.show(self._job.workload.summaries(self._job.step.model, x, y), step=step)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, strip_nodes
+from ringtrain.messages.rules import shorten
 from ringtrain.run.directory import RunDirectoryError
 from ringtrain.workloads.base import Histogram, Images
 
@@ -37,7 +38,16 @@ class EventFiles:
                 tf.summary.scalar(f"{prefix}/{name}", value)
 
     def show(self, values: Mapping[str, Images | Histogram], *, step: int) -> None:
-        """Write a workload's images and histograms under their names."""
+        """Write a workload's images and histograms under their names.
+
+        Raises:
+            UsageError: they are of another kind, or TensorBoard cannot show one.
+        """
+        is_known = isinstance(values, Mapping) and all(isinstance(v, Images | Histogram) for v in values.values())
+        if not is_known:
+            raise UsageError(
+                f"it gave {shorten(repr(values))}; it must give a mapping of names to Images or Histogram."
+            )
         with self._explaining(), self._writer.as_default(step=step):
             for name, value in values.items():
                 try:

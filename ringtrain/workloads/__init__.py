@@ -108,10 +108,11 @@ def load_workload(spec: str) -> type[Workload]:
         raise UsageError(f"{spec!r} lacks {', '.join(missing)}: see ringtrain/workloads/base.py.", reach="run")
     for name in ("defaults", "options"):
         settings = getattr(workload, name)
-        if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+        is_named = isinstance(settings, Mapping) and all(isinstance(key, str) for key in settings)
+        if not is_named or (name == "options" and not all(map(_is_plain, settings.values()))):
             raise UsageError(
-                f"{workload.__name__}.{name} is {settings!r}; it must be a mapping of names to values, such as "
-                "{'epochs': 5}.",
+                f"{workload.__name__}.{name} is {settings!r}; it must be a mapping of names to plain values "
+                "(numbers, texts, true or false, lists and mappings of them), such as {'epochs': 5}.",
                 reach="run",
             )
     return workload
@@ -136,6 +137,15 @@ def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) 
             reach="run",
         ) from error
     return workload
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether YAML and JSON have such a value."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _describe(error: BaseException) -> str:

@@ -171,6 +171,12 @@ def test_a_summary_that_cannot_be_shown_is_named(value: Any, tmp_path: Path) -> 
         files.show({"mine": value}, step=1)
 
 
+@pytest.mark.parametrize("values", [None, [1], {"mine": 3.0}])
+def test_summaries_of_another_kind_are_named(values: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it must give a mapping of names to Images or Histogram"):
+        EventFiles(tmp_path, first_step=0).show(values, step=1)
+
+
 def test_a_model_that_trains_by_itself_is_told_that_it_does_not() -> None:
     class Own(keras.Model):
         def train_step(self, data: Any) -> Any:

@@ -115,6 +115,12 @@ def test_a_run_whose_configuration_is_gone_is_refused(tmp_path: Path) -> None:
         create_run_directory(tmp_path / "a")
 
 
+def test_the_current_directory_may_be_a_run_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert create_run_directory(Path()) == Path()
+    assert create_run_directory(Path(), is_anew=True) == tmp_path.with_name(f"{tmp_path.name}-2")
+
+
 @pytest.mark.parametrize("is_anew", [True, False])
 def test_a_place_where_nothing_can_be_made_is_named(tmp_path: Path, is_anew: bool) -> None:
     (tmp_path / "file").touch()

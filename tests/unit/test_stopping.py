@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ringtrain.errors import UsageError
 from ringtrain.runtime.stopping import EXIT_CODE, SIGNALS, STOP_FILE, StopRequests
 
 # Says what happens, and does what it is told to line by line.
@@ -374,3 +377,28 @@ def test_what_is_no_file_is_no_request_and_is_left_alone(tmp_path: Path, kind: s
         assert requests.reason is None
         requests.clear_file()
     assert stop.is_dir() == (kind == "directory")
+
+
+def test_a_thread_is_refused() -> None:
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            StopRequests().__enter__()
+        except UsageError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])
+
+
+def test_a_signal_that_the_workload_has_taken_is_taken_back() -> None:
+    with StopRequests() as requests:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as the user's code may, when it opens its data
+        announced = threading.Event()
+        requests.start_training(lambda reason: announced.set())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert announced.wait(30)
+        assert requests.reason == "SIGTERM"

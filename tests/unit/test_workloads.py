@@ -97,8 +97,9 @@ def test_a_file_with_a_syntax_error_is_named_with_its_line_once(tmp_path: Path) 
     [
         ("def __init__(self, width): ...", r"Mine\(\) cannot be made: TypeError: .*'width'.* belongs into options"),
         ("def __init__(self): 1 / 0", r"Mine\(\) cannot be made: ZeroDivisionError: .*line 4"),
-        ("options = {5: 3}", r"Mine.options is \{5: 3\}; it must be a mapping of names to values"),
+        ("options = {5: 3}", r"Mine.options is \{5: 3\}; it must be a mapping of names to plain values"),
         ("options = ['width']", r"Mine.options is \['width'\]; it must be a mapping"),
+        ("options = {'size': (3, 4)}", r"Mine.options is .*plain values"),
         ("defaults = [('epochs', 3)]", r"Mine.defaults is .*; it must be a mapping"),
     ],
 )

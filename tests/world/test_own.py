@@ -93,3 +93,23 @@ def test_python_code_in_a_step_that_could_wait_for_itself_is_told_of(
     [warning] = [line for line in finished.stdout.splitlines() if line.startswith("warning")]
     assert "the step calls Python code (EagerPyFunc)" in warning
     assert "set TF_NUM_INTEROP_THREADS=2" in warning
+
+
+UNSHOWN = """
+from ringtrain.workloads.digits import Digits
+
+
+class Unshown(Digits):
+    def summaries(self, model, x, y):
+        return [x[0]][1]
+"""
+
+
+def test_summaries_that_fail_end_no_run(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    file, out = tmp_path / "unshown.py", tmp_path / "run"
+    file.write_text(UNSHOWN)
+    finished = run_ringtrain(["--workload", file, "--out", out, "--steps", "2"])
+    assert finished.rc == 0, finished.stderr
+    message = "Unshown.summaries is not shown: IndexError: list index out of range"
+    assert f"warning: {message}\n" in finished.stdout
+    assert [event["message"] for event in events(out, "warning")] == [message]

@@ -129,7 +129,7 @@ time.sleep(30)
 
 def test_last_words_that_hang_as_well_do_not_keep_it(run: Start) -> None:
     body = """
-from ringtrain.guard import watchdog as module
+from ringtrain.watchdog import thread as module
 module.RECORD_SECONDS = 0.5
 watchdog.write_by(write_end=lambda error: time.sleep(600), warn=None)
 time.sleep(30)
@@ -200,7 +200,7 @@ watchdog.stop()
 
 def test_a_way_out_that_hangs_ends_with_the_code_of_the_run(run: Start) -> None:
     body = """
-from ringtrain.guard import watchdog as module
+from ringtrain.watchdog import thread as module
 module.LEAVE_SECONDS = 0.5
 watchdog.begin_leaving(3, lambda: print("WORDS", flush=True))
 time.sleep(30)

@@ -28,7 +28,8 @@ from ringtrain.runtime.world import World, read_world
 RULES = ("concat", "mean", "sum")
 # The types that Horovod carries.
 TRAVELLING = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
-_is_traced = contextvars.ContextVar("_is_traced", default=False)  # whether a parallel function is being traced
+# While a parallel function is traced: the errors of calls within it, which AutoGraph would make others of.
+_nested: contextvars.ContextVar[list[UsageError] | None] = contextvars.ContextVar("_nested", default=None)
 _TRACES = "_ringtrain_parallel_traces"  # attribute of a function: its traces by what the inputs look like
 
 
@@ -114,12 +115,14 @@ class _Share(NamedTuple):
 
 
 def _run(fn: Callable[..., Any], inputs: Any, combine: Any, collective: Collective, traces: dict[str, Any]) -> Any:
-    if _is_traced.get():
-        raise UsageError(
+    if (nested := _nested.get()) is not None:
+        error = UsageError(
             "make_parallel was called within a function that it runs, where each rank has its own slice already, which "
             "would be divided again. Call the inner function as it is, without make_parallel.",
             reach="run",
         )
+        nested.append(error)
+        raise error
     leaves = _read_inputs(*inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
     trace = _trace(fn, tf.nest.pack_sequence_as(inputs, leaves), traces)
@@ -213,17 +216,24 @@ def _trace(fn: Callable[..., Any], inputs: Any, traces: dict[str, Any]) -> Any:
     if tf.executing_eagerly() and key in traces:
         return traces[key]
 
+    nested: list[UsageError] = []
+
     def call(*slices: tf.Tensor) -> Any:
         remaining = iter(slices)
         args, kwargs = tf.nest.map_structure(lambda x: next(remaining) if isinstance(x, tf.TensorSpec) else x, like)
-        before = _is_traced.set(True)
+        before = _nested.set(nested)
         try:
             return fn(*args, **kwargs)
         finally:
-            _is_traced.reset(before)
+            _nested.reset(before)
 
     specs = [leaf for leaf in tf.nest.flatten(like) if isinstance(leaf, tf.TensorSpec)]
-    trace = tf.function(call).get_concrete_function(*specs)
+    try:
+        trace = tf.function(call).get_concrete_function(*specs)
+    except Exception:
+        if nested:
+            raise nested[0] from None
+        raise
     # A tensor of the surrounding code may be another one at the next call, whereas a variable stays what it is.
     if tf.executing_eagerly() and all(tensor.dtype == tf.resource for tensor in trace.captured_inputs):
         traces[key] = trace

@@ -44,8 +44,9 @@ class FaultsTable:
             "answer_seconds": properties.get("answer_seconds"),
             "resumed": properties.get("resumed"),
         }
+        self._write()  # now: a run of hours may be cut off
 
-    def pytest_sessionfinish(self) -> None:
+    def _write(self) -> None:
         kept = json.loads(self._path.read_text())["cases"] if self._path.exists() else {}
         self._result = summarize(dict(sorted({**kept, **self._cases}.items())))
         self._path.write_text(json.dumps(self._result, indent=1) + "\n")

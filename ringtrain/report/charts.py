@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from ringtrain.report.series import Curve, Numbers, elapsed_times
 from ringtrain.report.timing import STEP_PARTS
 
 DECADES_FOR_LOG = 2.0  # a loss that spans more is drawn on a logarithmic axis
-SIGNIFICANT_DIGITS = 6
 MAX_MARKS = 200  # of a run; the charts have no room for more
 KIND_NAMES = {"train": "training", "eval": "evaluation"}
 
@@ -37,10 +36,10 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at a step: a ``restart``, a ``warning`` or an ``end``."""
+    """Something that happened at a step: a ``restart``, a ``warning``, an ``end`` or a ``failure``."""
 
     kind: str
-    step: int
+    step: float
     elapsed: float | None
     text: str
 
@@ -103,14 +102,6 @@ def describe_end(event: dict[str, Any]) -> str:
     return text + (f": {event['message']}" if event.get("message") else "")
 
 
-def to_payload(curves: dict[str, Curve], marks: Iterable[Mark], *, names: Iterable[str]) -> dict[str, Any]:
-    """What the page's program needs of a run, as JSON values."""
-    return {
-        "curves": {name: _curve_payload(curves[name]) for name in names if name in curves},
-        "marks": [asdict(mark) for mark in marks],
-    }
-
-
 def _mark_of(event: dict[str, Any], *, is_rank0: bool) -> Iterator[tuple[str, str]]:
     if event["event"] == "start" and not is_rank0:
         size = event.get("size", "?")
@@ -155,25 +146,3 @@ def _scale(name: str, scale: str, runs: Sequence[dict[str, Curve]]) -> str:
     if not len(lows) or lows.min() <= 0:
         return scale
     return "log" if np.log10(highs.max()) - np.log10(lows.min()) > DECADES_FOR_LOG else scale
-
-
-def _curve_payload(curve: Curve) -> dict[str, Any]:
-    payload: dict[str, Any] = {"step": _plain(curve.steps), "mean": _plain(curve.means)}
-    if curve.elapsed is not None:
-        payload["elapsed"] = [round(float(value), 3) for value in curve.elapsed]
-    if curve.is_thinned:
-        payload |= {"low": _plain(curve.lows), "high": _plain(curve.highs)}
-    if curve.num_not_finite:
-        times = curve.elapsed_crosses
-        payload["crosses"] = {"step": _plain(curve.crosses), "elapsed": _plain(times) if times is not None else []}
-    return payload
-
-
-def _plain(values: Numbers) -> list[float | int | None]:
-    """JSON numbers; None for what is not finite."""
-    return [_shorten(float(value)) if np.isfinite(value) else None for value in values]
-
-
-def _shorten(value: float) -> float | int:
-    short = float(f"{value:.{SIGNIFICANT_DIGITS}g}")
-    return int(value) if value == int(value) and abs(value) < 2**53 else short

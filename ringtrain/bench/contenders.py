@@ -15,7 +15,7 @@ DIRECTORY = "{directory}"
 PORT = "{port_%d}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Command:
     """A process to start: its arguments, and its variables beside a clean environment."""
 
@@ -63,7 +63,7 @@ class UnreadableError(Exception):
     """A contender that ended well left no result, or none that can be read."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Contender:
     """Something that is measured.
 
@@ -80,7 +80,7 @@ class Contender:
     prepare: Callable[[Path], None] = lambda directory: None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Comparison:
     """How many times as fast ``name`` is as ``other``: the ratio of their seconds, round by round.
 
@@ -93,7 +93,7 @@ class Comparison:
     goal: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Experiment:
     """Contenders that are measured in the same rounds.
 
@@ -102,6 +102,7 @@ class Experiment:
         unit: what the figures are the seconds of.
         reference: a contender that runs once before the rounds; loss and weights of the others are held against it.
         num_bytes: for an all-reduce, the bytes of each label.
+        comparisons: those of which one contender is not there are left out.
     """
 
     name: str
@@ -110,6 +111,11 @@ class Experiment:
     comparisons: tuple[Comparison, ...] = ()
     reference: Contender | None = None
     num_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = {each.name for each in self.contenders}
+        kept = tuple(each for each in self.comparisons if {each.name, each.other} <= names)
+        object.__setattr__(self, "comparisons", kept)
 
 
 LOSS_TOLERANCE = 1e-4  # relative, after all steps in float32

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from ringtrain.bench.spread import describe_spread
-from ringtrain.bench.sums import bus_bandwidth
+from ringtrain.bench.spread import bus_bandwidth, describe_spread
 from ringtrain.bench.table import format_bytes, list_labels, read_figures
 
 WIDTH, LABEL_WIDTH, MARGIN = 860, 190, 24

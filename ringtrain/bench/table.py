@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringtrain.bench.rounds import find_faults
-from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
-from ringtrain.bench.sums import bus_bandwidth
+from ringtrain.bench.spread import Spread, bus_bandwidth, describe_spread, paired_ratios
 
 Result = Mapping[str, Any]
 

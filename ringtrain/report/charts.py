@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ MAX_MARKS = 200  # of a run; the charts have no room for more
 KIND_NAMES = {"train": "training", "eval": "evaluation"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chart:
     """One chart.
 
@@ -30,8 +30,8 @@ class Chart:
 
     title: str
     unit: str = ""
-    curves: dict[str, str]
     scale: str = "linear"
+    curves: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +44,12 @@ class Mark:
     text: str
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A chart of a number that the loop logs itself."""
-
-    title: str
-    unit: str = ""
-    scale: str = "linear"
-
-
-LOSSES = {"loss": _Known("Loss"), "data_loss": _Known("Loss on the data, without regularisation")}
+# The charts of the numbers that the loop logs itself.
+LOSSES = {"loss": Chart("Loss"), "data_loss": Chart("Loss on the data, without regularisation")}
 OTHERS = {
-    "lr": _Known("Learning rate", scale="zero"),
-    "gradient_norm": _Known("Gradient norm"),
-    "examples_per_sec": _Known("Throughput, all ranks", unit="examples/s", scale="zero"),
+    "lr": Chart("Learning rate", scale="zero"),
+    "gradient_norm": Chart("Gradient norm"),
+    "examples_per_sec": Chart("Throughput, all ranks", unit="examples/s", scale="zero"),
 }
 MAY_BE_LOG = {"loss", "data_loss", "gradient_norm"}
 TIMES = {"sec_per_step": "whole step", **STEP_PARTS}
@@ -70,13 +62,13 @@ def plan_charts(runs: Sequence[dict[str, Curve]]) -> list[Chart]:
         names.pop("data_loss", None)
     metrics = [name for name in names if name not in LOSSES | OTHERS | TIMES]
     charts = [
-        Chart(title=known.title, unit=known.unit, curves=_kinds_of(name, runs), scale=_scale(name, known.scale, runs))
-        for name, known in (LOSSES | {name: _Known(_in_words(name)) for name in metrics} | OTHERS).items()
+        replace(chart, curves=_kinds_of(name, runs), scale=_scale(name, chart.scale, runs))
+        for name, chart in (LOSSES | {name: Chart(_in_words(name)) for name in metrics} | OTHERS).items()
         if name in names
     ]
     if set(STEP_PARTS) & set(names):
         times = {f"train/{name}": title for name, title in TIMES.items() if name in names}
-        charts.append(Chart(title="Time of a step", unit="s", curves=times, scale="zero"))
+        charts.append(Chart("Time of a step", unit="s", scale="zero", curves=times))
     return charts
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import __version__
-from ringtrain.report.charts import Chart, find_marks, plan_charts
+from ringtrain.report.charts import find_marks, plan_charts
 from ringtrain.report.figures import MARKS, PART_COLOURS, RUN_COLOURS, DrawnRun, make_figures
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, make_curves
-from ringtrain.report.tables import RunTable, compare_settings, describe_run, describe_settings, format_seconds
+from ringtrain.report.tables import compare_settings, describe_run, describe_settings, format_seconds
 from ringtrain.report.timing import PARTS
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -45,7 +45,28 @@ def make_page(runs: Sequence[RunRecord]) -> str:
         describe_run(run, name, marks=shown_marks, num_left_out=left_out)
         for run, name, (shown_marks, left_out) in zip(runs, names, marks, strict=True)
     ]
-    return _render(runs, tables, charts=charts, payload=payload, has_time=has_time, notes=describe_thinning(curves))
+    style, programs = _own_files()
+    differing, same = compare_settings([run.settings for run in runs])
+    return _template().render(
+        runs=tables,
+        charts=charts,
+        notes=describe_thinning(curves),
+        differing=differing,
+        same=same,
+        settings=describe_settings(runs[0].settings),
+        kinds=[kind for kind in PARTS if any(part.kind == kind for table in tables for part in table["parts"])],
+        part_names=PARTS,
+        has_time=has_time,
+        mark_kinds={
+            kind: MARKS[kind] for kind in MARKS if any(mark.kind == kind for found, _ in marks for mark in found)
+        },
+        data=embed_json(payload),
+        style=style,
+        programs=programs,
+        digests=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in programs],
+        version=__version__,
+        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+    )
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
@@ -77,17 +98,8 @@ def embed_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _render(
-    runs: Sequence[RunRecord],
-    tables: Sequence[RunTable],
-    *,
-    charts: Sequence[Chart],
-    payload: dict[str, Any],
-    has_time: bool,
-    notes: Sequence[str],
-) -> str:
+def _template() -> Any:
     import jinja2
-    import markupsafe
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE),
@@ -97,26 +109,7 @@ def _render(
         lstrip_blocks=True,
     )
     environment.filters["seconds"] = format_seconds
-    style, programs = _own_files()
-    differing, same = compare_settings([run.settings for run in runs])
-    return environment.get_template("page.html.j2").render(
-        runs=tables,
-        charts=charts,
-        notes=notes,
-        differing=differing,
-        same=same,
-        settings=describe_settings(runs[0].settings),
-        kinds=[kind for kind in PARTS if any(part.kind == kind for table in tables for part in table.parts)],
-        part_names=PARTS,
-        has_time=has_time,
-        mark_kinds={kind: MARKS[kind] for kind in MARKS if any(mark.kind == kind for t in tables for mark in t.marks)},
-        data=markupsafe.Markup(embed_json(payload)),
-        style=markupsafe.Markup(style),
-        programs=[markupsafe.Markup(program) for program in programs],
-        digests=[_digest_of(program) for program in programs],
-        version=__version__,
-        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-    )
+    return environment.get_template("page.html.j2")
 
 
 @functools.cache
@@ -128,7 +121,3 @@ def _own_files() -> tuple[str, list[str]]:
     style += "".join(f".{name} {{ background: {colour}; fill: {colour}; }}\n" for name, colour in colours.items())
     sources = (resources.files("plotly") / "package_data/plotly.min.js", TEMPLATE / "page.js")
     return style, [source.read_text(encoding="utf-8") for source in sources]
-
-
-def _digest_of(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

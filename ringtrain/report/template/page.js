@@ -9,7 +9,6 @@ const KEY_STRIDE = 10; // points that PageUp and PageDown move by
 const HOVER_DELAY = 100; // ms: plotly.js shows the label of a point within them
 const { figures, images } = JSON.parse(document.getElementById("data").textContent);
 const charts = [...document.querySelectorAll(".plot")];
-const whole = document.getElementById("whole");
 const hidden = new Set();
 let [axis, cursor, isZooming, speech] = ["steps", null, false, null];
 
@@ -37,7 +36,7 @@ async function zoomTo(from, to) {
     const fitted = values.length ? { "yaxis.range": [low && low - margin, high + margin] } : {};
     return Plotly.relayout(chart, { "xaxis.range": [from, to], ...fitted });
   }));
-  [whole.disabled, isZooming] = [String([from, to]) === String(wholeRange()), false];
+  isZooming = false;
 }
 
 function moveCursor(at) {
@@ -97,13 +96,12 @@ function begin() {
   document.querySelector(".toolbar").hidden = false;
   for (const radio of document.querySelectorAll("input[name=axis]")) {
     radio.checked = radio.value === axis; // a reloaded page remembers another
-    radio.addEventListener("change", () => { axis = radio.value; whole.disabled = true; moveCursor(null); draw(); });
+    radio.addEventListener("change", () => { axis = radio.value; moveCursor(null); draw(); });
   }
   for (const box of document.querySelectorAll("input[name=run]")) {
     box.checked = true;
     box.addEventListener("change", () => { hidden[box.checked ? "delete" : "add"](Number(box.value)); draw(); });
   }
-  whole.addEventListener("click", () => zoomTo(...wholeRange()));
   draw();
   charts.forEach(listen);
 }

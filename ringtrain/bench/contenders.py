@@ -80,6 +80,11 @@ class Contender:
     prepare: Callable[[Path], None] = lambda directory: None
 
 
+def contenders_of(read: Callable[[Finished], Outcome], *rows: tuple[str, str, Command]) -> tuple[Contender, ...]:
+    """Contenders that are one command each: their names, descriptions and commands."""
+    return tuple(Contender(name, description, (command,), read) for name, description, command in rows)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """How many times as fast ``name`` is as ``other``: the ratio of their seconds, round by round.
@@ -151,10 +156,7 @@ def compare_weights(weights: Arrays, reference: Arrays, *, first: Arrays) -> flo
     """
     if [w.shape for w in weights] != [w.shape for w in reference]:
         return float("inf")
-    return distance(weights, reference) / distance(reference, first)
-
-
-def distance(a: Arrays, b: Arrays) -> float:
-    """Euclidean, over all arrays together."""
-    squares = [float(np.sum((x.astype(np.float64) - y.astype(np.float64)) ** 2)) for x, y in zip(a, b, strict=True)]
-    return float(np.sqrt(sum(squares)))
+    ended, right, begun = (
+        np.concatenate([w.ravel() for w in each], dtype=np.float64) for each in (weights, reference, first)
+    )
+    return float(np.linalg.norm(ended - right) / np.linalg.norm(right - begun))

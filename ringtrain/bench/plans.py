@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import shutil
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ringtrain.bench.contenders import DIRECTORY, Command, Comparison, Contender, Experiment
+from ringtrain.bench.contenders import DIRECTORY, Command, Comparison, Contender, Experiment, contenders_of
 from ringtrain.bench.outcomes import RUN, read_figures, read_own_data, read_start, read_training
 from ringtrain.bench.settings import Settings
 from ringtrain.bench.steps import (
@@ -46,69 +45,59 @@ def plan_sums(size: int, settings: Settings) -> Experiment:
     flags = ["--sizes", ",".join(map(str, SIZES)), "--output", DIRECTORY]
     ringtrain = Command(launch(size, own("own_sums", *flags)))
     horovod = launch(size, peer("horovod_allreduce.py", flags))
-    mpirun = ("mpirun", "-np", str(size), "--oversubscribe", "--bind-to", "none")
     pinned = Command((*horovod, *settings.flags), settings.env)
-    mpi = peer("mpi_allreduce.py", [*flags, *settings.flags])
-    planned = (
+    mpirun = ("mpirun", "-np", str(size), "--oversubscribe", "--bind-to", "none")
+    mpi = Command((*mpirun, *peer("mpi_allreduce.py", [*flags, *settings.flags])))
+    contenders = contenders_of(
+        read_figures,
         ("ringtrain", "ringtrain's collective under stock horovodrun", ringtrain),
         ("ringtrain_again", AGAIN, ringtrain),
         ("horovod_stock", "hvd.allreduce under stock horovodrun", Command(horovod)),
         ("horovod", "hvd.allreduce with ringtrain's cores, threads and variables", pinned),
-        ("mpi", "mpi4py's Allreduce on the same cores, spinning", Command((*mpirun, *mpi))),
+        ("mpi", "mpi4py's Allreduce on the same cores, spinning", mpi),
     )
-    return Experiment(
-        "allreduce",
-        "a sum",
-        tuple(Contender(name, description, (command,), read_figures) for name, description, command in planned),
-        (Comparison("ringtrain_again", "ringtrain"), *(Comparison("ringtrain", name) for name, _, _ in planned[2:])),
-        num_bytes={str(num_bytes): num_bytes for num_bytes in SIZES},
-    )
+    others = [Comparison("ringtrain", each.name) for each in contenders[2:]]
+    comparisons = (Comparison("ringtrain_again", "ringtrain"), *others)
+    num_bytes = {str(num_bytes): num_bytes for num_bytes in SIZES}
+    return Experiment("allreduce", "a sum", contenders, comparisons, num_bytes=num_bytes)
 
 
 def plan_inputs(
     size: int, length: Length | None, *, data_dir: Path | None, image_folder: Path | None, records: Path | None
 ) -> list[Experiment]:
     """cifar10 on its files against synthetic data, and the speed at which one core reads each kind of source given."""
-    planned = (
-        ("real", "CIFAR-10's files", ["--data_dir", str(data_dir and data_dir.resolve())]),
-        ("made", "synthetic data of the same shape", ["--synthetic", "true"]),
-        ("made_again", "synthetic data once more (A/A)", ["--synthetic", "true"]),
+
+    def train(*flags: str) -> Command:
+        return plan_training(size, ["--workload", "cifar10", *flags], length or LENGTHS["CNN"])
+
+    def read(kind: str, place: Path | None) -> Command:
+        return Command(own("own_reading", "--output", DIRECTORY, "--kind", kind, "--data_dir", full(place)))
+
+    def full(place: Path | None) -> str:
+        return str(place and place.resolve())
+
+    training = contenders_of(
+        read_own_data,
+        ("real", "CIFAR-10's files", train("--data_dir", full(data_dir))),
+        ("made", "synthetic data of the same shape", train("--synthetic", "true")),
+        ("made_again", "synthetic data once more (A/A)", train("--synthetic", "true")),
     )
-    training = tuple(
-        Contender(
-            name,
-            description,
-            (plan_training(size, ["--workload", "cifar10", *flags], length or LENGTHS["CNN"]),),
-            read_own_data,
-        )
-        for name, description, flags in planned
+    images = contenders_of(read_figures, ("image_folder", "an image folder", read("image_folder", image_folder)))
+    tfrecords = contenders_of(
+        read_figures,
+        ("tfrecord", "TFRecord files", read("tfrecord", records)),
+        ("tfrecord_again", AGAIN, read("tfrecord", records)),
+        ("tfrecord_cached", "TFRecord files, cached on the node", read("tfrecord_cached", records)),
     )
-    places = (
-        ("image_folder", "an image folder", image_folder, "image_folder"),
-        ("tfrecord", "TFRecord files", records, "tfrecord"),
-        ("tfrecord_again", AGAIN, records, "tfrecord"),
-        ("tfrecord_cached", "TFRecord files, cached on the node", records, "tfrecord_cached"),
-    )
-    program = own("own_reading", "--output", DIRECTORY)
-    reading = tuple(
-        Contender(
-            name, description, (Command((*program, "--kind", kind, "--data_dir", str(place.resolve()))),), read_figures
-        )
-        for name, description, place, kind in places
-        if place is not None
+    reading = (images if image_folder else ()) + (tfrecords if records else ())
+    compared = (
+        Comparison("tfrecord_again", "tfrecord"),
+        Comparison("tfrecord", "image_folder"),
+        Comparison("tfrecord_cached", "tfrecord"),
     )
     experiments = (
         Experiment("cifar10", "a step", training, (Comparison("real", "made", 0.98), Comparison("made_again", "made"))),
-        Experiment(
-            "reading alone",
-            "an image",
-            reading,
-            (
-                Comparison("tfrecord_again", "tfrecord"),
-                Comparison("tfrecord", "image_folder"),
-                Comparison("tfrecord_cached", "tfrecord"),
-            ),
-        ),
+        Experiment("reading alone", "an image", reading, compared),
     )
     return [each for each in experiments if each.contenders]
 
@@ -154,49 +143,33 @@ def plan_starts(size: int, settings: Settings, begun: Path) -> Experiment:
 def plan_saves(size: int, length: Length | None) -> list[Experiment]:
     """A save every 100 steps against none, and a save that is handed over against one that is waited for."""
     chosen = length or LENGTHS["CNN"]
-    planned = (
-        ("saving", f"a checkpoint every {SAVE_EVERY_STEPS} steps", str(SAVE_EVERY_STEPS)),
-        ("none", "a checkpoint at the end alone", "0"),
-        ("none_again", "none once more (A/A)", "0"),
+
+    def train(checkpoint_every: int) -> Command:
+        flags = [*workload_flags("CNN"), "--checkpoint_every", str(checkpoint_every)]
+        return plan_training(size, flags, chosen)
+
+    def save(model: str, how: str) -> Command:
+        return Command(launch(size, own("own_saves", "--model", model, "--output", DIRECTORY, "--how", how)))
+
+    training = contenders_of(
+        read_training,
+        ("saving", f"a checkpoint every {SAVE_EVERY_STEPS} steps", train(SAVE_EVERY_STEPS)),
+        ("none", "a checkpoint at the end alone", train(0)),
+        ("none_again", "none once more (A/A)", train(0)),
     )
-    training = Experiment(
-        "CNN, the whole training",
-        "a step",
-        tuple(
-            Contender(
-                name,
-                description,
-                (plan_training(size, [*workload_flags("CNN"), "--checkpoint_every", every], chosen),),
-                read_training,
-            )
-            for name, description, every in planned
-        ),
-        (Comparison("saving", "none"), Comparison("none_again", "none")),
-        plan_one_process("CNN", size, chosen),
-    )
-    waits = (
-        ("handed_over", "written by another thread, as ringtrain does", "handed_over"),
-        ("handed_over_again", AGAIN, "handed_over"),
-        ("written", "waited for until it is on the disk", "written"),
-    )
-    standing = [
-        Experiment(
-            f"{model}, the wait for a save",
-            "a save",
-            tuple(
-                Contender(
-                    name,
-                    description,
-                    (Command(launch(size, own("own_saves", "--model", model, "--output", DIRECTORY, "--how", how))),),
-                    read_figures,
-                )
-                for name, description, how in waits
-            ),
-            (Comparison("handed_over", "written"), Comparison("handed_over_again", "handed_over")),
+    compared = (Comparison("saving", "none"), Comparison("none_again", "none"))
+    reference = plan_one_process("CNN", size, chosen)
+    experiments = [Experiment("CNN, the whole training", "a step", training, compared, reference)]
+    for model in ("CNN", "WIDE"):
+        saving = contenders_of(
+            read_figures,
+            ("handed_over", "written by another thread, as ringtrain does", save(model, "handed_over")),
+            ("handed_over_again", AGAIN, save(model, "handed_over")),
+            ("written", "waited for until it is on the disk", save(model, "written")),
         )
-        for model in ("CNN", "WIDE")
-    ]
-    return [training, *standing]
+        compared = (Comparison("handed_over", "written"), Comparison("handed_over_again", "handed_over"))
+        experiments.append(Experiment(f"{model}, the wait for a save", "a save", saving, compared))
+    return experiments
 
 
 class Variation(NamedTuple):
@@ -240,17 +213,16 @@ def plan_variations(models: Sequence[str], names: Sequence[str], size: int, leng
     experiments = []
     for model in models:
         chosen = length or LENGTHS[model]
-        contenders = []
+        rows = []
         for name in [name for name in known if name in (names or known)]:
             flags = ["--backend", "horovod"] if known[name].by_horovod else []
             command = plan_training(size, [*workload_flags(model), *flags], chosen)
             words = [*(f"{key}={value}" for key, value in known[name].env.items()), *flags]
-            varied = dataclasses.replace(command, env=known[name].env)
-            contenders.append(Contender(name, " ".join(words) or "as it is", (varied,), read_training))
+            rows.append((name, " ".join(words) or "as it is", Command(command.argv, known[name].env)))
         comparisons = tuple(
             Comparison(*((name, each.other) if name.endswith("_again") else (each.other, name)))
             for name, each in VARIATIONS.items()
         )
         reference = plan_one_process(model, size, chosen)
-        experiments.append(Experiment(model, "a step", tuple(contenders), comparisons, reference))
+        experiments.append(Experiment(model, "a step", contenders_of(read_training, *rows), comparisons, reference))
     return experiments

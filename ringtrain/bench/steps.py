@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ringtrain.bench.contenders import DIRECTORY, PORT, Command, Comparison, Contender, Experiment
+from ringtrain.bench.contenders import DIRECTORY, PORT, Command, Comparison, Contender, Experiment, contenders_of
 from ringtrain.bench.origin import describe_environment
 from ringtrain.bench.outcomes import RUN, read_own_data, read_peer, read_training, read_unconnected
 from ringtrain.bench.peers.peer_models import MODELS
@@ -138,13 +138,12 @@ def plan_guards(size: int, length: Length | None) -> list[Experiment]:
             read = read_own_data
         else:
             reference = plan_one_process(name, size, chosen)
-        contenders = tuple(
-            Contender(which, description, (plan_training(size, [*flags, *more], chosen),), read)
-            for which, description, more in (
-                ("guards_on", " ".join(on), on),
-                ("guards_off", " ".join(off), off),
-                ("guards_on_again", "guards_on once more (A/A)", on),
-            )
+        guarded, unguarded = (plan_training(size, [*flags, *more], chosen) for more in (on, off))
+        contenders = contenders_of(
+            read,
+            ("guards_on", " ".join(on), guarded),
+            ("guards_off", " ".join(off), unguarded),
+            ("guards_on_again", "guards_on once more (A/A)", guarded),
         )
         comparisons = (Comparison("guards_on", "guards_off", goal), Comparison("guards_on_again", "guards_on"))
         experiments.append(Experiment(name, "a step", contenders, comparisons, reference))

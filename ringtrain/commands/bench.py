@@ -99,7 +99,9 @@ class BenchOptions:
         for name, least in (("rounds", 1), ("size", 1), ("timeout", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.", reach="run")
-        _known("models", self.model_names, MODELS)
+        for word in self.model_names:
+            if word not in MODELS:
+                raise UsageError(f"models names {word!r}; there are {', '.join(MODELS)}.", reach="run")
         for name, model in MODELS.items():
             if model.num_samples % (model.local_batch_size * self.size):
                 raise UsageError(
@@ -235,8 +237,7 @@ def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_
     output = options.output or Path("results") / f"bench-{mode}.json"
     with explaining_files(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-    machine = read_machine(os.environ)
-    settings = choose_settings(options.size, machine)
+    settings = choose_settings(options.size, read_machine(os.environ))
     result: dict[str, Any] = {
         "format": FORMAT,
         "command": " ".join(["python -m ringtrain bench", *(shorten(word) for word in arguments)]),
@@ -258,7 +259,8 @@ def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_
             def note(measured: Mapping[str, Any]) -> None:
                 result["experiments"][-1] = without_paths(measured)
                 result["load_after"] = read_load()
-                write_json(output, result)
+                with explaining_files(output):
+                    replace_text(output, json.dumps(result, indent=1) + "\n")
                 print_line(describe_last_run(measured))
 
             measure(experiment, runner, rounds=options.rounds, seed=options.seed, note=note)
@@ -349,12 +351,6 @@ def shorten(word: str) -> str:
     return word
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file so that there is always a whole one."""
-    with explaining_files(path):
-        replace_text(path, json.dumps(values, indent=1) + "\n")
-
-
 @contextlib.contextmanager
 def explaining_files(path: Path) -> Iterator[None]:
     """Say what cannot be written.
@@ -368,9 +364,3 @@ def explaining_files(path: Path) -> Iterator[None]:
         raise UsageError(
             f"{str(path)!r} cannot be written: {error.strerror}. Give another place with --output.", reach="run"
         ) from error
-
-
-def _known(name: str, wanted: Sequence[str], known: Sequence[str] | Mapping[str, Any]) -> None:
-    for word in wanted:
-        if word not in known:
-            raise UsageError(f"{name} names {word!r}; there are {', '.join(known)}.", reach="run")

@@ -36,6 +36,7 @@ MARKS = {  # glyph, meaning, colour where there is one run, dash
     "failure": ("\N{BLACK DIAMOND}", "end by an error", "#d9453b", "solid"),
 }
 GLYPH_WIDTH, LEGEND_ROW = 12, 20  # pixels
+MAX_LEGEND_ROWS = 6  # more are reached by scrolling
 MAX_DOTS = 60  # of a curve; more would hide it
 MAX_NAME = 40  # characters of a name in a legend
 LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"}
@@ -89,7 +90,8 @@ def _layout(
         "hoverformat": ",.4~r" if chart.unit == "examples/s" else ".4~g",
         "exponentformat": "SI" if chart.unit == "examples/s" else "power",
     }
-    legend_height = num_names and LEGEND_ROW * ((num_names + 1) // 2) + 12
+    rows = 1 if num_names <= 2 else min(num_names, MAX_LEGEND_ROWS)  # as on a phone or on paper
+    legend_height = num_names and LEGEND_ROW * rows + 12
     return {
         "height": 270 + legend_height,
         "margin": {"l": 55, "r": 12, "t": 44, "b": 45 + legend_height},

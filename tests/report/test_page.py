@@ -316,8 +316,14 @@ def test_sample_images_follow_their_slider(browser: Page, tmp_path: Path) -> Non
     assert browser.errors == []
 
 
-def test_the_printed_page_keeps_its_charts(browser: Page, run: Path) -> None:
+def test_the_printed_page_keeps_its_charts(browser: Page, run: Path, tmp_path: Path) -> None:
     browser.show(run / "report.html", dark=True)
+    widths = CHARTS + ".map((c) => c.querySelector('.main-svg').getBoundingClientRect().width)"
+    before = browser.evaluate(widths)
+    browser.evaluate(f"void window.addEventListener('beforeprint', () => {{ window.printed = {widths}; }})")
+    browser.print_pdf(tmp_path / "report.pdf")
+    assert max(browser.evaluate("window.printed")) < 350, "two beside each other"
+    assert browser.evaluate(widths) == before
     browser.send("Emulation.setEmulatedMedia", media="print")
     assert min(browser.evaluate(COLOUR)) > 200
     assert browser.evaluate("getComputedStyle(document.querySelector('.toolbar')).display") == "none"

@@ -6,6 +6,7 @@ const CONFIG = {
   modeBarButtonsToRemove: ["sendChartToCloud", "autoScale2d", "select2d", "lasso2d"], // nothing leaves the page
 };
 const KEY_STRIDE = 10; // points that PageUp and PageDown move by
+const PRINTED_WIDTH = 320; // pixels: two charts beside each other on a page
 const HOVER_DELAY = 100; // ms: plotly.js shows the label of a point within them
 const { figures, images } = JSON.parse(document.getElementById("data").textContent);
 const charts = [...document.querySelectorAll(".plot")];
@@ -101,6 +102,9 @@ function begin() {
   for (const box of document.querySelectorAll("input[name=run]")) {
     box.checked = true;
     box.addEventListener("change", () => { hidden[box.checked ? "delete" : "add"](Number(box.value)); draw(); });
+  }
+  for (const [when, width] of [["beforeprint", PRINTED_WIDTH], ["afterprint", null]]) {
+    window.addEventListener(when, () => charts.forEach((chart) => Plotly.relayout(chart, { width, autosize: !width })));
   }
   draw();
   charts.forEach(listen);

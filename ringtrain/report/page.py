@@ -57,9 +57,9 @@ def make_page(runs: Sequence[RunRecord]) -> str:
         kinds=[kind for kind in PARTS if any(part.kind == kind for table in tables for part in table["parts"])],
         part_names=PARTS,
         has_time=has_time,
-        mark_kinds={
-            kind: MARKS[kind] for kind in MARKS if any(mark.kind == kind for found, _ in marks for mark in found)
-        },
+        mark_kinds=[
+            MARKS[kind] for kind in MARKS if any(mark.kind == kind for of_run in drawn for mark in of_run.marks)
+        ],
         data=embed_json(payload),
         style=style,
         programs=programs,

@@ -209,6 +209,16 @@ def test_a_mouse_shows_values_and_enlarges_what_it_drags_across(browser: Page, r
     wait_for(browser, CHARTS + ".every((c) => String(c.layout.xaxis.range) === '0,40')")
 
 
+def test_a_finger_that_drags_across_a_chart_scrolls_the_page(browser: Page, run: Path) -> None:
+    dragmode = "document.querySelector('.plot').layout.dragmode"
+    browser.send("Emulation.setTouchEmulationEnabled", enabled=True)
+    browser.show(run / "report.html", width=375)
+    assert browser.evaluate(dragmode) is False
+    browser.send("Emulation.setTouchEmulationEnabled", enabled=False)
+    browser.show(run / "report.html")
+    assert browser.evaluate(dragmode) == "zoom"
+
+
 def test_time_instead_of_steps_along_the_axis(browser: Page, run: Path, compared: Path) -> None:
     browser.show(run / "report.html")
     browser.evaluate("document.querySelector('input[value=elapsed]').click()")

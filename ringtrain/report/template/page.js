@@ -6,6 +6,7 @@ const CONFIG = {
   modeBarButtonsToRemove: ["sendChartToCloud", "autoScale2d", "select2d", "lasso2d"], // nothing leaves the page
 };
 const KEY_STRIDE = 10; // points that PageUp and PageDown move by
+const DRAG = matchMedia("(pointer: coarse)").matches ? false : "zoom"; // a finger scrolls the page
 const PRINTED_WIDTH = 320; // pixels: two charts beside each other on a page
 const HOVER_DELAY = 100; // ms: plotly.js shows the label of a point within them
 const { figures, images } = JSON.parse(document.getElementById("data").textContent);
@@ -17,7 +18,7 @@ function draw() {
   charts.forEach((chart, place) => {
     const { data, layout } = structuredClone(figures[axis][place]);
     for (const part of [...data, ...layout.shapes, ...layout.annotations]) part.visible = !hidden.has(part.run);
-    Plotly.react(chart, data, { ...layout, uirevision: axis }, CONFIG);
+    Plotly.react(chart, data, { ...layout, dragmode: DRAG, uirevision: axis }, CONFIG);
   });
 }
 

@@ -15,7 +15,7 @@ DIRECTORY = "{directory}"
 PORT = "{port_%d}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Command:
     """A process to start: its arguments, and its variables beside a clean environment."""
 
@@ -63,7 +63,7 @@ class UnreadableError(Exception):
     """A contender that ended well left no result, or none that can be read."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Contender:
     """Something that is measured.
 
@@ -80,7 +80,12 @@ class Contender:
     prepare: Callable[[Path], None] = lambda directory: None
 
 
-@dataclass(frozen=True, kw_only=True)
+def contenders_of(read: Callable[[Finished], Outcome], *rows: tuple[str, str, Command]) -> tuple[Contender, ...]:
+    """Contenders that are one command each: their names, descriptions and commands."""
+    return tuple(Contender(name, description, (command,), read) for name, description, command in rows)
+
+
+@dataclass(frozen=True)
 class Comparison:
     """How many times as fast ``name`` is as ``other``: the ratio of their seconds, round by round.
 
@@ -93,7 +98,7 @@ class Comparison:
     goal: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Experiment:
     """Contenders that are measured in the same rounds.
 
@@ -102,6 +107,7 @@ class Experiment:
         unit: what the figures are the seconds of.
         reference: a contender that runs once before the rounds; loss and weights of the others are held against it.
         num_bytes: for an all-reduce, the bytes of each label.
+        comparisons: those of which one contender is not there are left out.
     """
 
     name: str
@@ -110,6 +116,11 @@ class Experiment:
     comparisons: tuple[Comparison, ...] = ()
     reference: Contender | None = None
     num_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = {each.name for each in self.contenders}
+        kept = tuple(each for each in self.comparisons if {each.name, each.other} <= names)
+        object.__setattr__(self, "comparisons", kept)
 
 
 LOSS_TOLERANCE = 1e-4  # relative, after all steps in float32
@@ -145,10 +156,7 @@ def compare_weights(weights: Arrays, reference: Arrays, *, first: Arrays) -> flo
     """
     if [w.shape for w in weights] != [w.shape for w in reference]:
         return float("inf")
-    return distance(weights, reference) / distance(reference, first)
-
-
-def distance(a: Arrays, b: Arrays) -> float:
-    """Euclidean, over all arrays together."""
-    squares = [float(np.sum((x.astype(np.float64) - y.astype(np.float64)) ** 2)) for x, y in zip(a, b, strict=True)]
-    return float(np.sqrt(sum(squares)))
+    ended, right, begun = (
+        np.concatenate([w.ravel() for w in each], dtype=np.float64) for each in (weights, reference, first)
+    )
+    return float(np.linalg.norm(ended - right) / np.linalg.norm(right - begun))

@@ -1,38 +1,21 @@
-"""Read what a contender left behind."""
+"""Read what a contender left behind. What is missing there, or not as it should be, raises whatever it raises."""
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ringtrain.bench.contenders import Finished, Outcome, UnreadableError
-from ringtrain.errors import DataError
 from ringtrain.run.store import find_newest
 
 RUN = "run"  # ringtrain's run directory, below that of the contender
 LARGEST_RIGHT_LOSS = 30.0  # of ten classes; guessing costs ln 10 = 2.3, and MANY begins with 10
 
 
-def reading(function: Callable[[Finished], Outcome]) -> Callable[[Finished], Outcome]:
-    """Say in one way that what should have been written is missing, or not as it should be."""
-
-    @functools.wraps(function)
-    def read(finished: Finished) -> Outcome:
-        try:
-            return function(finished)
-        except (OSError, ValueError, KeyError, IndexError, DataError) as error:
-            raise UnreadableError(f"it left no result that can be read: {type(error).__name__}: {error}") from error
-
-    return read
-
-
-@reading
 def read_peer(finished: Finished) -> Outcome:
     """A training script of the peers."""
     [result] = _read_results(finished.directory)
@@ -46,7 +29,6 @@ def read_peer(finished: Finished) -> Outcome:
     )
 
 
-@reading
 def read_unconnected(finished: Finished) -> Outcome:
     """Processes that train apart: the seconds of a step at their mean speed."""
     results = _read_results(finished.directory)
@@ -61,58 +43,41 @@ def read_unconnected(finished: Finished) -> Outcome:
     )
 
 
-@reading
 def read_training(finished: Finished) -> Outcome:
     """A run of ringtrain: what its own log says, and its last checkpoint."""
-    events = _read_events(finished.directory / RUN)
-    lines = [event for event in events if event["event"] == "train"]
+    last, sec_per_step = _read_log(finished)
     checkpoint, _ = find_newest(finished.directory / RUN / "checkpoints")
-    if checkpoint is None or checkpoint.step != lines[-1]["step"]:
+    if checkpoint is None or checkpoint.step != last["step"]:
         raise UnreadableError("its last step is not saved")
     weights = [value for name, value in checkpoint.variables.items() if name.startswith("weights/")]
-    sec_per_step = [line["sec_per_step"] for line in lines]
-    return Outcome(
-        figures={"step": steady(sec_per_step)},
-        raw={"sec_per_step": sec_per_step},
-        loss=lines[-1]["loss"],
-        weights=weights,
-    )
+    figures, raw = {"step": steady(sec_per_step)}, {"sec_per_step": sec_per_step}
+    return Outcome(figures=figures, raw=raw, loss=last["loss"], weights=weights)
 
 
-@reading
 def read_own_data(finished: Finished) -> Outcome:
     """A run of ringtrain on data that nothing else trains on: its loss must be that of a training."""
-    lines = [event for event in _read_events(finished.directory / RUN) if event["event"] == "train"]
-    loss = lines[-1]["loss"]
-    sec_per_step = [line["sec_per_step"] for line in lines]
+    last, sec_per_step = _read_log(finished)
+    loss = last["loss"]
     return Outcome(
         figures={"step": steady(sec_per_step)},
         raw={"sec_per_step": sec_per_step, "loss": loss},
         fault="" if loss < LARGEST_RIGHT_LOSS else f"a loss of {loss} is not that of a training",
-        checked=f"loss {loss:.4g} after {lines[-1]['step']} steps",
+        checked=f"loss {loss:.4g} after {last['step']} steps",
     )
 
 
-@reading
 def read_start(finished: Finished) -> Outcome:
     """The time until the first step was done."""
     if finished.sec_until_first_step is None:
         raise UnreadableError("it ended without a line of its first step")
-    return Outcome(
-        figures={"first step": finished.sec_until_first_step}, checked="the line of the first step, and exit code 0"
-    )
+    figures = {"first step": finished.sec_until_first_step}
+    return Outcome(figures=figures, checked="the line of the first step, and exit code 0")
 
 
-@reading
 def read_figures(finished: Finished) -> Outcome:
     """A script that has measured and checked by itself."""
     [result] = _read_results(finished.directory)
-    return Outcome(
-        figures=result["figures"],
-        raw=result.get("raw", {}),
-        fault=result["fault"],
-        checked=result["checked"],
-    )
+    return Outcome(**{"raw": {}, **result})
 
 
 def steady(sec_per_step: list[float]) -> float:
@@ -133,5 +98,8 @@ def _read_results(directory: Path) -> list[dict[str, Any]]:
     return results
 
 
-def _read_events(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def _read_log(finished: Finished) -> tuple[dict[str, Any], list[float]]:
+    """The last logged step of a run, and the seconds of a step in each interval."""
+    text = (finished.directory / RUN / "metrics.jsonl").read_text()
+    lines = [event for event in map(json.loads, text.splitlines()) if event["event"] == "train"]
+    return lines[-1], [line["sec_per_step"] for line in lines]

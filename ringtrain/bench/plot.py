@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from ringtrain.bench.spread import describe_spread
-from ringtrain.bench.sums import bus_bandwidth
-from ringtrain.bench.table import format_bytes, list_labels, read_figures
+from ringtrain.bench.spread import bus_bandwidth, describe_spread
+from ringtrain.bench.table import format_bytes, list_labels, read_right_figures
 
 WIDTH, LABEL_WIDTH, MARGIN = 860, 190, 24
 ROW_HEIGHT, TITLE_HEIGHT, AXIS_HEIGHT = 24, 36, 40
@@ -35,10 +34,8 @@ def draw_dots(experiment: Mapping[str, Any], size: int) -> tuple[str, int]:
     """A row for each contender: a dot for each round, a tick at the median. Returns the picture and its height."""
     del size
     [label] = list_labels(experiment) or ["step"]
-    figures = {
-        name: [1000 * value for value in read_figures(experiment, name, label) if value is not None]
-        for name in experiment["contenders"]
-    }
+    names = experiment["contenders"]
+    figures = {name: [1000 * value for value in read_right_figures(experiment, name, label)] for name in names}
     largest = max((value for values in figures.values() for value in values), default=1.0)
     ticks = choose_ticks(largest)
     bottom = TITLE_HEIGHT + ROW_HEIGHT * len(figures)
@@ -108,7 +105,7 @@ def _bandwidths(
     """(bytes, GB/s at the median) of a contender."""
     points = []
     for label, count in num_bytes.items():
-        values = [value for value in read_figures(experiment, name, label) if value is not None]
+        values = read_right_figures(experiment, name, label)
         if values:
             points.append((count, bus_bandwidth(count, describe_spread(values).median, size) / 1e9))
     return points

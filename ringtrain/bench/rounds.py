@@ -6,22 +6,25 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ringtrain.bench.children import ChildFailedError, run_together
-from ringtrain.bench.contenders import Contender, Experiment, Outcome, UnreadableError, check_outcome
+from ringtrain.bench.contenders import Contender, Experiment, Finished, Outcome, UnreadableError, check_outcome
 from ringtrain.bench.origin import ROOT
+from ringtrain.errors import DataError
 
 Run = dict[str, Any]
 
 
+@dataclass(frozen=True)
 class Runner:
-    """Runs contenders, one after the other."""
+    """Runs contenders, one after the other, for so many seconds each at most."""
 
-    def __init__(self, directory: Path, *, env: Mapping[str, str], timeout: float) -> None:
-        """``timeout`` is that of one run, in seconds."""
-        self._directory, self._env, self._timeout = directory, env, timeout
+    directory: Path
+    env: Mapping[str, str]
+    timeout: float
 
     def run(self, contender: Contender) -> Outcome:
         """Run a contender once, in a directory that is removed afterwards.
@@ -29,14 +32,22 @@ class Runner:
         Raises:
             ChildFailedError, UnreadableError: there is no outcome.
         """
-        directory = self._directory / contender.name
+        directory = self.directory / contender.name
         directory.mkdir()
         try:
             contender.prepare(directory)
-            finished = run_together(contender.commands, directory, env=self._env, cwd=ROOT, timeout=self._timeout)
-            return contender.read(finished)
+            finished = run_together(contender.commands, directory, env=self.env, cwd=ROOT, timeout=self.timeout)
+            return read_outcome(contender, finished)
         finally:
             shutil.rmtree(directory)
+
+
+def read_outcome(contender: Contender, finished: Finished) -> Outcome:
+    """What a contender left behind; UnreadableError where something is missing, or not as it should be."""
+    try:
+        return contender.read(finished)
+    except (OSError, ValueError, KeyError, IndexError, DataError) as error:
+        raise UnreadableError(f"it left no result that can be read: {type(error).__name__}: {error}") from error
 
 
 def measure(

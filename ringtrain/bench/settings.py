@@ -17,41 +17,35 @@ class Settings:
 
     Attributes:
         cores: of each rank.
-        inter_op_threads: where Horovod carries the sums.
-        rank_inter_op_threads: of ringtrain's own ranks, whose sums may go through memory.
+        flags: the same with the threads of where Horovod carries the sums, for the peers that sum by it.
+        rank_flags: with those of ringtrain's own ranks, whose sums may go through memory.
         env: variables of Horovod, MPI and the C library.
     """
 
     cores: tuple[tuple[int, ...], ...]
-    intra_op_threads: int
-    inter_op_threads: int
-    rank_inter_op_threads: int
+    flags: list[str]
+    rank_flags: list[str]
     env: Mapping[str, str]
-
-    @property
-    def flags(self) -> list[str]:
-        """The same as flags of the peers that sum by Horovod."""
-        return self._flags(self.inter_op_threads)
-
-    @property
-    def rank_flags(self) -> list[str]:
-        """The same as flags of a peer that computes as a rank does."""
-        return self._flags(self.rank_inter_op_threads)
-
-    def _flags(self, inter_op_threads: int) -> list[str]:
-        cores = [flag for own in self.cores for flag in ("--cores", ",".join(map(str, own)))]
-        threads = {"intra_op_threads": self.intra_op_threads, "inter_op_threads": inter_op_threads}
-        return [*cores, *(word for name, count in threads.items() for word in (f"--{name}", str(count)))]
 
 
 def choose_settings(size: int, machine: Machine) -> Settings:
     """The settings of ``size`` ranks on a machine of which no run has taken cores yet."""
     plans = [plan_rank(rank, size, machine) for rank in range(size)]
+    cores = tuple(plan.cores for plan in plans)
+
+    def flags(plan: DevicePlan) -> list[str]:
+        threads = [
+            "--intra_op_threads",
+            str(plans[0].intra_op_threads),
+            "--inter_op_threads",
+            str(plan.inter_op_threads),
+        ]
+        return [*(flag for own in cores for flag in ("--cores", ",".join(map(str, own)))), *threads]
+
     return Settings(
-        cores=tuple(plan.cores for plan in plans),
-        intra_op_threads=plans[0].intra_op_threads,
-        inter_op_threads=plans[0].inter_op_threads,
-        rank_inter_op_threads=plan_rank(0, size, machine, one_at_a_time=True).inter_op_threads,
+        cores=cores,
+        flags=flags(plans[0]),
+        rank_flags=flags(plan_rank(0, size, machine, one_at_a_time=True)),
         env={setting.name: setting.value for setting in plans[0].settings},
     )
 

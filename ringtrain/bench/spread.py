@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -57,17 +58,21 @@ def choose_order_statistic(count: int) -> tuple[int, float]:
     Returns:
         The largest k whose interval has ``CONFIDENCE``, or 1; and its confidence.
     """
-    best, best_confidence = 1, 1 - 2 * 0.5**count
-    missed = 0.5**count  # P(Binomial(count, 1/2) < k)
-    for place in range(2, (count + 1) // 2 + 1):
-        missed += math.comb(count, place - 1) * 0.5**count
-        if 1 - 2 * missed < CONFIDENCE:
-            break
-        best, best_confidence = place, 1 - 2 * missed
-    return best, max(best_confidence, 0.0)
+    missed = itertools.accumulate(math.comb(count, fewer) * 0.5**count for fewer in range((count + 1) // 2))
+    confidences = [1 - 2 * chance for chance in missed]  # 1 - 2 P(Binomial(count, 1/2) < k), for each k from 1 on
+    place = max(1, sum(confidence >= CONFIDENCE for confidence in confidences))
+    return place, max(confidences[place - 1], 0.0)
 
 
 def paired_ratios(numerators: Sequence[float | None], denominators: Sequence[float | None]) -> list[float]:
     """The ratio of each round in which both were measured."""
     pairs = zip(numerators, denominators, strict=True)
     return [above / below for above, below in pairs if above is not None and below is not None]
+
+
+def bus_bandwidth(num_bytes: int, seconds: float, size: int) -> float:
+    """Bytes per second on a link, whatever the number of ranks.
+
+    A ring sends 2(n-1)/n of the data over each link (nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth").
+    """
+    return num_bytes / seconds * 2 * (size - 1) / size

@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ringtrain.bench.contenders import DIRECTORY, PORT, Command, Comparison, Contender, Experiment, Finished, Outcome
+from ringtrain.bench.contenders import DIRECTORY, PORT, Command, Comparison, Contender, Experiment, contenders_of
 from ringtrain.bench.origin import describe_environment
 from ringtrain.bench.outcomes import RUN, read_own_data, read_peer, read_training, read_unconnected
 from ringtrain.bench.peers.peer_models import MODELS
@@ -24,6 +24,10 @@ AUTOTUNE = {"HOROVOD_AUTOTUNE": "1"}
 TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")  # by it, unless a variable sets them
 SAVE_EVERY_STEPS = 100
 ORDER_FILE = "order.npy"
+AGAIN = "the same once more (A/A)"
+STOCK = "stock horovodrun python -m ringtrain"
+MINIMAL = "hand-written Horovod loop with ringtrain's cores, threads and variables"
+MINIMAL_STOCK = "hand-written Horovod loop under stock horovodrun"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,37 +51,20 @@ LENGTHS = {
 }
 GOALS = {
     "CNN": (
-        Comparison(name="ringtrain", other="bound", goal=0.97),
-        Comparison(name="ringtrain", other="tf_distribute", goal=1.10),
-        Comparison(name="ringtrain", other="minimal_stock", goal=1.5),
+        Comparison("ringtrain", "bound", 0.97),
+        Comparison("ringtrain", "tf_distribute", 1.10),
+        Comparison("ringtrain", "minimal_stock", 1.5),
     ),
-    "WIDE": (
-        Comparison(name="ringtrain", other="bound", goal=0.75),
-        Comparison(name="ringtrain", other="tf_distribute", goal=2.0),
-    ),
-    "MANY": (
-        Comparison(name="ringtrain", other="minimal_no_fusion", goal=1.3),
-        Comparison(name="ringtrain", other="minimal", goal=1.0),
-    ),
+    "WIDE": (Comparison("ringtrain", "bound", 0.75), Comparison("ringtrain", "tf_distribute", 2.0)),
+    "MANY": (Comparison("ringtrain", "minimal_no_fusion", 1.3), Comparison("ringtrain", "minimal", 1.0)),
     "TINY": (),
 }
 LOOP_GOALS = {"CNN": 1 / 1.01, "TINY": 1 / 1.05}
-LOOP_CONTENDERS = ("ringtrain_saving", "ringtrain_saving_again", "minimal")
-DESCRIPTIONS = {
-    "ringtrain": "stock horovodrun python -m ringtrain",
-    "ringtrain_again": "the same once more (A/A)",
-    "ringtrain_saving": f"ringtrain with logs, guards and a checkpoint every {SAVE_EVERY_STEPS} steps",
-    "ringtrain_saving_again": "the same once more (A/A)",
-    "bound": "plain TensorFlow processes with ringtrain's cores, threads and variables, without communication",
-    "minimal": "hand-written Horovod loop with ringtrain's cores, threads and variables",
-    "minimal_stock": "hand-written Horovod loop under stock horovodrun",
-    "minimal_no_fusion": "minimal, with Horovod's fusion off",
-    "minimal_autotune": "minimal, with HOROVOD_AUTOTUNE",
-    "tf_distribute": "tf.distribute MultiWorkerMirroredStrategy, pinned as ringtrain is",
-    "one_process": "plain TensorFlow in one process on all cores",
-}
 OTHER = "ringtrain_other"  # in another environment: --other_python
-STEP_CONTENDERS = (*(name for name in DESCRIPTIONS if not name.startswith("ringtrain_saving")), OTHER)
+STEP_CONTENDERS = (
+    "ringtrain", "ringtrain_again", "bound", "minimal", "minimal_stock", "minimal_no_fusion", "minimal_autotune",
+    "tf_distribute", "one_process", OTHER,
+)  # fmt: skip
 
 
 def plan_steps(
@@ -97,27 +84,19 @@ def plan_steps(
     """
     experiments = []
     for model in models:
-        chosen = length or LENGTHS[model]
-        contenders = plan_contenders(model, size, settings, chosen)
+        contenders = plan_contenders(model, size, settings, length or LENGTHS[model])
         if other_python is not None:
             contenders[OTHER] = plan_other(contenders["ringtrain"], other_python)
-        wanted = [
-            contenders[name] for name in STEP_CONTENDERS if name in (names or STEP_CONTENDERS) and name in contenders
-        ]
-        kept = {contender.name for contender in wanted}
-        others = [Comparison(name="ringtrain_again", other="ringtrain"), *GOALS[model]]
-        compared = {(each.name, each.other) for each in others}
-        others += [
-            Comparison(name="ringtrain", other=name)
-            for name in STEP_CONTENDERS
-            if name not in ("ringtrain", "ringtrain_again") and ("ringtrain", name) not in compared
-        ]
+        wanted = [name for name in STEP_CONTENDERS if name in contenders and name in (names or contenders)]
+        first = [Comparison("ringtrain_again", "ringtrain"), *GOALS[model]]
+        compared = {each.other for each in first}
+        others = [Comparison("ringtrain", name) for name in STEP_CONTENDERS[2:] if name not in compared]
         experiments.append(
             Experiment(
-                name=model,
-                unit="a step",
-                contenders=tuple(wanted),
-                comparisons=tuple(each for each in others if {each.name, each.other} <= kept),
+                model,
+                "a step",
+                tuple(contenders[name] for name in wanted),
+                (*first, *others),
                 reference=contenders["one_process"],
             )
         )
@@ -131,147 +110,104 @@ def plan_loops(models: Sequence[str], size: int, settings: Settings, length: Len
         models: of which those of ``LOOP_GOALS`` are measured.
     """
     experiments = []
-    for model, goal in LOOP_GOALS.items():
-        if model not in models:
-            continue
+    for model in [model for model in LOOP_GOALS if model in models]:
         contenders = plan_contenders(model, size, settings, length or LENGTHS[model])
-        experiments.append(
-            Experiment(
-                name=model,
-                unit="a step",
-                contenders=tuple(contenders[name] for name in LOOP_CONTENDERS),
-                comparisons=(
-                    Comparison(name="ringtrain_saving", other="minimal", goal=goal),
-                    Comparison(name="ringtrain_saving_again", other="ringtrain_saving"),
-                ),
-                reference=contenders["one_process"],
-            )
+        names = ("ringtrain_saving", "ringtrain_saving_again", "minimal")
+        comparisons = (
+            Comparison("ringtrain_saving", "minimal", LOOP_GOALS[model]),
+            Comparison("ringtrain_saving_again", "ringtrain_saving"),
         )
+        chosen = tuple(contenders[name] for name in names)
+        experiments.append(Experiment(model, "a step", chosen, comparisons, reference=contenders["one_process"]))
+    return experiments
+
+
+def plan_guards(size: int, length: Length | None) -> list[Experiment]:
+    """What the guards cost that flags turn off: on, off, and on once more."""
+    # The replicas are compared far more often than every 1000 steps, so that each timed interval has a comparison.
+    experiments = []
+    for name, flags, usual, goal in (
+        ("cifar10", ["--workload", "cifar10", "--synthetic", "true"], Length(steps=90, log_every=30), 1 / 1.01),
+        ("TINY", workload_flags("TINY"), LENGTHS["TINY"], 1 / 1.03),
+    ):
+        chosen = length or usual
+        on = ["--check_replicas_every", str(chosen.log_every)]
+        off = ["--check_replicas_every", "0", "--hang_timeout", "0"]
+        read, reference = read_training, None
+        if name == "cifar10":
+            read = read_own_data
+        else:
+            reference = plan_one_process(name, size, chosen)
+        guarded, unguarded = (plan_training(size, [*flags, *more], chosen) for more in (on, off))
+        contenders = contenders_of(
+            read,
+            ("guards_on", " ".join(on), guarded),
+            ("guards_off", " ".join(off), unguarded),
+            ("guards_on_again", "guards_on once more (A/A)", guarded),
+        )
+        comparisons = (Comparison("guards_on", "guards_off", goal), Comparison("guards_on_again", "guards_on"))
+        experiments.append(Experiment(name, "a step", contenders, comparisons, reference))
     return experiments
 
 
 def plan_contenders(model: str, size: int, settings: Settings, length: Length) -> dict[str, Contender]:
     """All contenders that train a model, by name."""
-    commands = plan_commands(model, size, settings, length)
-    return {
-        name: Contender(
-            name=name,
-            description=description,
-            commands=commands[name],
-            read=choose_reader(name),
-            prepare=functools.partial(write_order, model, size, length.steps),
-        )
-        for name, description in DESCRIPTIONS.items()
-    }
+    flags = peer_flags(model, size, length)
+    pinned = [*flags, *settings.flags]
+    minimal = launch(size, peer("horovod_minimal.py", pinned))
+    untuned = {name: value for name, value in settings.env.items() if name not in TUNED}
+    training = plan_training(size, workload_flags(model), length)
+    saving = plan_training(size, [*workload_flags(model), "--checkpoint_every", str(SAVE_EVERY_STEPS)], length)
+    bound = [Command(argv, settings.env) for argv in plan_ranks("unconnected.py", size, [*flags, *settings.rank_flags])]
+    workers = [
+        Command(argv, {"TF_CONFIG": describe_cluster(size, rank)})
+        for rank, argv in enumerate(plan_ranks("tf_distribute.py", size, pinned))
+    ]
+    no_fusion = {**settings.env, **NO_FUSION}
+    saving_text = f"ringtrain with logs, guards and a checkpoint every {SAVE_EVERY_STEPS} steps"
+    bound_text = "plain TensorFlow processes with ringtrain's cores, threads and variables, without communication"
+    workers_text = "tf.distribute MultiWorkerMirroredStrategy, pinned as ringtrain is"
+    planned = (
+        ("ringtrain", STOCK, [training], read_training),
+        ("ringtrain_again", AGAIN, [training], read_training),
+        ("ringtrain_saving", saving_text, [saving], read_training),
+        ("ringtrain_saving_again", AGAIN, [saving], read_training),
+        ("bound", bound_text, bound, read_unconnected),
+        ("minimal", MINIMAL, [Command(minimal, settings.env)], read_peer),
+        ("minimal_stock", MINIMAL_STOCK, [Command(launch(size, peer("horovod_minimal.py", flags)))], read_peer),
+        ("minimal_no_fusion", "minimal, with Horovod's fusion off", [Command(minimal, no_fusion)], read_peer),
+        ("minimal_autotune", "minimal, with HOROVOD_AUTOTUNE", [Command(minimal, {**untuned, **AUTOTUNE})], read_peer),
+        ("tf_distribute", workers_text, workers, read_peer),
+    )
+    prepare = functools.partial(write_order, model, size, length.steps)
+    contenders = {name: Contender(name, text, tuple(commands), read, prepare) for name, text, commands, read in planned}
+    return {**contenders, "one_process": plan_one_process(model, size, length)}
 
 
 def plan_other(contender: Contender, python: Path) -> Contender:
     """The same with the launcher and the packages of another environment, and this checkout's ringtrain."""
     programs = {"horovodrun": str(python.with_name("horovodrun")), sys.executable: str(python)}
     [command] = contender.commands
-    argv = tuple(programs.get(word, word) for word in command.argv)
-    return dataclasses.replace(
-        contender,
-        name=OTHER,
-        description=f"ringtrain with {describe_environment(python)}",
-        commands=(dataclasses.replace(command, argv=argv),),
-    )
-
-
-def plan_commands(model: str, size: int, settings: Settings, length: Length) -> dict[str, tuple[Command, ...]]:
-    """What each contender is started with."""
-    flags = peer_flags(model, size, length)
-    pinned = [*flags, *settings.flags]
-    minimal = launch(size, [sys.executable, str(PEERS / "horovod_minimal.py"), *pinned])
-    untuned = {name: value for name, value in settings.env.items() if name not in TUNED}
-    training = plan_training(size, workload_flags(model), length)
-    saves = ["--checkpoint_every", str(SAVE_EVERY_STEPS)]
-    saving = plan_training(size, [*workload_flags(model), *saves], length)
-    return {
-        "ringtrain": (training,),
-        "ringtrain_again": (training,),
-        "ringtrain_saving": (saving,),
-        "ringtrain_saving_again": (saving,),
-        "bound": tuple(
-            dataclasses.replace(command, env=settings.env)
-            for command in plan_ranks("unconnected.py", size, [*flags, *settings.rank_flags])
-        ),
-        "minimal": (Command(argv=minimal, env=settings.env),),
-        "minimal_stock": (Command(argv=launch(size, [sys.executable, str(PEERS / "horovod_minimal.py"), *flags])),),
-        "minimal_no_fusion": (Command(argv=minimal, env={**settings.env, **NO_FUSION}),),
-        "minimal_autotune": (Command(argv=minimal, env={**untuned, **AUTOTUNE}),),
-        "tf_distribute": tuple(
-            dataclasses.replace(command, env={"TF_CONFIG": describe_cluster(size, rank)})
-            for rank, command in enumerate(plan_ranks("tf_distribute.py", size, pinned))
-        ),
-        "one_process": plan_one_process(model, size, length).commands,
-    }
-
-
-def choose_reader(name: str) -> Callable[[Finished], Outcome]:
-    """What reads the results of a contender."""
-    if name.startswith("ringtrain"):
-        return read_training
-    return read_unconnected if name == "bound" else read_peer
-
-
-def plan_guards(size: int, length: Length | None) -> list[Experiment]:
-    """What the guards cost that flags turn off: on, off, and on once more."""
-    off = ["--check_replicas_every", "0", "--hang_timeout", "0"]
-    cifar10 = ["--workload", "cifar10", "--synthetic", "true"]
-    # The replicas are compared far more often than every 1000 steps, so that each timed interval has a comparison.
-    experiments = []
-    for name, flags, goal in (
-        ("cifar10", cifar10, 1 / 1.01),
-        ("TINY", workload_flags("TINY"), 1 / 1.03),
-    ):
-        chosen = length or (Length(steps=90, log_every=30) if name == "cifar10" else LENGTHS[name])
-        on = ["--check_replicas_every", str(chosen.log_every)]
-        contenders = tuple(
-            Contender(
-                name=which,
-                description=description,
-                commands=(plan_training(size, [*flags, *more], chosen),),
-                read=read_own_data if name == "cifar10" else read_training,
-            )
-            for which, description, more in (
-                ("guards_on", " ".join(on), on),
-                ("guards_off", " ".join(off), off),
-                ("guards_on_again", "guards_on once more (A/A)", on),
-            )
-        )
-        reference = None if name == "cifar10" else plan_one_process(name, size, chosen)
-        experiments.append(
-            Experiment(
-                name=name,
-                unit="a step",
-                contenders=contenders,
-                comparisons=(
-                    Comparison(name="guards_on", other="guards_off", goal=goal),
-                    Comparison(name="guards_on_again", other="guards_on"),
-                ),
-                reference=reference,
-            )
-        )
-    return experiments
+    other = Command(tuple(programs.get(word, word) for word in command.argv), command.env)
+    description = f"ringtrain with {describe_environment(python)}"
+    return dataclasses.replace(contender, name=OTHER, description=description, commands=(other,))
 
 
 def plan_one_process(model: str, size: int, length: Length) -> Contender:
     """The run that all others of a model must agree with."""
-    command = Command(argv=(sys.executable, str(PEERS / "one_process.py"), *peer_flags(model, size, length)))
     return Contender(
-        name="one_process",
-        description=DESCRIPTIONS["one_process"],
-        commands=(command,),
-        read=read_peer,
-        prepare=functools.partial(write_order, model, size, length.steps),
+        "one_process",
+        "plain TensorFlow in one process on all cores",
+        (Command(peer("one_process.py", peer_flags(model, size, length))),),
+        read_peer,
+        functools.partial(write_order, model, size, length.steps),
     )
 
 
 def plan_training(size: int, flags: Sequence[str], length: Length) -> Command:
     """The user's own command: ``horovodrun -np SIZE python -m ringtrain``."""
     run = ["--out", f"{DIRECTORY}/{RUN}"]
-    return Command(argv=launch(size, [sys.executable, "-m", "ringtrain", *flags, *length.flags, *run]))
+    return Command(launch(size, (sys.executable, "-m", "ringtrain", *flags, *length.flags, *run)))
 
 
 def workload_flags(model: str) -> list[str]:
@@ -298,11 +234,14 @@ def launch(size: int, program: Sequence[str]) -> tuple[str, ...]:
     return ("horovodrun", "-np", str(size), *program)
 
 
-def plan_ranks(script: str, size: int, flags: Sequence[str]) -> tuple[Command, ...]:
+def peer(script: str, flags: Sequence[str]) -> tuple[str, ...]:
+    """A script of the peers."""
+    return (sys.executable, str(PEERS / script), *flags)
+
+
+def plan_ranks(script: str, size: int, flags: Sequence[str]) -> list[tuple[str, ...]]:
     """A process for each rank, started without a launcher."""
-    return tuple(
-        Command(argv=(sys.executable, str(PEERS / script), "--rank", str(rank), *flags)) for rank in range(size)
-    )
+    return [peer(script, ["--rank", str(rank), *flags]) for rank in range(size)]
 
 
 def describe_cluster(size: int, rank: int) -> str:

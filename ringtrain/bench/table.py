@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringtrain.bench.rounds import find_faults
-from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
-from ringtrain.bench.sums import bus_bandwidth
+from ringtrain.bench.spread import bus_bandwidth, describe_spread, paired_ratios
 
 Result = Mapping[str, Any]
 
@@ -34,7 +33,7 @@ def describe_experiment(experiment: Result, size: int) -> list[str]:
     for label in list_labels(experiment):
         rows = [["", "median", "quartiles", "min", "max", *(["GB/s on the bus"] if experiment["num_bytes"] else [])]]
         for name in experiment["contenders"]:
-            values = [value for value in read_figures(experiment, name, label) if value is not None]
+            values = read_right_figures(experiment, name, label)
             rows.append([name, *(_figures(values, experiment, label, size) if values else ["nothing"])])
         heading = [f"  {format_bytes(experiment['num_bytes'][label])}"] if experiment["num_bytes"] else []
         lines += [*heading, *align(rows)]
@@ -76,12 +75,9 @@ def read_figures(experiment: Result, name: str, label: str) -> list[float | None
     return [None if run["fault"] else run["figures"][label] for run in runs]
 
 
-def compare(experiment: Result, comparison: Result, label: str) -> Spread | None:
-    """How many times as fast one contender is as another; None where no round has both."""
-    ratios = paired_ratios(
-        read_figures(experiment, comparison["other"], label), read_figures(experiment, comparison["name"], label)
-    )
-    return describe_spread(ratios) if ratios else None
+def read_right_figures(experiment: Result, name: str, label: str) -> list[float]:
+    """The seconds of a contender in the rounds in which it was right."""
+    return [value for value in read_figures(experiment, name, label) if value is not None]
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -118,12 +114,13 @@ def _figures(values: Sequence[float], experiment: Result, label: str, size: int)
 def _ratio_rows(experiment: Result, comparison: Result) -> list[list[str]]:
     rows = []
     for label in list_labels(experiment):
-        spread = compare(experiment, comparison, label)
+        ratios = paired_ratios(*(read_figures(experiment, comparison[side], label) for side in ("other", "name")))
         where = f", {format_bytes(experiment['num_bytes'][label])}" if experiment["num_bytes"] else ""
         name = f"{comparison['name']} / {comparison['other']}{where}"
-        if spread is None:
+        if not ratios:
             rows.append([name, "not measured"])
             continue
+        spread = describe_spread(ratios)
         goal = comparison["goal"]
         reached = "reached" if goal is not None and spread.median >= goal else "missed"
         rows.append(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from ringtrain.bench.peers.peer_models import MODELS, make_samples
 from ringtrain.data.sources import from_arrays
@@ -16,16 +15,19 @@ if TYPE_CHECKING:
 
 
 class BenchmarkWorkload(Workload):
-    """A model of the benchmark, on synthetic samples."""
+    """A model of the benchmark, by its class's name, on synthetic samples."""
 
-    name: ClassVar[str]
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        model = MODELS[cls.__name__]
+        cls.defaults = {"batch_size": model.local_batch_size, "optimizer": {"name": "sgd", "lr": model.learning_rate}}
 
     def create_model(self) -> keras.Model:
-        return MODELS[self.name].create()
+        return MODELS[type(self).__name__].create()
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         del data_dir, synthetic
-        return Sources(from_arrays(*make_samples(MODELS[self.name])), None)
+        return Sources(from_arrays(*make_samples(MODELS[type(self).__name__])), None)
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
         import keras
@@ -33,34 +35,17 @@ class BenchmarkWorkload(Workload):
         return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
 
 
-def _defaults(name: str) -> Mapping[str, Any]:
-    model = MODELS[name]
-    return {"batch_size": model.local_batch_size, "optimizer": {"name": "sgd", "lr": model.learning_rate}}
-
-
 class CNN(BenchmarkWorkload):
     """The network of the CIFAR-10 tutorial."""
-
-    name = "CNN"
-    defaults = _defaults(name)
 
 
 class WIDE(BenchmarkWorkload):
     """A perceptron of 22 M parameters."""
 
-    name = "WIDE"
-    defaults = _defaults(name)
-
 
 class MANY(BenchmarkWorkload):
     """300 small tensors."""
 
-    name = "MANY"
-    defaults = _defaults(name)
-
 
 class TINY(BenchmarkWorkload):
     """A step of 2 to 3 ms."""
-
-    name = "TINY"
-    defaults = _defaults(name)

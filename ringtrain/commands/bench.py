@@ -24,27 +24,29 @@ from typing import Any
 
 from ringtrain.bench.children import clean_environment
 from ringtrain.bench.contenders import Experiment
-from ringtrain.bench.inputs import plan_inputs
 from ringtrain.bench.origin import ROOT, describe_commit, describe_machine, find_claimed_cores, read_load
 from ringtrain.bench.page import make_page, read_results
 from ringtrain.bench.peers.peer_models import MODELS
+from ringtrain.bench.plans import (
+    SETTINGS_CONTENDERS,
+    plan_inputs,
+    plan_saves,
+    plan_starts,
+    plan_sums,
+    plan_variations,
+)
 from ringtrain.bench.plot import draw_result
-from ringtrain.bench.rounds import Runner, find_faults, measure, measure_once
-from ringtrain.bench.saves import plan_saves
+from ringtrain.bench.rounds import Runner, find_faults, measure
 from ringtrain.bench.settings import Settings, choose_settings
-from ringtrain.bench.starts import plan_begun, plan_starts
 from ringtrain.bench.steps import LOOP_GOALS, OTHER, STEP_CONTENDERS, Length, plan_guards, plan_loops, plan_steps
-from ringtrain.bench.sums import plan_sums
 from ringtrain.bench.table import describe_result
-from ringtrain.bench.variations import SETTINGS_CONTENDERS, plan_variations
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
-from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
 from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World
 
-MODES = ("step", "loop", "allreduce", "input", "startup", "checkpoint", "guards", "settings")
 CONTENDERS = {"step": STEP_CONTENDERS, "settings": SETTINGS_CONTENDERS}  # of the modes that let one choose
 FORMAT = 1
 PAGE = Path("docs/benchmarks.md")
@@ -97,7 +99,9 @@ class BenchOptions:
         for name, least in (("rounds", 1), ("size", 1), ("timeout", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.", reach="run")
-        _known("models", self.model_names, MODELS)
+        for word in self.model_names:
+            if word not in MODELS:
+                raise UsageError(f"models names {word!r}; there are {', '.join(MODELS)}.", reach="run")
         for name, model in MODELS.items():
             if model.num_samples % (model.local_batch_size * self.size):
                 raise UsageError(
@@ -132,6 +136,24 @@ class BenchOptions:
         if self.steps is None or self.log_every is None:
             return None
         return Length(steps=self.steps, log_every=self.log_every)
+
+
+# The experiments of each mode, by the options, the settings that ringtrain would choose, and a directory for its runs.
+PLANS: dict[str, Callable[[BenchOptions, Settings, Path], Sequence[Experiment]]] = {
+    "step": lambda o, settings, _: plan_steps(
+        o.model_names, o.contender_names, o.size, settings, o.length, o.other_python
+    ),
+    "loop": lambda o, settings, _: plan_loops(o.model_names, o.size, settings, o.length),
+    "allreduce": lambda o, settings, _: [plan_sums(o.size, settings)],
+    "input": lambda o, *_: plan_inputs(
+        o.size, o.length, data_dir=o.data_dir, image_folder=o.image_folder, records=o.records
+    ),
+    "startup": lambda o, settings, directory: [plan_starts(o.size, settings, directory / "begun-run")],
+    "checkpoint": lambda o, *_: plan_saves(o.size, o.length),
+    "guards": lambda o, *_: plan_guards(o.size, o.length),
+    "settings": lambda o, *_: plan_variations(o.model_names, o.contender_names, o.size, o.length),
+}
+MODES = tuple(PLANS)
 
 
 @dataclass(frozen=True)
@@ -215,8 +237,7 @@ def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_
     output = options.output or Path("results") / f"bench-{mode}.json"
     with explaining_files(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-    machine = read_machine(os.environ)
-    settings = choose_settings(options.size, machine)
+    settings = choose_settings(options.size, read_machine(os.environ))
     result: dict[str, Any] = {
         "format": FORMAT,
         "command": " ".join(["python -m ringtrain bench", *(shorten(word) for word in arguments)]),
@@ -232,52 +253,19 @@ def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_
     with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as directory:
         env = clean_environment(os.environ, programs=Path(sys.executable).parent)
         runner = Runner(Path(directory), env=env, timeout=options.timeout)
-        for experiment in plan(mode, options, settings, runner, Path(directory)):
+        for experiment in PLANS[mode](options, settings, Path(directory)):
             result["experiments"].append({})
 
             def note(measured: Mapping[str, Any]) -> None:
                 result["experiments"][-1] = without_paths(measured)
                 result["load_after"] = read_load()
-                write_json(output, result)
+                with explaining_files(output):
+                    replace_text(output, json.dumps(result, indent=1) + "\n")
                 print_line(describe_last_run(measured))
 
             measure(experiment, runner, rounds=options.rounds, seed=options.seed, note=note)
     show(output, print_line)
     return 1 if find_faults(result) else 0
-
-
-def plan(mode: str, options: BenchOptions, settings: Settings, runner: Runner, directory: Path) -> Iterator[Experiment]:
-    """The experiments of a mode."""
-    size, length = options.size, options.length
-    if mode == "step":
-        yield from plan_steps(
-            options.model_names, options.contender_names, size, settings, length, options.other_python
-        )
-    elif mode == "loop":
-        yield from plan_loops(options.model_names, size, settings, length)
-    elif mode == "allreduce":
-        yield plan_sums(size, settings)
-    elif mode == "input":
-        assert options.data_dir is not None
-        yield from plan_inputs(
-            size,
-            length,
-            data_dir=options.data_dir.resolve(),
-            image_folder=options.image_folder and options.image_folder.resolve(),
-            records=options.records and options.records.resolve(),
-        )
-    elif mode == "startup":
-        begun = directory / "begun-run"
-        run, outcome = measure_once(plan_begun(size, begun), runner, None)
-        if outcome is None:
-            raise RingtrainError(f"the run that is to be resumed failed: {run['fault']}", reach="run")
-        yield plan_starts(size, settings, begun)
-    elif mode == "checkpoint":
-        yield from plan_saves(size, length)
-    elif mode == "guards":
-        yield from plan_guards(size, length)
-    else:
-        yield from plan_variations(options.model_names, options.contender_names, size, length)
 
 
 def show(path: Path, print_line: Callable[[str], None]) -> None:
@@ -363,12 +351,6 @@ def shorten(word: str) -> str:
     return word
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file so that there is always a whole one."""
-    with explaining_files(path):
-        replace_text(path, json.dumps(values, indent=1) + "\n")
-
-
 @contextlib.contextmanager
 def explaining_files(path: Path) -> Iterator[None]:
     """Say what cannot be written.
@@ -382,9 +364,3 @@ def explaining_files(path: Path) -> Iterator[None]:
         raise UsageError(
             f"{str(path)!r} cannot be written: {error.strerror}. Give another place with --output.", reach="run"
         ) from error
-
-
-def _known(name: str, wanted: Sequence[str], known: Sequence[str] | Mapping[str, Any]) -> None:
-    for word in wanted:
-        if word not in known:
-            raise UsageError(f"{name} names {word!r}; there are {', '.join(known)}.", reach="run")

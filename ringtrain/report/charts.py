@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,11 @@ from ringtrain.report.series import Curve, Numbers, elapsed_times
 from ringtrain.report.timing import STEP_PARTS
 
 DECADES_FOR_LOG = 2.0  # a loss that spans more is drawn on a logarithmic axis
-SIGNIFICANT_DIGITS = 6
 MAX_MARKS = 200  # of a run; the charts have no room for more
 KIND_NAMES = {"train": "training", "eval": "evaluation"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chart:
     """One chart.
 
@@ -31,34 +30,26 @@ class Chart:
 
     title: str
     unit: str = ""
-    curves: dict[str, str]
     scale: str = "linear"
+    curves: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at a step: a ``restart``, a ``warning`` or an ``end``."""
+    """Something that happened at a step: a ``restart``, a ``warning``, an ``end`` or a ``failure``."""
 
     kind: str
-    step: int
+    step: float
     elapsed: float | None
     text: str
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A chart of a number that the loop logs itself."""
-
-    title: str
-    unit: str = ""
-    scale: str = "linear"
-
-
-LOSSES = {"loss": _Known("Loss"), "data_loss": _Known("Loss on the data, without regularisation")}
+# The charts of the numbers that the loop logs itself.
+LOSSES = {"loss": Chart("Loss"), "data_loss": Chart("Loss on the data, without regularisation")}
 OTHERS = {
-    "lr": _Known("Learning rate", scale="zero"),
-    "gradient_norm": _Known("Gradient norm"),
-    "examples_per_sec": _Known("Throughput, all ranks", unit="examples/s", scale="zero"),
+    "lr": Chart("Learning rate", scale="zero"),
+    "gradient_norm": Chart("Gradient norm"),
+    "examples_per_sec": Chart("Throughput, all ranks", unit="examples/s", scale="zero"),
 }
 MAY_BE_LOG = {"loss", "data_loss", "gradient_norm"}
 TIMES = {"sec_per_step": "whole step", **STEP_PARTS}
@@ -71,13 +62,13 @@ def plan_charts(runs: Sequence[dict[str, Curve]]) -> list[Chart]:
         names.pop("data_loss", None)
     metrics = [name for name in names if name not in LOSSES | OTHERS | TIMES]
     charts = [
-        Chart(title=known.title, unit=known.unit, curves=_kinds_of(name, runs), scale=_scale(name, known.scale, runs))
-        for name, known in (LOSSES | {name: _Known(_in_words(name)) for name in metrics} | OTHERS).items()
+        replace(chart, curves=_kinds_of(name, runs), scale=_scale(name, chart.scale, runs))
+        for name, chart in (LOSSES | {name: Chart(_in_words(name)) for name in metrics} | OTHERS).items()
         if name in names
     ]
     if set(STEP_PARTS) & set(names):
         times = {f"train/{name}": title for name, title in TIMES.items() if name in names}
-        charts.append(Chart(title="Time of a step", unit="s", curves=times, scale="zero"))
+        charts.append(Chart("Time of a step", unit="s", scale="zero", curves=times))
     return charts
 
 
@@ -101,14 +92,6 @@ def describe_end(event: dict[str, Any]) -> str:
     code = event.get("exit_code")
     text = f"{event.get('status', 'ended')}" + (f", exit code {code}" if code else "")
     return text + (f": {event['message']}" if event.get("message") else "")
-
-
-def to_payload(curves: dict[str, Curve], marks: Iterable[Mark], *, names: Iterable[str]) -> dict[str, Any]:
-    """What the page's program needs of a run, as JSON values."""
-    return {
-        "curves": {name: _curve_payload(curves[name]) for name in names if name in curves},
-        "marks": [asdict(mark) for mark in marks],
-    }
 
 
 def _mark_of(event: dict[str, Any], *, is_rank0: bool) -> Iterator[tuple[str, str]]:
@@ -155,25 +138,3 @@ def _scale(name: str, scale: str, runs: Sequence[dict[str, Curve]]) -> str:
     if not len(lows) or lows.min() <= 0:
         return scale
     return "log" if np.log10(highs.max()) - np.log10(lows.min()) > DECADES_FOR_LOG else scale
-
-
-def _curve_payload(curve: Curve) -> dict[str, Any]:
-    payload: dict[str, Any] = {"step": _plain(curve.steps), "mean": _plain(curve.means)}
-    if curve.elapsed is not None:
-        payload["elapsed"] = [round(float(value), 3) for value in curve.elapsed]
-    if curve.is_thinned:
-        payload |= {"low": _plain(curve.lows), "high": _plain(curve.highs)}
-    if curve.num_not_finite:
-        times = curve.elapsed_crosses
-        payload["crosses"] = {"step": _plain(curve.crosses), "elapsed": _plain(times) if times is not None else []}
-    return payload
-
-
-def _plain(values: Numbers) -> list[float | int | None]:
-    """JSON numbers; None for what is not finite."""
-    return [_shorten(float(value)) if np.isfinite(value) else None for value in values]
-
-
-def _shorten(value: float) -> float | int:
-    short = float(f"{value:.{SIGNIFICANT_DIGITS}g}")
-    return int(value) if value == int(value) and abs(value) < 2**53 else short

@@ -8,14 +8,16 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ringtrain import __version__
-from ringtrain.report.charts import find_marks, plan_charts, to_payload
+from ringtrain.report.charts import find_marks, plan_charts
+from ringtrain.report.figures import MARKS, PART_COLOURS, RUN_COLOURS, DrawnRun, make_figures
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, make_curves
-from ringtrain.report.tables import RunTable, compare_settings, describe_run, describe_settings, format_seconds
+from ringtrain.report.tables import compare_settings, describe_run, describe_settings, format_seconds
 from ringtrain.report.timing import PARTS
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -27,22 +29,44 @@ def make_page(runs: Sequence[RunRecord]) -> str:
     curves = [make_curves(run.events) for run in runs]
     marks = [find_marks(run) for run in runs]
     charts = plan_charts(curves)
-    shown = dict.fromkeys(name for chart in charts for name in chart.curves)
+    drawn = [
+        DrawnRun(name=name, curves=of_run, marks=found)
+        for name, of_run, (found, _) in zip(names, curves, marks, strict=True)
+    ]
+    has_time = all(curve.elapsed is not None for of_run in curves for curve in of_run.values())
     payload = {
-        "charts": [
-            {"title": chart.title, "unit": chart.unit, "scale": chart.scale, "curves": chart.curves} for chart in charts
-        ],
-        "runs": [
-            {"name": name, **to_payload(curves[place], marks[place][0], names=shown)}
-            for place, name in enumerate(names)
-        ],
+        "figures": {
+            "steps": make_figures(charts, drawn, along_time=False),
+            "elapsed": make_figures(charts, drawn, along_time=True) if has_time else [],
+        },
         "images": [{name: {"steps": s.steps, "images": s.images} for name, s in run.images.items()} for run in runs],
     }
     tables = [
         describe_run(run, name, marks=shown_marks, num_left_out=left_out)
         for run, name, (shown_marks, left_out) in zip(runs, names, marks, strict=True)
     ]
-    return _render(runs, tables, charts=charts, payload=payload, notes=describe_thinning(curves))
+    style, programs = _own_files()
+    differing, same = compare_settings([run.settings for run in runs])
+    return _template().render(
+        runs=tables,
+        charts=charts,
+        notes=describe_thinning(curves),
+        differing=differing,
+        same=same,
+        settings=describe_settings(runs[0].settings),
+        kinds=[kind for kind in PARTS if any(part.kind == kind for table in tables for part in table["parts"])],
+        part_names=PARTS,
+        has_time=has_time,
+        mark_kinds=[
+            MARKS[kind] for kind in MARKS if any(mark.kind == kind for of_run in drawn for mark in of_run.marks)
+        ],
+        data=embed_json(payload),
+        style=style,
+        programs=programs,
+        digests=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in programs],
+        version=__version__,
+        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+    )
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
@@ -74,11 +98,8 @@ def embed_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _render(
-    runs: Sequence[RunRecord], tables: Sequence[RunTable], *, charts: Any, payload: Any, notes: Sequence[str]
-) -> str:
+def _template() -> Any:
     import jinja2
-    import markupsafe
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE),
@@ -88,35 +109,15 @@ def _render(
         lstrip_blocks=True,
     )
     environment.filters["seconds"] = format_seconds
-    style, program = _own_files()
-    differing, same = compare_settings([run.settings for run in runs])
-    return environment.get_template("page.html.j2").render(
-        runs=tables,
-        charts=charts,
-        notes=notes,
-        differing=differing,
-        same=same,
-        settings=describe_settings(runs[0].settings),
-        kinds=[kind for kind in PARTS if any(part.kind == kind for table in tables for part in table.parts)],
-        part_names=PARTS,
-        has_time=all("elapsed" in curve for run in payload["runs"] for curve in run["curves"].values()),
-        data=markupsafe.Markup(embed_json(payload)),
-        style=markupsafe.Markup(style),
-        style_digest=_digest_of(style),
-        program=markupsafe.Markup(program),
-        program_digest=_digest_of(program),
-        version=__version__,
-        written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-    )
+    return environment.get_template("page.html.j2")
 
 
 @functools.cache
-def _own_files() -> tuple[str, str]:
-    """The page's style and program: the only ones that a browser takes from it, by their digests."""
+def _own_files() -> tuple[str, list[str]]:
+    """The page's style, and its programs: the only ones that a browser runs from it, by their digests."""
+    colours = {f"run-{place}": colour for place, colour in enumerate(RUN_COLOURS)}
+    colours |= {f"part-{kind}": colour for kind, colour in PART_COLOURS.items()}
     style = (TEMPLATE / "page.css").read_text(encoding="utf-8")
-    programs = [(TEMPLATE / name).read_text(encoding="utf-8") for name in ("scales.js", "chart.js", "page.js")]
-    return style, '"use strict";\n(() => {\n' + "".join(programs) + "})();\n"
-
-
-def _digest_of(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    style += "".join(f".{name} {{ background: {colour}; fill: {colour}; }}\n" for name, colour in colours.items())
+    sources = (resources.files("plotly") / "package_data/plotly.min.js", TEMPLATE / "page.js")
+    return style, [source.read_text(encoding="utf-8") for source in sources]

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringtrain.report.charts import Mark, describe_end
-from ringtrain.report.event_files import ImageSet
 from ringtrain.report.reading import RunRecord
-from ringtrain.report.timing import Part, attempts, split_time
+from ringtrain.report.timing import attempts, split_time
 
 GOOD, WAITING, BAD = "good", "waiting", "bad"
 MISSING = "\N{EN DASH}"
@@ -28,61 +27,33 @@ class Fact:
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunTable:
-    """What the page says of a run in words.
+def describe_run(run: RunRecord, name: str, *, marks: list[Mark], num_left_out: int) -> dict[str, Any]:
+    """What the page says of a run in words: the values that its template takes.
 
-    Attributes:
-        verdict: "good", "waiting" or "bad": how the run stands, for its colour.
-        facts: the most important ones first.
-        parts: where the time went.
+    Args:
         marks: what happened; ``num_left_out`` older ones are not among them.
-        environment: where it ran, and with what; ``command`` started it.
-        has_times: its events say when they were.
-        notes: what is odd about the run directory.
     """
-
-    name: str
-    path: str
-    verdict: str
-    status: str
-    facts: list[Fact]
-    parts: list[Part]
-    marks: list[Mark]
-    num_left_out: int
-    environment: list[Fact]
-    command: str
-    has_times: bool
-    images: Mapping[str, ImageSet]
-    notes: list[str]
-
-    @property
-    def seconds(self) -> float:
-        """All the time that is accounted for."""
-        return sum(part.seconds for part in self.parts)
-
-
-def describe_run(run: RunRecord, name: str, *, marks: list[Mark], num_left_out: int) -> RunTable:
-    """A run's tables."""
     verdict, status = describe_status(run)
+    parts = split_time(run.events)
     command = run.facts.get("command")
     plural = "s" if run.num_unreadable != 1 else ""
     unreadable = f"{run.num_unreadable} line{plural} of metrics.jsonl could not be read, and are left out."
-    return RunTable(
-        name=name,
-        path=str(run.path),
-        verdict=verdict,
-        status=status,
-        facts=list_facts(run),
-        parts=split_time(run.events),
-        marks=marks,
-        num_left_out=num_left_out,
-        environment=describe_environment(run),
-        command=shlex.join(map(str, command)) if isinstance(command, list) else "",
-        has_times=all("time" in event for event in run.events),
-        images=run.images,
-        notes=[unreadable] if run.num_unreadable else [],
-    )
+    return {
+        "name": name,
+        "path": str(run.path),
+        "verdict": verdict,
+        "status": status,
+        "facts": list_facts(run),
+        "parts": parts,
+        "seconds": sum(part.seconds for part in parts),
+        "marks": marks,
+        "num_left_out": num_left_out,
+        "environment": describe_environment(run),
+        "command": shlex.join(map(str, command)) if isinstance(command, list) else "",
+        "has_times": all("time" in event for event in run.events),
+        "images": run.images,
+        "notes": [unreadable] if run.num_unreadable else [],
+    }
 
 
 def describe_status(run: RunRecord) -> tuple[str, str]:

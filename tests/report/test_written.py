@@ -55,7 +55,7 @@ def test_what_files_say_is_shown_as_text(tmp_path: Path) -> None:
     plain = make_run(tmp_path / "plain", timed([START, train_event(1, plain=1.0), eval_event(1, plain=1.0)]))
     for runs in ([hostile], [hostile, plain]):
         elements = parse_page(make_page([read_run(run) for run in runs]))
-        assert (elements.names.count("script"), elements.names.count("style")) == (2, 1)
+        assert (elements.names.count("script"), elements.names.count("style")) == (3, 1)
         assert "img" not in elements.names
         assert not [name for name, _ in elements.attributes if name.startswith("on")]
         assert HOSTILE in elements.text

@@ -15,8 +15,8 @@ import yaml
 
 import ringtrain.keras
 from ringtrain.bench.page import QUESTIONS, make_page, read_results
+from ringtrain.bench.plans import VARIATIONS
 from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
-from ringtrain.bench.variations import VARIATIONS
 from ringtrain.commands.bench import MODES
 from tests.faults.summary import TESTS, markdown, markdown_promises, summarize
 

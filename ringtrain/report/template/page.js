@@ -1,194 +1,133 @@
-// The page: what all charts share, and what the reader does.
-
+// What the page does besides what plotly.js does: one axis and one cursor for all charts, keys, and a voice for both.
+"use strict";
+(() => {
+const CONFIG = {
+  displaylogo: false, doubleClick: "reset", responsive: true, plotlyServerURL: "",
+  modeBarButtonsToRemove: ["sendChartToCloud", "autoScale2d", "select2d", "lasso2d"], // nothing leaves the page
+};
 const KEY_STRIDE = 10; // points that PageUp and PageDown move by
-const MIN_DRAG = 6; // pixels: less is a click
-const MARK_NAMES = { restart: "started again", warning: "warning", end: "end", failure: "end by an error" };
+const DRAG = matchMedia("(pointer: coarse)").matches ? false : "zoom"; // a finger scrolls the page
+const PRINTED_WIDTH = 320; // pixels: two charts beside each other on a page
+const HOVER_DELAY = 100; // ms: plotly.js shows the label of a point within them
+const { figures, images } = JSON.parse(document.getElementById("data").textContent);
+const charts = [...document.querySelectorAll(".plot")];
+const hidden = new Set();
+let [axis, cursor, isZooming, speech] = ["steps", null, false, null];
 
-class View {
-  constructor(data) {
-    Object.assign(this, { data, axis: "step", hidden: new Set(), cursor: null, zoom: null });
-  }
+function draw() {
+  charts.forEach((chart, place) => {
+    const { data, layout } = structuredClone(figures[axis][place]);
+    for (const part of [...data, ...layout.shapes, ...layout.annotations]) part.visible = !hidden.has(part.run);
+    Plotly.react(chart, data, { ...layout, dragmode: DRAG, uirevision: axis }, CONFIG);
+  });
+}
 
-  // The part of the axis that is shown.
-  get domain() {
-    return this.zoom || this.whole;
-  }
+const shown = (chart) => chart.data.filter((trace) => trace.visible === true && trace.yaxis !== "y2");
+const wholeRange = () => figures[axis][0].layout.xaxis.range;
 
-  get whole() {
-    const all = this.data.runs.flatMap((run) => Object.values(run.curves).map((curve) => curve[this.axis]));
-    const low = Math.min(0, ...all.map((at) => at[0]));
-    const high = Math.max(...all.map((at) => at[at.length - 1]));
-    return [low, high > low ? high : low + 1];
-  }
+// Show a part of the axis in all charts, each with the values that it has there.
+async function zoomTo(from, to) {
+  isZooming = true;
+  await Promise.all(charts.map((chart) => {
+    const { type, rangemode } = chart.layout.yaxis;
+    const at = type === "log" ? Math.log10 : (value) => value;
+    const values = shown(chart).flatMap(({ x, y }) => y.filter((value, i) => value !== null && x[i] >= from && x[i] <= to)).map(at);
+    let [low, high] = [Math.min(...values), Math.max(...values)];
+    if (rangemode === "tozero") low = Math.min(0, low);
+    const margin = (high - low) * 0.05 || Math.abs(high) * 0.1 || 1;
+    const fitted = values.length ? { "yaxis.range": [low && low - margin, high + margin] } : {};
+    return Plotly.relayout(chart, { "xaxis.range": [from, to], ...fitted });
+  }));
+  isZooming = false;
+}
 
-  marks() {
-    return this.data.runs.flatMap((run, place) =>
-      this.hidden.has(place) ? [] : run.marks.filter((mark) => mark[this.axis] !== null).map((mark) => ({ mark, runIndex: place })));
-  }
-
-  describeCursor() {
-    return this.axis === "step" ? `step ${formatNumber(Math.round(this.cursor))}` : formatSeconds(this.cursor);
+function moveCursor(at) {
+  cursor = at;
+  for (const chart of charts) {
+    if (at === null) Plotly.Fx.unhover(chart);
+    else Plotly.Fx.hover(chart, { xval: at });
   }
 }
 
-class Page {
-  constructor(data) {
-    this.view = new View(data);
-    this.charts = [...document.querySelectorAll("figure.chart")].map(
-      (figure) => new Chart(figure, data.charts[figure.dataset.chart], data, this.view));
-    this.spoken = document.getElementById("spoken");
-    this.whole = document.getElementById("whole");
-    if (this.charts.length) this.begin();
-  }
+// What stands at the cursor, as a sentence.
+function describe(chart) {
+  const values = [...chart.querySelectorAll(".hoverlayer .legendtitletext, .hoverlayer .legendtext")].map((text) => text.textContent);
+  const marks = chart.layout.annotations.filter((mark) => mark.visible && mark.x === cursor).map((mark) => mark.spoken);
+  return [`${chart.dataset.title}, ${values.join(", ")}`, ...marks].join("; ");
+}
 
-  begin() {
-    document.querySelector(".toolbar").hidden = false;
-    for (const chart of this.charts) this.listen(chart);
-    for (const radio of document.querySelectorAll("input[name=axis]")) {
-      radio.checked = radio.value === this.view.axis; // a reloaded page remembers another
-      radio.addEventListener("change", () => this.change({ axis: radio.value, zoom: null, cursor: null }));
-    }
-    for (const box of document.querySelectorAll("input[name=run]")) {
-      box.checked = true;
-      box.addEventListener("change", () => {
-        this.view.hidden[box.checked ? "delete" : "add"](Number(box.value));
-        this.change({});
-      });
-    }
-    this.whole.addEventListener("click", () => this.change({ zoom: null }));
-    new ResizeObserver(() => this.draw()).observe(document.querySelector(".charts"));
-    window.addEventListener("beforeprint", () => this.change({ cursor: null }));
-    this.explainMarks();
-    this.draw();
+function press(chart, event) {
+  if (event.ctrlKey || event.altKey || event.metaKey) return;
+  const [from, to] = chart.layout.xaxis.range;
+  const isSeen = (at) => at !== null && at >= from && at <= to;
+  const stops = [...new Set(shown(chart).flatMap((trace) => trace.x))].filter(isSeen).sort((a, b) => a - b);
+  const last = stops.length - 1;
+  const now = stops.findLastIndex((at) => cursor !== null && at <= cursor);
+  const moves = {
+    ArrowLeft: cursor === null ? last : now - 1, ArrowRight: now + 1, PageUp: now - KEY_STRIDE, PageDown: now + KEY_STRIDE,
+    Home: 0, End: last,
+  };
+  if (event.key in moves && last >= 0) {
+    moveCursor(stops[Math.min(Math.max(moves[event.key], 0), last)]);
+    clearTimeout(speech);
+    speech = setTimeout(() => { document.getElementById("spoken").textContent = describe(chart); }, HOVER_DELAY);
+  } else if (event.key === "+" || event.key === "-") {
+    const [low, high] = wholeRange();
+    const centre = cursor ?? (from + to) / 2;
+    const factor = event.key === "+" ? 0.5 : 2;
+    zoomTo(Math.max(low, centre - (centre - from) * factor), Math.min(high, centre + (to - centre) * factor));
+  } else if (event.key === "Escape") {
+    zoomTo(...wholeRange());
+  } else {
+    return;
   }
+  event.preventDefault();
+}
 
-  // Below the charts: what the marks mean, as far as there are any.
-  explainMarks() {
-    const list = document.querySelector("ul.marks");
-    const kinds = new Set(this.view.marks().map(({ mark }) => mark.kind));
-    list.hidden = !kinds.size;
-    for (const kind of Object.keys(MARK_NAMES).filter((name) => kinds.has(name))) {
-      const item = add(list, "li");
-      const swatch = add(item, "svg", { width: 14, height: 16, "aria-hidden": "true" });
-      add(swatch, "path", { class: `glyph ${kind}`, d: GLYPHS[kind](7) });
-      item.append(MARK_NAMES[kind]);
-    }
-  }
+function listen(chart) {
+  chart.on("plotly_hover", ({ xvals }) => charts.filter((other) => other !== chart).forEach((other) => Plotly.Fx.hover(other, { xval: xvals[0] })));
+  chart.on("plotly_unhover", () => moveCursor(null));
+  chart.on("plotly_relayout", (event) => {
+    if (!isZooming && Object.keys(event).some((key) => key.startsWith("xaxis.range"))) zoomTo(...chart.layout.xaxis.range);
+  });
+  chart.addEventListener("keydown", (event) => press(chart, event));
+  chart.addEventListener("blur", () => moveCursor(null));
+}
 
-  draw() {
-    for (const chart of this.charts) chart.draw();
+function begin() {
+  document.querySelector(".toolbar").hidden = false;
+  for (const radio of document.querySelectorAll("input[name=axis]")) {
+    radio.checked = radio.value === axis; // a reloaded page remembers another
+    radio.addEventListener("change", () => { axis = radio.value; moveCursor(null); draw(); });
   }
-
-  change(values) {
-    Object.assign(this.view, values);
-    this.whole.disabled = this.view.zoom === null;
-    this.draw();
+  for (const box of document.querySelectorAll("input[name=run]")) {
+    box.checked = true;
+    box.addEventListener("change", () => { hidden[box.checked ? "delete" : "add"](Number(box.value)); draw(); });
   }
-
-  moveCursor(at) {
-    this.view.cursor = at;
-    for (const chart of this.charts) chart.drawCursor();
+  for (const [when, width] of [["beforeprint", PRINTED_WIDTH], ["afterprint", null]]) {
+    window.addEventListener(when, () => charts.forEach((chart) => Plotly.relayout(chart, { width, autosize: !width })));
   }
-
-  listen(chart) {
-    const { svg } = chart;
-    let dragFrom = null;
-    const place = (event) => {
-      const box = svg.getBoundingClientRect();
-      const at = chart.x.invert(((event.clientX - box.left) / box.width) * chart.width);
-      return Math.min(Math.max(at, chart.x.low), chart.x.high);
-    };
-    svg.addEventListener("pointerdown", (event) => {
-      if (event.pointerType !== "mouse" || event.button !== 0) return;
-      dragFrom = { pixel: event.clientX, at: place(event) };
-      svg.setPointerCapture(event.pointerId);
-    });
-    svg.addEventListener("pointermove", (event) => {
-      const stops = chart.stops();
-      if (stops.length) this.moveCursor(stops[nearest(stops, place(event))]);
-      if (dragFrom) this.showSelection(chart, dragFrom.at, place(event));
-    });
-    svg.addEventListener("pointerup", (event) => {
-      if (dragFrom && Math.abs(event.clientX - dragFrom.pixel) >= MIN_DRAG) {
-        this.zoomTo(...[dragFrom.at, place(event)].sort((a, b) => a - b));
-      }
-      dragFrom = null;
-    });
-    svg.addEventListener("pointercancel", () => { dragFrom = null; });
-    svg.addEventListener("pointerleave", () => {
-      if (!dragFrom && document.activeElement !== svg) this.moveCursor(null);
-    });
-    svg.addEventListener("dblclick", () => this.change({ zoom: null }));
-    svg.addEventListener("keydown", (event) => this.press(chart, event));
-    svg.addEventListener("blur", () => this.moveCursor(null));
-  }
-
-  showSelection(chart, from, to) {
-    const [left, right] = [chart.x(Math.min(from, to)), chart.x(Math.max(from, to))];
-    add(chart.overlay, "rect", { class: "selection", x: left, y: 16, width: right - left, height: chart.height - 56 });
-  }
-
-  // Show a part of the axis that holds at least two points of some curve.
-  zoomTo(from, to) {
-    const isEnough = this.charts.some((chart) => chart.stops().filter((at) => at >= from && at <= to).length > 1);
-    this.change(isEnough ? { zoom: [from, to] } : {});
-  }
-
-  press(chart, event) {
-    if (event.ctrlKey || event.altKey || event.metaKey) return;
-    const stops = chart.stops();
-    const last = stops.length - 1;
-    const now = this.view.cursor === null ? null : nearest(stops, this.view.cursor);
-    const go = (by) => (now === null ? (by < 0 ? last : 0) : Math.min(Math.max(now + by, 0), last));
-    const moves = {
-      ArrowLeft: () => go(-1), ArrowRight: () => go(1), PageUp: () => go(-KEY_STRIDE), PageDown: () => go(KEY_STRIDE),
-      Home: () => 0, End: () => last,
-    };
-    if (moves[event.key] && last >= 0) {
-      this.moveCursor(stops[moves[event.key]()]);
-      this.spoken.textContent = chart.describe();
-    } else if (event.key === "+" || event.key === "-") {
-      this.scaleBy(event.key === "+" ? 0.5 : 2);
-    } else if (event.key === "Escape") {
-      this.change({ zoom: null });
-    } else {
-      return;
-    }
-    event.preventDefault();
-  }
-
-  // Enlarge or shrink around the cursor.
-  scaleBy(factor) {
-    const [from, to] = this.view.domain;
-    const [low, high] = this.view.whole;
-    const centre = this.view.cursor ?? (from + to) / 2;
-    const zoom = [Math.max(low, centre - (centre - from) * factor), Math.min(high, centre + (to - centre) * factor)];
-    if (zoom[0] <= low && zoom[1] >= high) this.change({ zoom: null });
-    else this.zoomTo(...zoom);
-  }
+  draw();
+  charts.forEach(listen);
 }
 
 // Sample images: a slider chooses the step.
-function showImages(data) {
-  for (const figure of document.querySelectorAll("figure[data-images]")) {
-    const set = data.images[figure.dataset.run][figure.dataset.images];
-    const slider = figure.querySelector("input");
-    if (!slider) continue;
-    slider.closest("label").hidden = false;
-    slider.value = slider.max;
-    slider.addEventListener("input", () => {
-      const place = Number(slider.value);
-      figure.querySelector("output").textContent = set.steps[place].toLocaleString("en");
-      slider.setAttribute("aria-valuetext", `step ${set.steps[place]}`);
-      const row = figure.querySelector(".row");
-      row.replaceChildren();
-      set.images[place].forEach((source, index) =>
-        add(row, "img", { src: source, alt: `${figure.dataset.images}, sample ${index + 1}` }));
-    });
-  }
+function showImages(figure) {
+  const set = images[figure.dataset.run][figure.dataset.images];
+  const slider = figure.querySelector("input");
+  if (!slider) return;
+  slider.closest("label").hidden = false;
+  slider.value = slider.max;
+  slider.addEventListener("input", () => {
+    const place = Number(slider.value);
+    figure.querySelector("output").textContent = set.steps[place].toLocaleString("en");
+    slider.setAttribute("aria-valuetext", `step ${set.steps[place]}`);
+    figure.querySelector(".row").replaceChildren(...set.images[place].map((src, index) =>
+      Object.assign(new Image(), { src, alt: `${figure.dataset.images}, sample ${index + 1}` })));
+  });
 }
 
-const data = JSON.parse(document.getElementById("data").textContent);
-showImages(data);
-window.report = new Page(data);
+document.querySelectorAll("figure[data-images]").forEach(showImages);
+if (charts.length) begin();
 document.documentElement.dataset.ready = Math.round(performance.now()); // ms from the request to charts that are drawn
+})();

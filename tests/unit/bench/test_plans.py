@@ -18,10 +18,10 @@ import ringtrain
 from ringtrain.bench.children import clean_environment, fill_in
 from ringtrain.bench.contenders import DIRECTORY, Command, Experiment
 from ringtrain.bench.peers.peer_models import MODELS
+from ringtrain.bench.plans import VARIATIONS, plan_saves, plan_starts, plan_sums, plan_variations
 from ringtrain.bench.rounds import plan_orders
-from ringtrain.bench.saves import plan_saves
 from ringtrain.bench.settings import Settings, choose_settings
-from ringtrain.bench.starts import plan_starts
+from ringtrain.bench.spread import bus_bandwidth
 from ringtrain.bench.steps import (
     GOALS,
     ORDER_FILE,
@@ -32,8 +32,6 @@ from ringtrain.bench.steps import (
     plan_steps,
     write_order,
 )
-from ringtrain.bench.sums import bus_bandwidth, plan_sums
-from ringtrain.bench.variations import VARIATIONS, plan_variations
 from ringtrain.commands.bench import MODES, BenchOptions, bench, find_obstacle, shorten
 from ringtrain.data.order import SampleOrder
 from ringtrain.errors import UsageError
@@ -133,6 +131,13 @@ def test_each_goal_compares_contenders_that_are_measured(model: str) -> None:
 def test_contenders_that_are_left_out_are_not_compared() -> None:
     experiment = plan(names=("ringtrain", "bound"))
     assert [(each.name, each.other) for each in experiment.comparisons] == [("ringtrain", "bound")]
+
+
+def test_what_a_start_goes_on_from_is_trained_before_the_rounds() -> None:
+    experiment = plan_starts(2, SETTINGS, Path("begun"))
+    assert experiment.reference is not None
+    [first], [cold] = experiment.reference.commands, commands(experiment, "ringtrain")
+    assert first.argv == (*cold.argv[:-1], "begun")
 
 
 def test_every_experiment_has_a_control() -> None:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.bench.contenders import Finished, Outcome, UnreadableError, check_outcome
+from ringtrain.bench.contenders import Contender, Finished, Outcome, UnreadableError, check_outcome
 from ringtrain.bench.outcomes import read_own_data, read_start, read_unconnected
 from ringtrain.bench.peers.peer_models import MODELS, make_samples
 from ringtrain.bench.plot import choose_ticks, draw_result
+from ringtrain.bench.rounds import read_outcome
 from ringtrain.bench.table import describe_result
 from ringtrain.commands.bench import BenchOptions, bench_one, show
 from ringtrain.errors import UsageError
@@ -94,7 +95,7 @@ def test_processes_apart_count_by_their_mean_speed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read", [read_own_data, read_start, read_unconnected])
 def test_what_left_nothing_is_not_taken_for_a_result(read: Any, tmp_path: Path) -> None:
     with pytest.raises(UnreadableError):
-        read(Finished(directory=tmp_path, sec_until_first_step=None))
+        read_outcome(Contender("c", "", (), read), Finished(directory=tmp_path, sec_until_first_step=None))
 
 
 def result(**second_round: Any) -> dict[str, Any]:

@@ -1,0 +1,228 @@
+"""``bench allreduce``, ``input``, ``startup``, ``checkpoint`` and ``settings``: who is measured, and what compared."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ringtrain.bench.contenders import DIRECTORY, Command, Comparison, Contender, Experiment, contenders_of
+from ringtrain.bench.outcomes import RUN, read_figures, read_own_data, read_start, read_training
+from ringtrain.bench.settings import Settings
+from ringtrain.bench.steps import (
+    AGAIN,
+    AUTOTUNE,
+    LENGTHS,
+    MINIMAL,
+    MINIMAL_STOCK,
+    NO_FUSION,
+    SAVE_EVERY_STEPS,
+    STOCK,
+    Length,
+    launch,
+    peer,
+    peer_flags,
+    plan_one_process,
+    plan_training,
+    workload_flags,
+    write_order,
+)
+
+SIZES = tuple(4**power for power in range(6, 14))  # 4 KiB to 64 MiB
+ONE_STEP, TWO_STEPS = Length(steps=1, log_every=1), Length(steps=2, log_every=1)
+
+
+def own(module: str, *flags: str) -> tuple[str, ...]:
+    """A program of ringtrain's own that measures by itself."""
+    return (sys.executable, "-m", f"ringtrain.bench.{module}", *flags)
+
+
+def plan_sums(size: int, settings: Settings) -> Experiment:
+    """Sums over all ranks, by sizes: ringtrain's collective, Horovod's and MPI's."""
+    flags = ["--sizes", ",".join(map(str, SIZES)), "--output", DIRECTORY]
+    ringtrain = Command(launch(size, own("own_sums", *flags)))
+    horovod = launch(size, peer("horovod_allreduce.py", flags))
+    pinned = Command((*horovod, *settings.flags), settings.env)
+    mpirun = ("mpirun", "-np", str(size), "--oversubscribe", "--bind-to", "none")
+    mpi = Command((*mpirun, *peer("mpi_allreduce.py", [*flags, *settings.flags])))
+    contenders = contenders_of(
+        read_figures,
+        ("ringtrain", "ringtrain's collective under stock horovodrun", ringtrain),
+        ("ringtrain_again", AGAIN, ringtrain),
+        ("horovod_stock", "hvd.allreduce under stock horovodrun", Command(horovod)),
+        ("horovod", "hvd.allreduce with ringtrain's cores, threads and variables", pinned),
+        ("mpi", "mpi4py's Allreduce on the same cores, spinning", mpi),
+    )
+    others = [Comparison("ringtrain", each.name) for each in contenders[2:]]
+    comparisons = (Comparison("ringtrain_again", "ringtrain"), *others)
+    num_bytes = {str(num_bytes): num_bytes for num_bytes in SIZES}
+    return Experiment("allreduce", "a sum", contenders, comparisons, num_bytes=num_bytes)
+
+
+def plan_inputs(
+    size: int, length: Length | None, *, data_dir: Path | None, image_folder: Path | None, records: Path | None
+) -> list[Experiment]:
+    """cifar10 on its files against synthetic data, and the speed at which one core reads each kind of source given."""
+
+    def train(*flags: str) -> Command:
+        return plan_training(size, ["--workload", "cifar10", *flags], length or LENGTHS["CNN"])
+
+    def read(kind: str, place: Path | None) -> Command:
+        return Command(own("own_reading", "--output", DIRECTORY, "--kind", kind, "--data_dir", full(place)))
+
+    def full(place: Path | None) -> str:
+        return str(place and place.resolve())
+
+    training = contenders_of(
+        read_own_data,
+        ("real", "CIFAR-10's files", train("--data_dir", full(data_dir))),
+        ("made", "synthetic data of the same shape", train("--synthetic", "true")),
+        ("made_again", "synthetic data once more (A/A)", train("--synthetic", "true")),
+    )
+    images = contenders_of(read_figures, ("image_folder", "an image folder", read("image_folder", image_folder)))
+    tfrecords = contenders_of(
+        read_figures,
+        ("tfrecord", "TFRecord files", read("tfrecord", records)),
+        ("tfrecord_again", AGAIN, read("tfrecord", records)),
+        ("tfrecord_cached", "TFRecord files, cached on the node", read("tfrecord_cached", records)),
+    )
+    reading = (images if image_folder else ()) + (tfrecords if records else ())
+    compared = (
+        Comparison("tfrecord_again", "tfrecord"),
+        Comparison("tfrecord", "image_folder"),
+        Comparison("tfrecord_cached", "tfrecord"),
+    )
+    experiments = (
+        Experiment("cifar10", "a step", training, (Comparison("real", "made", 0.98), Comparison("made_again", "made"))),
+        Experiment("reading alone", "an image", reading, compared),
+    )
+    return [each for each in experiments if each.contenders]
+
+
+def plan_starts(size: int, settings: Settings, begun: Path) -> Experiment:
+    """From the command to the end of the first step: cold starts, and one that goes on after a step.
+
+    Args:
+        begun: where the run of one step is kept that the latter goes on from: the reference, which runs first.
+    """
+    cold = plan_training(size, workload_flags("CNN"), ONE_STEP)
+    resumed = plan_training(size, workload_flags("CNN"), TWO_STEPS)
+    first = Command(tuple(str(begun) if word == f"{DIRECTORY}/{RUN}" else word for word in cold.argv))
+    minimal = launch(size, peer("horovod_minimal.py", peer_flags("CNN", size, ONE_STEP)))
+    pinned = Command((*minimal, *settings.flags), settings.env)
+    write = functools.partial(write_order, "CNN", size, ONE_STEP.steps)
+
+    def copy(directory: Path) -> None:
+        shutil.copytree(begun, directory / RUN, symlinks=True)
+
+    return Experiment(
+        "CNN",
+        "a start",
+        (
+            Contender("ringtrain", STOCK, (cold,), read_start),
+            Contender("ringtrain_again", AGAIN, (cold,), read_start),
+            Contender(
+                "ringtrain_resumed", "the same, going on from a checkpoint of step 1", (resumed,), read_start, copy
+            ),
+            Contender("minimal", MINIMAL, (pinned,), read_start, write),
+            Contender("minimal_stock", MINIMAL_STOCK, (Command(minimal),), read_start, write),
+        ),
+        (
+            Comparison("ringtrain_again", "ringtrain"),
+            Comparison("ringtrain", "minimal", 1 / 1.15),
+            Comparison("ringtrain", "minimal_stock", 1 / 1.15),
+            Comparison("ringtrain_resumed", "ringtrain", 1 / 1.05),
+        ),
+        reference=Contender("begun", "one step", (first,), read_start),
+    )
+
+
+def plan_saves(size: int, length: Length | None) -> list[Experiment]:
+    """A save every 100 steps against none, and a save that is handed over against one that is waited for."""
+    chosen = length or LENGTHS["CNN"]
+
+    def train(checkpoint_every: int) -> Command:
+        flags = [*workload_flags("CNN"), "--checkpoint_every", str(checkpoint_every)]
+        return plan_training(size, flags, chosen)
+
+    def save(model: str, how: str) -> Command:
+        return Command(launch(size, own("own_saves", "--model", model, "--output", DIRECTORY, "--how", how)))
+
+    training = contenders_of(
+        read_training,
+        ("saving", f"a checkpoint every {SAVE_EVERY_STEPS} steps", train(SAVE_EVERY_STEPS)),
+        ("none", "a checkpoint at the end alone", train(0)),
+        ("none_again", "none once more (A/A)", train(0)),
+    )
+    compared = (Comparison("saving", "none"), Comparison("none_again", "none"))
+    reference = plan_one_process("CNN", size, chosen)
+    experiments = [Experiment("CNN, the whole training", "a step", training, compared, reference)]
+    for model in ("CNN", "WIDE"):
+        saving = contenders_of(
+            read_figures,
+            ("handed_over", "written by another thread, as ringtrain does", save(model, "handed_over")),
+            ("handed_over_again", AGAIN, save(model, "handed_over")),
+            ("written", "waited for until it is on the disk", save(model, "written")),
+        )
+        compared = (Comparison("handed_over", "written"), Comparison("handed_over_again", "handed_over"))
+        experiments.append(Experiment(f"{model}, the wait for a save", "a save", saving, compared))
+    return experiments
+
+
+class Variation(NamedTuple):
+    """What is set beside what ringtrain chooses, and what it is compared with."""
+
+    other: str
+    env: Mapping[str, str] = {}
+    by_horovod: bool = False
+
+
+RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
+# Each rule of ringtrain.runtime.devices undone alone: what the user sets in the environment wins.
+VARIATIONS = {
+    "ringtrain_again": Variation("ringtrain"),
+    "cycle_5_ms": Variation("ringtrain", {"HOROVOD_CYCLE_TIME": "5"}),
+    "spinning": Variation("ringtrain", {"OMPI_MCA_mpi_yield_when_idle": "0"}),
+    "inter_op_2": Variation("ringtrain", {"TF_NUM_INTEROP_THREADS": "2"}),
+    "intra_op_2": Variation("ringtrain", {"TF_NUM_INTRAOP_THREADS": "2"}),
+    "horovod": Variation("ringtrain", by_horovod=True),
+    # What tells only where Horovod carries the gradients.
+    "horovod_again": Variation("horovod", by_horovod=True),
+    "horovod_cycle_5_ms": Variation("horovod", {"HOROVOD_CYCLE_TIME": "5"}, by_horovod=True),
+    "horovod_cycle_0.2_ms": Variation("horovod", {"HOROVOD_CYCLE_TIME": "0.2"}, by_horovod=True),
+    "horovod_inter_op_1": Variation("horovod", {"TF_NUM_INTEROP_THREADS": "1"}, by_horovod=True),
+    "horovod_no_fusion": Variation("horovod", NO_FUSION, by_horovod=True),
+    "horovod_fusion_128_mib": Variation("horovod", {"HOROVOD_FUSION_THRESHOLD": str(2**27)}, by_horovod=True),
+    "horovod_autotune": Variation("horovod", AUTOTUNE, by_horovod=True),
+    "horovod_ring": Variation("horovod", RING, by_horovod=True),
+    "horovod_tcp": Variation("horovod", {"OMPI_MCA_btl": "self,tcp"}, by_horovod=True),
+}
+SETTINGS_CONTENDERS = ("ringtrain", *VARIATIONS)
+
+
+def plan_variations(models: Sequence[str], names: Sequence[str], size: int, length: Length | None) -> list[Experiment]:
+    """For each model: ringtrain as it is, and with each rule undone.
+
+    Args:
+        names: which of ``SETTINGS_CONTENDERS``; empty: all.
+    """
+    known = {"ringtrain": Variation("ringtrain"), **VARIATIONS}
+    experiments = []
+    for model in models:
+        chosen = length or LENGTHS[model]
+        rows = []
+        for name in [name for name in known if name in (names or known)]:
+            flags = ["--backend", "horovod"] if known[name].by_horovod else []
+            command = plan_training(size, [*workload_flags(model), *flags], chosen)
+            words = [*(f"{key}={value}" for key, value in known[name].env.items()), *flags]
+            rows.append((name, " ".join(words) or "as it is", Command(command.argv, known[name].env)))
+        comparisons = tuple(
+            Comparison(*((name, each.other) if name.endswith("_again") else (each.other, name)))
+            for name, each in VARIATIONS.items()
+        )
+        reference = plan_one_process(model, size, chosen)
+        experiments.append(Experiment(model, "a step", contenders_of(read_training, *rows), comparisons, reference))
+    return experiments

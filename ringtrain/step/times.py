@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -19,7 +20,23 @@ class StepTimes:
     def __init__(self, *, times_communication: bool) -> None:
         self._times_communication = times_communication
         self._input = self._steps = self._communication = 0.0
-        self._begin = 0.0
+        self._begin = self._since = 0.0
+
+    def begin(self) -> None:
+        """From now on the time counts that ``elapsed`` gives."""
+        self._since = time.perf_counter()
+
+    def elapsed(self) -> float:
+        """The seconds since this was called last, without those left out, and begin anew."""
+        since, self._since = self._since, time.perf_counter()
+        return self._since - since
+
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """A context whose time does not count: no step is trained in it."""
+        begin = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - begin
 
     def waiting_for(self, items: Iterable[Item]) -> Iterator[Item]:
         """The same items; the time until each is there is input."""

@@ -9,7 +9,7 @@ decision is taken from these reduced numbers, which are the same on every rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -25,7 +25,7 @@ from ringtrain.step.averages import WeightAverages
 from ringtrain.step.local_gradients import LocalGradients, averaging_dtype, cast_all
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report
-from ringtrain.step.structure import Forward, StepStructure
+from ringtrain.step.structure import Forward, StepStructure, trace
 from ringtrain.workloads.base import Workload
 
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
@@ -251,21 +251,6 @@ class TrainStep:
             for position, total in zip(positions, totals, strict=True):
                 sums[position] = total
         return sums
-
-
-def trace(
-    function: Callable[..., tuple[Returned, StepStructure]], signature: Sequence[Any]
-) -> tuple[Any, StepStructure]:
-    """A function of a batch and scalars, traced, and the structure that it gave beside its tensors."""
-    structures = []
-
-    def compute(batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> Returned:
-        returned, structure = function(batch, learning_rate, extra_scalars)
-        structures.append(structure)
-        return returned
-
-    traced = tf.function(compute, input_signature=signature, autograph=False).get_concrete_function()
-    return traced, structures[-1]
 
 
 @functools.lru_cache(maxsize=8)

@@ -78,6 +78,15 @@ class Job:
         every = self.config.eval_every or self.config.eval_every_epochs * self.plan.order.steps_per_epoch
         return every > 0 and step % every == 0
 
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Every ``checkpoint_every`` steps; the last step is saved when all is done."""
+        every = self.config.checkpoint_every
+        return every > 0 and step % every == 0 and step != self.plan.total_steps
+
+    def may_save(self, step: int, *, is_last: bool) -> bool:
+        """Whether a checkpoint is due, or an evaluation that may be the best so far."""
+        return self.is_checkpoint_due(step) or self.is_evaluation_due(step, is_last=is_last)
+
 
 def create_job(
     workload: Workload,

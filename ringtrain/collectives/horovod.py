@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.collectives.base import Totals, mark_collective
+from ringtrain.collectives.base import Collective, Totals, mark_collective
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import DYNAMIC_TIMELINE
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
@@ -49,10 +48,8 @@ HOROVOD_SETTINGS = tuple(
 )  # fmt: skip
 
 
-class HorovodCollective:
+class HorovodCollective(Collective):
     """The collective of a run under a launcher."""
-
-    overlaps_compute = True
 
     def __init__(self, world: World, hvd: ModuleType, threads: Collection[int] = ()) -> None:
         """Horovod has been started.
@@ -62,17 +59,17 @@ class HorovodCollective:
         """
         self.world = world
         self.description = describe(hvd)
-        self._hvd = hvd
-        self._threads = threads
+        self.hvd = hvd
+        self.threads = threads
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
     ) -> Totals:
         del ordered, read_only  # Horovod agrees on an order in every cycle, and gives memory of the rank's own
         if len(tensors) == 1:  # it may be reduced in place, without the copies into a fusion buffer
-            totals = [self._hvd.allreduce(tensors[0], op=self._hvd.Sum, name=name)]
+            totals = [self.hvd.allreduce(tensors[0], op=self.hvd.Sum, name=name)]
         else:
-            totals = self._hvd.grouped_allreduce(list(tensors), op=self._hvd.Sum, name=name)
+            totals = self.hvd.grouped_allreduce(list(tensors), op=self.hvd.Sum, name=name)
         return Totals(mark_collective(totals, name))
 
     def yield_core(self) -> None:
@@ -81,25 +78,25 @@ class HorovodCollective:
         Horovod's thread meets those of the other ranks in every cycle, whether there is anything to sum or not, and
         takes the only core of a rank from what computes. When that waits for a sum of Horovod's, the core is free.
         """
-        for thread in self._threads:
+        for thread in self.threads:
             with contextlib.suppress(OSError):  # it has ended
                 os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        return mark_collective([self._hvd.allgather(tensor, name=name)], name)[0]
+        return mark_collective([self.hvd.allgather(tensor, name=name)], name)[0]
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         return [
-            self._hvd.broadcast(tensor, root_rank=0, name=f"{name}/{number}") for number, tensor in enumerate(tensors)
+            self.hvd.broadcast(tensor, root_rank=0, name=f"{name}/{number}") for number, tensor in enumerate(tensors)
         ]
 
     def start_timeline(self, path: str) -> None:
         if self._has_dynamic_timeline:
-            self._hvd.start_timeline(path)
+            self.hvd.start_timeline(path)
 
     def stop_timeline(self) -> None:
         if self._has_dynamic_timeline:
-            self._hvd.stop_timeline()
+            self.hvd.stop_timeline()
 
     @property
     def _has_dynamic_timeline(self) -> bool:
@@ -107,14 +104,7 @@ class HorovodCollective:
         return os.environ.get("HOROVOD_TIMELINE") == DYNAMIC_TIMELINE
 
     def close(self) -> None:
-        self._hvd.shutdown()
-
-    def abort(self, exit_code: int) -> None:
-        # The launcher stops the other ranks when one leaves with an error. Horovod's and MPI's own ways out wait for
-        # ranks that may never answer.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+        self.hvd.shutdown()
 
 
 def running_threads() -> set[int]:
@@ -179,28 +169,26 @@ def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
 
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:  # Horovod's own thread uses MPI at the same time
         return
-    ranks = _gather_by_mpi([world.node, [environ.get(name, "nothing") for name in HOROVOD_SETTINGS]])
-    differences = [
-        f"{name}: rank {rank} on {node} has {theirs}, rank 0 on {ranks[0][0]} has {first}"
-        for number, name in enumerate(HOROVOD_SETTINGS)
-        for rank, (node, theirs, first) in enumerate(
-            (node, settings[number], ranks[0][1][number]) for node, settings in ranks
-        )
-        if theirs != first
-    ]
-    if differences:
+    ranks = _gather_by_mpi(_settings_of(world, environ))
+    if differences := [line for rank, its in enumerate(ranks) for line in _find_differences(rank, its, ranks[0])]:
         atexit.register(os._exit, UsageError.exit_code)  # before Horovod's own way out, which would wait as well
-        error = UsageError(
-            "\n  ".join(
-                [
-                    DIFFERENT_SETTINGS,
-                    *differences[:MAX_DIFFERENCES],
-                ]
-            ),
-            reach="run",
-        )
+        error = UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]), reach="run")
         error.is_agreed = True
         raise error
+
+
+def _settings_of(world: World, environ: Mapping[str, str]) -> list[str]:
+    """This rank's node and Horovod's settings there."""
+    return [world.node, *(environ.get(name, "nothing") for name in HOROVOD_SETTINGS)]
+
+
+def _find_differences(rank: int, its: Sequence[str], first: Sequence[str]) -> list[str]:
+    """What a rank's settings are, where they are not those of rank 0."""
+    return [
+        f"{name}: rank {rank} on {its[0]} has {own}, rank 0 on {first[0]} has {other}"
+        for name, own, other in zip(HOROVOD_SETTINGS, its[1:], first[1:], strict=True)
+        if own != other
+    ]
 
 
 def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]) -> None:
@@ -216,7 +204,7 @@ def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]
     if any(name not in environ for name in names):
         return
     place = ":".join(environ[name] for name in names)
-    mine = [world.node, *(environ.get(name, "nothing") for name in HOROVOD_SETTINGS)]
+    mine = _settings_of(world, environ)
     try:
         if world.is_rank0:
             _ask_rendezvous(place, json.dumps(mine).encode())
@@ -232,13 +220,7 @@ def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]
             f"Horovod's launcher does not answer at {place} (HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT): {error}. It has "
             "ended, or a firewall is between it and this node. Start the run again."
         ) from None
-    theirs = json.loads(answer)
-    differences = [
-        f"{name}: rank {world.rank} on {mine[0]} has {own}, rank 0 on {theirs[0]} has {first}"
-        for name, own, first in zip(HOROVOD_SETTINGS, mine[1:], theirs[1:], strict=True)
-        if own != first
-    ]
-    if differences:
+    if differences := _find_differences(world.rank, mine, json.loads(answer)):
         raise UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]))
 
 

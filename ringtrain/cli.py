@@ -64,7 +64,7 @@ def run_command(arguments: list[str], world: World) -> int:
     if module is None:
         is_file = command.endswith(".py")
         suggestion = f"Did you mean --workload {command}? " if is_file else did_you_mean(command, COMMANDS)
-        raise UsageError(f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.", reach="run")
+        raise UsageError(f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.")
     code: int = importlib.import_module(module).main(arguments, world)
     # Of a run there is a directory; of every other command nothing is left but what it prints.
     return RingtrainError.exit_code if code == 0 and command != "train" and has_lost_stdout() else code

@@ -108,9 +108,7 @@ class OptimizerConfig:
             at_least(f"optimizer.{name}", getattr(self, name), 0)
         for name, such in (("ema", 0.9999), ("rho", 0.9), ("momentum", 0.9)):
             if (getattr(self, name) or 0) >= 1:
-                raise UsageError(
-                    f"optimizer.{name} is {getattr(self, name)}; it must be below 1, such as {such}.", reach="run"
-                )
+                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be below 1, such as {such}.")
         for name in ("lr", "decay_rate", "decay_epochs"):
             above(f"optimizer.{name}", getattr(self, name), 0)
         for name, takers, remedy in (
@@ -122,11 +120,10 @@ class OptimizerConfig:
             if value is not None and name != "momentum":
                 above(f"optimizer.{name}", value, 0)
             if value and self.name not in takers:
-                raise UsageError(f"optimizer.{name} is {value}, but {self.name} takes none; {remedy}.", reach="run")
+                raise UsageError(f"optimizer.{name} is {value}, but {self.name} takes none; {remedy}.")
         if self.nesterov and not (self.name == "sgd" and self.momentum):
             raise UsageError(
-                "optimizer.nesterov is true, but only sgd with optimizer.momentum above 0 has Nesterov momentum.",
-                reach="run",
+                "optimizer.nesterov is true, but only sgd with optimizer.momentum above 0 has Nesterov momentum."
             )
 
 
@@ -257,17 +254,14 @@ class Config:
         for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
                 raise UsageError(
-                    f"{name} is {getattr(self, name)} and {other} is {getattr(self, other)}; give one of the two.",
-                    reach="run",
+                    f"{name} is {getattr(self, name)} and {other} is {getattr(self, other)}; give one of the two."
                 )
         if self.profile is not None:
             range_of_steps("profile", self.profile)
         if self.max_hours is not None:
             above("max_hours", self.max_hours, 0, MAX_SECONDS / 3600)
         if self.hang_timeout != 0 and not (math.isfinite(self.hang_timeout) and self.hang_timeout >= 1):
-            raise UsageError(
-                f"hang_timeout is {self.hang_timeout}; it must be at least 1 second, or 0 for no watch.", reach="run"
-            )
+            raise UsageError(f"hang_timeout is {self.hang_timeout}; it must be at least 1 second, or 0 for no watch.")
         at_most("hang_timeout", self.hang_timeout, MAX_SECONDS)
         at_least("exit_timeout", self.exit_timeout, 0, MAX_SECONDS)
         for name, kinds in (("data_dir", ""), ("init_from", "; it must be a checkpoint, or a run directory")):
@@ -315,14 +309,14 @@ def _refuse_unknown(defaults: Mapping[str, Any]) -> None:
     """See that a workload's defaults are settings."""
     optimizer = defaults.get("optimizer", {})
     if not isinstance(optimizer, Mapping):
-        raise UsageError(f"the workload's defaults have optimizer {optimizer!r}; it must be a mapping.", reach="run")
+        raise UsageError(f"the workload's defaults have optimizer {optimizer!r}; it must be a mapping.")
     for given, prefix, known in ((defaults, "", Config), (optimizer, "optimizer.", OptimizerConfig)):
         for name in given:
             if name not in known.__dataclass_fields__:
                 given_name = f"{prefix}{name}"
                 meant = did_you_mean(str(name), known.__dataclass_fields__, prefix=prefix)
                 text = f"the workload's defaults have {given_name!r}, but there is no such setting. {meant}"
-                raise UsageError(text.strip(), reach="run")
+                raise UsageError(text.strip())
 
 
 def to_plain(value: Any) -> Any:

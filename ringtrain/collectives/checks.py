@@ -33,8 +33,7 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
             raise UsageError(
                 f"ranks {', '.join(map(str, sharing))} on {node} have the same GPU ({its_gpu}), and each "
                 "rank needs its own. Start at most one rank for each GPU of a node, show each its own "
-                "(srun --gpus-per-task=1), or set CUDA_VISIBLE_DEVICES= to compute on the cores.",
-                reach="run",
+                "(srun --gpus-per-task=1), or set CUDA_VISIBLE_DEVICES= to compute on the cores."
             )
     expected = sum(rank + 1.0 for rank, _, _ in ranks)
     found = all_gather_object(collective, find_wrong_sum(collective, expected), name="checks/sums")
@@ -44,8 +43,7 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
         raise UsageError(
             f"{collective.description} sums wrongly: rank + 1 over all ranks is {expected:g}, but "
             f"{next(iter(wrong.values())):g} on rank {', '.join(map(str, wrong))}. "
-            f"{remedy if owners else 'Compile it anew: make setup'}.",
-            reach="run",
+            f"{remedy if owners else 'Compile it anew: make setup'}."
         )
 
 

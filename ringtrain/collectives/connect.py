@@ -20,8 +20,7 @@ def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collec
     if backend == "solo" and world.size > 1:
         raise UsageError(
             f"backend is 'solo', but {world.launcher} started {world.size} processes, each of which would train alone. "
-            "Use --backend auto, or start one process.",
-            reach="run",
+            "Use --backend auto, or start one process."
         )
     if backend == "horovod" or (backend == "auto" and world.size > 1):
         from ringtrain.collectives.horovod import connect_horovod

@@ -129,8 +129,7 @@ def connect_horovod(world: World) -> HorovodCollective:
     except (ImportError, ValueError) as error:  # ValueError: built without the controller that the launcher asks for
         raise UsageError(
             f"Horovod cannot be loaded: {error}. It must be built against the TensorFlow that is installed: "
-            "run `make setup`, or see `horovodrun --check-build`.",
-            reach="run",
+            "run `make setup`, or see `horovodrun --check-build`."
         ) from error
     seen = World(
         rank=hvd.rank(),
@@ -145,12 +144,12 @@ def connect_horovod(world: World) -> HorovodCollective:
             raise UsageError(
                 f"{world.launcher} started {world.size} processes, but {who} sees {size}: the launcher belongs to "
                 f"another MPI than Horovod. {_describe_mpi_libraries()} Start the run with that MPI's own mpirun, or "
-                "build Horovod and mpi4py with the launcher's MPI first in PATH.",
-                reach="run",
+                "build Horovod and mpi4py with the launcher's MPI first in PATH."
             )
     if seen != world:
         raise UsageError(
-            f"{world.launcher} says {world}, but Horovod says {seen}. Start the run again in a clean shell."
+            f"{world.launcher} says {world}, but Horovod says {seen}. Start the run again in a clean shell.",
+            reach="rank",
         )
     if hvd.mpi_enabled():
         _require_same_settings(world, os.environ)
@@ -172,7 +171,7 @@ def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
     ranks = _gather_by_mpi(_settings_of(world, environ))
     if differences := [line for rank, its in enumerate(ranks) for line in _find_differences(rank, its, ranks[0])]:
         atexit.register(os._exit, UsageError.exit_code)  # before Horovod's own way out, which would wait as well
-        error = UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]), reach="run")
+        error = UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]))
         error.is_agreed = True
         raise error
 
@@ -212,16 +211,18 @@ def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]
         end, pause = time.monotonic() + RANK_0_SECONDS, 0.05
         while (answer := _ask_rendezvous(place)) is None:
             if time.monotonic() > end:
-                raise UsageError("rank 0 did not come to Horovod's launcher in time. Look for its own error.")
+                text = "rank 0 did not come to Horovod's launcher in time. Look for its own error."
+                raise UsageError(text, reach="rank")
             time.sleep(pause)
             pause = min(1.0, 1.5 * pause)  # a thousand ranks ask one server
     except (OSError, http.client.HTTPException) as error:
         raise UsageError(
             f"Horovod's launcher does not answer at {place} (HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT): {error}. It has "
-            "ended, or a firewall is between it and this node. Start the run again."
+            "ended, or a firewall is between it and this node. Start the run again.",
+            reach="rank",
         ) from None
     if differences := _find_differences(world.rank, mine, json.loads(answer)):
-        raise UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]))
+        raise UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]), reach="rank")
 
 
 def _ask_rendezvous(place: str, value: bytes | None = None) -> bytes | None:

@@ -66,6 +66,4 @@ def refuse_launcher(command: str, world: World) -> None:
         UsageError: a launcher started several.
     """
     if world.size > 1:
-        raise UsageError(
-            f"{command} is one process, but {world.launcher} started {world.size}. Use no launcher.", reach="run"
-        )
+        raise UsageError(f"{command} is one process, but {world.launcher} started {world.size}. Use no launcher.")

@@ -185,8 +185,7 @@ def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
         raise UsageError(
             f"{type(workload).__name__}.loss gives a loss on which no weight of the model has any influence: nothing "
             "would be trained. Compute it from the outputs, without what has no gradient, such as tf.argmax, tf.round "
-            "or .numpy().",
-            reach="run",
+            "or .numpy()."
         )
 
 

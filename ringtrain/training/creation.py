@@ -56,15 +56,13 @@ def choose_optimizer(workload: Workload, config: Config, first_learning_rate: fl
     if own is not None and not isinstance(own, keras.optimizers.Optimizer):
         raise UsageError(
             f"{type(workload).__name__}.create_optimizer gave a {type(own).__name__}; it must give a Keras 3 "
-            "optimizer, such as keras.optimizers.Adam(learning_rate), or None for that of the settings.",
-            reach="run",
+            "optimizer, such as keras.optimizers.Adam(learning_rate), or None for that of the settings."
         )
     optimizer = own or create_optimizer(config.optimizer)
     if hasattr(optimizer, "exchange"):  # ringtrain.keras.DistributedOptimizer, whose room need not be loaded here
         raise UsageError(
             f"{type(workload).__name__}.create_optimizer gave a DistributedOptimizer, but the training step reduces "
-            "gradients itself: give the plain optimizer.",
-            reach="run",
+            "gradients itself: give the plain optimizer."
         )
     return optimizer
 
@@ -165,8 +163,7 @@ def require_same_structure(workload: Workload, train: Batch, evaluation: Batch) 
             raise UsageError(
                 f"{type(workload).__name__}.create_sources gives the {name} of the training samples as "
                 f"{describe_structure(specs[0])}, but that of the evaluation samples as "
-                f"{describe_structure(specs[1])}; both must be of one structure.",
-                reach="run",
+                f"{describe_structure(specs[1])}; both must be of one structure."
             )
 
 
@@ -179,8 +176,7 @@ def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
     names = ("loss", "data_loss", *metric_names)
     if config.best_metric not in names:
         raise UsageError(
-            f"best_metric is {config.best_metric!r}; an evaluation of {config.workload!r} gives {', '.join(names)}.",
-            reach="run",
+            f"best_metric is {config.best_metric!r}; an evaluation of {config.workload!r} gives {', '.join(names)}."
         )
 
 

@@ -179,7 +179,7 @@ def leave_if_told_to(job: Job, requests: StopRequests) -> None:
         requests.clear_file()
         first_step = job.plan.first_step
         stands = f"the checkpoint of step {first_step} stands" if first_step else "there was nothing to save"
-        raise PreemptedError(f"stopped by {who} before the first step; {stands}.", reach="run", stopped_by=cause)
+        raise PreemptedError(f"stopped by {who} before the first step; {stands}.", stopped_by=cause)
 
 
 def find_requests(job: Job, requests: StopRequests) -> tuple[str, Cause | None]:
@@ -306,6 +306,5 @@ def finish(training: Training, step: int, ending: Ending) -> None:
         raise PreemptedError(
             f"stopped by {who}: step {step} of {job.plan.total_steps} is saved in {path}. "
             f"{describe_way_on(job.config, Path(path).parent)}",
-            reach="run",
             stopped_by=cause or "signal",
         )

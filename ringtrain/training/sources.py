@@ -55,8 +55,7 @@ def require_sources(workload: Workload, given: Any) -> Sources:
     if not isinstance(given, Sources):
         raise UsageError(
             f"{name} gave {name_kind(given)}; it must give ringtrain.Sources(train, evaluation), where evaluation "
-            "may be left out.",
-            reach="run",
+            "may be left out."
         )
     for part, source in given._asdict().items():
         may_be = (isinstance(source, Feed) and part == "train") or (source is None and part == "evaluation")
@@ -68,8 +67,7 @@ def require_sources(workload: Workload, given: Any) -> Sources:
             remedy += "as_numpy_iterator()"
         raise UsageError(
             f"{name} gave {name_kind(source)} as {part}; it must be a source, with num_samples and gather"
-            f"{', or None' if part == 'evaluation' else ''}: in ringtrain, {remedy}.",
-            reach="run",
+            f"{', or None' if part == 'evaluation' else ''}: in ringtrain, {remedy}."
         )
     return given
 
@@ -127,6 +125,5 @@ def refuse_other_size(train: Source | Feed, size: int, former_size: int | None) 
     if isinstance(train, Feed) and former_size not in (None, size):
         raise UsageError(
             f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
-            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never.",
-            reach="run",
+            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never."
         )

@@ -282,9 +282,6 @@ def make_config(
         explicit: what the user wrote: field names to values, ``optimizer`` to a mapping.
         workload_defaults: the workload's own values, in the same form.
         workload_options: the workload's own settings with their values; None where they are not known yet.
-
-    Raises:
-        UsageError: a value breaks a rule.
     """
     defaults = dict(workload_defaults)
     _refuse_unknown(defaults)

@@ -66,11 +66,7 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
 
 
 def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str, Any], world: World) -> Prepared:
-    """Check the settings, and take this rank's devices.
-
-    Raises:
-        UsageError: a setting is wrong, or TensorFlow has computed something already.
-    """
+    """Check the settings, and take this rank's devices."""
     from ringtrain.workloads.base import Workload
 
     workload_class = workload if isinstance(workload, type) else type(workload)
@@ -97,11 +93,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
 
 
 def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any]) -> Config:
-    """The configuration of a run of this class.
-
-    Raises:
-        UsageError: there is no such setting, or its value is wrong.
-    """
+    """The configuration of a run of this class."""
     name = name_of(workload_class)
     if isinstance(settings, Config):
         options = merge_options(settings.options, workload_class.options)

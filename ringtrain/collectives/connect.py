@@ -12,11 +12,7 @@ from ringtrain.runtime.world import World
 
 
 def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collective:
-    """Join the other ranks.
-
-    Raises:
-        UsageError: the backend is not installed, or it sees another world than the launcher.
-    """
+    """Join the other ranks."""
     if backend == "solo" and world.size > 1:
         raise UsageError(
             f"backend is 'solo', but {world.launcher} started {world.size} processes, each of which would train alone. "

@@ -52,11 +52,7 @@ class HorovodCollective(Collective):
     """The collective of a run under a launcher."""
 
     def __init__(self, world: World, hvd: ModuleType, threads: Collection[int] = ()) -> None:
-        """Horovod has been started.
-
-        Args:
-            threads: that it and MPI have started in this process.
-        """
+        """Horovod has been started; ``threads`` are those that it and MPI have started in this process."""
         self.world = world
         self.description = describe(hvd)
         self.hvd = hvd
@@ -113,11 +109,7 @@ def running_threads() -> set[int]:
 
 
 def connect_horovod(world: World) -> HorovodCollective:
-    """Start Horovod and hold what it sees against what the launcher said.
-
-    Raises:
-        UsageError: Horovod cannot be loaded, or sees another world than the launcher.
-    """
+    """Start Horovod and hold what it sees against what the launcher said."""
     if world.launcher == GLOO_LAUNCHER:
         require_same_settings_by_rendezvous(world, os.environ)
     try:
@@ -195,9 +187,6 @@ def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]
 
     The launcher's server, where the processes find each other, keeps any values by their names. With other settings
     Horovod's first collective would wait for ever, and without the server it ends within C++.
-
-    Raises:
-        UsageError: the server does not answer, rank 0 is not there in time, or its settings are others.
     """
     names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
     if any(name not in environ for name in names):

@@ -82,9 +82,6 @@ class SharedSums:
 
         Returns:
             Which of the results are free on all ranks, as bits.
-
-        Raises:
-            RuntimeError: another rank sums something else, or has ended.
         """
         window = self._window
         # Seen by the others with the first chunk.
@@ -113,7 +110,7 @@ class SharedSums:
         """Give, add and take each chunk: while the others give one, this rank adds the one before.
 
         Args:
-            chunks: of this rank, each with where its sum goes. The first has been given.
+            chunks: of this rank, each with where its sum goes; the first is given.
             is_shared: whether the sums are added where all ranks read them.
 
         Returns:

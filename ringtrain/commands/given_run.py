@@ -43,14 +43,6 @@ def read_settings(command: str, options: RunOptions, arguments: Sequence[str], w
     """The settings of a run that a command was given; of code, only what the user names.
 
     A run directory may be a stranger's, and importing the file that its configuration names would run it.
-
-    Args:
-        command: its name.
-        options: as they were read.
-        arguments: as the user typed them.
-
-    Raises:
-        UsageError: it is no run; or its workload is code that the user has not named, or lies in the run directory.
     """
     run = options.run
     if not os.path.isfile(run / CONFIG_FILE):

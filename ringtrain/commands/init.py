@@ -46,11 +46,7 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 
 def write_starting_file(path: Path) -> None:
-    """Write a workload that trains at once, whole or not at all, and never over something.
-
-    Raises:
-        UsageError: the path is not that of a new Python file, or it cannot be written.
-    """
+    """Write a workload that trains at once, whole or not at all, and never over something."""
     if path.suffix != ".py":
         raise UsageError(f"file is {str(path)!r}; it must end in .py, such as {TEMPLATE_NAME}.")
     refuse_hiding(path, is_new=True)

@@ -26,10 +26,6 @@ def parse_arguments(command: type, arguments: Sequence[str], world: World) -> di
     """What the user typed: names of options to values of the right types, of a group a mapping.
 
     A flag of true or false is true where no value follows. What is given twice counts as it is given last.
-
-    Raises:
-        UsageError: an unknown flag or key, a value of the wrong type, a file that cannot be read.
-        SystemExit: after ``--help``.
     """
     if {"-h", "--help"} & set(arguments):
         if world.is_rank0:
@@ -53,11 +49,7 @@ def parse_arguments(command: type, arguments: Sequence[str], world: World) -> di
 
 
 def parse_mapping(command: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of what a mapping holds, such as one in YAML.
-
-    Raises:
-        UsageError: an unknown key, or a value of the wrong type.
-    """
+    """The same of what a mapping holds, such as one in YAML."""
     reader = _Reader(command)
     for name, value in settings.items():
         reader.take(name, value)
@@ -104,11 +96,7 @@ class _Reader:
             raise UsageError(f"there is no {what}. {suggestion}See --help.")
 
     def take_words(self, words: Sequence[str]) -> None:
-        """What belongs to no flag, each at its place.
-
-        Raises:
-            UsageError: there is too much, or something is missing.
-        """
+        """What belongs to no flag, each at its place."""
         rest = list(words)
         for name, hint in [(option.name, option.hint) for option in self._options.values() if option.is_word]:
             if get_origin(hint) is tuple and rest:
@@ -133,17 +121,7 @@ class _Reader:
 
 
 def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
-    """A value in the type of its field; None where it stands for nothing.
-
-    Args:
-        name: what it is of.
-        value: a text, or what YAML makes of one.
-        hint: the field's type.
-        place: where it stands, for the message, such as " in settings.yaml".
-
-    Raises:
-        UsageError: it is of another type.
-    """
+    """A value, a text or what YAML makes of one, in the type of its field; None where it stands for nothing."""
     kind, may_be_none = kind_of(hint)
     if value is None or (may_be_none and value in NOTHING):
         return None
@@ -202,11 +180,7 @@ def parse_text(value: Any) -> Any:
 
 
 def _load_file(file: str) -> Mapping[str, Any]:
-    """What a file of settings holds.
-
-    Raises:
-        UsageError: it cannot be read, holds none, or names another file, which would be read, whatever it is.
-    """
+    """What a file of settings holds. One that names another file is refused: that would be read, whatever it is."""
     from ringtrain.run.directory import CONFIG_FILE, load_settings  # here: it loads NumPy, which help does without
 
     try:

@@ -166,21 +166,13 @@ def partial_objective(
 ) -> tf.Tensor:
     """A rank's part of the objective, whose sum over all ranks is (mean loss of the global batch) + regularisation.
 
-    Args:
-        data_loss_sum: sum of the losses of this rank's samples.
-        regularization: the regularisation losses, the same on every rank.
-        count: samples of this rank.
-        global_count: samples of all ranks.
+    ``data_loss_sum`` and ``count`` are of this rank's samples; ``regularization`` is the same on every rank.
     """
     return data_loss_sum / global_count + regularization * (count / global_count)
 
 
 def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
-    """See that the loss depends on some weight.
-
-    Raises:
-        UsageError: it depends on none.
-    """
+    """See that the loss depends on some weight."""
     if all(gradient is None for gradient in gradients):
         raise UsageError(
             f"{type(workload).__name__}.loss gives a loss on which no weight of the model has any influence: nothing "

@@ -30,11 +30,7 @@ def set_up_keras(config: Config) -> None:
 
 
 def create_model(workload: Workload) -> keras.Model:
-    """The workload's model.
-
-    Raises:
-        UsageError: it is no built Keras model.
-    """
+    """The workload's model."""
     model = workload.create_model()
     if not isinstance(model, keras.Model) or not model.built:
         raise UsageError(
@@ -47,11 +43,7 @@ def create_model(workload: Workload) -> keras.Model:
 
 
 def choose_optimizer(workload: Workload, config: Config, first_learning_rate: float) -> keras.optimizers.Optimizer:
-    """The workload's own optimizer, or that of the settings.
-
-    Raises:
-        UsageError: the workload's is none, or reduces gradients itself, which the training step does already.
-    """
+    """The workload's own optimizer, or that of the settings."""
     own = workload.create_optimizer(first_learning_rate)
     if own is not None and not isinstance(own, keras.optimizers.Optimizer):
         raise UsageError(
@@ -149,14 +141,7 @@ def create_eval_step(
 
 
 def require_same_structure(workload: Workload, train: Batch, evaluation: Batch) -> None:
-    """See that the samples to evaluate on have the structure of those to train on.
-
-    Args:
-        train, evaluation: tensor specs of batches.
-
-    Raises:
-        UsageError: they have another.
-    """
+    """See that the samples to evaluate on have the structure of those to train on."""
     for name in ("x", "y"):
         specs = getattr(train, name), getattr(evaluation, name)
         if not has_structure_of(*specs):
@@ -168,11 +153,7 @@ def require_same_structure(workload: Workload, train: Batch, evaluation: Batch) 
 
 
 def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
-    """See that an evaluation gives the value that the best checkpoint is chosen by, besides loss these metrics.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """See that an evaluation gives the value that the best checkpoint is chosen by, besides loss these metrics."""
     names = ("loss", "data_loss", *metric_names)
     if config.best_metric not in names:
         raise UsageError(

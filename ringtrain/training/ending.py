@@ -77,10 +77,9 @@ def early_end(reason: str, exit_code: int) -> RingtrainError:
 
 
 def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], None] = lambda: None) -> None:
-    """The last record of a process; none where another process has taken over the directory.
+    """The last record of a process, and what is done ``then``, before the directory is let go of.
 
-    Args:
-        then: what else is done before the directory is let go of.
+    There is none where another process has taken over the directory.
     """
     tell_end(end)
     with contextlib.suppress(RingtrainError):

@@ -150,12 +150,7 @@ def create_job(
 
 
 def require_same_job(job: Job, sources: Sources, contents: Contents | None, print_line: Callable[[str], None]) -> None:
-    """See that all ranks have the same code, model and data, and labels that the model knows. Every rank calls it.
-
-    Raises:
-        DataError: their samples differ, or a label is no class of the model.
-        UsageError: their code or their models differ.
-    """
+    """See that all ranks have the same code, model and data, and labels that the model knows. Every rank calls it."""
     collective = job.collective
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have loaded by now
     require_same_training(collective, describe_job(job))
@@ -166,11 +161,7 @@ def require_same_job(job: Job, sources: Sources, contents: Contents | None, prin
 
 
 def check_labels(job: Job, sources: Sources) -> None:
-    """See that the labels of samples in memory are classes of the model; others are looked at as they are read.
-
-    Raises:
-        DataError: one is not.
-    """
+    """See that the labels of samples in memory are classes of the model; others are looked at as they are read."""
     for of, source, step in (("training", sources.train, job.step), ("evaluation", sources.evaluation, job.eval_step)):
         if isinstance(source, ArraySource) and step is not None:
             try:

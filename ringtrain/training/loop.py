@@ -169,11 +169,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
 
 
 def leave_if_told_to(job: Job, requests: StopRequests) -> None:
-    """Leave before the first step, on every rank, where one has been told to.
-
-    Raises:
-        PreemptedError: one has.
-    """
+    """Leave before the first step, on every rank, where one has been told to."""
     who, cause = find_requests(job, requests)
     if cause is not None:
         requests.clear_file()

@@ -46,11 +46,7 @@ class Plan:
 def plan_steps(
     workload: Workload, config: Config, train: Source | Feed, global_batch_size: int, *, first_step: int = 0
 ) -> Plan:
-    """The steps of a run from ``first_step`` on.
-
-    Raises:
-        UsageError: how many they are is not known, or they are too many.
-    """
+    """The steps of a run from ``first_step`` on."""
     order = plan_order(config, train, global_batch_size)
     total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
     if total_steps > MAX_STEPS:

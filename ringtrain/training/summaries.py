@@ -38,11 +38,7 @@ class EventFiles:
                 tf.summary.scalar(f"{prefix}/{name}", value)
 
     def show(self, values: Mapping[str, Images | Histogram], *, step: int) -> None:
-        """Write a workload's images and histograms under their names.
-
-        Raises:
-            UsageError: they are of another kind, or TensorBoard cannot show one.
-        """
+        """Write a workload's images and histograms under their names."""
         is_known = isinstance(values, Mapping) and all(isinstance(v, Images | Histogram) for v in values.values())
         if not is_known:
             raise UsageError(

@@ -17,18 +17,11 @@ from ringtrain.training.ending import report_end
 
 # Each has a file with what it takes, its help, and what it does: ``main``. They are imported when they are called.
 COMMANDS = {
-    "train": "ringtrain.commands.train",
-    "launch": "ringtrain.commands.launch",
-    "eval": "ringtrain.commands.eval",
-    "report": "ringtrain.commands.report",
-    "export": "ringtrain.commands.export",
-    "verify": "ringtrain.commands.verify",
-    "workloads": "ringtrain.commands.workloads",
-    "init": "ringtrain.commands.init",
-    "convert": "ringtrain.commands.convert",
-    "doctor": "ringtrain.commands.doctor",
-    "bench": "ringtrain.commands.bench",
-}
+    name: f"ringtrain.commands.{name}"
+    for name in (
+        "train", "launch", "eval", "report", "export", "verify", "workloads", "init", "convert", "doctor", "bench",
+    )
+}  # fmt: skip
 # What the commands start themselves; not for the user.
 INTERNAL_COMMANDS = {"_record": "ringtrain.commands.record"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tensorflow as tf
+
 from ringtrain.collectives.base import Collective
 from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
@@ -49,8 +51,6 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
 
 def find_wrong_sum(collective: Collective, expected: float) -> float | None:
     """A value that is not the sum of (rank + 1) over all ranks, in tensors that travel together; None: all are."""
-    import tensorflow as tf
-
     tensors = [tf.fill([size], collective.world.rank + 1.0) for size in SIZES]
     totals = collective.all_reduce(tensors, name="checks/sum").tensors
     return next((float(value) for total in totals for value in total.numpy() if value != expected), None)

@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
+
+import tensorflow as tf
 
 from ringtrain.collectives.base import Collective
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 Compression = Literal["none", "fp16"]
 
@@ -108,8 +107,6 @@ class GradientReduction:
 
     def _sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor) -> Reduced:
         """All as one vector, which the finite check reads at once, too; large ones as they are, where that is much."""
-        import tensorflow as tf
-
         GradientReduction.calls += 1
         specs = [gradient_spec(gradient) for gradient in gradients]
         is_much = sum(spec.num_bytes for spec in specs) > ONE_MESSAGE_BYTES
@@ -143,8 +140,6 @@ class GradientReduction:
 
     def _sum_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         """Sum a gradient that touches few rows: what travels is each rank's touched rows, each once."""
-        import tensorflow as tf
-
         rows = merge_rows(gradient)
         values = self.collective.all_gather(self._compress(rows.values), name=f"{name}/values")
         indices = self.collective.all_gather(rows.indices, name=f"{name}/indices")
@@ -184,8 +179,6 @@ def plan_groups(specs: Sequence[GradientSpec]) -> list[list[int]]:
 
 def gradient_spec(gradient: tf.Tensor | tf.IndexedSlices) -> GradientSpec:
     """The spec of a gradient of static shape (a sparse one: of its variable's)."""
-    import tensorflow as tf
-
     if isinstance(gradient, tf.IndexedSlices):
         return GradientSpec(0, gradient.dtype.name, True)
     return GradientSpec((gradient.shape.num_elements() or 0) * gradient.dtype.size, gradient.dtype.name, False)
@@ -193,8 +186,6 @@ def gradient_spec(gradient: tf.Tensor | tf.IndexedSlices) -> GradientSpec:
 
 def merge_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     """The same sparse gradient with each row once: values of rows with the same index added."""
-    import tensorflow as tf
-
     indices, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
@@ -202,8 +193,6 @@ def merge_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) -> tf.Tensor | tf.IndexedSlices:
     """A gradient times a number."""
-    import tensorflow as tf
-
     if isinstance(factor, float) and factor == 1:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
@@ -222,8 +211,6 @@ def check_finite(
     Args:
         squares: [k], the sums of squares of the first k tensors, where they are known: none of these is passed over.
     """
-    import tensorflow as tf
-
     values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
     norm_dtype = tf.float64 if any(value.dtype == tf.float64 for value in values) else tf.float32
     # Squares of half precision would overflow, or round to a thousandth.
@@ -240,6 +227,4 @@ def check_finite(
 
 
 def _cast(tensor: tf.Tensor, dtype: str | tf.DType) -> tf.Tensor:
-    import tensorflow as tf
-
     return tensor if tensor.dtype == tf.as_dtype(dtype) else tf.cast(tensor, dtype)

@@ -11,16 +11,14 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import tensorflow as tf
 
 from ringtrain.collectives.base import Totals, mark_collective
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.collectives.results import Array
 from ringtrain.collectives.shared_sums import SharedSums
 from ringtrain.collectives.shared_window import SQUARES_DTYPE, Window
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 DTYPES = ("float32", "float64")
 OPERATION = "sum_in_shared_memory"  # what TensorFlow's graph calls it
@@ -47,8 +45,6 @@ class SharedMemory(HorovodCollective):
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
     ) -> Totals:
-        import tensorflow as tf
-
         if not ordered or any(tensor.dtype.name not in DTYPES for tensor in tensors):
             return super().all_reduce(tensors, name=name)
         specs = [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]
@@ -62,7 +58,5 @@ class SharedMemory(HorovodCollective):
         return Totals(totals, squares, keep_alive=totals if read_only else ())
 
     def _add_up(self, what: int, read_only: bool, *arrays: Array) -> list[Array]:
-        import tensorflow as tf
-
         with tf.profiler.experimental.Trace(TRACE):
             return self._sums.add_up(what, read_only, *arrays)

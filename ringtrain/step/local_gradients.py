@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ringtrain.config import Config
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.run.variables import is_seed_state
@@ -28,24 +29,17 @@ class LocalGradients:
 
     def __init__(
         self,
-        *,
         workload: Workload,
+        config: Config,
         model: keras.Model,
         loss_scale: LossScale,
+        *,
         dtype: tf.DType,
-        accumulate: int,
-        seed: int,
         rank: int,
     ) -> None:
-        """Nothing is traced yet.
-
-        Args:
-            dtype: of losses and sums.
-            accumulate: micro-batches per step.
-            seed: seed of dropout.
-        """
+        """Nothing is traced yet. ``dtype`` is that of losses and sums."""
         self._workload, self._model, self._loss_scale = workload, model, loss_scale
-        self._dtype, self._accumulate, self._seed, self._rank = dtype, accumulate, seed, rank
+        self._dtype, self._accumulate, self._seed, self._rank = dtype, config.accumulate, config.seed, rank
         self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
         self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
         # A layer that asks the other ranks within its forward pass (SyncBatchNormalization) says so by this attribute.

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ringtrain.collectives.base import MARK
 from ringtrain.collectives.gradients import GradientReduction
-from ringtrain.config import Precision
+from ringtrain.config import Config, Precision
 from ringtrain.data.pipeline import Batch
 from ringtrain.guard.labels import find_labels
 from ringtrain.run.variables import name_variables, named_slots, named_weights
@@ -43,14 +43,11 @@ class TrainStep:
         self,
         *,
         workload: Workload,
+        config: Config,
         model: keras.Model,
         optimizer: keras.optimizers.Optimizer,
         reduction: GradientReduction,
         batch_spec: Batch,
-        precision: Precision,
-        accumulate: int,
-        seed: int,
-        ema: float = 0.0,
         local_batch_size: int | None = None,
         times_communication: bool = False,
     ) -> None:
@@ -59,28 +56,19 @@ class TrainStep:
         Args:
             reduction: sums gradients over the ranks.
             batch_spec: tensor specs of a batch (``dataset.element_spec``).
-            accumulate: micro-batches per step.
-            seed: seed of dropout.
-            ema: largest decay of the moving average of the weights; 0: none is kept.
             local_batch_size: samples of almost all of this rank's batches; None where that is not known.
             times_communication: take the moments for ``communication_seconds``. TensorFlow refuses that where it is to
                 be deterministic; of what a GPU computes the host knows none, and to ask would let it wait.
         """
         self.model, self.optimizer = model, optimizer
-        self.loss_scale = LossScale(is_dynamic=precision == "mixed_float16")
-        self.averages = WeightAverages(model.trainable_variables, decay=ema)
+        self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")
+        self.averages = WeightAverages(model.trainable_variables, decay=config.optimizer.ema)
         self._reduction = reduction
-        self._dtype = tf.float64 if precision == "float64" else tf.float32
+        self._dtype = tf.float64 if config.precision == "float64" else tf.float32
         self._local_batch_size, self._times_communication = local_batch_size, times_communication
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
         self._local_gradients = LocalGradients(
-            workload=workload,
-            model=model,
-            loss_scale=self.loss_scale,
-            dtype=self._dtype,
-            accumulate=accumulate,
-            seed=seed,
-            rank=reduction.collective.world.rank,
+            workload, config, model, self.loss_scale, dtype=self._dtype, rank=reduction.collective.world.rank
         )
         optimizer.build(model.trainable_variables)
         # A known number of samples saves the gradient of each addition the question whether anything was broadcast.

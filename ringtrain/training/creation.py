@@ -93,6 +93,7 @@ def create_step(
     first = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
     return TrainStep(
         workload=workload,
+        config=config,
         model=model,
         optimizer=optimizer,
         reduction=GradientReduction(
@@ -101,10 +102,6 @@ def create_step(
             read_only=only_reads_gradients(optimizer),
         ),
         batch_spec=batch_spec,
-        precision=config.precision,
-        accumulate=config.accumulate,
-        ema=config.optimizer.ema,
-        seed=config.seed,
         local_batch_size=first or None if is_known else None,
         times_communication=can_time_communication(config),
     )

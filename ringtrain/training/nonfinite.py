@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -175,25 +176,14 @@ def describe_device() -> str:
 
 def pack_batch(batch: Batch) -> bytes:
     """A batch as the content of an .npz file, without pickle: x, y (``x/name`` where they are structures), indices."""
-    arrays = {"indices": batch.indices, "step": batch.step, "global_count": batch.global_count}
-    arrays |= {**_named("x", batch.x), **_named("y", batch.y)}
-    values = {name: np.asarray(tensor) for name, tensor in arrays.items()}
+    tensors = {"indices": batch.indices, "step": batch.step, "global_count": batch.global_count}
+    tensors |= {"x": batch.x, "y": batch.y}
+    values = {"/".join(map(str, path)): np.asarray(value) for path, value in keras.tree.flatten_with_path(tensors)}
     # Texts come as objects, which only pickle could write.
     plain: dict[str, Any] = {n: np.array(v.tolist()) if v.dtype.hasobject else v for n, v in values.items()}
     file = io.BytesIO()
     np.savez(file, **plain)
     return file.getvalue()
-
-
-def _named(name: str, value: Any) -> dict[str, Any]:
-    """The tensors of a structure by their places in it."""
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, (tuple, list)):
-        items = enumerate(value)  # type: ignore[assignment]
-    else:
-        return {name: value}
-    return {inner: tensor for key, item in items for inner, tensor in _named(f"{name}/{key}", item).items()}
 
 
 def _first(words: list[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
@@ -123,14 +124,8 @@ def connect_horovod(world: World) -> HorovodCollective:
             f"Horovod cannot be loaded: {error}. It must be built against the TensorFlow that is installed: "
             "run `make setup`, or see `horovodrun --check-build`."
         ) from error
-    seen = World(
-        rank=hvd.rank(),
-        size=hvd.size(),
-        local_rank=hvd.local_rank(),
-        local_size=hvd.local_size(),
-        node=world.node,
-        launcher=world.launcher,
-    )
+    places = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size()}
+    seen = dataclasses.replace(world, rank=hvd.rank(), size=hvd.size(), **places)
     for who, size in (("Horovod", seen.size), ("mpi4py", _mpi4py_size(hvd, world))):
         if size != world.size:
             raise UsageError(

@@ -188,7 +188,7 @@ class Evaluate:
             if result is None:
                 return Ending.PREEMPTED  # the evaluation is made when the run goes on
             self.last = result
-            progress.note_evaluation(step, result.value(config.best_metric), config.best_direction)
+            progress.note_evaluation(step, result.values[config.best_metric], config.best_direction)
             if records is not None:
                 self._record(step, result, records, seconds=time.perf_counter() - start)
         gives_up = 0 < config.stop_after <= progress.evaluations_without_best
@@ -203,10 +203,9 @@ class Evaluate:
         console.line(
             f"epoch {round(epoch, 2):g}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
         )
-        values = {"loss": result.loss, "data_loss": result.data_loss, **result.metrics}
         took = {"seconds": round(seconds, 3)}
-        records.run.write_event("eval", step=step, epoch=epoch, samples=result.samples, **(took | values))
-        records.events.scalars("eval", values, step=step)
+        records.run.write_event("eval", step=step, epoch=epoch, samples=result.samples, **(took | result.values))
+        records.events.scalars("eval", result.values, step=step)
         try:
             self._show(step, records)
         except RunDirectoryError:

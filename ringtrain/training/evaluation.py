@@ -45,9 +45,10 @@ class EvalReport:
     metrics: dict[str, float]
     left_out: tuple[BadSample, ...] = ()
 
-    def value(self, name: str) -> float:
-        """The value of ``best_metric``: ``loss``, ``data_loss`` or a metric."""
-        return {"loss": self.loss, "data_loss": self.data_loss, **self.metrics}[name]
+    @property
+    def values(self) -> dict[str, float]:
+        """``loss``, ``data_loss`` and the metrics; ``best_metric`` is one of these."""
+        return {"loss": self.loss, "data_loss": self.data_loss, **self.metrics}
 
 
 def evaluate(

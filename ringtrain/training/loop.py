@@ -12,7 +12,6 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, run_on_rank0
-from ringtrain.config import Config
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import Cause, PreemptedError, RingtrainError
@@ -30,10 +29,10 @@ from ringtrain.terminal.console import Console
 from ringtrain.training.actions import Action, CheckReplicas, Ending, Evaluate, Log, Records, Save, Training
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
+from ringtrain.training.joining import Prepared
 from ringtrain.training.nonfinite import NonfiniteGuard
 from ringtrain.training.profiling import Profile
 from ringtrain.training.saving import restore, take_snapshot, take_weights
-from ringtrain.workloads.base import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +53,13 @@ class Result:
 
 
 def train(
-    workload: Workload,
-    config: Config,
+    prepared: Prepared,
     collective: Collective,
     *,
     start: Start,
     opened: OpenedRun | None,
     requests: StopRequests,
     console: Console,
-    num_threads: int,
 ) -> Result:
     """Train a workload from where its run directory says. Every rank calls it, with the same arguments but for one.
 
@@ -70,7 +67,6 @@ def train(
         start: where the run begins.
         opened: the run directory on rank 0, None on the others.
         requests: whether this rank has been told to stop.
-        num_threads: processor threads for the input pipeline.
 
     Raises:
         DataError: the data are missing or damaged.
@@ -80,10 +76,10 @@ def train(
         UsageError: the ranks would not train the same.
     """
     job = create_job(
-        workload,
-        config,
+        prepared.workload,
+        prepared.config,
         collective,
-        num_threads=num_threads,
+        num_threads=prepared.plan.intra_op_threads,
         start=start,
         print_line=console.line,
     )
@@ -217,12 +213,14 @@ def run_steps(training: Training, actions: Sequence[Action]) -> tuple[int, Endin
         is_prepared = step > job.plan.first_step + 1 and job.step.is_traced_for(batch)
         activity.note(Phase.STEP, step, takes_long=not is_prepared)
         learning_rate = job.plan.learning_rate(job.plan.order.samples_before(step - 1))
-        is_stop_wanted = training.requests.is_pending
         for labels in job.labels_to_check if step <= job.plan.first_step + CHECKED_STEPS else ():
             labels.check(batch.y, batch.indices, of="training")
         with times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
             returned = job.step(
-                batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count
+                batch,
+                learning_rate,
+                is_stop_wanted=training.requests.is_pending,
+                next_count=batches.next_local_count,
             )
         if batches.is_counted:
             batches.note(next_samples(returned))
@@ -283,7 +281,6 @@ def finish(training: Training, step: int, ending: Ending) -> None:
     Raises:
         DivergedError: on every rank, where a value is not finite; nothing is saved then.
         PreemptedError: on every rank, where the training was stopped before its end.
-        ReplicasDifferError: on every rank, where they hold different values; nothing is saved then.
         RingtrainError: on every rank, where the save failed.
     """
     job, requests, records = training.job, training.requests, training.records

@@ -16,13 +16,8 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
 
     A rank that sees one GPU alone takes it for its own, as under Slurm's ``--gpus-per-task=1``; NCCL does not sum
     between two on one. And Horovod does not ask whether its kernels for GPUs ran: where it has none for this GPU, or
-    the driver is older than they need, tensors that travel together would come back as they were.
-
-    Args:
-        gpu: what the driver calls this rank's (``devices.own_gpu``); None on cores.
-
-    Raises:
-        UsageError: on every rank, where two have one GPU, or one got another sum.
+    the driver is older than they need, tensors that travel together would come back as they were. ``gpu`` is what the
+    driver calls this rank's (``devices.own_gpu``); None on cores.
     """
     world = collective.world
     ranks = all_gather_object(collective, [world.rank, world.node, gpu], name="checks/ranks")

@@ -11,7 +11,7 @@ leave at once, with the step's other sums: then nobody has to agree on an order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -175,6 +175,16 @@ def plan_groups(specs: Sequence[GradientSpec]) -> list[list[int]]:
         else:
             open_groups[spec.dtype] = (indices, num_bytes)
     return groups + [indices for indices, _ in open_groups.values()]
+
+
+def by_type(tensors: Sequence[tf.Tensor], act: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """What ``act`` gives for tensors of one type together, each type in turn, in the order of the tensors."""
+    results = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        for place, result in zip(places, act([tensors[i] for i in places]), strict=True):
+            results[place] = result
+    return results
 
 
 def gradient_spec(gradient: tf.Tensor | tf.IndexedSlices) -> GradientSpec:

@@ -67,7 +67,7 @@ class SharedSums:
         with np.errstate(all="ignore"):
             first = next((chunk for array in arrays for chunk in cut(array)), None)
             free_on_all = 0 if first is None else self._begin(what, results, first)
-            shared = results[lowest_bit(free_on_all)] if free_on_all else None
+            shared = results[free_on_all.bit_length() - 1] if free_on_all else None
             totals = shared.to_write() if shared else [self._buffers.take(a.shape, a.dtype) for a in arrays]
             if read_only and first is not None and shared is None:
                 self._prepare_result(key, arrays)
@@ -78,11 +78,7 @@ class SharedSums:
         return [*(shared.to_read() if shared else totals), np.array(squares, SQUARES_DTYPE)]
 
     def _begin(self, what: int, results: Sequence[SharedResult], first: Array) -> int:
-        """Give the first chunk, and see what all ranks are about to do.
-
-        Returns:
-            Which of the results are free on all ranks, as bits.
-        """
+        """Give the first chunk, and see what all ranks are about to do; which results are free on all, as bits."""
         window = self._window
         # Seen by the others with the first chunk.
         window.summed[self._rank] = what
@@ -194,11 +190,6 @@ def cut(array: Array) -> Iterator[Array]:
     length = CHUNK_BYTES // array.itemsize
     for start in range(0, flat.size, length):
         yield flat[start : start + length]
-
-
-def lowest_bit(number: int) -> int:
-    """The place of the lowest bit that is set."""
-    return (number & -number).bit_length() - 1
 
 
 def view_as(slot: Array, chunk: Array) -> Array:

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives.base import MARK
-from ringtrain.collectives.gradients import GradientReduction
+from ringtrain.collectives.gradients import GradientReduction, by_type
 from ringtrain.config import Config, Precision
 from ringtrain.data.pipeline import Batch
 from ringtrain.guard.labels import find_labels
@@ -227,18 +227,10 @@ class TrainStep:
 
     def _sum_state(self, forward: Forward) -> list[tf.Tensor]:
         """The mean over all samples of what the ranks' forward passes made of the state (BatchNorm's statistics)."""
-        state = forward.state
-        by_dtype: dict[tf.DType, list[int]] = {}
-        for position, value in enumerate(state):
-            by_dtype.setdefault(value.dtype, []).append(position)
-        sums = list(state)
-        for dtype, positions in by_dtype.items():
-            totals = self._reduction.collective.all_reduce(
-                [state[i] for i in positions], name=f"state/{dtype.name}"
-            ).tensors
-            for position, total in zip(positions, totals, strict=True):
-                sums[position] = total
-        return sums
+        collective = self._reduction.collective
+        return by_type(
+            forward.state, lambda values: collective.all_reduce(values, name=f"state/{values[0].dtype.name}").tensors
+        )
 
 
 @functools.lru_cache(maxsize=8)

@@ -61,20 +61,11 @@ def choose_optimizer(workload: Workload, config: Config, first_learning_rate: fl
 
 def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
     """The Keras optimizer of the settings. Its clipping acts on the gradients that it is given: the reduced ones."""
-    options = {
-        name: value
-        for name, value in (
-            ("momentum", settings.momentum),
-            ("nesterov", settings.nesterov),
-            ("rho", settings.rho),
-            ("epsilon", settings.epsilon),
-            ("weight_decay", settings.weight_decay),
-            ("global_clipnorm", settings.clip_global_norm),
-        )
-        if value
-    }
+    names = ("momentum", "nesterov", "rho", "epsilon", "weight_decay")
+    options = {"global_clipnorm": settings.clip_global_norm, **{name: getattr(settings, name) for name in names}}
+    given = {name: value for name, value in options.items() if value}
     optimizer_class = FUSED.get(settings.name) or getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
-    return optimizer_class(learning_rate=settings.lr, **options)
+    return optimizer_class(learning_rate=settings.lr, **given)
 
 
 def create_step(

@@ -34,12 +34,10 @@ def recording_end(
     run: RunDirectory | None, is_complete: bool, requests: StopRequests, world: World, console: Console
 ) -> Iterator[None]:
     """Write the ``end`` record of a run on rank 0, however it ends, then its report, and let go of its directory."""
-    if run is None:
+    if run is None or is_complete:
         yield
-        return
-    if is_complete:
-        yield
-        run.close()
+        if run is not None:
+            run.close()
         return
 
     def leave_early(reason: str, exit_code: int) -> None:

@@ -6,16 +6,12 @@ and how long the sum took. Both cost time: steps with a profile are slower than 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from pathlib import Path
-
 import tensorflow as tf
 
-from ringtrain.run.directory import RunDirectoryError
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.training.actions import Training
+from ringtrain.training.summaries import explaining
 
 DIRECTORY = "profile"
 
@@ -64,7 +60,7 @@ class Profile:
         self._job.collective.stop_timeline()
         if self._directory is not None:
             activity.note(Phase.LOG, self._last, takes_long=True)
-            with self._explaining(self._directory):
+            with self._job.times.leaving_out(), explaining(self._directory):
                 tf.profiler.experimental.stop()
             self._print_line(
                 f"the profile of steps {self._first} to {self._last} is in {self._directory}: see it by "
@@ -75,17 +71,8 @@ class Profile:
         self._is_under_way = True
         timeline = ""
         if self._directory is not None:
-            with self._explaining(self._directory):
+            with self._job.times.leaving_out(), explaining(self._directory):
                 self._directory.mkdir(exist_ok=True)
                 tf.profiler.experimental.start(str(self._directory))
             timeline = str(self._directory / f"horovod-steps-{self._first}-{self._last}.json")
         self._job.collective.start_timeline(timeline)
-
-    @contextlib.contextmanager
-    def _explaining(self, directory: Path) -> Iterator[None]:
-        """Say of what cannot be written where it is. The time that this takes is not that of steps."""
-        try:
-            with self._job.times.leaving_out():
-                yield
-        except (tf.errors.OpError, OSError) as error:
-            raise RunDirectoryError(directory, str(error)) from None

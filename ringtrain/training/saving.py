@@ -53,11 +53,6 @@ class CheckpointWriter:
             self._executor.shutdown()
         return str(self._run.checkpoints)
 
-    @property
-    def root(self) -> Path:
-        """The directory of the checkpoints."""
-        return self._run.checkpoints
-
     def wait(self) -> None:
         """Wait until what was begun is written, or has failed and was told.
 

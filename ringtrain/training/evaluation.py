@@ -63,11 +63,8 @@ def evaluate(
 ) -> EvalReport | None:
     """Evaluate each sample of a source exactly once, each rank its share. Every rank must call it.
 
-    Args:
-        skips_bad: leave out samples that cannot be read, where the source may have such.
-
-    Returns:
-        The same report on every rank; None on every rank where one of them wanted to stop meanwhile.
+    With ``skips_bad`` samples that cannot be read are left out. The report is the same on every rank, and so is None:
+    one of them wanted to stop meanwhile.
     """
     batches = evaluation_batches(
         source, collective.world, global_batch_size=global_batch_size, num_threads=num_threads, skips_bad=skips_bad

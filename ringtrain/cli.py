@@ -42,11 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(arguments: list[str], world: World) -> int:
-    """Find the command, and run it.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
+    """Find the command, and run it."""
     if arguments in (["-h"], ["--help"]):
         if world.is_rank0:
             print(show_overview(COMMANDS), end="")

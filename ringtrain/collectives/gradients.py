@@ -80,8 +80,7 @@ class GradientReduction:
     def __call__(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor | None = None) -> Reduced:
         """Reduce one gradient for each variable, in the order in which the forward pass uses the variables.
 
-        Args:
-            control: a short vector of sums, which is reduced as well; the finite check is of the gradients alone.
+        ``control``, a short vector of sums, is reduced as well; the finite check is of the gradients alone.
         """
         if control is not None and self._leaves_at_once([*gradients, control]):
             return self._sum_at_once(gradients, control)
@@ -216,10 +215,8 @@ def check_finite(
     """Whether all values are finite (bool []) and the norm of all of them together (float []).
 
     One pass over the data yields both. Only where the sum of squares is not finite, which large finite values can bring
-    about as well, is each value looked at.
-
-    Args:
-        squares: [k], the sums of squares of the first k tensors, where they are known: none of these is passed over.
+    about as well, is each value looked at. ``squares`` [k] are the sums of squares of the first k tensors, where they
+    are known: none of these is passed over.
     """
     values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
     norm_dtype = tf.float64 if any(value.dtype == tf.float64 for value in values) else tf.float32

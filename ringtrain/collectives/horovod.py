@@ -147,9 +147,7 @@ def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
     """See that Horovod's own settings are the same on all ranks: by MPI alone, before the first collective of Horovod.
 
     With some of them different, such as the capacity of its cache, its processes wait in that for each other, for ever.
-
-    Raises:
-        UsageError: on every rank, where they are not.
+    So the error is every rank's.
     """
     from mpi4py import MPI
 

@@ -105,12 +105,8 @@ class SharedSums:
     def _add_chunks(self, chunks: Sequence[tuple[Array, Array]], *, is_shared: bool) -> list[float]:
         """Give, add and take each chunk: while the others give one, this rank adds the one before.
 
-        Args:
-            chunks: of this rank, each with where its sum goes; the first is given.
-            is_shared: whether the sums are added where all ranks read them.
-
-        Returns:
-            The sum of squares of each chunk's sum.
+        Each of this rank's chunks comes with where its sum goes; the first is given. ``is_shared``: all ranks read the
+        sums there. Returns the sum of squares of each chunk's sum.
         """
         first, self._num_chunks = self._num_chunks, self._num_chunks + len(chunks)
         squares = []

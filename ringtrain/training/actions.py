@@ -122,7 +122,7 @@ class Log:
 
     def __init__(self, training: Training, records: Records) -> None:
         self._job, self._training, self._records = training.job, training, records
-        self._job.times.begin()
+        self._job.times.lap()
         self._since_step = self._job.plan.first_step
         self._since_samples = self._samples_seen(self._since_step)
 
@@ -131,7 +131,7 @@ class Log:
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
         activity.note(Phase.LOG, step)
-        num_steps, seconds, samples_seen = step - self._since_step, self._job.times.elapsed(), self._samples_seen(step)
+        num_steps, seconds, samples_seen = step - self._since_step, self._job.times.lap(), self._samples_seen(step)
         sec_per_step, examples_per_sec = seconds / num_steps, (samples_seen - self._since_samples) / seconds
         self._since_step, self._since_samples = step, samples_seen
         self._show(step, report, examples_per_sec, sec_per_step)

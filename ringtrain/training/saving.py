@@ -165,8 +165,7 @@ def describe_identity(job: Job) -> dict[str, Any]:
 def take_weights(job: Job, source: Path) -> list[str]:
     """Start from the weights of a checkpoint, as far as names and shapes match; returns lines that say what did.
 
-    Args:
-        source: a checkpoint, or a run directory, whose best checkpoint is taken (the newest where none is best).
+    Of a run directory it is the best checkpoint, or the newest where none is best.
     """
     path = find_checkpoint(source)
     saved = read_checkpoint(path).variables

@@ -65,7 +65,7 @@ class TrainStep:
         self.averages = WeightAverages(model.trainable_variables, decay=config.optimizer.ema)
         self._reduction = reduction
         self._dtype = tf.float64 if config.precision == "float64" else tf.float32
-        self._local_batch_size, self._times_communication = local_batch_size, times_communication
+        self._local_batch_size, self.times_communication = local_batch_size, times_communication
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
         self._local_gradients = LocalGradients(
             workload, config, model, self.loss_scale, dtype=self._dtype, rank=reduction.collective.world.rank
@@ -187,7 +187,7 @@ class TrainStep:
             tf.cast(extra_scalars, self._dtype), [[end - NUM_EXTRA_SCALARS, forward.sums.shape[0] - end]]
         )
         # TensorFlow runs what is stateful in the order in which it is written here: a clock, a sum in shared memory.
-        begin = moment_after([*forward.state, *forward.gradients]) if self._times_communication else None
+        begin = moment_after([*forward.state, *forward.gradients]) if self.times_communication else None
         state = self._sum_state(forward)
         gradients, gradients_finite, scaled_norm, sums, keep_alive = self._reduction(
             forward.gradients, forward.sums + extra_scalars

@@ -94,13 +94,8 @@ def create_step(
         ),
         batch_spec=batch_spec,
         local_batch_size=first or None if is_known else None,
-        times_communication=can_time_communication(config),
+        times_communication=not (config.deterministic or tf.config.get_visible_devices("GPU")),
     )
-
-
-def can_time_communication(config: Config) -> bool:
-    """Whether the step may ask for the time: see ``TrainStep``."""
-    return not (config.deterministic or tf.config.get_visible_devices("GPU"))
 
 
 def create_eval_step(

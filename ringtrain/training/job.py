@@ -22,7 +22,6 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.step.times import StepTimes
 from ringtrain.step.train_step import TrainStep
 from ringtrain.training.creation import (
-    can_time_communication,
     choose_optimizer,
     create_eval_step,
     create_model,
@@ -143,7 +142,7 @@ def create_job(
         eval_step=eval_step,
         labels_to_check=() if is_given_as_it_lies(workload, sources.train) else step.labels,
         num_threads=num_threads,
-        times=StepTimes(times_communication=can_time_communication(config)),
+        times=StepTimes(times_communication=step.times_communication),
     )
     require_same_job(job, sources, contents, print_line)
     return job

@@ -33,7 +33,10 @@ def open_sources(
 def read_sources(workload: Workload, config: Config) -> Sources:
     """The workload's data; none of which is known to be damaged, unless such samples may be left out."""
     sources = require_sources(workload, workload.create_sources(config.data_dir, synthetic=config.synthetic))
-    return refuse_damaged(sources) if config.on_bad_sample == "stop" else sources
+    for source in sources if config.on_bad_sample == "stop" else ():
+        if damaged := list(getattr(source, "damaged", ())):
+            raise DataError(f"{describe_bad(damaged)} {BAD_REMEDY}", reach="node")
+    return sources
 
 
 def require_sources(workload: Workload, given: Any) -> Sources:
@@ -70,15 +73,6 @@ def name_kind(value: Any) -> str:
         return f"a {kind.__name__} of {len(value)}"
     package = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]} "
     return f"a {package}{kind.__name__}"
-
-
-def refuse_damaged(sources: Sources) -> Sources:
-    """See that no sample is known already to be damaged."""
-    for source in sources:
-        damaged = list(getattr(source, "damaged", ()))
-        if damaged:
-            raise DataError(f"{describe_bad(damaged)} {BAD_REMEDY}", reach="node")
-    return sources
 
 
 def cache_sources(sources: Sources, config: Config, collective: Collective, *, num_threads: int) -> Sources:

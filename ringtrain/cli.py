@@ -17,18 +17,11 @@ from ringtrain.training.ending import report_end
 
 # Each has a file with what it takes, its help, and what it does: ``main``. They are imported when they are called.
 COMMANDS = {
-    "train": "ringtrain.commands.train",
-    "launch": "ringtrain.commands.launch",
-    "eval": "ringtrain.commands.eval",
-    "report": "ringtrain.commands.report",
-    "export": "ringtrain.commands.export",
-    "verify": "ringtrain.commands.verify",
-    "workloads": "ringtrain.commands.workloads",
-    "init": "ringtrain.commands.init",
-    "convert": "ringtrain.commands.convert",
-    "doctor": "ringtrain.commands.doctor",
-    "bench": "ringtrain.commands.bench",
-}
+    name: f"ringtrain.commands.{name}"
+    for name in (
+        "train", "launch", "eval", "report", "export", "verify", "workloads", "init", "convert", "doctor", "bench",
+    )
+}  # fmt: skip
 # What the commands start themselves; not for the user.
 INTERNAL_COMMANDS = {"_record": "ringtrain.commands.record"}
 
@@ -49,11 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(arguments: list[str], world: World) -> int:
-    """Find the command, and run it.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
+    """Find the command, and run it."""
     if arguments in (["-h"], ["--help"]):
         if world.is_rank0:
             print(show_overview(COMMANDS), end="")
@@ -64,7 +53,7 @@ def run_command(arguments: list[str], world: World) -> int:
     if module is None:
         is_file = command.endswith(".py")
         suggestion = f"Did you mean --workload {command}? " if is_file else did_you_mean(command, COMMANDS)
-        raise UsageError(f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.", reach="run")
+        raise UsageError(f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.")
     code: int = importlib.import_module(module).main(arguments, world)
     # Of a run there is a directory; of every other command nothing is left but what it prints.
     return RingtrainError.exit_code if code == 0 and command != "train" and has_lost_stdout() else code

@@ -103,39 +103,27 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
-        one_of("optimizer.name", self.name, OPTIMIZER_CLASSES)
-        one_of("optimizer.lr_scale", self.lr_scale, ("none", "linear", "sqrt"))
-        one_of("optimizer.schedule", self.schedule, ("constant", "exponential", "cosine", "linear"))
+        one_of("optimizer.name", self.name, tuple(OPTIMIZER_CLASSES))
         for name in ("warmup_epochs", "momentum", "weight_decay", "clip_global_norm", "ema"):
             at_least(f"optimizer.{name}", getattr(self, name), 0)
         for name, such in (("ema", 0.9999), ("rho", 0.9), ("momentum", 0.9)):
             if (getattr(self, name) or 0) >= 1:
-                raise UsageError(
-                    f"optimizer.{name} is {getattr(self, name)}; it must be below 1, such as {such}.", reach="run"
-                )
+                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be below 1, such as {such}.")
         for name in ("lr", "decay_rate", "decay_epochs"):
             above(f"optimizer.{name}", getattr(self, name), 0)
-        if self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
-            raise UsageError(
-                f"optimizer.momentum is {self.momentum}, but {self.name} takes none; leave it at 0, or choose "
-                f"{' or '.join(MOMENTUM_OPTIMIZERS)}.",
-                reach="run",
-            )
-        for name, takers in (("rho", RHO_OPTIMIZERS), ("epsilon", EPSILON_OPTIMIZERS)):
+        for name, takers, remedy in (
+            ("momentum", MOMENTUM_OPTIMIZERS, f"leave it at 0, or choose {' or '.join(MOMENTUM_OPTIMIZERS)}"),
+            ("rho", RHO_OPTIMIZERS, f"leave it out, or choose one of {', '.join(RHO_OPTIMIZERS)}"),
+            ("epsilon", EPSILON_OPTIMIZERS, f"leave it out, or choose one of {', '.join(EPSILON_OPTIMIZERS)}"),
+        ):
             value = getattr(self, name)
-            if value is None:
-                continue
-            above(f"optimizer.{name}", value, 0)
-            if self.name not in takers:
-                raise UsageError(
-                    f"optimizer.{name} is {value}, but {self.name} takes none; leave it out, or choose one of "
-                    f"{', '.join(takers)}.",
-                    reach="run",
-                )
+            if value is not None and name != "momentum":
+                above(f"optimizer.{name}", value, 0)
+            if value and self.name not in takers:
+                raise UsageError(f"optimizer.{name} is {value}, but {self.name} takes none; {remedy}.")
         if self.nesterov and not (self.name == "sgd" and self.momentum):
             raise UsageError(
-                "optimizer.nesterov is true, but only sgd with optimizer.momentum above 0 has Nesterov momentum.",
-                reach="run",
+                "optimizer.nesterov is true, but only sgd with optimizer.momentum above 0 has Nesterov momentum."
             )
 
 
@@ -253,60 +241,34 @@ class Config:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, least, most in (
-            ("epochs", 1, MAX_STEPS),
-            ("steps", 1, MAX_STEPS),
-            ("batch_size", 1, MAX_SIZE),
-            ("global_batch_size", 1, MAX_SIZE),
-            ("accumulate", 1, MAX_SIZE),
-            ("log_every", 1, MAX_SIZE),
-            ("keep", 1, MAX_SIZE),
-            ("eval_every_epochs", 0, MAX_SIZE),
-            ("eval_every", 0, MAX_SIZE),
-            ("stop_after", 0, MAX_SIZE),
-            ("checkpoint_every", 0, MAX_SIZE),
-            ("check_replicas_every", 0, MAX_SIZE),
-            ("seed", 0, MAX_SEED),
+        for names, least, most in (
+            (("epochs", "steps"), 1, MAX_STEPS),
+            (("batch_size", "global_batch_size", "accumulate", "log_every", "keep"), 1, MAX_SIZE),
+            (("eval_every_epochs", "eval_every", "stop_after"), 0, MAX_SIZE),
+            (("checkpoint_every", "check_replicas_every"), 0, MAX_SIZE),
+            (("seed",), 0, MAX_SEED),
         ):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), least, most)
+            for name in names:
+                if getattr(self, name) is not None:
+                    at_least(name, getattr(self, name), least, most)
         for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
                 raise UsageError(
-                    f"{name} is {getattr(self, name)} and {other} is {getattr(self, other)}; give one of the two.",
-                    reach="run",
+                    f"{name} is {getattr(self, name)} and {other} is {getattr(self, other)}; give one of the two."
                 )
-        for name, values in (
-            ("backend", ("auto", "horovod", "solo")),
-            ("compression", ("none", "fp16")),
-            ("precision", ("float32", "mixed_float16", "mixed_bfloat16", "float64")),
-            ("on_nonfinite", ("stop", "skip")),
-            ("on_bad_sample", ("stop", "skip")),
-            ("best_direction", ("min", "max")),
-            ("resume", ("auto", "never", "must")),
-            ("cache", ("none", "memory", "node")),
-        ):
-            one_of(name, getattr(self, name), values)
         if self.profile is not None:
             range_of_steps("profile", self.profile)
         if self.max_hours is not None:
             above("max_hours", self.max_hours, 0, MAX_SECONDS / 3600)
         if self.hang_timeout != 0 and not (math.isfinite(self.hang_timeout) and self.hang_timeout >= 1):
-            raise UsageError(
-                f"hang_timeout is {self.hang_timeout}; it must be at least 1 second, or 0 for no watch.", reach="run"
-            )
+            raise UsageError(f"hang_timeout is {self.hang_timeout}; it must be at least 1 second, or 0 for no watch.")
         at_most("hang_timeout", self.hang_timeout, MAX_SECONDS)
         at_least("exit_timeout", self.exit_timeout, 0, MAX_SECONDS)
-        if self.data_dir is not None and not os.path.isdir(self.data_dir):  # Path.is_dir raises on too long a name
-            raise UsageError(
-                f"data_dir {str(self.data_dir)!r} is no directory that can be read. Check the path.", reach="node"
-            )
-        if self.init_from is not None and not os.path.isdir(self.init_from):
-            raise UsageError(
-                f"init_from {str(self.init_from)!r} is no directory that can be read; it must be a checkpoint, or a "
-                "run directory. Check the path.",
-                reach="node",
-            )
+        for name, kinds in (("data_dir", ""), ("init_from", "; it must be a checkpoint, or a run directory")):
+            path = getattr(self, name)
+            if path is not None and not os.path.isdir(path):  # Path.is_dir raises on too long a name
+                rule = f"is no directory that can be read{kinds}. Check the path."
+                raise UsageError(f"{name} {str(path)!r} {rule}", reach="node")
 
 
 def make_config(
@@ -320,9 +282,6 @@ def make_config(
         explicit: what the user wrote: field names to values, ``optimizer`` to a mapping.
         workload_defaults: the workload's own values, in the same form.
         workload_options: the workload's own settings with their values; None where they are not known yet.
-
-    Raises:
-        UsageError: a value breaks a rule.
     """
     defaults = dict(workload_defaults)
     _refuse_unknown(defaults)
@@ -344,23 +303,17 @@ def make_config(
 
 
 def _refuse_unknown(defaults: Mapping[str, Any]) -> None:
-    """See that a workload's defaults are settings.
-
-    Raises:
-        UsageError: one is not.
-    """
+    """See that a workload's defaults are settings."""
     optimizer = defaults.get("optimizer", {})
     if not isinstance(optimizer, Mapping):
-        raise UsageError(f"the workload's defaults have optimizer {optimizer!r}; it must be a mapping.", reach="run")
+        raise UsageError(f"the workload's defaults have optimizer {optimizer!r}; it must be a mapping.")
     for given, prefix, known in ((defaults, "", Config), (optimizer, "optimizer.", OptimizerConfig)):
         for name in given:
             if name not in known.__dataclass_fields__:
-                given_name, meant = (
-                    prefix + str(name),
-                    did_you_mean(str(name), known.__dataclass_fields__, prefix=prefix),
-                )
+                given_name = f"{prefix}{name}"
+                meant = did_you_mean(str(name), known.__dataclass_fields__, prefix=prefix)
                 text = f"the workload's defaults have {given_name!r}, but there is no such setting. {meant}"
-                raise UsageError(text.strip(), reach="run")
+                raise UsageError(text.strip())
 
 
 def to_plain(value: Any) -> Any:

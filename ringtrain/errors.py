@@ -24,12 +24,13 @@ class RingtrainError(Exception):
     """
 
     exit_code = 1
+    reach: Reach = "rank"
+    is_agreed = False
+    is_told = False
 
-    def __init__(self, message: str, *, reach: Reach = "rank") -> None:
+    def __init__(self, message: str, *, reach: Reach | None = None) -> None:
         super().__init__(message)
-        self.reach = reach
-        self.is_agreed = False
-        self.is_told = False
+        self.reach = reach or self.reach
 
     @classmethod
     def status(cls) -> str:
@@ -41,6 +42,7 @@ class UsageError(RingtrainError):
     """The command line, the configuration, the launcher or the installation is wrong."""
 
     exit_code = 2
+    reach = "run"
 
 
 class DataError(RingtrainError):
@@ -53,12 +55,14 @@ class DivergedError(RingtrainError):
     """The training produced a non-finite loss or gradient."""
 
     exit_code = 4
+    reach = "run"
 
 
 class ReplicasDifferError(RingtrainError):
     """Ranks, or runs that must agree, hold different weights, slots, losses or samples."""
 
     exit_code = 5
+    reach = "run"
 
 
 class HangError(RingtrainError):
@@ -75,14 +79,9 @@ class PreemptedError(RingtrainError):
     """
 
     exit_code = 75  # EX_TEMPFAIL: try again
+    reach = "run"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        reach: Reach = "rank",
-        stopped_by: Cause = "signal",
-    ) -> None:
+    def __init__(self, message: str, *, reach: Reach | None = None, stopped_by: Cause = "signal") -> None:
         super().__init__(message, reach=reach)
         self.stopped_by = stopped_by
 

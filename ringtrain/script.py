@@ -66,24 +66,17 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
 
 
 def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str, Any], world: World) -> Prepared:
-    """Check the settings, and take this rank's devices.
-
-    Raises:
-        UsageError: a setting is wrong, or TensorFlow has computed something already.
-    """
+    """Check the settings, and take this rank's devices."""
     from ringtrain.workloads.base import Workload
 
     workload_class = workload if isinstance(workload, type) else type(workload)
     if not issubclass(workload_class, Workload):
-        raise UsageError(
-            f"ringtrain.train got {workload!r}; it must be a ringtrain.Workload, or its class.", reach="run"
-        )
+        raise UsageError(f"ringtrain.train got {workload!r}; it must be a ringtrain.Workload, or its class.")
     config = choose_config(workload_class, settings)
     if isinstance(workload, Workload) and config.options != workload.options:
         raise UsageError(
             "ringtrain.train got a workload that is made already, and options for it, which it would not follow. Give "
-            f"its class: ringtrain.train({workload_class.__name__}, ...).",
-            reach="run",
+            f"its class: ringtrain.train({workload_class.__name__}, ...)."
         )
     instance = workload if isinstance(workload, Workload) else create_workload(workload_class, config.options)
     plan = pin(world, config, workload_class)
@@ -94,18 +87,13 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
         raise UsageError(
             f"ringtrain.train was called when TensorFlow had computed something already ({error}), so that this rank "
             "can be given neither its own GPU nor its own cores. Call it first; what makes tensors belongs into the "
-            "methods of the workload.",
-            reach="run",
+            "methods of the workload."
         ) from error
     return Prepared(instance, config, plan, device)
 
 
 def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any]) -> Config:
-    """The configuration of a run of this class.
-
-    Raises:
-        UsageError: there is no such setting, or its value is wrong.
-    """
+    """The configuration of a run of this class."""
     name = name_of(workload_class)
     if isinstance(settings, Config):
         options = merge_options(settings.options, workload_class.options)
@@ -115,8 +103,7 @@ def choose_config(workload_class: type[Workload], settings: Config | Mapping[str
     except yaml.YAMLError as error:
         raise UsageError(
             f"the settings of ringtrain.train hold what is no plain value: {error}. Give numbers, texts, paths, "
-            "true or false.",
-            reach="run",
+            "true or false."
         ) from error
     explicit = parse_mapping(Config, plain)
     return make_config({**explicit, "workload": name}, workload_class.defaults, workload_class.options)

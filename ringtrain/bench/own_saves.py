@@ -86,7 +86,7 @@ def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[floa
             writer.wait()
         seconds.append(time.perf_counter() - start)
         writer.wait()
-        newest, _ = find_newest(writer.root)
+        newest, _ = find_newest(RunDirectory(directory).checkpoints)
         if newest is None or newest.step != step or not is_equal(newest.variables, job.step.named_variables):
             fault = f"the checkpoint of step {step} is not what the model holds"
     return seconds[1:], fault

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from ringtrain.runtime.world import World
 
@@ -27,23 +29,19 @@ class Totals(NamedTuple):
     keep_alive: Sequence[tf.Tensor] = ()
 
 
-class Collective(Protocol):
-    """Communication among all ranks. Each call must be made by every rank; ``name`` says which call is meant."""
+class Collective:
+    """Communication among all ranks. Each call must be made by every rank; ``name`` says which call is meant.
 
-    @property
-    def world(self) -> World:
-        """Who this process is."""
+    Attributes:
+        world: who this process is.
+        description: who carries the communication, such as ``"Horovod over MPI"``.
+        overlaps_compute: whether sums travel while this rank computes; alike on all ranks. Gradients then leave in
+            groups, as the backward pass makes them; otherwise all at once, by an ordered sum.
+    """
 
-    @property
-    def description(self) -> str:
-        """Who carries the communication, such as ``"Horovod over MPI"``."""
-
-    @property
-    def overlaps_compute(self) -> bool:
-        """Whether sums travel while this rank computes; alike on all ranks.
-
-        Gradients then leave in groups, as the backward pass makes them; otherwise all at once, by an ordered sum.
-        """
+    world: World
+    description: str
+    overlaps_compute: bool = True
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
@@ -61,12 +59,15 @@ class Collective(Protocol):
                 nothing else refers to it. So whoever says this keeps ``Totals.keep_alive``, and lets no variable take
                 over a part of a sum. Alike on all ranks.
         """
+        raise NotImplementedError
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate ``[n_r, ...]`` of all ranks, in the order of the ranks, to ``[sum of n_r, ...]``."""
+        raise NotImplementedError
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         """Rank 0's tensors, on every rank. Shapes and types are the same on every rank."""
+        raise NotImplementedError
 
     def start_timeline(self, path: str) -> None:
         """From now on write down, in this file of rank 0, what the communication does; every rank calls it."""
@@ -78,7 +79,14 @@ class Collective(Protocol):
         """Leave in good order, after the last call of every rank."""
 
     def abort(self, exit_code: int) -> None:
-        """Leave at once, without waiting for any rank; never returns."""
+        """Leave at once, without waiting for any rank; never returns.
+
+        The launcher stops the other ranks when one leaves with an error. Horovod's and MPI's own ways out wait for
+        ranks that may never answer.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
 
 
 def mark_collective(outputs: list[tf.Tensor], name: str) -> list[tf.Tensor]:

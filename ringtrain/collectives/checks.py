@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tensorflow as tf
+
 from ringtrain.collectives.base import Collective
 from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
@@ -14,13 +16,8 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
 
     A rank that sees one GPU alone takes it for its own, as under Slurm's ``--gpus-per-task=1``; NCCL does not sum
     between two on one. And Horovod does not ask whether its kernels for GPUs ran: where it has none for this GPU, or
-    the driver is older than they need, tensors that travel together would come back as they were.
-
-    Args:
-        gpu: what the driver calls this rank's (``devices.own_gpu``); None on cores.
-
-    Raises:
-        UsageError: on every rank, where two have one GPU, or one got another sum.
+    the driver is older than they need, tensors that travel together would come back as they were. ``gpu`` is what the
+    driver calls this rank's (``devices.own_gpu``); None on cores.
     """
     world = collective.world
     ranks = all_gather_object(collective, [world.rank, world.node, gpu], name="checks/ranks")
@@ -33,8 +30,7 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
             raise UsageError(
                 f"ranks {', '.join(map(str, sharing))} on {node} have the same GPU ({its_gpu}), and each "
                 "rank needs its own. Start at most one rank for each GPU of a node, show each its own "
-                "(srun --gpus-per-task=1), or set CUDA_VISIBLE_DEVICES= to compute on the cores.",
-                reach="run",
+                "(srun --gpus-per-task=1), or set CUDA_VISIBLE_DEVICES= to compute on the cores."
             )
     expected = sum(rank + 1.0 for rank, _, _ in ranks)
     found = all_gather_object(collective, find_wrong_sum(collective, expected), name="checks/sums")
@@ -44,15 +40,12 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
         raise UsageError(
             f"{collective.description} sums wrongly: rank + 1 over all ranks is {expected:g}, but "
             f"{next(iter(wrong.values())):g} on rank {', '.join(map(str, wrong))}. "
-            f"{remedy if owners else 'Compile it anew: make setup'}.",
-            reach="run",
+            f"{remedy if owners else 'Compile it anew: make setup'}."
         )
 
 
 def find_wrong_sum(collective: Collective, expected: float) -> float | None:
     """A value that is not the sum of (rank + 1) over all ranks, in tensors that travel together; None: all are."""
-    import tensorflow as tf
-
     tensors = [tf.fill([size], collective.world.rank + 1.0) for size in SIZES]
     totals = collective.all_reduce(tensors, name="checks/sum").tensors
     return next((float(value) for total in totals for value in total.numpy() if value != expected), None)

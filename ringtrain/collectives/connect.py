@@ -12,16 +12,11 @@ from ringtrain.runtime.world import World
 
 
 def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collective:
-    """Join the other ranks.
-
-    Raises:
-        UsageError: the backend is not installed, or it sees another world than the launcher.
-    """
+    """Join the other ranks."""
     if backend == "solo" and world.size > 1:
         raise UsageError(
             f"backend is 'solo', but {world.launcher} started {world.size} processes, each of which would train alone. "
-            "Use --backend auto, or start one process.",
-            reach="run",
+            "Use --backend auto, or start one process."
         )
     if backend == "horovod" or (backend == "auto" and world.size > 1):
         from ringtrain.collectives.horovod import connect_horovod
@@ -37,12 +32,13 @@ def share_memory(collective: Collective) -> Collective:
 
     Every rank must call it, after they have met.
     """
+    from ringtrain.collectives.horovod import HorovodCollective
+
     world = collective.world
-    if world.size == 1 or world.local_size < world.size:
+    if not isinstance(collective, HorovodCollective) or world.local_size < world.size:
         return collective
     import tensorflow as tf
 
-    from ringtrain.collectives.horovod import HorovodCollective
     from ringtrain.collectives.shared_memory import SharedMemory
     from ringtrain.collectives.shared_window import share_window
 
@@ -56,6 +52,6 @@ def share_memory(collective: Collective) -> Collective:
     if window is None:
         return collective
     has_one_core = all(num_cores == 1 for _, num_cores in facts)
-    if has_one_core and isinstance(collective, HorovodCollective):
+    if has_one_core:
         collective.yield_core()
     return SharedMemory(collective, window, overlaps_compute=not has_one_core)

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringtrain.collectives.base import Collective
-from ringtrain.collectives.gradients import GradientReduction
+from ringtrain.collectives.gradients import GradientReduction, by_type
 
 Tensors = list[tf.Tensor]
 _numbers = itertools.count(1)
@@ -82,14 +82,12 @@ def add(parts: Tensors, collective: Collective, name: str) -> Tensors:
 
         return collective.all_reduce([_hide(part) for part in parts], name=group_name).tensors, gradient
 
-    sums = list(parts)
-    for dtype in dict.fromkeys(part.dtype for part in parts):
-        positions = [i for i, part in enumerate(parts) if part.dtype == dtype]
-        group = [parts[i] for i in positions]
-        totals = tf.custom_gradient(forward)(*group) if is_differentiable(group[0]) else forward(*group)[0]
-        for i, total in zip(positions, tf.nest.flatten(totals), strict=True):
-            sums[i] = total
-    return sums
+    def sum_group(group: Tensors) -> Tensors:
+        return tf.nest.flatten(
+            tf.custom_gradient(forward)(*group) if is_differentiable(group[0]) else forward(*group)[0]
+        )
+
+    return by_type(parts, sum_group)
 
 
 def take_and_spread(

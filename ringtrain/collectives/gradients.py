@@ -11,14 +11,13 @@ leave at once, with the step's other sums: then nobody has to agree on an order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
+
+import tensorflow as tf
 
 from ringtrain.collectives.base import Collective
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 Compression = Literal["none", "fp16"]
 
@@ -81,8 +80,7 @@ class GradientReduction:
     def __call__(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor | None = None) -> Reduced:
         """Reduce one gradient for each variable, in the order in which the forward pass uses the variables.
 
-        Args:
-            control: a short vector of sums, which is reduced as well; the finite check is of the gradients alone.
+        ``control``, a short vector of sums, is reduced as well; the finite check is of the gradients alone.
         """
         if control is not None and self._leaves_at_once([*gradients, control]):
             return self._sum_at_once(gradients, control)
@@ -108,8 +106,6 @@ class GradientReduction:
 
     def _sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor) -> Reduced:
         """All as one vector, which the finite check reads at once, too; large ones as they are, where that is much."""
-        import tensorflow as tf
-
         GradientReduction.calls += 1
         specs = [gradient_spec(gradient) for gradient in gradients]
         is_much = sum(spec.num_bytes for spec in specs) > ONE_MESSAGE_BYTES
@@ -143,8 +139,6 @@ class GradientReduction:
 
     def _sum_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         """Sum a gradient that touches few rows: what travels is each rank's touched rows, each once."""
-        import tensorflow as tf
-
         rows = merge_rows(gradient)
         values = self.collective.all_gather(self._compress(rows.values), name=f"{name}/values")
         indices = self.collective.all_gather(rows.indices, name=f"{name}/indices")
@@ -182,10 +176,18 @@ def plan_groups(specs: Sequence[GradientSpec]) -> list[list[int]]:
     return groups + [indices for indices, _ in open_groups.values()]
 
 
+def by_type(tensors: Sequence[tf.Tensor], act: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """What ``act`` gives for tensors of one type together, each type in turn, in the order of the tensors."""
+    results = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        for place, result in zip(places, act([tensors[i] for i in places]), strict=True):
+            results[place] = result
+    return results
+
+
 def gradient_spec(gradient: tf.Tensor | tf.IndexedSlices) -> GradientSpec:
     """The spec of a gradient of static shape (a sparse one: of its variable's)."""
-    import tensorflow as tf
-
     if isinstance(gradient, tf.IndexedSlices):
         return GradientSpec(0, gradient.dtype.name, True)
     return GradientSpec((gradient.shape.num_elements() or 0) * gradient.dtype.size, gradient.dtype.name, False)
@@ -193,8 +195,6 @@ def gradient_spec(gradient: tf.Tensor | tf.IndexedSlices) -> GradientSpec:
 
 def merge_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     """The same sparse gradient with each row once: values of rows with the same index added."""
-    import tensorflow as tf
-
     indices, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
@@ -202,8 +202,6 @@ def merge_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) -> tf.Tensor | tf.IndexedSlices:
     """A gradient times a number."""
-    import tensorflow as tf
-
     if isinstance(factor, float) and factor == 1:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
@@ -217,13 +215,9 @@ def check_finite(
     """Whether all values are finite (bool []) and the norm of all of them together (float []).
 
     One pass over the data yields both. Only where the sum of squares is not finite, which large finite values can bring
-    about as well, is each value looked at.
-
-    Args:
-        squares: [k], the sums of squares of the first k tensors, where they are known: none of these is passed over.
+    about as well, is each value looked at. ``squares`` [k] are the sums of squares of the first k tensors, where they
+    are known: none of these is passed over.
     """
-    import tensorflow as tf
-
     values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
     norm_dtype = tf.float64 if any(value.dtype == tf.float64 for value in values) else tf.float32
     # Squares of half precision would overflow, or round to a thousandth.
@@ -240,6 +234,4 @@ def check_finite(
 
 
 def _cast(tensor: tf.Tensor, dtype: str | tf.DType) -> tf.Tensor:
-    import tensorflow as tf
-
     return tensor if tensor.dtype == tf.as_dtype(dtype) else tf.cast(tensor, dtype)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.collectives.base import Totals, mark_collective
+from ringtrain.collectives.base import Collective, Totals, mark_collective
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import DYNAMIC_TIMELINE
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
@@ -49,30 +49,24 @@ HOROVOD_SETTINGS = tuple(
 )  # fmt: skip
 
 
-class HorovodCollective:
+class HorovodCollective(Collective):
     """The collective of a run under a launcher."""
 
-    overlaps_compute = True
-
     def __init__(self, world: World, hvd: ModuleType, threads: Collection[int] = ()) -> None:
-        """Horovod has been started.
-
-        Args:
-            threads: that it and MPI have started in this process.
-        """
+        """Horovod has been started; ``threads`` are those that it and MPI have started in this process."""
         self.world = world
         self.description = describe(hvd)
-        self._hvd = hvd
-        self._threads = threads
+        self.hvd = hvd
+        self.threads = threads
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
     ) -> Totals:
         del ordered, read_only  # Horovod agrees on an order in every cycle, and gives memory of the rank's own
         if len(tensors) == 1:  # it may be reduced in place, without the copies into a fusion buffer
-            totals = [self._hvd.allreduce(tensors[0], op=self._hvd.Sum, name=name)]
+            totals = [self.hvd.allreduce(tensors[0], op=self.hvd.Sum, name=name)]
         else:
-            totals = self._hvd.grouped_allreduce(list(tensors), op=self._hvd.Sum, name=name)
+            totals = self.hvd.grouped_allreduce(list(tensors), op=self.hvd.Sum, name=name)
         return Totals(mark_collective(totals, name))
 
     def yield_core(self) -> None:
@@ -81,25 +75,25 @@ class HorovodCollective:
         Horovod's thread meets those of the other ranks in every cycle, whether there is anything to sum or not, and
         takes the only core of a rank from what computes. When that waits for a sum of Horovod's, the core is free.
         """
-        for thread in self._threads:
+        for thread in self.threads:
             with contextlib.suppress(OSError):  # it has ended
                 os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        return mark_collective([self._hvd.allgather(tensor, name=name)], name)[0]
+        return mark_collective([self.hvd.allgather(tensor, name=name)], name)[0]
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         return [
-            self._hvd.broadcast(tensor, root_rank=0, name=f"{name}/{number}") for number, tensor in enumerate(tensors)
+            self.hvd.broadcast(tensor, root_rank=0, name=f"{name}/{number}") for number, tensor in enumerate(tensors)
         ]
 
     def start_timeline(self, path: str) -> None:
         if self._has_dynamic_timeline:
-            self._hvd.start_timeline(path)
+            self.hvd.start_timeline(path)
 
     def stop_timeline(self) -> None:
         if self._has_dynamic_timeline:
-            self._hvd.stop_timeline()
+            self.hvd.stop_timeline()
 
     @property
     def _has_dynamic_timeline(self) -> bool:
@@ -107,14 +101,7 @@ class HorovodCollective:
         return os.environ.get("HOROVOD_TIMELINE") == DYNAMIC_TIMELINE
 
     def close(self) -> None:
-        self._hvd.shutdown()
-
-    def abort(self, exit_code: int) -> None:
-        # The launcher stops the other ranks when one leaves with an error. Horovod's and MPI's own ways out wait for
-        # ranks that may never answer.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+        self.hvd.shutdown()
 
 
 def running_threads() -> set[int]:
@@ -123,11 +110,7 @@ def running_threads() -> set[int]:
 
 
 def connect_horovod(world: World) -> HorovodCollective:
-    """Start Horovod and hold what it sees against what the launcher said.
-
-    Raises:
-        UsageError: Horovod cannot be loaded, or sees another world than the launcher.
-    """
+    """Start Horovod and hold what it sees against what the launcher said."""
     if world.launcher == GLOO_LAUNCHER:
         require_same_settings_by_rendezvous(world, os.environ)
     try:
@@ -139,28 +122,21 @@ def connect_horovod(world: World) -> HorovodCollective:
     except (ImportError, ValueError) as error:  # ValueError: built without the controller that the launcher asks for
         raise UsageError(
             f"Horovod cannot be loaded: {error}. It must be built against the TensorFlow that is installed: "
-            "run `make setup`, or see `horovodrun --check-build`.",
-            reach="run",
+            "run `make setup`, or see `horovodrun --check-build`."
         ) from error
-    seen = World(
-        rank=hvd.rank(),
-        size=hvd.size(),
-        local_rank=hvd.local_rank(),
-        local_size=hvd.local_size(),
-        node=world.node,
-        launcher=world.launcher,
-    )
+    places = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size()}
+    seen = dataclasses.replace(world, rank=hvd.rank(), size=hvd.size(), **places)
     for who, size in (("Horovod", seen.size), ("mpi4py", _mpi4py_size(hvd, world))):
         if size != world.size:
             raise UsageError(
                 f"{world.launcher} started {world.size} processes, but {who} sees {size}: the launcher belongs to "
                 f"another MPI than Horovod. {_describe_mpi_libraries()} Start the run with that MPI's own mpirun, or "
-                "build Horovod and mpi4py with the launcher's MPI first in PATH.",
-                reach="run",
+                "build Horovod and mpi4py with the launcher's MPI first in PATH."
             )
     if seen != world:
         raise UsageError(
-            f"{world.launcher} says {world}, but Horovod says {seen}. Start the run again in a clean shell."
+            f"{world.launcher} says {world}, but Horovod says {seen}. Start the run again in a clean shell.",
+            reach="rank",
         )
     if hvd.mpi_enabled():
         _require_same_settings(world, os.environ)
@@ -171,36 +147,32 @@ def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
     """See that Horovod's own settings are the same on all ranks: by MPI alone, before the first collective of Horovod.
 
     With some of them different, such as the capacity of its cache, its processes wait in that for each other, for ever.
-
-    Raises:
-        UsageError: on every rank, where they are not.
+    So the error is every rank's.
     """
     from mpi4py import MPI
 
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:  # Horovod's own thread uses MPI at the same time
         return
-    ranks = _gather_by_mpi([world.node, [environ.get(name, "nothing") for name in HOROVOD_SETTINGS]])
-    differences = [
-        f"{name}: rank {rank} on {node} has {theirs}, rank 0 on {ranks[0][0]} has {first}"
-        for number, name in enumerate(HOROVOD_SETTINGS)
-        for rank, (node, theirs, first) in enumerate(
-            (node, settings[number], ranks[0][1][number]) for node, settings in ranks
-        )
-        if theirs != first
-    ]
-    if differences:
+    ranks = _gather_by_mpi(_settings_of(world, environ))
+    if differences := [line for rank, its in enumerate(ranks) for line in _find_differences(rank, its, ranks[0])]:
         atexit.register(os._exit, UsageError.exit_code)  # before Horovod's own way out, which would wait as well
-        error = UsageError(
-            "\n  ".join(
-                [
-                    DIFFERENT_SETTINGS,
-                    *differences[:MAX_DIFFERENCES],
-                ]
-            ),
-            reach="run",
-        )
+        error = UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]))
         error.is_agreed = True
         raise error
+
+
+def _settings_of(world: World, environ: Mapping[str, str]) -> list[str]:
+    """This rank's node and Horovod's settings there."""
+    return [world.node, *(environ.get(name, "nothing") for name in HOROVOD_SETTINGS)]
+
+
+def _find_differences(rank: int, its: Sequence[str], first: Sequence[str]) -> list[str]:
+    """What a rank's settings are, where they are not those of rank 0."""
+    return [
+        f"{name}: rank {rank} on {its[0]} has {own}, rank 0 on {first[0]} has {other}"
+        for name, own, other in zip(HOROVOD_SETTINGS, its[1:], first[1:], strict=True)
+        if own != other
+    ]
 
 
 def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]) -> None:
@@ -208,15 +180,12 @@ def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]
 
     The launcher's server, where the processes find each other, keeps any values by their names. With other settings
     Horovod's first collective would wait for ever, and without the server it ends within C++.
-
-    Raises:
-        UsageError: the server does not answer, rank 0 is not there in time, or its settings are others.
     """
     names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
     if any(name not in environ for name in names):
         return
     place = ":".join(environ[name] for name in names)
-    mine = [world.node, *(environ.get(name, "nothing") for name in HOROVOD_SETTINGS)]
+    mine = _settings_of(world, environ)
     try:
         if world.is_rank0:
             _ask_rendezvous(place, json.dumps(mine).encode())
@@ -224,22 +193,18 @@ def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]
         end, pause = time.monotonic() + RANK_0_SECONDS, 0.05
         while (answer := _ask_rendezvous(place)) is None:
             if time.monotonic() > end:
-                raise UsageError("rank 0 did not come to Horovod's launcher in time. Look for its own error.")
+                text = "rank 0 did not come to Horovod's launcher in time. Look for its own error."
+                raise UsageError(text, reach="rank")
             time.sleep(pause)
             pause = min(1.0, 1.5 * pause)  # a thousand ranks ask one server
     except (OSError, http.client.HTTPException) as error:
         raise UsageError(
             f"Horovod's launcher does not answer at {place} (HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT): {error}. It has "
-            "ended, or a firewall is between it and this node. Start the run again."
+            "ended, or a firewall is between it and this node. Start the run again.",
+            reach="rank",
         ) from None
-    theirs = json.loads(answer)
-    differences = [
-        f"{name}: rank {world.rank} on {mine[0]} has {own}, rank 0 on {theirs[0]} has {first}"
-        for name, own, first in zip(HOROVOD_SETTINGS, mine[1:], theirs[1:], strict=True)
-        if own != first
-    ]
-    if differences:
-        raise UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]))
+    if differences := _find_differences(world.rank, mine, json.loads(answer)):
+        raise UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]), reach="rank")
 
 
 def _ask_rendezvous(place: str, value: bytes | None = None) -> bytes | None:

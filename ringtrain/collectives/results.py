@@ -41,12 +41,7 @@ class SharedResult:
     """Memory where all ranks add a sum, and read it: whoever has it writes to it in the sum alone."""
 
     def __init__(self, descriptor: int, begin: int, arrays: Sequence[Array]) -> None:
-        """Map it.
-
-        Args:
-            descriptor: of the ranks' memory, in which it begins here, at a multiple of ``mmap.ALLOCATIONGRANULARITY``.
-            arrays: of the sum's shapes and types.
-        """
+        """Map memory for sums of such arrays: it begins here, at a multiple of ``mmap.ALLOCATIONGRANULARITY``."""
         self._specs = []
         num_bytes = 0
         for array in arrays:
@@ -70,7 +65,6 @@ class SharedResult:
         return self._read is not None and sys.getrefcount(self._read) == REFERENCES_OF_ONE_NAME
 
     def to_write(self) -> list[Array]:
-        """The arrays of the sum."""
         return self._views(self._written)
 
     def to_read(self) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Ordered sums of the ranks of a node, on cores, through memory that they share; all else another backend carries.
+"""Ordered sums of the ranks of a node, on cores, through memory that they share; all else Horovod carries.
 
 Horovod's own thread looks once a cycle (``HOROVOD_CYCLE_TIME``) at what is ready on all ranks, so that a sum takes that
 long at least, however short it is. That is how it finds an order for many sums that become ready in any order. Where a
@@ -11,26 +11,24 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ringtrain.collectives.base import Collective, Totals, mark_collective
+import tensorflow as tf
+
+from ringtrain.collectives.base import Totals, mark_collective
+from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.collectives.results import Array
 from ringtrain.collectives.shared_sums import SharedSums
 from ringtrain.collectives.shared_window import SQUARES_DTYPE, Window
-from ringtrain.runtime.world import World
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 DTYPES = ("float32", "float64")
 OPERATION = "sum_in_shared_memory"  # what TensorFlow's graph calls it
 TRACE = "sum in shared memory"  # what TensorFlow's profile calls it
 
 
-class SharedMemory:
+class SharedMemory(HorovodCollective):
     """The collective of a run whose ranks are on the cores of one node."""
 
-    def __init__(self, carrier: Collective, window: Window, *, overlaps_compute: bool) -> None:
+    def __init__(self, carrier: HorovodCollective, window: Window, *, overlaps_compute: bool) -> None:
         """Every rank has the same window.
 
         Args:
@@ -38,20 +36,17 @@ class SharedMemory:
             overlaps_compute: whether the carrier's sums travel while this rank computes. Not so where a rank has one
                 core, which they take as well: then large sums are best ordered, too.
         """
-        self.world: World = carrier.world
+        super().__init__(carrier.world, carrier.hvd, carrier.threads)
         self.overlaps_compute = overlaps_compute
         what = "short sums" if overlaps_compute else "gradients"
-        self.description = f"{carrier.description}, {what} through shared memory"
-        self._carrier = carrier
+        self.description += f", {what} through shared memory"
         self._sums = SharedSums(window, self.world.rank, self.world.size)
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
     ) -> Totals:
-        import tensorflow as tf
-
         if not ordered or any(tensor.dtype.name not in DTYPES for tensor in tensors):
-            return self._carrier.all_reduce(tensors, name=name, ordered=ordered, read_only=read_only)
+            return super().all_reduce(tensors, name=name)
         specs = [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]
         what = zlib.crc32(repr([name, read_only, *specs]).encode())
         dtypes = [*(tensor.dtype for tensor in tensors), SQUARES_DTYPE]
@@ -63,25 +58,5 @@ class SharedMemory:
         return Totals(totals, squares, keep_alive=totals if read_only else ())
 
     def _add_up(self, what: int, read_only: bool, *arrays: Array) -> list[Array]:
-        import tensorflow as tf
-
         with tf.profiler.experimental.Trace(TRACE):
             return self._sums.add_up(what, read_only, *arrays)
-
-    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        return self._carrier.all_gather(tensor, name=name)
-
-    def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        return self._carrier.broadcast(tensors, name=name)
-
-    def start_timeline(self, path: str) -> None:
-        self._carrier.start_timeline(path)
-
-    def stop_timeline(self) -> None:
-        self._carrier.stop_timeline()
-
-    def close(self) -> None:
-        self._carrier.close()
-
-    def abort(self, exit_code: int) -> None:
-        self._carrier.abort(exit_code)

@@ -67,7 +67,7 @@ class SharedSums:
         with np.errstate(all="ignore"):
             first = next((chunk for array in arrays for chunk in cut(array)), None)
             free_on_all = 0 if first is None else self._begin(what, results, first)
-            shared = results[lowest_bit(free_on_all)] if free_on_all else None
+            shared = results[free_on_all.bit_length() - 1] if free_on_all else None
             totals = shared.to_write() if shared else [self._buffers.take(a.shape, a.dtype) for a in arrays]
             if read_only and first is not None and shared is None:
                 self._prepare_result(key, arrays)
@@ -78,14 +78,7 @@ class SharedSums:
         return [*(shared.to_read() if shared else totals), np.array(squares, SQUARES_DTYPE)]
 
     def _begin(self, what: int, results: Sequence[SharedResult], first: Array) -> int:
-        """Give the first chunk, and see what all ranks are about to do.
-
-        Returns:
-            Which of the results are free on all ranks, as bits.
-
-        Raises:
-            RuntimeError: another rank sums something else, or has ended.
-        """
+        """Give the first chunk, and see what all ranks are about to do; which results are free on all, as bits."""
         window = self._window
         # Seen by the others with the first chunk.
         window.summed[self._rank] = what
@@ -112,12 +105,8 @@ class SharedSums:
     def _add_chunks(self, chunks: Sequence[tuple[Array, Array]], *, is_shared: bool) -> list[float]:
         """Give, add and take each chunk: while the others give one, this rank adds the one before.
 
-        Args:
-            chunks: of this rank, each with where its sum goes. The first has been given.
-            is_shared: whether the sums are added where all ranks read them.
-
-        Returns:
-            The sum of squares of each chunk's sum.
+        Each of this rank's chunks comes with where its sum goes; the first is given. ``is_shared``: all ranks read the
+        sums there. Returns the sum of squares of each chunk's sum.
         """
         first, self._num_chunks = self._num_chunks, self._num_chunks + len(chunks)
         squares = []
@@ -197,11 +186,6 @@ def cut(array: Array) -> Iterator[Array]:
     length = CHUNK_BYTES // array.itemsize
     for start in range(0, flat.size, length):
         yield flat[start : start + length]
-
-
-def lowest_bit(number: int) -> int:
-    """The place of the lowest bit that is set."""
-    return (number & -number).bit_length() - 1
 
 
 def view_as(slot: Array, chunk: Array) -> Array:

@@ -28,12 +28,7 @@ class Window:
     """Memory of all ranks of a node. It belongs to no file, and is gone with the last process that has it."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        """Map it.
-
-        Args:
-            descriptor: of the open memory.
-            size: number of ranks.
-        """
+        """Map the open memory of so many ranks."""
         self.descriptor = os.dup(descriptor)
         weakref.finalize(self, os.close, self.descriptor)
         self._memory = mmap.mmap(descriptor, self.num_bytes(size))
@@ -76,8 +71,7 @@ def is_alive(process: int) -> bool:
 def share_window(rank: int, size: int, on_all: Callable[[Any], list[Any]]) -> Window | None:
     """A window that all ranks have mapped; None, on every rank, where some cannot. Every rank must call it.
 
-    Args:
-        on_all: gives everybody's JSON value to everybody, in the order of the ranks.
+    ``on_all`` gives everybody's JSON value to everybody, in the order of the ranks.
     """
     place: list[Any] | None = None
     window, descriptor = None, -1
@@ -108,11 +102,7 @@ def share_window(rank: int, size: int, on_all: Callable[[Any], list[Any]]) -> Wi
 
 
 def open_window(path: Path, size: int) -> Window:
-    """Map the memory that a process has open.
-
-    Raises:
-        OSError, ValueError: there is none.
-    """
+    """Map the memory that a process has open; OSError or ValueError where there is none."""
     if not str(path.readlink()).startswith(f"/memfd:{NAME}"):
         raise ValueError(f"{path} is something else")
     descriptor = os.open(path, os.O_RDWR)

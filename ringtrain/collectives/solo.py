@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ringtrain.collectives.base import Totals
+from ringtrain.collectives.base import Collective, Totals
 from ringtrain.runtime.world import World
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 
-@dataclass(frozen=True)
-class Solo:
+class Solo(Collective):
     """The collective of a run of one process."""
 
-    world: World
-    description: str = "none (one process)"
-    overlaps_compute: bool = True
+    description = "none (one process)"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
@@ -32,15 +30,3 @@ class Solo:
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         return list(tensors)
-
-    def start_timeline(self, path: str) -> None:
-        """There is nothing to write down."""
-
-    def stop_timeline(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def abort(self, exit_code: int) -> None:
-        os._exit(exit_code)

@@ -44,7 +44,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.shards is not None and not 1 <= self.shards <= MAX_SHARDS:
-            raise UsageError(f"shards is {self.shards}; it must be from 1 to {MAX_SHARDS:,}.", reach="run")
+            raise UsageError(f"shards is {self.shards}; it must be from 1 to {MAX_SHARDS:,}.")
 
 
 def main(arguments: Sequence[str], world: World) -> int:

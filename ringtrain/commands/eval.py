@@ -70,7 +70,7 @@ def evaluate_together(prepared: Prepared, collective: Collective, options: Optio
         broadcast_variables(job.step.variables, collective)
         report = job.evaluate()
     if report is None:
-        raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.", reach="run")
+        raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.")
     values = "".join(f", {name} = {value:.4f}" for name, value in report.metrics.items())
     where = f"{options.run}, step {step} ({options.checkpoint})"
     console = open_console(is_rank0=collective.world.is_rank0)

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str], world: World) -> int:
     name = checkpoint.resolve().name.removeprefix(f"{BEST}-") + ending
     output = options.output or options.run / "export" / name
     if ending and output.suffix != ending:
-        raise UsageError(f"output is {str(output)!r}; with --format keras it must end in .keras.", reach="run")
+        raise UsageError(f"output is {str(output)!r}; with --format keras it must end in .keras.")
     refuse_taken(output)
     prepared = prepare(explicit, world)
     from ringtrain.export import export

@@ -43,20 +43,10 @@ def read_settings(command: str, options: RunOptions, arguments: Sequence[str], w
     """The settings of a run that a command was given; of code, only what the user names.
 
     A run directory may be a stranger's, and importing the file that its configuration names would run it.
-
-    Args:
-        command: its name.
-        options: as they were read.
-        arguments: as the user typed them.
-
-    Raises:
-        UsageError: it is no run; or its workload is code that the user has not named, or lies in the run directory.
     """
     run = options.run
     if not os.path.isfile(run / CONFIG_FILE):
-        raise UsageError(
-            f"{str(run)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run.", reach="run"
-        )
+        raise UsageError(f"{str(run)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run.")
     explicit = parse_arguments(Settings, ["--config", str(run / CONFIG_FILE)], world)
     spec = explicit["workload"] = options.workload or explicit.get("workload", Config.workload)
     if options.data_dir:
@@ -66,14 +56,12 @@ def read_settings(command: str, options: RunOptions, arguments: Sequence[str], w
     if is_file_within(spec, run):
         raise UsageError(
             f"the workload {spec!r} is Python code in the run directory itself, which may come from anybody: {command} "
-            "does not run it. Where you trust it, copy it to another directory and name the copy with --workload.",
-            reach="run",
+            "does not run it. Where you trust it, copy it to another directory and name the copy with --workload."
         )
     if options.workload is None:
         typed = shlex.join([*PROGRAM.split(), command, *arguments, "--workload", spec])
         raise UsageError(
             f"the run's {CONFIG_FILE} names the workload {spec!r}: Python code, which {command} would run. A run "
-            f"directory may come from anybody, so the command has to name it. Where you trust it: {typed}",
-            reach="run",
+            f"directory may come from anybody, so the command has to name it. Where you trust it: {typed}"
         )
     return explicit

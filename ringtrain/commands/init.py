@@ -46,13 +46,9 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 
 def write_starting_file(path: Path) -> None:
-    """Write a workload that trains at once, whole or not at all, and never over something.
-
-    Raises:
-        UsageError: the path is not that of a new Python file, or it cannot be written.
-    """
+    """Write a workload that trains at once, whole or not at all, and never over something."""
     if path.suffix != ".py":
-        raise UsageError(f"file is {str(path)!r}; it must end in .py, such as {TEMPLATE_NAME}.", reach="run")
+        raise UsageError(f"file is {str(path)!r}; it must end in .py, such as {TEMPLATE_NAME}.")
     refuse_hiding(path, is_new=True)
     text = TEMPLATE.read_text(encoding="utf-8").replace(TEMPLATE_NAME, path.name)
     try:
@@ -62,9 +58,7 @@ def write_starting_file(path: Path) -> None:
             os.link(temporary, path)  # fails where something has the name
     except FileExistsError:
         raise UsageError(
-            f"{str(path)!r} is there already, and is left as it is. Give another name, or remove it.", reach="run"
+            f"{str(path)!r} is there already, and is left as it is. Give another name, or remove it."
         ) from None
     except OSError as error:
-        raise UsageError(
-            f"{str(path)!r} cannot be written: {error.strerror}. Give another path.", reach="run"
-        ) from error
+        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}. Give another path.") from error

@@ -27,12 +27,7 @@ class Option(NamedTuple):
 
 
 def find_options(command: type, group: str = "") -> dict[str, Option]:
-    """The options of a command by name; a field that is a dataclass is a group of them.
-
-    Args:
-        command: its dataclass.
-        group: what stands before the names.
-    """
+    """The options of a command by name; a field that is a dataclass is a group, whose name stands before theirs."""
     hints, found = get_type_hints(command), dict[str, Option]()
     for field in dataclasses.fields(command):
         name, hint = group + field.name, hints[field.name]

@@ -26,10 +26,6 @@ def parse_arguments(command: type, arguments: Sequence[str], world: World) -> di
     """What the user typed: names of options to values of the right types, of a group a mapping.
 
     A flag of true or false is true where no value follows. What is given twice counts as it is given last.
-
-    Raises:
-        UsageError: an unknown flag or key, a value of the wrong type, a file that cannot be read.
-        SystemExit: after ``--help``.
     """
     if {"-h", "--help"} & set(arguments):
         if world.is_rank0:
@@ -53,11 +49,7 @@ def parse_arguments(command: type, arguments: Sequence[str], world: World) -> di
 
 
 def parse_mapping(command: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of what a mapping holds, such as one in YAML.
-
-    Raises:
-        UsageError: an unknown key, or a value of the wrong type.
-    """
+    """The same of what a mapping holds, such as one in YAML."""
     reader = _Reader(command)
     for name, value in settings.items():
         reader.take(name, value)
@@ -75,7 +67,7 @@ class _Reader:
         """A flag with its value, where one follows; that of a file with all that the file holds."""
         name = flag.removeprefix("--")
         if value is None and name in self._options and self._options[name].hint is not bool:
-            raise UsageError(f"{name} is given no value; put one behind {flag}. See --help.", reach="run")
+            raise UsageError(f"{name} is given no value; put one behind {flag}. See --help.")
         self.take(name, "true" if value is None else value, flag=flag)
         if name == "config" and value:
             del self._given[name]
@@ -93,7 +85,7 @@ class _Reader:
             members = {} if value is None else parse_text(value)
             if not isinstance(members, Mapping):
                 rule = "it must be a mapping of settings, such as {name: adam}"
-                raise UsageError(f"{name} is {shorten(repr(value))}; {rule}.", reach="run")
+                raise UsageError(f"{name} is {shorten(repr(value))}; {rule}.")
             for key, inner in members.items():
                 self.take(f"{name}.{key}", inner, place=place)
         else:
@@ -101,14 +93,10 @@ class _Reader:
             near = [known for known in names if known.endswith(f".{name}")] or difflib.get_close_matches(name, names, 1)
             suggestion = f"Did you mean {'--' if flag else ''}{near[0]}? " if near else ""
             what = f"flag {flag}" if flag else f"key {name}"
-            raise UsageError(f"there is no {what}. {suggestion}See --help.", reach="run")
+            raise UsageError(f"there is no {what}. {suggestion}See --help.")
 
     def take_words(self, words: Sequence[str]) -> None:
-        """What belongs to no flag, each at its place.
-
-        Raises:
-            UsageError: there is too much, or something is missing.
-        """
+        """What belongs to no flag, each at its place."""
         rest = list(words)
         for name, hint in [(option.name, option.hint) for option in self._options.values() if option.is_word]:
             if get_origin(hint) is tuple and rest:
@@ -117,10 +105,10 @@ class _Reader:
             elif rest:
                 self._given[name] = _convert(name, rest.pop(0), hint)
         if rest:
-            raise UsageError(f"{rest[0]!r} belongs to no flag. See --help.", reach="run")
+            raise UsageError(f"{rest[0]!r} belongs to no flag. See --help.")
         needed = [name for name, option in self._options.items() if option.default is dataclasses.MISSING]
         if missing := [name for name in needed if name not in self._given]:
-            raise UsageError(f"{', '.join(missing)} must be given. See --help.", reach="run")
+            raise UsageError(f"{', '.join(missing)} must be given. See --help.")
 
     def result(self) -> dict[str, Any]:
         """All that was given, but what stands for nothing: it has its default."""
@@ -133,22 +121,12 @@ class _Reader:
 
 
 def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
-    """A value in the type of its field; None where it stands for nothing.
-
-    Args:
-        name: what it is of.
-        value: a text, or what YAML makes of one.
-        hint: the field's type.
-        place: where it stands, for the message, such as " in settings.yaml".
-
-    Raises:
-        UsageError: it is of another type.
-    """
+    """A value, a text or what YAML makes of one, in the type of its field; None where it stands for nothing."""
     kind, may_be_none = kind_of(hint)
     if value is None or (may_be_none and value in NOTHING):
         return None
     if value == "":
-        raise UsageError(f"{name} is ''{place}; give it a value, or leave it out.", reach="run")
+        raise UsageError(f"{name} is ''{place}; give it a value, or leave it out.")
     read = parse_text(value) if kind not in (str, Path) else value
     if kind is Mapping and isinstance(read, Mapping):
         return {str(key): parse_text(inner) for key, inner in read.items()}
@@ -163,7 +141,7 @@ def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
     ):
         is_endless = isinstance(value, str) and value.isdigit() and len(value) > MAX_DIGITS
         found = "has thousands of digits" if is_endless else f"is {shorten(repr(str(value)))}"
-        raise UsageError(f"{name} {found}; it must be {rule_of(hint)}.", reach="run")
+        raise UsageError(f"{name} {found}; it must be {rule_of(hint)}.")
     return read
 
 
@@ -202,28 +180,24 @@ def parse_text(value: Any) -> Any:
 
 
 def _load_file(file: str) -> Mapping[str, Any]:
-    """What a file of settings holds.
-
-    Raises:
-        UsageError: it cannot be read, holds none, or names another file, which would be read, whatever it is.
-    """
+    """What a file of settings holds. One that names another file is refused: that would be read, whatever it is."""
     from ringtrain.run.directory import CONFIG_FILE, load_settings  # here: it loads NumPy, which help does without
 
     try:
         settings = load_settings(Path(file))
     except (ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()).rstrip(".")
-        raise UsageError(f"{file} holds no settings: {why}.", reach="run") from None
+        raise UsageError(f"{file} holds no settings: {why}.") from None
     except OSError as error:
         reasons: dict[type[OSError], str] = {
             FileNotFoundError: "there is no such file. Check the path",
             IsADirectoryError: f"that is a directory. Name a YAML file, such as the {CONFIG_FILE} of a run",
         }
         reason = reasons.get(type(error), f"it cannot be read: {error.strerror}. Check the path")
-        raise UsageError(f"config is {file!r}, and {reason}.", reach="run") from None
+        raise UsageError(f"config is {file!r}, and {reason}.") from None
     if not isinstance(settings, Mapping):
         what = "is empty" if settings is None else "holds no mapping"
-        raise UsageError(f"{file} {what}; it must hold settings, such as epochs: 5.", reach="run")
+        raise UsageError(f"{file} {what}; it must hold settings, such as epochs: 5.")
     if "config" in settings:
-        raise UsageError(f"{file} has the key config; a file of settings cannot name another one.", reach="run")
+        raise UsageError(f"{file} has the key config; a file of settings cannot name another one.")
     return settings

@@ -29,9 +29,6 @@ def check_settings(explicit: Mapping[str, Any]) -> Config:
     """Find a wrong setting before TensorFlow starts.
 
     A built-in workload's defaults are known without TensorFlow; a user's module may import it and waits.
-
-    Raises:
-        UsageError: one is wrong.
     """
     spec = explicit.get("workload", Config.workload)
     check_workload_name(spec)
@@ -45,11 +42,7 @@ def complete(explicit: Mapping[str, Any]) -> tuple[type[Workload], Config]:
 
 
 def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
-    """Take this rank's devices, then start TensorFlow and import the workload.
-
-    Raises:
-        UsageError: a setting is wrong, or the workload cannot be imported.
-    """
+    """Take this rank's devices, then start TensorFlow and import the workload."""
     config = check_settings(explicit)
     plan = pin(world, config)
     with quiet_start():
@@ -60,12 +53,6 @@ def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
 
 
 def refuse_launcher(command: str, world: World) -> None:
-    """See that a command that is one process is started as one.
-
-    Raises:
-        UsageError: a launcher started several.
-    """
+    """See that a command that is one process is started as one."""
     if world.size > 1:
-        raise UsageError(
-            f"{command} is one process, but {world.launcher} started {world.size}. Use no launcher.", reach="run"
-        )
+        raise UsageError(f"{command} is one process, but {world.launcher} started {world.size}. Use no launcher.")

@@ -45,8 +45,7 @@ def main(arguments: Sequence[str], world: World) -> int:
         write_report(runs, target)
     except OSError as error:
         raise UsageError(
-            f"the report cannot be written to {str(target)!r}: {error.strerror}. Give another place with --output.",
-            reach="run",
+            f"the report cannot be written to {str(target)!r}: {error.strerror}. Give another place with --output."
         ) from None
     print(escape(f"the report of {len(runs)} run{'s' if len(runs) > 1 else ''} is in {target}"))
     return 0

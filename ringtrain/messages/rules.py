@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ringtrain.errors import UsageError
 
@@ -21,7 +21,7 @@ def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "") -> str:
     return f"Did you mean {prefix + near[0]!r}? " if near else ""
 
 
-def one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) -> None:
+def one_of(name: str, value: str, values: tuple[str, ...]) -> None:
     """See that a value is one of these.
 
     Raises:
@@ -121,7 +121,7 @@ def as_declared(name: str, value: Any, default: Any) -> Any:
 
 
 def check_types(settings: Any, prefix: str = "") -> None:
-    """See that values of a dataclass that no parser has read, such as a workload's, are of their fields' types.
+    """See that values of a dataclass are of their fields' types: no parser has read a workload's, for example.
 
     Raises:
         UsageError: one is not.
@@ -133,6 +133,8 @@ def check_types(settings: Any, prefix: str = "") -> None:
         kinds = (int, float) if kind is float else kind
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise UsageError(f"{prefix}{name} is {shorten(repr(value))}; it must be {rule_of(hint)}.", reach="run")
+        if get_origin(hint) is Literal:
+            one_of(f"{prefix}{name}", str(value), get_args(hint))
 
 
 def rule_of(hint: Any) -> str:

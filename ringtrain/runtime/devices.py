@@ -342,6 +342,7 @@ def choose_gpu(world: World, visible_gpus: int) -> int:
         raise UsageError(
             f"{world.node} shows {visible_gpus} GPUs to {world.local_size} ranks, and each rank needs its own. Start "
             f"at most {visible_gpus} ranks on a node, or set CUDA_VISIBLE_DEVICES= to compute on the cores.",
+            reach="rank",
         )
     return world.local_rank
 

@@ -57,7 +57,8 @@ def check_environment(environ: Mapping[str, str]) -> None:
 
 
 def _wrong(name: str, value: str, rule: str) -> UsageError:
-    return UsageError(f"{name}={value!r} in the environment; it must be {rule}. Unset it, or set it right.")
+    text = f"{name}={value!r} in the environment; it must be {rule}. Unset it, or set it right."
+    return UsageError(text, reach="rank")
 
 
 def _is_number(value: str, least: float) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ringtrain.config import Config
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.run.variables import is_seed_state
@@ -28,24 +29,17 @@ class LocalGradients:
 
     def __init__(
         self,
-        *,
         workload: Workload,
+        config: Config,
         model: keras.Model,
         loss_scale: LossScale,
+        *,
         dtype: tf.DType,
-        accumulate: int,
-        seed: int,
         rank: int,
     ) -> None:
-        """Nothing is traced yet.
-
-        Args:
-            dtype: of losses and sums.
-            accumulate: micro-batches per step.
-            seed: seed of dropout.
-        """
+        """Nothing is traced yet. ``dtype`` is that of losses and sums."""
         self._workload, self._model, self._loss_scale = workload, model, loss_scale
-        self._dtype, self._accumulate, self._seed, self._rank = dtype, accumulate, seed, rank
+        self._dtype, self._accumulate, self._seed, self._rank = dtype, config.accumulate, config.seed, rank
         self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
         self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
         # A layer that asks the other ranks within its forward pass (SyncBatchNormalization) says so by this attribute.
@@ -166,27 +160,18 @@ def partial_objective(
 ) -> tf.Tensor:
     """A rank's part of the objective, whose sum over all ranks is (mean loss of the global batch) + regularisation.
 
-    Args:
-        data_loss_sum: sum of the losses of this rank's samples.
-        regularization: the regularisation losses, the same on every rank.
-        count: samples of this rank.
-        global_count: samples of all ranks.
+    ``data_loss_sum`` and ``count`` are of this rank's samples; ``regularization`` is the same on every rank.
     """
     return data_loss_sum / global_count + regularization * (count / global_count)
 
 
 def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
-    """See that the loss depends on some weight.
-
-    Raises:
-        UsageError: it depends on none.
-    """
+    """See that the loss depends on some weight."""
     if all(gradient is None for gradient in gradients):
         raise UsageError(
             f"{type(workload).__name__}.loss gives a loss on which no weight of the model has any influence: nothing "
             "would be trained. Compute it from the outputs, without what has no gradient, such as tf.argmax, tf.round "
-            "or .numpy().",
-            reach="run",
+            "or .numpy()."
         )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +34,16 @@ class Forward(NamedTuple):
     sums: tf.Tensor  # the control vector before the reduction, [CONTROL_SUMS + metrics]
     state: list[tf.Tensor]  # new values of the structure's state
     structure: StepStructure
+
+
+def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) -> tuple[Any, Found]:
+    """A function of a batch and tensors, traced, and what its trace found beside them, such as a structure."""
+    found = []
+
+    def compute(*arguments: Any) -> Any:
+        returned, of_trace = function(*arguments)
+        found.append(of_trace)
+        return returned
+
+    traced = tf.function(compute, input_signature=signature, autograph=False).get_concrete_function()
+    return traced, found[-1]

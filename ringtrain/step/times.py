@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -19,7 +20,19 @@ class StepTimes:
     def __init__(self, *, times_communication: bool) -> None:
         self._times_communication = times_communication
         self._input = self._steps = self._communication = 0.0
-        self._begin = 0.0
+        self._lap_begin = time.perf_counter()
+
+    def lap(self) -> float:
+        """The seconds since this was called last, without those left out."""
+        begin, self._lap_begin = self._lap_begin, time.perf_counter()
+        return self._lap_begin - begin
+
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """A context whose time does not count: no step is trained in it."""
+        begin = time.perf_counter()
+        yield
+        self._lap_begin += time.perf_counter() - begin
 
     def waiting_for(self, items: Iterable[Item]) -> Iterator[Item]:
         """The same items; the time until each is there is input."""
@@ -33,15 +46,12 @@ class StepTimes:
             self._input += time.perf_counter() - begin
             yield item
 
-    def computing(self) -> StepTimes:
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
         """A context within which a step is computed."""
-        return self
-
-    def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self._steps += time.perf_counter() - self._begin
+        begin = time.perf_counter()
+        yield
+        self._steps += time.perf_counter() - begin
 
     def note_communication(self, seconds: float) -> None:
         """So much of a step passed between this rank's last gradient and the last of the sums over all ranks."""

@@ -9,15 +9,15 @@ decision is taken from these reduced numbers, which are the same on every rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ringtrain.collectives.base import MARK
-from ringtrain.collectives.gradients import GradientReduction
-from ringtrain.config import Precision
+from ringtrain.collectives.gradients import GradientReduction, by_type
+from ringtrain.config import Config, Precision
 from ringtrain.data.pipeline import Batch
 from ringtrain.guard.labels import find_labels
 from ringtrain.run.variables import name_variables, named_slots, named_weights
@@ -25,7 +25,7 @@ from ringtrain.step.averages import WeightAverages
 from ringtrain.step.local_gradients import LocalGradients, averaging_dtype, cast_all
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report
-from ringtrain.step.structure import Forward, StepStructure
+from ringtrain.step.structure import Forward, StepStructure, trace
 from ringtrain.workloads.base import Workload
 
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
@@ -43,14 +43,11 @@ class TrainStep:
         self,
         *,
         workload: Workload,
+        config: Config,
         model: keras.Model,
         optimizer: keras.optimizers.Optimizer,
         reduction: GradientReduction,
         batch_spec: Batch,
-        precision: Precision,
-        accumulate: int,
-        seed: int,
-        ema: float = 0.0,
         local_batch_size: int | None = None,
         times_communication: bool = False,
     ) -> None:
@@ -59,28 +56,19 @@ class TrainStep:
         Args:
             reduction: sums gradients over the ranks.
             batch_spec: tensor specs of a batch (``dataset.element_spec``).
-            accumulate: micro-batches per step.
-            seed: seed of dropout.
-            ema: largest decay of the moving average of the weights; 0: none is kept.
             local_batch_size: samples of almost all of this rank's batches; None where that is not known.
             times_communication: take the moments for ``communication_seconds``. TensorFlow refuses that where it is to
                 be deterministic; of what a GPU computes the host knows none, and to ask would let it wait.
         """
         self.model, self.optimizer = model, optimizer
-        self.loss_scale = LossScale(is_dynamic=precision == "mixed_float16")
-        self.averages = WeightAverages(model.trainable_variables, decay=ema)
+        self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")
+        self.averages = WeightAverages(model.trainable_variables, decay=config.optimizer.ema)
         self._reduction = reduction
-        self._dtype = tf.float64 if precision == "float64" else tf.float32
-        self._local_batch_size, self._times_communication = local_batch_size, times_communication
+        self._dtype = tf.float64 if config.precision == "float64" else tf.float32
+        self._local_batch_size, self.times_communication = local_batch_size, times_communication
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
         self._local_gradients = LocalGradients(
-            workload=workload,
-            model=model,
-            loss_scale=self.loss_scale,
-            dtype=self._dtype,
-            accumulate=accumulate,
-            seed=seed,
-            rank=reduction.collective.world.rank,
+            workload, config, model, self.loss_scale, dtype=self._dtype, rank=reduction.collective.world.rank
         )
         optimizer.build(model.trainable_variables)
         # A known number of samples saves the gradient of each addition the question whether anything was broadcast.
@@ -199,7 +187,7 @@ class TrainStep:
             tf.cast(extra_scalars, self._dtype), [[end - NUM_EXTRA_SCALARS, forward.sums.shape[0] - end]]
         )
         # TensorFlow runs what is stateful in the order in which it is written here: a clock, a sum in shared memory.
-        begin = moment_after([*forward.state, *forward.gradients]) if self._times_communication else None
+        begin = moment_after([*forward.state, *forward.gradients]) if self.times_communication else None
         state = self._sum_state(forward)
         gradients, gradients_finite, scaled_norm, sums, keep_alive = self._reduction(
             forward.gradients, forward.sums + extra_scalars
@@ -239,33 +227,10 @@ class TrainStep:
 
     def _sum_state(self, forward: Forward) -> list[tf.Tensor]:
         """The mean over all samples of what the ranks' forward passes made of the state (BatchNorm's statistics)."""
-        state = forward.state
-        by_dtype: dict[tf.DType, list[int]] = {}
-        for position, value in enumerate(state):
-            by_dtype.setdefault(value.dtype, []).append(position)
-        sums = list(state)
-        for dtype, positions in by_dtype.items():
-            totals = self._reduction.collective.all_reduce(
-                [state[i] for i in positions], name=f"state/{dtype.name}"
-            ).tensors
-            for position, total in zip(positions, totals, strict=True):
-                sums[position] = total
-        return sums
-
-
-def trace(
-    function: Callable[..., tuple[Returned, StepStructure]], signature: Sequence[Any]
-) -> tuple[Any, StepStructure]:
-    """A function of a batch and scalars, traced, and the structure that it gave beside its tensors."""
-    structures = []
-
-    def compute(batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> Returned:
-        returned, structure = function(batch, learning_rate, extra_scalars)
-        structures.append(structure)
-        return returned
-
-    traced = tf.function(compute, input_signature=signature, autograph=False).get_concrete_function()
-    return traced, structures[-1]
+        collective = self._reduction.collective
+        return by_type(
+            forward.state, lambda values: collective.all_reduce(values, name=f"state/{values[0].dtype.name}").tensors
+        )
 
 
 @functools.lru_cache(maxsize=8)

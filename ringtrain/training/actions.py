@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import tensorflow as tf
@@ -13,12 +15,13 @@ from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
 from ringtrain.data.stepping import describe_bad
+from ringtrain.errors import RingtrainError
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.messages.defects import describe_defect
-from ringtrain.run.checkpoint import Checkpoint
-from ringtrain.run.directory import RunDirectory, RunDirectoryError
+from ringtrain.run.directory import RunDirectoryError
 from ringtrain.run.progress import Progress
+from ringtrain.run.resume import OpenedRun
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
@@ -26,8 +29,65 @@ from ringtrain.step.report import StepReport
 from ringtrain.terminal.console import Console
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job
-from ringtrain.training.saving import CheckpointWriter
+from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
 from ringtrain.training.summaries import MAX_IMAGES, EventFiles
+
+
+class Records:
+    """What rank 0 writes: the events of the run directory, TensorBoard's, and the checkpoints."""
+
+    def __init__(self, job: Job, opened: OpenedRun, console: Console) -> None:
+        self.run, first_step = opened.directory, job.plan.first_step
+        self.events = EventFiles(self.run.tensorboard, first_step=first_step)
+        self.writer = CheckpointWriter(self.run, keep=job.config.keep, print_line=console.line, last_step=first_step)
+        self.run_facts = describe_run(job, opened.identity)
+
+    def close(self) -> None:
+        """Let a save that is under way end; bring TensorBoard's events to their files.
+
+        Should that fail, what ended the training is what the user has to know.
+        """
+        activity.note(Phase.SAVE, self.writer.last_step, takes_long=True)
+        for end in (self.writer.wait, self.events.close):
+            with contextlib.suppress(RingtrainError):
+                end()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training under way: what its loop and its actions share.
+
+    Attributes:
+        progress: alike on every rank.
+        requests: whether this rank has been told to stop.
+        path: the run directory, the same on every rank; None where there is none.
+        records: rank 0's; None on the others.
+    """
+
+    job: Job
+    progress: Progress = field(default_factory=Progress)
+    console: Console = field(default_factory=lambda: Console(None, is_terminal=False))
+    requests: StopRequests = field(default_factory=StopRequests)
+    path: Path | None = None
+    records: Records | None = None
+
+    def find_last_saved_step(self) -> int:
+        """The step from which the run would go on; 0 where there is none."""
+        return self.records.writer.last_step if self.records is not None else 0
+
+    def announce(self, reason: str) -> None:
+        """Tell the user, from any thread, that a request to stop was heard."""
+        stands = self.find_last_saved_step()
+        self.console.line(
+            f"{reason}: saving after this step, then leaving. Should the launcher end the ranks before that, "
+            + (f"the checkpoint of step {stands} stands." if stands else "there is no checkpoint yet.")
+        )
+
+    def require_finite_values(self, step: int) -> None:
+        """See that what is about to be saved is finite. Every rank must call it, after ``CheckReplicas``."""
+        job = self.job
+        are_alike = job.config.check_replicas_every > 0
+        require_finite_values(job.step.named_variables, job.collective, step=step, are_alike=are_alike)
 
 
 class Ending(enum.Enum):
@@ -47,7 +107,7 @@ class Action(Protocol):
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether to act when ``step`` steps are done, and no more come if ``is_last``: alike on every rank."""
 
-    def act(self, step: int, batch: Batch, report: StepReport) -> Ending | None:
+    def act(self, step: int, batch: Batch, report: StepReport, /) -> Ending | None:
         """Act when ``step`` steps are done; ``batch`` and ``report`` are those of the last of them.
 
         Returns:
@@ -55,40 +115,25 @@ class Action(Protocol):
         """
 
 
-class Records:
-    """Where rank 0 writes what happens: the run directory's events, TensorBoard's, the console."""
-
-    def __init__(self, run: RunDirectory, console: Console, *, first_step: int) -> None:
-        self.run, self.console = run, console
-        self.events = EventFiles(run.tensorboard, first_step=first_step)
-
-    def close(self) -> None:
-        """Bring TensorBoard's events to their files."""
-        self.events.close()
-
-
 class Log:
     """The line of a step, on rank 0's console, in metrics.jsonl and in TensorBoard."""
 
     needs_weights = False
 
-    def __init__(self, *, records: Records, job: Job, progress: Progress) -> None:
-        self._records, self._job, self._progress = records, job, progress
-        self._since_step, self._since = job.plan.first_step, time.perf_counter()
-        self._since_samples = self._samples_seen(job.plan.first_step)
+    def __init__(self, training: Training, records: Records) -> None:
+        self._job, self._training, self._records = training.job, training, records
+        self._job.times.lap()
+        self._since_step = self._job.plan.first_step
+        self._since_samples = self._samples_seen(self._since_step)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return step % self._job.config.log_every == 0 or is_last
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
-        del batch
         activity.note(Phase.LOG, step)
-        now = time.perf_counter()
-        num_steps = step - self._since_step
-        sec_per_step = (now - self._since) / num_steps
-        samples_seen = self._samples_seen(step)
-        examples_per_sec = (samples_seen - self._since_samples) / (now - self._since)
-        self._since_step, self._since, self._since_samples = step, now, samples_seen
+        num_steps, seconds, samples_seen = step - self._since_step, self._job.times.lap(), self._samples_seen(step)
+        sec_per_step, examples_per_sec = seconds / num_steps, (samples_seen - self._since_samples) / seconds
+        self._since_step, self._since_samples = step, samples_seen
         self._show(step, report, examples_per_sec, sec_per_step)
         values = {
             "loss": report.loss,
@@ -110,7 +155,7 @@ class Log:
         self._records.events.scalars("train", values, step=step)
 
     def _show(self, step: int, report: StepReport, examples_per_sec: float, sec_per_step: float) -> None:
-        console = self._records.console
+        console = self._training.console
         if console.is_terminal:
             metrics = [f"{name} {value:.4f}" for name, value in report.metrics.items()]
             console.progress(step, [f"loss {report.loss:.4g}", f"{examples_per_sec:,.0f} examples/s", *metrics])
@@ -120,11 +165,7 @@ class Log:
 
     def _samples_seen(self, step: int) -> int:
         job = self._job
-        return self._progress.samples_seen if job.batches.is_counted else job.plan.order.samples_before(step)
-
-    def leave_out(self, seconds: float) -> None:
-        """Do not count this time, in which no step was trained."""
-        self._since += seconds
+        return self._training.progress.samples_seen if job.batches.is_counted else job.plan.order.samples_before(step)
 
 
 class Evaluate:
@@ -132,54 +173,46 @@ class Evaluate:
 
     needs_weights = True
 
-    def __init__(
-        self, *, job: Job, progress: Progress, requests: StopRequests | None, records: Records | None, log: Log | None
-    ) -> None:
-        """``records`` and ``log`` are rank 0's; ``progress`` must be alike on every rank."""
-        self._job, self._progress, self._requests = job, progress, requests
-        self._records, self._log = records, log
+    def __init__(self, training: Training) -> None:
+        self._job, self._training = training.job, training
         self.last: EvalReport | None = None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return self._job.is_evaluation_due(step, is_last=is_last)
 
-    def act(self, step: int, batch: Batch | None = None, report: StepReport | None = None) -> Ending | None:
-        del batch, report
-        start = time.perf_counter()
-        requests = self._requests
-        result = self._job.evaluate(lambda: requests is not None and requests.is_pending)
-        if result is None:
-            return Ending.PREEMPTED  # the evaluation is made when the run goes on
-        self.last = result
-        config = self._job.config
-        self._progress.note_evaluation(step, result.value(config.best_metric), config.best_direction)
-        if self._records is not None:
-            self._record(step, result, self._records, seconds=time.perf_counter() - start)
-        if self._log is not None:
-            self._log.leave_out(time.perf_counter() - start)
-        gives_up = 0 < config.stop_after <= self._progress.evaluations_without_best
+    def act(self, step: int, *_: object) -> Ending | None:
+        config, progress, records = self._job.config, self._training.progress, self._training.records
+        with self._job.times.leaving_out():
+            start = time.perf_counter()
+            result = self._job.evaluate(lambda: self._training.requests.is_pending)
+            if result is None:
+                return Ending.PREEMPTED  # the evaluation is made when the run goes on
+            self.last = result
+            progress.note_evaluation(step, result.values[config.best_metric], config.best_direction)
+            if records is not None:
+                self._record(step, result, records, seconds=time.perf_counter() - start)
+        gives_up = 0 < config.stop_after <= progress.evaluations_without_best
         return Ending.EARLY if gives_up else None
 
     def _record(self, step: int, result: EvalReport, records: Records, *, seconds: float) -> None:
         activity.note(Phase.LOG, step)
-        epoch = epoch_after(self._job.plan.order, step)
+        epoch, console = epoch_after(self._job.plan.order, step), self._training.console
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
         if result.left_out:
-            records.console.line(f"warning: evaluation: left out {describe_bad(list(result.left_out))}")
-        records.console.line(
+            console.line(f"warning: evaluation: left out {describe_bad(list(result.left_out))}")
+        console.line(
             f"epoch {round(epoch, 2):g}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
         )
-        values = {"loss": result.loss, "data_loss": result.data_loss, **result.metrics}
         took = {"seconds": round(seconds, 3)}
-        records.run.write_event("eval", step=step, epoch=epoch, samples=result.samples, **(took | values))
-        records.events.scalars("eval", values, step=step)
+        records.run.write_event("eval", step=step, epoch=epoch, samples=result.samples, **(took | result.values))
+        records.events.scalars("eval", result.values, step=step)
         try:
             self._show(step, records)
         except RunDirectoryError:
             raise
         except Exception as error:  # of the user's code; what was trained is not to be lost for a picture
             message = f"{type(self._job.workload).__name__}.summaries is not shown: {describe_defect(error)}"
-            records.console.line(f"warning: {message}")
+            console.line(f"warning: {message}")
             records.run.write_event("warning", step=step, message=message)
 
     def _show(self, step: int, records: Records) -> None:
@@ -196,41 +229,23 @@ class Save:
 
     needs_weights = True
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        progress: Progress,
-        snapshot: Callable[[int], Checkpoint],
-        writer: CheckpointWriter | None,
-        records: Records | None,
-    ) -> None:
-        """``writer`` and ``records`` are rank 0's."""
-        self._job, self._progress, self.snapshot = job, progress, snapshot
-        self._writer, self._records = writer, records
+    def __init__(self, training: Training) -> None:
+        self._job, self._training = training.job, training
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        return self._is_periodic(step) or self._job.is_evaluation_due(step, is_last=is_last)
+        return self._job.may_save(step, is_last=is_last)
 
-    def act(self, step: int, batch: Batch | None = None, report: StepReport | None = None) -> None:
-        del batch, report
-        as_step, as_best = self._is_periodic(step), self._progress.best_step == step
-        if as_step or as_best:
-            require_finite_values(
-                self._job.step.named_variables,
-                self._job.collective,
-                step=step,
-                are_alike=self._job.config.check_replicas_every > 0,  # CheckReplicas has just seen it
-            )
-        if self._writer is not None and self._records is not None and (as_step or as_best):
+    def act(self, step: int, *_: object) -> None:
+        progress, records = self._training.progress, self._training.records
+        as_step, as_best = self._job.is_checkpoint_due(step), progress.best_step == step
+        if not (as_step or as_best):
+            return
+        self._training.require_finite_values(step)
+        if records is not None:
             activity.note(Phase.SAVE, step, takes_long=True)
-            self._records.events.flush()
-            self._writer.save(self.snapshot(step), as_step=as_step, as_best=as_best)
-
-    def _is_periodic(self, step: int) -> bool:
-        """The last step is saved when all is done."""
-        every = self._job.config.checkpoint_every
-        return every > 0 and step % every == 0 and step != self._job.plan.total_steps
+            records.events.flush()
+            snapshot = take_snapshot(self._job, step, progress, records.run_facts)
+            records.writer.save(snapshot, as_step=as_step, as_best=as_best)
 
 
 class CheckReplicas:
@@ -238,17 +253,16 @@ class CheckReplicas:
 
     needs_weights = True
 
-    def __init__(self, *, job: Job, save: Save) -> None:
-        self._job, self._save = job, save
-        self._guard = ReplicaGuard(job.step.named_variables, job.collective)
+    def __init__(self, training: Training) -> None:
+        self._job = training.job
+        self._guard = ReplicaGuard(self._job.step.named_variables, self._job.collective)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         every = self._job.config.check_replicas_every
-        return every > 0 and (step % every == 0 or self._save.is_due(step, is_last=is_last))
+        return every > 0 and (step % every == 0 or self._job.may_save(step, is_last=is_last))
 
-    def act(self, step: int, batch: Batch | None = None, report: StepReport | None = None) -> None:
+    def act(self, step: int, *_: object) -> None:
         """Check unless no checks are wanted; once for a step."""
-        del batch, report
         if self._job.config.check_replicas_every:
             activity.note(Phase.CHECK, step)
             self._guard.check(step)

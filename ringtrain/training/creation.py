@@ -30,11 +30,7 @@ def set_up_keras(config: Config) -> None:
 
 
 def create_model(workload: Workload) -> keras.Model:
-    """The workload's model.
-
-    Raises:
-        UsageError: it is no built Keras model.
-    """
+    """The workload's model."""
     model = workload.create_model()
     if not isinstance(model, keras.Model) or not model.built:
         raise UsageError(
@@ -47,44 +43,29 @@ def create_model(workload: Workload) -> keras.Model:
 
 
 def choose_optimizer(workload: Workload, config: Config, first_learning_rate: float) -> keras.optimizers.Optimizer:
-    """The workload's own optimizer, or that of the settings.
-
-    Raises:
-        UsageError: the workload's is none, or reduces gradients itself, which the training step does already.
-    """
+    """The workload's own optimizer, or that of the settings."""
     own = workload.create_optimizer(first_learning_rate)
     if own is not None and not isinstance(own, keras.optimizers.Optimizer):
         raise UsageError(
             f"{type(workload).__name__}.create_optimizer gave a {type(own).__name__}; it must give a Keras 3 "
-            "optimizer, such as keras.optimizers.Adam(learning_rate), or None for that of the settings.",
-            reach="run",
+            "optimizer, such as keras.optimizers.Adam(learning_rate), or None for that of the settings."
         )
     optimizer = own or create_optimizer(config.optimizer)
     if hasattr(optimizer, "exchange"):  # ringtrain.keras.DistributedOptimizer, whose room need not be loaded here
         raise UsageError(
             f"{type(workload).__name__}.create_optimizer gave a DistributedOptimizer, but the training step reduces "
-            "gradients itself: give the plain optimizer.",
-            reach="run",
+            "gradients itself: give the plain optimizer."
         )
     return optimizer
 
 
 def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
     """The Keras optimizer of the settings. Its clipping acts on the gradients that it is given: the reduced ones."""
-    options = {
-        name: value
-        for name, value in (
-            ("momentum", settings.momentum),
-            ("nesterov", settings.nesterov),
-            ("rho", settings.rho),
-            ("epsilon", settings.epsilon),
-            ("weight_decay", settings.weight_decay),
-            ("global_clipnorm", settings.clip_global_norm),
-        )
-        if value
-    }
+    names = ("momentum", "nesterov", "rho", "epsilon", "weight_decay")
+    options = {"global_clipnorm": settings.clip_global_norm, **{name: getattr(settings, name) for name in names}}
+    given = {name: value for name, value in options.items() if value}
     optimizer_class = FUSED.get(settings.name) or getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
-    return optimizer_class(learning_rate=settings.lr, **options)
+    return optimizer_class(learning_rate=settings.lr, **given)
 
 
 def create_step(
@@ -103,6 +84,7 @@ def create_step(
     first = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
     return TrainStep(
         workload=workload,
+        config=config,
         model=model,
         optimizer=optimizer,
         reduction=GradientReduction(
@@ -111,18 +93,9 @@ def create_step(
             read_only=only_reads_gradients(optimizer),
         ),
         batch_spec=batch_spec,
-        precision=config.precision,
-        accumulate=config.accumulate,
-        ema=config.optimizer.ema,
-        seed=config.seed,
         local_batch_size=first or None if is_known else None,
-        times_communication=can_time_communication(config),
+        times_communication=not (config.deterministic or tf.config.get_visible_devices("GPU")),
     )
-
-
-def can_time_communication(config: Config) -> bool:
-    """Whether the step may ask for the time: see ``TrainStep``."""
-    return not (config.deterministic or tf.config.get_visible_devices("GPU"))
 
 
 def create_eval_step(
@@ -151,36 +124,23 @@ def create_eval_step(
 
 
 def require_same_structure(workload: Workload, train: Batch, evaluation: Batch) -> None:
-    """See that the samples to evaluate on have the structure of those to train on.
-
-    Args:
-        train, evaluation: tensor specs of batches.
-
-    Raises:
-        UsageError: they have another.
-    """
+    """See that the samples to evaluate on have the structure of those to train on."""
     for name in ("x", "y"):
         specs = getattr(train, name), getattr(evaluation, name)
         if not has_structure_of(*specs):
             raise UsageError(
                 f"{type(workload).__name__}.create_sources gives the {name} of the training samples as "
                 f"{describe_structure(specs[0])}, but that of the evaluation samples as "
-                f"{describe_structure(specs[1])}; both must be of one structure.",
-                reach="run",
+                f"{describe_structure(specs[1])}; both must be of one structure."
             )
 
 
 def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
-    """See that an evaluation gives the value that the best checkpoint is chosen by, besides loss these metrics.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """See that an evaluation gives the value that the best checkpoint is chosen by, besides loss these metrics."""
     names = ("loss", "data_loss", *metric_names)
     if config.best_metric not in names:
         raise UsageError(
-            f"best_metric is {config.best_metric!r}; an evaluation of {config.workload!r} gives {', '.join(names)}.",
-            reach="run",
+            f"best_metric is {config.best_metric!r}; an evaluation of {config.workload!r} gives {', '.join(names)}."
         )
 
 

@@ -34,12 +34,10 @@ def recording_end(
     run: RunDirectory | None, is_complete: bool, requests: StopRequests, world: World, console: Console
 ) -> Iterator[None]:
     """Write the ``end`` record of a run on rank 0, however it ends, then its report, and let go of its directory."""
-    if run is None:
+    if run is None or is_complete:
         yield
-        return
-    if is_complete:
-        yield
-        run.close()
+        if run is not None:
+            run.close()
         return
 
     def leave_early(reason: str, exit_code: int) -> None:
@@ -77,10 +75,9 @@ def early_end(reason: str, exit_code: int) -> RingtrainError:
 
 
 def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], None] = lambda: None) -> None:
-    """The last record of a process; none where another process has taken over the directory.
+    """The last record of a process, and what is done ``then``, before the directory is let go of.
 
-    Args:
-        then: what else is done before the directory is let go of.
+    There is none where another process has taken over the directory.
     """
     tell_end(end)
     with contextlib.suppress(RingtrainError):

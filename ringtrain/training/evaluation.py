@@ -22,6 +22,7 @@ from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.world import World
 from ringtrain.step.averages import WeightAverages
+from ringtrain.step.structure import trace
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, per_sample
 
@@ -44,9 +45,10 @@ class EvalReport:
     metrics: dict[str, float]
     left_out: tuple[BadSample, ...] = ()
 
-    def value(self, name: str) -> float:
-        """The value of ``best_metric``: ``loss``, ``data_loss`` or a metric."""
-        return {"loss": self.loss, "data_loss": self.data_loss, **self.metrics}[name]
+    @property
+    def values(self) -> dict[str, float]:
+        """``loss``, ``data_loss`` and the metrics; ``best_metric`` is one of these."""
+        return {"loss": self.loss, "data_loss": self.data_loss, **self.metrics}
 
 
 def evaluate(
@@ -61,11 +63,8 @@ def evaluate(
 ) -> EvalReport | None:
     """Evaluate each sample of a source exactly once, each rank its share. Every rank must call it.
 
-    Args:
-        skips_bad: leave out samples that cannot be read, where the source may have such.
-
-    Returns:
-        The same report on every rank; None on every rank where one of them wanted to stop meanwhile.
+    With ``skips_bad`` samples that cannot be read are left out. The report is the same on every rank, and so is None:
+    one of them wanted to stop meanwhile.
     """
     batches = evaluation_batches(
         source, collective.world, global_batch_size=global_batch_size, num_threads=num_threads, skips_bad=skips_bad
@@ -101,11 +100,7 @@ def evaluate(
 
 
 def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> tuple[BadSample, ...]:
-    """What is wrong with the samples that no rank has read. Every rank must call it.
-
-    Args:
-        read: the samples that this rank has read, int64 [n].
-    """
+    """What is wrong with the samples that no rank has read. Every rank must call it, with those that it has."""
     all_read = collective.all_gather(tf.constant(read, tf.int64), name="evaluated").numpy()
     missing = np.setdiff1d(np.arange(source.num_samples), all_read)
 
@@ -143,12 +138,11 @@ class EvalStep:
         batch_spec: Batch,
     ) -> None:
         """Trace the step; ``batch_spec`` holds the tensor specs of a batch (``dataset.element_spec``)."""
-        self.metric_names: tuple[str, ...] = ()
         self.was_called = False  # the first call may take long
         self._workload, self._model, self._averages, self._collective = workload, model, averages, collective
         signature = [batch_spec, tf.TensorSpec([], tf.float64)]
-        self._evaluate = tf.function(self._sum_samples, input_signature=signature, autograph=False)
-        self.labels = find_labels(self._evaluate.get_concrete_function(), batch_spec)
+        self._evaluate, self.metric_names = trace(self._sum_samples, signature)
+        self.labels = find_labels(self._evaluate, batch_spec)
         self._join = tf.function(self._sum_nothing, input_signature=signature, autograph=False)
 
     def __call__(self, batch: Batch, is_stop_wanted: bool) -> np.ndarray:
@@ -167,13 +161,14 @@ class EvalStep:
         """In this scope the averages are read where the model reads its weights, which keep their values."""
         return keras.StatelessScope([(weight, average.value) for weight, average in self._averages.pairs])
 
-    def _sum_samples(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
+    def _sum_samples(self, batch: Batch, stop_votes: tf.Tensor) -> tuple[tf.Tensor, tuple[str, ...]]:
+        """The sums over all ranks, and the names of the metrics in their order."""
         with self._averaged_weights():
             outputs = call_model(self._workload, self._model, batch.x, training=False)
         losses, metrics = per_sample(self._workload, batch.y, outputs)
-        self.metric_names = tuple(sorted(metrics))
-        values = [tf.ones_like(losses), losses, *(metrics[name] for name in self.metric_names)]
-        return self._reduce([stop_votes, *(tf.reduce_sum(tf.cast(value, tf.float64)) for value in values)])
+        names = tuple(sorted(metrics))
+        values = [tf.ones_like(losses), losses, *(metrics[name] for name in names)]
+        return self._reduce([stop_votes, *(tf.reduce_sum(tf.cast(value, tf.float64)) for value in values)]), names
 
     def _sum_nothing(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
         """The part of a rank whose share is empty."""

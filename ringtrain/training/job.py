@@ -22,7 +22,6 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.step.times import StepTimes
 from ringtrain.step.train_step import TrainStep
 from ringtrain.training.creation import (
-    can_time_communication,
     choose_optimizer,
     create_eval_step,
     create_model,
@@ -77,6 +76,15 @@ class Job:
             return True
         every = self.config.eval_every or self.config.eval_every_epochs * self.plan.order.steps_per_epoch
         return every > 0 and step % every == 0
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Every ``checkpoint_every`` steps; the last step is saved when all is done."""
+        every = self.config.checkpoint_every
+        return every > 0 and step % every == 0 and step != self.plan.total_steps
+
+    def may_save(self, step: int, *, is_last: bool) -> bool:
+        """Whether a checkpoint is due, or an evaluation that may be the best so far."""
+        return self.is_checkpoint_due(step) or self.is_evaluation_due(step, is_last=is_last)
 
 
 def create_job(
@@ -134,19 +142,14 @@ def create_job(
         eval_step=eval_step,
         labels_to_check=() if is_given_as_it_lies(workload, sources.train) else step.labels,
         num_threads=num_threads,
-        times=StepTimes(times_communication=can_time_communication(config)),
+        times=StepTimes(times_communication=step.times_communication),
     )
     require_same_job(job, sources, contents, print_line)
     return job
 
 
 def require_same_job(job: Job, sources: Sources, contents: Contents | None, print_line: Callable[[str], None]) -> None:
-    """See that all ranks have the same code, model and data, and labels that the model knows. Every rank calls it.
-
-    Raises:
-        DataError: their samples differ, or a label is no class of the model.
-        UsageError: their code or their models differ.
-    """
+    """See that all ranks have the same code, model and data, and labels that the model knows. Every rank calls it."""
     collective = job.collective
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have loaded by now
     require_same_training(collective, describe_job(job))
@@ -157,11 +160,7 @@ def require_same_job(job: Job, sources: Sources, contents: Contents | None, prin
 
 
 def check_labels(job: Job, sources: Sources) -> None:
-    """See that the labels of samples in memory are classes of the model; others are looked at as they are read.
-
-    Raises:
-        DataError: one is not.
-    """
+    """See that the labels of samples in memory are classes of the model; others are looked at as they are read."""
     for of, source, step in (("training", sources.train, job.step), ("evaluation", sources.evaluation, job.eval_step)):
         if isinstance(source, ArraySource) and step is not None:
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, run_on_rank0
-from ringtrain.config import Config
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import Cause, PreemptedError, RingtrainError
-from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.labels import CHECKED_STEPS
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.preflight import package_versions
@@ -29,21 +26,13 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.step.report import communication_seconds, next_samples, wants_stop
 from ringtrain.terminal.console import Console
-from ringtrain.training.actions import (
-    Action,
-    CheckReplicas,
-    Ending,
-    Evaluate,
-    Log,
-    Records,
-    Save,
-)
+from ringtrain.training.actions import Action, CheckReplicas, Ending, Evaluate, Log, Records, Save, Training
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
+from ringtrain.training.joining import Prepared
 from ringtrain.training.nonfinite import NonfiniteGuard
 from ringtrain.training.profiling import Profile
-from ringtrain.training.saving import CheckpointWriter, describe_run, restore, take_snapshot, take_weights
-from ringtrain.workloads.base import Workload
+from ringtrain.training.saving import restore, take_snapshot, take_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +53,13 @@ class Result:
 
 
 def train(
-    workload: Workload,
-    config: Config,
+    prepared: Prepared,
     collective: Collective,
     *,
     start: Start,
     opened: OpenedRun | None,
     requests: StopRequests,
     console: Console,
-    num_threads: int,
 ) -> Result:
     """Train a workload from where its run directory says. Every rank calls it, with the same arguments but for one.
 
@@ -80,7 +67,6 @@ def train(
         start: where the run begins.
         opened: the run directory on rank 0, None on the others.
         requests: whether this rank has been told to stop.
-        num_threads: processor threads for the input pipeline.
 
     Raises:
         DataError: the data are missing or damaged.
@@ -90,10 +76,10 @@ def train(
         UsageError: the ranks would not train the same.
     """
     job = create_job(
-        workload,
-        config,
+        prepared.workload,
+        prepared.config,
         collective,
-        num_threads=num_threads,
+        num_threads=prepared.plan.intra_op_threads,
         start=start,
         print_line=console.line,
     )
@@ -102,25 +88,34 @@ def train(
         progress.samples_seen = job.plan.order.samples_before(job.plan.first_step)
     set_initial_values(job, opened, console)
     describe(job, console, opened)
-    actions = create_actions(job, progress, opened, requests, console)
-    actions.check.act(job.plan.first_step)
+    records = Records(job, opened, console) if opened is not None else None
+    training = Training(
+        job=job, progress=progress, console=console, requests=requests, path=Path(start.path), records=records
+    )
+    log = [Log(training, records)] if records is not None else []
+    profile, check, evaluate = Profile(training), CheckReplicas(training), Evaluate(training)
+    check.act(job.plan.first_step)
     leave_if_told_to(job, requests)
-    guard = NonfiniteGuard(job, console, progress, path=Path(start.path), run=opened.directory if opened else None)
-    requests.start_training(actions.announce)
-    console.start_progress(job.plan.total_steps, job.plan.first_step, actions.find_last_saved_step)
+    requests.start_training(training.announce)
+    console.start_progress(job.plan.total_steps, job.plan.first_step, training.find_last_saved_step)
     try:
-        actions.profile.begin()
+        profile.begin()
         with explaining_lost_ranks():  # before what is closed makes this rank be somewhere else
-            step, ending = run_steps(job, actions.in_order, guard, progress, requests)
+            # The check comes before whatever is saved; a save last, as it holds what the others have found.
+            step, ending = run_steps(training, [profile, *log, check, evaluate, Save(training)])
     except BaseException:
         requests.end_training()
         raise
     finally:
-        actions.close()
+        with contextlib.suppress(RingtrainError):
+            profile.close()
+        if records is not None:
+            records.close()
         console.stop_progress()
-    finish(job, actions, progress, step, ending, requests)
+    check.act(step)
+    finish(training, step, ending)
     best_step = progress.best_step if progress.best is not None else None
-    return Result(ending=ending, evaluation=actions.evaluate.last, best=progress.best, best_step=best_step)
+    return Result(ending=ending, evaluation=evaluate.last, best=progress.best, best_step=best_step)
 
 
 def set_initial_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
@@ -169,83 +164,14 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Actions:
-    """What happens during the training; ``log``, ``records`` and ``writer`` are rank 0's."""
-
-    profile: Profile
-    check: CheckReplicas
-    evaluate: Evaluate
-    save: Save
-    log: Log | None
-    records: Records | None
-    writer: CheckpointWriter | None
-
-    @property
-    def in_order(self) -> list[Action]:
-        """The check comes before whatever is saved; a save last, as it holds what the others have found."""
-        return [self.profile, *([self.log] if self.log else []), self.check, self.evaluate, self.save]
-
-    def find_last_saved_step(self) -> int:
-        """The step from which the run would go on; 0 where there is none."""
-        return self.writer.last_step if self.writer is not None else 0
-
-    def close(self) -> None:
-        """Let a save that is under way end, whatever has ended the training; bring TensorBoard's events to their files.
-
-        The steps of the last checkpoint are not trained again.
-        """
-        with contextlib.suppress(RingtrainError):
-            self.profile.close()
-        if self.writer is not None:
-            activity.note(Phase.SAVE, self.writer.last_step, takes_long=True)
-            with contextlib.suppress(RingtrainError):  # what ended the training is what the user has to know
-                self.writer.wait()
-        if self.records is not None:
-            with contextlib.suppress(RingtrainError):  # a save has brought to the files what it needs
-                self.records.close()
-
-    def announce(self, reason: str) -> None:
-        """Tell the user, from any thread, that a request to stop was heard."""
-        if self.records is not None and self.writer is not None:
-            stands = self.writer.last_step
-            self.records.console.line(
-                f"{reason}: saving after this step, then leaving. Should the launcher end the ranks before that, "
-                + (f"the checkpoint of step {stands} stands." if stands else "there is no checkpoint yet.")
-            )
-
-
-def create_actions(
-    job: Job, progress: Progress, opened: OpenedRun | None, requests: StopRequests, console: Console
-) -> Actions:
-    """The log, on rank 0; the replicas' check, evaluation and saving, on every rank."""
-    log, records, writer = None, None, None
-    if opened is not None:
-        run = opened.directory
-        records = Records(run, console, first_step=job.plan.first_step)
-        log = Log(records=records, job=job, progress=progress)
-        writer = CheckpointWriter(run, keep=job.config.keep, print_line=console.line, last_step=job.plan.first_step)
-    evaluate = Evaluate(job=job, progress=progress, requests=requests, records=records, log=log)
-    run_facts = describe_run(job, opened.identity) if opened is not None else {}
-    snapshot = functools.partial(take_snapshot, job, progress=progress, run_facts=run_facts)
-    save = Save(job=job, progress=progress, snapshot=snapshot, writer=writer, records=records)
-    check = CheckReplicas(job=job, save=save)
-    profile = Profile(job=job, run=opened.directory if opened is not None else None, print_line=console.line, log=log)
-    return Actions(profile=profile, check=check, evaluate=evaluate, save=save, log=log, records=records, writer=writer)
-
-
 def leave_if_told_to(job: Job, requests: StopRequests) -> None:
-    """Leave before the first step, on every rank, where one has been told to.
-
-    Raises:
-        PreemptedError: one has.
-    """
+    """Leave before the first step, on every rank, where one has been told to."""
     who, cause = find_requests(job, requests)
     if cause is not None:
         requests.clear_file()
         first_step = job.plan.first_step
         stands = f"the checkpoint of step {first_step} stands" if first_step else "there was nothing to save"
-        raise PreemptedError(f"stopped by {who} before the first step; {stands}.", reach="run", stopped_by=cause)
+        raise PreemptedError(f"stopped by {who} before the first step; {stands}.", stopped_by=cause)
 
 
 def find_requests(job: Job, requests: StopRequests) -> tuple[str, Cause | None]:
@@ -265,13 +191,7 @@ def find_requests(job: Job, requests: StopRequests) -> tuple[str, Cause | None]:
     return who, next((cause for cause in causes if cause in given), None)
 
 
-def run_steps(
-    job: Job,
-    actions: Sequence[Action],
-    guard: NonfiniteGuard,
-    progress: Progress,
-    requests: StopRequests | None = None,
-) -> tuple[int, Ending]:
+def run_steps(training: Training, actions: Sequence[Action]) -> tuple[int, Ending]:
     """Train all steps, and act after those after which something is due.
 
     On a GPU the host looks at step k while the device computes step k+1, so that the device never waits for the host;
@@ -281,23 +201,26 @@ def run_steps(
     Returns:
         The steps done, and why there are no more: the same on every rank.
     """
+    job, guard = training.job, NonfiniteGuard(training)
     batches, times = job.batches, job.times
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
     in_flight: collections.deque[Trained] = collections.deque()
     step = job.plan.first_step
     activity.note(Phase.DATA, step + 1, takes_long=True)
     batches.begin()
-    ending = catch_up(job, actions, progress)
+    ending = catch_up(training, actions)
     for step, batch in enumerate(times.waiting_for(batches if ending is None else ()), start=job.plan.first_step + 1):
         is_prepared = step > job.plan.first_step + 1 and job.step.is_traced_for(batch)
         activity.note(Phase.STEP, step, takes_long=not is_prepared)
         learning_rate = job.plan.learning_rate(job.plan.order.samples_before(step - 1))
-        is_stop_wanted = requests is not None and requests.is_pending
         for labels in job.labels_to_check if step <= job.plan.first_step + CHECKED_STEPS else ():
             labels.check(batch.y, batch.indices, of="training")
         with times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
             returned = job.step(
-                batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=batches.next_local_count
+                batch,
+                learning_rate,
+                is_stop_wanted=training.requests.is_pending,
+                next_count=batches.next_local_count,
             )
         if batches.is_counted:
             batches.note(next_samples(returned))
@@ -305,7 +228,7 @@ def run_steps(
         in_flight.append(Trained(step, batch, returned, is_last))
         pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
         while len(in_flight) > (0 if pauses or ending else steps_ahead):
-            ending = settle(job, actions, guard, progress, in_flight.popleft(), last_ending=ending) or ending
+            ending = settle(training, actions, guard, in_flight.popleft(), ending) or ending
         if ending is not None:
             break
         activity.note(Phase.DATA, step + 1)
@@ -321,11 +244,11 @@ class Trained(NamedTuple):
     is_last: bool
 
 
-def catch_up(job: Job, actions: Sequence[Action], progress: Progress) -> Ending | None:
+def catch_up(training: Training, actions: Sequence[Action]) -> Ending | None:
     """Make the evaluation that was due at the first step, where the run was stopped before or during it."""
-    step = job.plan.first_step
+    job, step = training.job, training.job.plan.first_step
     is_last = job.batches.is_last(step)
-    if not step or progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
+    if not step or training.progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
         return None
     endings = [action.act(step) for action in actions if isinstance(action, CheckReplicas | Evaluate | Save)]
     activity.note(Phase.DATA, step + 1, takes_long=True)
@@ -333,20 +256,14 @@ def catch_up(job: Job, actions: Sequence[Action], progress: Progress) -> Ending 
 
 
 def settle(
-    job: Job,
-    actions: Sequence[Action],
-    guard: NonfiniteGuard,
-    progress: Progress,
-    trained: Trained,
-    *,
-    last_ending: Ending | None,
+    training: Training, actions: Sequence[Action], guard: NonfiniteGuard, trained: Trained, last_ending: Ending | None
 ) -> Ending | None:
     """Look at a step's outcome, act where something is due, and say whether the training is to end."""
-    step, batch, returned, is_last = trained
+    job, (step, batch, returned, is_last) = training.job, trained
     guard.check(step, batch, returned)
     job.times.note_communication(communication_seconds(returned))
     if job.batches.is_counted:
-        progress.samples_seen += job.step.read(returned).samples
+        training.progress.samples_seen += job.step.read(returned).samples
     is_stopped = wants_stop(returned) and not is_last
     ending = Ending.PREEMPTED if is_stopped else last_ending
     due = [action for action in actions if action.is_due(step, is_last=is_last)]
@@ -358,23 +275,21 @@ def settle(
     return ending
 
 
-def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: Ending, requests: StopRequests) -> None:
+def finish(training: Training, step: int, ending: Ending) -> None:
     """Save the last step, and leave no rank before all know that it is saved.
 
     Raises:
         DivergedError: on every rank, where a value is not finite; nothing is saved then.
         PreemptedError: on every rank, where the training was stopped before its end.
-        ReplicasDifferError: on every rank, where they hold different values; nothing is saved then.
         RingtrainError: on every rank, where the save failed.
     """
-    progress.finished = None if ending is Ending.PREEMPTED else ending.value
-    actions.check.act(step)
-    are_alike = job.config.check_replicas_every > 0
-    require_finite_values(job.step.named_variables, job.collective, step=step, are_alike=are_alike)
+    job, requests, records = training.job, training.requests, training.records
+    training.progress.finished = None if ending is Ending.PREEMPTED else ending.value
+    training.require_finite_values(step)
 
     def save_on_rank0() -> str:
-        assert actions.writer is not None
-        return actions.writer.finish(actions.save.snapshot(step))
+        assert records is not None
+        return records.writer.finish(take_snapshot(job, step, training.progress, records.run_facts))
 
     activity.note(Phase.SAVE, step, takes_long=True)
     path = run_on_rank0(job.collective, save_on_rank0, name="finish")
@@ -384,6 +299,5 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
         raise PreemptedError(
             f"stopped by {who}: step {step} of {job.plan.total_steps} is saved in {path}. "
             f"{describe_way_on(job.config, Path(path).parent)}",
-            reach="run",
             stopped_by=cause or "signal",
         )

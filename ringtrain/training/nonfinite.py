@@ -9,17 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import all_gather_object, run_on_rank0
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import DivergedError
-from ringtrain.run.directory import RunDirectory
-from ringtrain.run.progress import Progress
 from ringtrain.step.loss_scale import MIN_LOSS_SCALE
 from ringtrain.step.report import StepReport, is_updated
-from ringtrain.terminal.console import Console
+from ringtrain.training.actions import Training
 from ringtrain.training.job import Job
 from ringtrain.workloads.values import per_sample
 
@@ -55,19 +54,8 @@ class RankReport:
 class NonfiniteGuard:
     """Decides, alike on every rank, about steps whose loss or gradient was not finite."""
 
-    def __init__(
-        self,
-        job: Job,
-        console: Console,
-        progress: Progress,
-        *,
-        path: Path | None = None,
-        run: RunDirectory | None = None,
-    ) -> None:
-        """``path`` is the run directory's, the same on every rank, or None; ``run`` the directory itself on rank 0."""
-        self._progress = progress
-        self._job, self._console = job, console
-        self._path, self._run, self._num_kept = path, run, 0
+    def __init__(self, training: Training) -> None:
+        self._training, self._job, self._num_kept = training, training.job, 0
 
     def check(self, step: int, batch: Batch, returned: tf.Tensor) -> None:
         """Look at the outcome of a step; ``batch`` is this rank's.
@@ -76,22 +64,21 @@ class NonfiniteGuard:
             DivergedError: on every rank, where the step changed nothing and the run is not to go on.
         """
         if is_updated(returned):
-            self._progress.skipped_in_a_row = 0
+            self._training.progress.skipped_in_a_row = 0
             return
         report = self._job.step.read(returned)
         if self._is_overflow(report):
             return  # the loss scale was too high; it has been halved, and that is how it finds its value
-        self._progress.skipped_in_a_row += 1
+        self._training.progress.skipped_in_a_row += 1
         message = self._explain(step, batch, report)
         if self._job.config.on_nonfinite == "stop":
             raise DivergedError(
                 f"{message} Nothing was updated by this step. Lower --optimizer.lr, add --optimizer.clip_global_norm "
-                "or --optimizer.warmup_epochs, look at the data, or go on with --on_nonfinite skip.",
-                reach="run",
+                "or --optimizer.warmup_epochs, look at the data, or go on with --on_nonfinite skip."
             )
-        if self._progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-            raise DivergedError(f"{message} That is {MAX_SKIPPED_IN_A_ROW} skipped steps in a row.", reach="run")
-        self._console.line(f"warning: {message} Skipped: nothing was updated by this step.")
+        if self._training.progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise DivergedError(f"{message} That is {MAX_SKIPPED_IN_A_ROW} skipped steps in a row.")
+        self._training.console.line(f"warning: {message} Skipped: nothing was updated by this step.")
 
     def _is_overflow(self, report: StepReport) -> bool:
         """Whether it was the loss scale alone, which does not enter the loss that is reported."""
@@ -110,7 +97,8 @@ class NonfiniteGuard:
         )
         ranks = [RankReport(**item) for item in all_gather_object(collective, asdict(mine), name="nonfinite")]
         culprit = next((rank for rank, finding in enumerate(ranks) if finding.is_culprit), None)
-        kept = "" if culprit is None or self._path is None else self._keep_batch(step, batch, culprit, self._path)
+        path = self._training.path
+        kept = "" if culprit is None or path is None else self._keep_batch(step, batch, culprit, path)
         return f"{describe_findings(step, ranks)}{kept}"
 
     def _keep_batch(self, step: int, batch: Batch, culprit: int, path: Path) -> str:
@@ -124,8 +112,8 @@ class NonfiniteGuard:
         file = path / BATCH_DIRECTORY / f"step-{step:09d}-rank-{culprit}.npz"
 
         def write_on_rank0() -> str:
-            assert self._run is not None
-            self._run.may_write()
+            assert self._training.records is not None
+            self._training.records.run.may_write()
             try:
                 file.parent.mkdir(exist_ok=True)
                 file.write_bytes(packed.tobytes())
@@ -188,25 +176,14 @@ def describe_device() -> str:
 
 def pack_batch(batch: Batch) -> bytes:
     """A batch as the content of an .npz file, without pickle: x, y (``x/name`` where they are structures), indices."""
-    arrays = {"indices": batch.indices, "step": batch.step, "global_count": batch.global_count}
-    arrays |= {**_named("x", batch.x), **_named("y", batch.y)}
-    values = {name: np.asarray(tensor) for name, tensor in arrays.items()}
+    tensors = {"indices": batch.indices, "step": batch.step, "global_count": batch.global_count}
+    tensors |= {"x": batch.x, "y": batch.y}
+    values = {"/".join(map(str, path)): np.asarray(value) for path, value in keras.tree.flatten_with_path(tensors)}
     # Texts come as objects, which only pickle could write.
     plain: dict[str, Any] = {n: np.array(v.tolist()) if v.dtype.hasobject else v for n, v in values.items()}
     file = io.BytesIO()
     np.savez(file, **plain)
     return file.getvalue()
-
-
-def _named(name: str, value: Any) -> dict[str, Any]:
-    """The tensors of a structure by their places in it."""
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, (tuple, list)):
-        items = enumerate(value)  # type: ignore[assignment]
-    else:
-        return {name: value}
-    return {inner: tensor for key, item in items for inner, tensor in _named(f"{name}/{key}", item).items()}
 
 
 def _first(words: list[str]) -> list[str]:

@@ -46,18 +46,13 @@ class Plan:
 def plan_steps(
     workload: Workload, config: Config, train: Source | Feed, global_batch_size: int, *, first_step: int = 0
 ) -> Plan:
-    """The steps of a run from ``first_step`` on.
-
-    Raises:
-        UsageError: how many they are is not known, or they are too many.
-    """
+    """The steps of a run from ``first_step`` on."""
     order = plan_order(config, train, global_batch_size)
     total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
     if total_steps > MAX_STEPS:
         raise UsageError(
             f"{config.epochs or DEFAULT_EPOCHS} epochs of {order.steps_per_epoch} steps are {total_steps:,} steps; "
-            f"there may be at most {MAX_STEPS:,}. Give fewer --epochs, or --steps.",
-            reach="run",
+            f"there may be at most {MAX_STEPS:,}. Give fewer --epochs, or --steps."
         )
     defaults = workload.defaults
     own_batch_size = defaults.get("global_batch_size") or defaults.get("batch_size", DEFAULT_BATCH_SIZE)
@@ -79,8 +74,7 @@ def plan_order(config: Config, train: Source | Feed, global_batch_size: int) -> 
         raise UsageError(
             "how long the training lasts is not known: its samples are fed by code that does not say how many "
             "steps an epoch has. Give --steps (the run ends before that where no rank has samples left), or "
-            "steps_per_epoch to from_generator or from_callable.",
-            reach="run",
+            "steps_per_epoch to from_generator or from_callable."
         )
     return StreamingOrder(
         num_samples=steps_per_epoch * global_batch_size,

@@ -38,20 +38,12 @@ class CheckpointWriter:
         self._under_way: concurrent.futures.Future[None] | None = None
 
     def save(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
-        """Begin to write a checkpoint; waits only while the one before is still being written.
-
-        Raises:
-            LeaseLostError: another process has taken over the run directory.
-        """
+        """Begin to write a checkpoint; waits only while the one before is still being written."""
         self.wait()
         self._under_way = self._executor.submit(self._write, checkpoint, as_step=as_step, as_best=as_best)
 
     def finish(self, checkpoint: Checkpoint) -> str:
-        """Write the last checkpoint of this process, and return the directory of the checkpoints once it is there.
-
-        Raises:
-            RingtrainError: it cannot be written.
-        """
+        """Write the last checkpoint of this process, and return the directory of the checkpoints once it is there."""
         self.wait()
         try:
             self._write(checkpoint, as_step=True, as_best=False)
@@ -60,11 +52,6 @@ class CheckpointWriter:
         finally:
             self._executor.shutdown()
         return str(self._run.checkpoints)
-
-    @property
-    def root(self) -> Path:
-        """The directory of the checkpoints."""
-        return self._run.checkpoints
 
     def wait(self) -> None:
         """Wait until what was begun is written, or has failed and was told.
@@ -144,11 +131,7 @@ def describe_run(job: Job, identity: Mapping[str, Any] | None = None) -> dict[st
 
 
 def restore(job: Job, checkpoint: Checkpoint) -> None:
-    """Give the variables the values of a checkpoint of the same run.
-
-    Raises:
-        UsageError: it is another workload's, or of other data.
-    """
+    """Give the variables the values of a checkpoint of the same run."""
     facts = describe_identity(job)
     for name, value in facts.items():
         if checkpoint.run.get(name) != value:
@@ -182,12 +165,7 @@ def describe_identity(job: Job) -> dict[str, Any]:
 def take_weights(job: Job, source: Path) -> list[str]:
     """Start from the weights of a checkpoint, as far as names and shapes match; returns lines that say what did.
 
-    Args:
-        source: a checkpoint, or a run directory, whose best checkpoint is taken (the newest where none is best).
-
-    Raises:
-        UsageError: nothing matches.
-        DataError: the checkpoint is damaged.
+    Of a run directory it is the best checkpoint, or the newest where none is best.
     """
     path = find_checkpoint(source)
     saved = read_checkpoint(path).variables

@@ -22,10 +22,6 @@ def open_sources(
 
     They are as many on every rank, and of the same kind. Whether they are the same is being found out meanwhile: see
     ``require_same_contents``; None where this is the only rank.
-
-    Raises:
-        DataError: they are missing, damaged, or not the same.
-        UsageError: the run was fed under another number of ranks.
     """
     sources = raise_on_all_ranks(collective, lambda: read_sources(workload, config), name="sources")
     require_same_sources(collective, sources)
@@ -35,28 +31,21 @@ def open_sources(
 
 
 def read_sources(workload: Workload, config: Config) -> Sources:
-    """The workload's data; none of which is known to be damaged, unless such samples may be left out.
-
-    Raises:
-        DataError: they are missing or damaged.
-        UsageError: what the workload gave are no sources.
-    """
+    """The workload's data; none of which is known to be damaged, unless such samples may be left out."""
     sources = require_sources(workload, workload.create_sources(config.data_dir, synthetic=config.synthetic))
-    return refuse_damaged(sources) if config.on_bad_sample == "stop" else sources
+    for source in sources if config.on_bad_sample == "stop" else ():
+        if damaged := list(getattr(source, "damaged", ())):
+            raise DataError(f"{describe_bad(damaged)} {BAD_REMEDY}", reach="node")
+    return sources
 
 
 def require_sources(workload: Workload, given: Any) -> Sources:
-    """See that a workload gave samples to train on, and samples or None to evaluate on.
-
-    Raises:
-        UsageError: it gave something else.
-    """
+    """See that a workload gave samples to train on, and samples or None to evaluate on."""
     name = f"{type(workload).__name__}.create_sources"
     if not isinstance(given, Sources):
         raise UsageError(
             f"{name} gave {name_kind(given)}; it must give ringtrain.Sources(train, evaluation), where evaluation "
-            "may be left out.",
-            reach="run",
+            "may be left out."
         )
     for part, source in given._asdict().items():
         may_be = (isinstance(source, Feed) and part == "train") or (source is None and part == "evaluation")
@@ -68,8 +57,7 @@ def require_sources(workload: Workload, given: Any) -> Sources:
             remedy += "as_numpy_iterator()"
         raise UsageError(
             f"{name} gave {name_kind(source)} as {part}; it must be a source, with num_samples and gather"
-            f"{', or None' if part == 'evaluation' else ''}: in ringtrain, {remedy}.",
-            reach="run",
+            f"{', or None' if part == 'evaluation' else ''}: in ringtrain, {remedy}."
         )
     return given
 
@@ -85,19 +73,6 @@ def name_kind(value: Any) -> str:
         return f"a {kind.__name__} of {len(value)}"
     package = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]} "
     return f"a {package}{kind.__name__}"
-
-
-def refuse_damaged(sources: Sources) -> Sources:
-    """See that no sample is known already to be damaged.
-
-    Raises:
-        DataError: some are.
-    """
-    for source in sources:
-        damaged = list(getattr(source, "damaged", ()))
-        if damaged:
-            raise DataError(f"{describe_bad(damaged)} {BAD_REMEDY}", reach="node")
-    return sources
 
 
 def cache_sources(sources: Sources, config: Config, collective: Collective, *, num_threads: int) -> Sources:
@@ -119,14 +94,9 @@ def cache_sources(sources: Sources, config: Config, collective: Collective, *, n
 
 
 def refuse_other_size(train: Source | Feed, size: int, former_size: int | None) -> None:
-    """See that each rank can go on with what it was fed before.
-
-    Raises:
-        UsageError: the run was fed under another number of ranks.
-    """
+    """See that each rank can go on with what it was fed before."""
     if isinstance(train, Feed) and former_size not in (None, size):
         raise UsageError(
             f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
-            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never.",
-            reach="run",
+            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never."
         )

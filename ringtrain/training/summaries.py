@@ -27,28 +27,24 @@ class EventFiles:
     def __init__(self, directory: Path, *, first_step: int) -> None:
         """Go on after ``first_step``: what is there of later steps is removed, since they are trained again."""
         self._directory = directory
-        with self._explaining():
+        with explaining(self._directory):
             forget_after(directory, first_step)
             self._writer = tf.summary.create_file_writer(str(directory))
 
     def scalars(self, prefix: str, values: Mapping[str, float], *, step: int) -> None:
         """Write numbers under ``prefix/name``."""
-        with self._explaining(), self._writer.as_default(step=step):
+        with explaining(self._directory), self._writer.as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(f"{prefix}/{name}", value)
 
     def show(self, values: Mapping[str, Images | Histogram], *, step: int) -> None:
-        """Write a workload's images and histograms under their names.
-
-        Raises:
-            UsageError: they are of another kind, or TensorBoard cannot show one.
-        """
+        """Write a workload's images and histograms under their names."""
         is_known = isinstance(values, Mapping) and all(isinstance(v, Images | Histogram) for v in values.values())
         if not is_known:
             raise UsageError(
                 f"it gave {shorten(repr(values))}; it must give a mapping of names to Images or Histogram."
             )
-        with self._explaining(), self._writer.as_default(step=step):
+        with explaining(self._directory), self._writer.as_default(step=step):
             for name, value in values.items():
                 try:
                     if isinstance(value, Images):
@@ -63,22 +59,23 @@ class EventFiles:
 
     def flush(self) -> None:
         """Bring all to the files: before a checkpoint, whose steps are not trained again."""
-        with self._explaining():
+        with explaining(self._directory):
             self._writer.flush()
 
     def close(self) -> None:
         """Bring all events to their files, and write no more."""
-        with self._explaining():
+        with explaining(self._directory):
             self._writer.close()
 
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Say of what cannot be written where it is; TensorFlow's own error names an operation."""
-        try:
-            yield
-        except (tf.errors.OpError, OSError) as error:
-            reason = getattr(error, "strerror", None) or strip_nodes(getattr(error, "message", str(error)))
-            raise RunDirectoryError(self._directory, reason.splitlines()[0]) from error
+
+@contextlib.contextmanager
+def explaining(directory: Path) -> Iterator[None]:
+    """Say of what cannot be written where it is; TensorFlow's own error names an operation."""
+    try:
+        yield
+    except (tf.errors.OpError, OSError) as error:
+        reason = getattr(error, "strerror", None) or strip_nodes(getattr(error, "message", str(error)))
+        raise RunDirectoryError(directory, reason.splitlines()[0]) from error
 
 
 def forget_after(directory: Path, step: int) -> None:

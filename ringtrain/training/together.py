@@ -66,16 +66,7 @@ def train_together(
             )
             return None
         with leaving.ending_forked(), explaining_lost_ranks(), explaining_memory(prepared.config):
-            result = train(
-                prepared.workload,
-                prepared.config,
-                collective,
-                start=start,
-                opened=opened,
-                requests=requests,
-                console=console,
-                num_threads=prepared.plan.intra_op_threads,
-            )
+            result = train(prepared, collective, start=start, opened=opened, requests=requests, console=console)
     for line in describe_result(result, start.path, prepared.config):
         console.line(line)
     return result

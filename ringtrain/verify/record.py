@@ -22,13 +22,11 @@ from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, find_users_place
-from ringtrain.run.progress import Progress
 from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.report import StepReport
-from ringtrain.terminal.console import Console
+from ringtrain.training.actions import Training
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
-from ringtrain.training.nonfinite import NonfiniteGuard
 from ringtrain.workloads.base import Workload
 
 # TensorFlow computes them in single precision at most; what they make of a sample is that sample's own, so that they
@@ -145,8 +143,7 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, *, is_reference:
 def train_recorded(job: Job, notes: Sequence[str]) -> dict[str, Any]:
     """Train the steps of a job: on rank 0 what came of it, nothing on the others."""
     recorder = Recorder(job.collective)
-    progress = Progress()
-    run_steps(job, [recorder], NonfiniteGuard(job, Console(None, is_terminal=False), progress), progress)
+    run_steps(Training(job=job), [recorder])
     evaluation = record_evaluation(job)
     replicas = all_gather_object(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
     if not job.collective.world.is_rank0:

@@ -14,13 +14,11 @@ from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays
 from ringtrain.errors import DivergedError
 from ringtrain.guard.finite import require_finite_values
-from ringtrain.run.progress import Progress
 from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.report import is_updated
-from ringtrain.terminal.console import Console
+from ringtrain.training.actions import Training
 from ringtrain.training.job import create_job
 from ringtrain.training.loop import run_steps
-from ringtrain.training.nonfinite import NonfiniteGuard
 from ringtrain.workloads.base import Sources
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
@@ -61,10 +59,8 @@ def run(collective: Collective, workload: Line, **settings: Any) -> str:
     config = Config(global_batch_size=NUM_SAMPLES, steps=20, **settings)
     job = create_job(workload, config, collective, num_threads=1)
     broadcast_variables(job.step.variables, collective)
-    progress = Progress()
-    guard = NonfiniteGuard(job, Console(None, is_terminal=False), progress)
     with pytest.raises(DivergedError) as caught:
-        run_steps(job, [], guard, progress)
+        run_steps(Training(job=job), [])
     assert len(set(all_gather_object(collective, str(caught.value), name="message"))) == 1
     return str(caught.value)
 

@@ -96,7 +96,7 @@ def test_versions_devices_and_the_environment_are_named(collective: Collective, 
     versions = preflight.package_versions() | ({"tensorflow": "2.17.1"} if is_odd and fact == "tensorflow" else {})
     kind = "a GPU of compute capability 9.0" if is_odd and fact == "device" else "cores"
     if is_odd and fact == "communication":
-        collective.description = "Horovod over MPI and NCCL"  # type: ignore[misc]
+        collective.description = "Horovod over MPI and NCCL"
     try:
         with (
             patch.object(preflight, "package_versions", return_value=versions),
@@ -106,7 +106,7 @@ def test_versions_devices_and_the_environment_are_named(collective: Collective, 
                 collective, lambda: require_same_start(collective, Config(), command=command, environ=environ)
             )
     finally:
-        collective.description = description  # type: ignore[misc]
+        collective.description = description
     [line] = message.splitlines()[1:]
     assert re.fullmatch(rf"  {fact}: rank 1 on node1 has .*, ranks 0, 2 have .*", line)
 

@@ -18,13 +18,10 @@ from ringtrain.config import Config, OptimizerConfig
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.keras import SyncBatchNormalization
-from ringtrain.run.progress import Progress
 from ringtrain.run.variables import broadcast_variables
-from ringtrain.terminal.console import Console
-from ringtrain.training.actions import CheckReplicas, Save
+from ringtrain.training.actions import CheckReplicas, Training
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
-from ringtrain.training.nonfinite import NonfiniteGuard
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
 from tests.world.test_runs import WORKLOADS, error_lines, events
@@ -92,10 +89,8 @@ def flip_bit(variable: keras.Variable, bit: int = 0) -> None:
 
 def run(job: Job, *others: Any) -> int:
     """Train with checks; the steps done."""
-    progress = Progress()
-    save = Save(job=job, progress=progress, snapshot=None, writer=None, records=None)  # type: ignore[arg-type]
-    guard = NonfiniteGuard(job, Console(None, is_terminal=False), progress)
-    step, _ = run_steps(job, [*others, CheckReplicas(job=job, save=save)], guard, progress)
+    training = Training(job=job)
+    step, _ = run_steps(training, [*others, CheckReplicas(training)])
     return step
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.gradients import GradientReduction
+from ringtrain.config import Config, OptimizerConfig
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import ArraySource, from_arrays
@@ -145,14 +146,16 @@ def create_step(
     optimizer = create_optimizer()
     step = TrainStep(
         workload=workload or Classification(create),
+        config=Config(
+            precision=precision,  # type: ignore[arg-type]
+            accumulate=accumulate,
+            seed=seed,
+            optimizer=OptimizerConfig(ema=ema),
+        ),
         model=create(),
         optimizer=optimizer,
         reduction=GradientReduction(collective=collective, read_only=only_reads_gradients(optimizer)),
         batch_spec=spec,
-        precision=precision,  # type: ignore[arg-type]
-        accumulate=accumulate,
-        ema=ema,
-        seed=seed,
         local_batch_size=local_batch_size,
     )
     broadcast_variables(step.variables, collective)

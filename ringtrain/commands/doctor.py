@@ -61,41 +61,43 @@ def main(arguments: Sequence[str], world: World) -> int:
     os.environ["KERAS_BACKEND"] = "tensorflow"  # a wrong one is shown, and does not end the look
     if world.size == 1:
         return show(world, judge(gather_facts(world, os.environ, keras_backend=keras_backend)))
-    facts_so_far: list[Facts] = []
-    with ending_in_time(lambda reason: last_words(reason, world, facts_so_far)) as said:
+    findings: list[Finding] = []
+    with ending_in_time(lambda reason: last_words(reason, world, findings)) as said:
         facts = gather_facts(world, os.environ, keras_backend=keras_backend)
-        facts_so_far.append(facts)
+        findings += judge(facts)
         if not can_join(facts):
-            leave_alone(world, facts, said)
-        return meet(world, facts, said)
+            leave_alone(world, findings, said)
+        return meet(facts, said)
 
 
-def meet(world: World, facts: Facts, said: threading.Event) -> int:
+def meet(facts: Facts, said: threading.Event) -> int:
     """Join the other ranks, hold what each found against the others, and time an all-reduce."""
     from ringtrain.collectives import connect
 
+    world = facts.world
     try:
         plan = pin(world)
         with quiet_start():
-            facts = take_device(plan, world, facts)
+            facts = take_device(plan, facts)
         collective = connect("horovod", world)
         code = share(collective, facts, said)
     except RingtrainError as error:
-        leave_alone(world, facts, said, cannot_join(str(error), remedy=""))
+        leave_alone(world, [*judge(facts), cannot_join(str(error), "")], said)
     except Exception as error:  # Horovod's and MPI's own errors are of many kinds
-        leave_alone(world, facts, said, cannot_join(shorten(f"{type(error).__name__}: {error}")))
+        remedy = "mend what is broken above; where nothing is, try horovodrun --gloo"
+        leave_alone(world, [*judge(facts), cannot_join(shorten(f"{type(error).__name__}: {error}"), remedy)], said)
     collective.close()
     if code:  # the launcher ends this rank once another has left: with a code of its own, where Python is cleaning up
         leave(code)
     return code
 
 
-def take_device(plan: DevicePlan, world: World, facts: Facts) -> Facts:
+def take_device(plan: DevicePlan, facts: Facts) -> Facts:
     """Start TensorFlow on this rank's device; where there is none for it, on the cores, so that it can say so."""
     import tensorflow as tf
 
     try:
-        return replace(facts, device=start_tensorflow(plan, world), gpu=own_gpu())
+        return replace(facts, device=start_tensorflow(plan, facts.world), gpu=own_gpu())
     except UsageError as error:
         tf.config.set_visible_devices([], "GPU")
         return replace(facts, device_failure=str(error))
@@ -108,9 +110,7 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
     from ringtrain.collectives import all_gather_object, run_on_rank0
 
     with tf.device("CPU:0"):  # of the ranks some may have a GPU and others none
-        ranks = [
-            facts_from_plain(values) for values in all_gather_object(collective, asdict(facts), name="doctor/facts")
-        ]
+        ranks = list(map(facts_from_plain, all_gather_object(collective, asdict(facts), name="doctor/facts")))
     on_gpus = all(item.device.startswith("GPU") for item in ranks)
     with tf.device("GPU:0" if on_gpus else "CPU:0"):
         result = time_all_reduce(collective)
@@ -141,9 +141,8 @@ def time_all_reduce(collective: Collective) -> AllReduce:
     return AllReduce(description=collective.description, payload_bytes=PAYLOAD_BYTES, seconds=median, is_right=is_right)
 
 
-def leave_alone(world: World, facts: Facts, said: threading.Event, failure: Finding | None = None) -> NoReturn:
+def leave_alone(world: World, findings: list[Finding], said: threading.Event) -> NoReturn:
     """The end of a rank that cannot talk to the others: rank 0 shows its table, another rank says a line, later."""
-    findings = [*judge(facts), *([failure] if failure else [])]
     if world.is_rank0:
         said.set()
         show(world, findings, complete=False)
@@ -161,17 +160,14 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def cannot_join(
-    why: str, remedy: str = "mend what is broken above; where nothing is, try horovodrun --gloo"
-) -> Finding:
+def cannot_join(why: str, remedy: str) -> Finding:
     """What kept this rank from talking to the others."""
-    return Finding(subject="joining", status="broken", text=why, remedy=remedy)
+    return Finding("broken", why, remedy, subject="joining")
 
 
-def last_words(reason: str, world: World, facts_so_far: list[Facts]) -> None:
+def last_words(reason: str, world: World, findings: list[Finding]) -> None:
     """What rank 0 shows where the ranks did not come together."""
     if world.is_rank0:
-        findings = judge(facts_so_far[0]) if facts_so_far else []
         remedy = "see what the others say, and run python -m ringtrain doctor on each node by itself"
         show(world, [*findings, cannot_join(reason, remedy)], complete=False)
 

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringtrain.runtime.machine import Machine
+from ringtrain.runtime.world import World
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
@@ -58,31 +61,24 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """The node.
+class Hardware(Machine):
+    """The node, and what this process may use of it.
 
     Attributes:
-        cores: those that this process may run on.
         total_cores: those of the node.
-        quota: processor time that the cgroup grants, in cores; None: no limit.
-        bound_by_launcher: whether the launcher gave each rank its own cores.
         memory_bytes, available_bytes: of the node; 0 where unknown.
         memory_limit: what the cgroup grants, in bytes; None: no limit.
-        shm_bytes, shm_free_bytes: of ``/dev/shm``; None where there is none.
+        shm_free_bytes: what is free of ``/dev/shm``.
         gpus: those that the driver lists; None where there is no driver.
         gpu_failure: why the driver's tool could not be asked.
         cuda_visible_devices: the variable, where it is set.
     """
 
-    cores: tuple[int, ...]
     total_cores: int
-    quota: float | None = None
-    bound_by_launcher: bool = False
     memory_bytes: int = 0
     available_bytes: int = 0
     memory_limit: int | None = None
-    shm_bytes: int | None = None
-    shm_free_bytes: int | None = None
+    shm_free_bytes: int = 0
     gpus: tuple[Gpu, ...] | None = None
     gpu_failure: str | None = None
     cuda_visible_devices: str | None = None
@@ -115,19 +111,14 @@ class Facts:
     """All that one process found.
 
     Attributes:
-        rank, size, local_rank, local_size, node, launcher: its place (see ``ringtrain.runtime.world``).
+        world: its place.
         device: what it computes on, such as ``GPU 1`` or ``core 0``.
         gpu: what the driver calls its GPU; None on cores.
         device_failure: why it has no device.
         unknown: why a probe itself failed, by its name.
     """
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: str
-    launcher: str
+    world: World
     stack: Stack
     hardware: Hardware
     launchers: Launchers
@@ -156,7 +147,7 @@ class AllReduce:
 
 def facts_from_plain(values: Mapping[str, Any]) -> Facts:
     """Facts that travelled as JSON, which knows neither tuples nor dataclasses."""
-    parts = {"stack": Stack, "hardware": Hardware, "launchers": Launchers}
+    parts = {"world": World, "stack": Stack, "hardware": Hardware, "launchers": Launchers}
     made = {name: kind(**_tuples(values[name])) for name, kind in parts.items()}
     gpus = made["hardware"].gpus
     if gpus is not None:

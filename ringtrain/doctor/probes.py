@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack
 from ringtrain.doctor.inside import STEPS, shorten
-from ringtrain.runtime.machine import cgroup_directories, read_machine
+from ringtrain.runtime.machine import SHARED_MEMORY, read_machine, read_memory_limits
 from ringtrain.runtime.world import World
 
 Found = TypeVar("Found")
@@ -50,7 +50,7 @@ def gather_facts(world: World, environ: Mapping[str, str], *, keras_backend: str
     python = Stack(python=platform.python_version(), executable=sys.executable)
     bare = Hardware(cores=tuple(sorted(os.sched_getaffinity(0))), total_cores=os.cpu_count() or 1)
     return Facts(
-        **{name: getattr(world, name) for name in ("rank", "size", "local_rank", "local_size", "node", "launcher")},
+        world=world,
         stack=attempt("packages", lambda: look_at_stack(environ, keras_backend), python),
         hardware=attempt("node", lambda: look_at_hardware(environ), bare),
         launchers=attempt("launchers", lambda: look_at_launchers(environ), Launchers()),
@@ -134,31 +134,18 @@ def look_at_hardware(environ: Mapping[str, str]) -> Hardware:
     """The node's cores, memory, shared memory and GPUs."""
     machine = read_machine(environ)
     memory = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    shm_bytes, shm_free_bytes = look_at_shm()
     gpus, gpu_failure = look_at_gpus()
     return Hardware(
-        cores=machine.cores,
+        **vars(machine),
         total_cores=os.cpu_count() or len(machine.cores),
-        quota=machine.quota,
-        bound_by_launcher=machine.bound_by_launcher,
         memory_bytes=int(memory.get("MemTotal", 0)) * 1024,
         available_bytes=int(memory.get("MemAvailable", 0)) * 1024,
-        memory_limit=read_cgroup_memory(Path("/")),
-        shm_bytes=shm_bytes,
-        shm_free_bytes=shm_free_bytes,
+        memory_limit=min((limit for limit, _ in read_memory_limits(Path("/"))), default=None),
+        shm_free_bytes=shutil.disk_usage(SHARED_MEMORY).free if machine.shared_memory_bytes else 0,
         gpus=gpus,
         gpu_failure=gpu_failure,
         cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
     )
-
-
-def look_at_shm() -> tuple[int | None, int | None]:
-    """The size of ``/dev/shm`` and what is free of it, in bytes; None twice where there is none."""
-    try:
-        shm = os.statvfs("/dev/shm")
-    except OSError:
-        return None, None
-    return shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
 
 
 def look_at_gpus() -> tuple[tuple[Gpu, ...] | None, str | None]:
@@ -173,26 +160,6 @@ def parse_gpus(listing: str) -> tuple[Gpu, ...]:
     """The lines of ``nvidia-smi``."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(listing.splitlines())]
     return tuple(Gpu(uuid=row[0], name=row[1], driver=row[2], mig=row[3] == "Enabled") for row in rows if len(row) == 4)
-
-
-def read_cgroup_memory(root: Path) -> int | None:
-    """The memory that the cgroups of this process grant, in bytes, or None: the tightest of all levels.
-
-    Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("memory.max") and cgroup-v1/memory.rst.
-    """
-    limits = []
-    for name, directories in (
-        ("memory.max", cgroup_directories(root, "")),
-        ("memory.limit_in_bytes", cgroup_directories(root, "memory")),
-    ):
-        for directory in directories:
-            try:
-                limit = (directory / name).read_text().strip()
-            except OSError:
-                continue
-            # Version 1 writes "no limit" as the largest multiple of a page in 63 bits.
-            limits += [int(limit)] if limit.isdigit() and int(limit) < 2**62 else []
-    return min(limits, default=None)
 
 
 def look_at_launchers(environ: Mapping[str, str]) -> Launchers:

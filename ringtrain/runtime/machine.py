@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+# Where each kind of cgroup keeps its limit of memory in bytes, and counts its processes that were killed for it.
+MEMORY_FILES = (("", "memory.max", "memory.events"), ("memory", "memory.limit_in_bytes", "memory.oom_control"))
+NO_MEMORY_LIMIT = 2**62  # version 1 writes it as the largest multiple of a page in 63 bits
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver on Linux, and on Linux under Windows
 
 
@@ -26,9 +29,9 @@ class Machine:
     """
 
     cores: tuple[int, ...]
-    quota: float | None
-    bound_by_launcher: bool
-    may_have_gpus: bool
+    quota: float | None = None
+    bound_by_launcher: bool = False
+    may_have_gpus: bool = False
     shared_memory_bytes: int = 0
 
 
@@ -67,6 +70,20 @@ def read_cgroup_quota(root: Path) -> float | None:
         period = "".join(_read_lines(directory / "cpu.cfs_period_us"))
         quotas += [int(quota) / int(period)] if quota.isdigit() else []
     return min(quotas, default=None)
+
+
+def read_memory_limits(root: Path) -> list[tuple[int, Path]]:
+    """What the cgroups of this process grant of memory, in bytes, each with the file that counts the kills for it.
+
+    Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("memory.max") and cgroup-v1/memory.rst.
+    """
+    limits = []
+    for controller, limit_file, kills_file in MEMORY_FILES:
+        for directory in cgroup_directories(root, controller):
+            limit = "".join(_read_lines(directory / limit_file))
+            if limit.isdigit() and int(limit) < NO_MEMORY_LIMIT:
+                limits.append((int(limit), directory / kills_file))
+    return limits
 
 
 def cgroup_directories(root: Path, controller: str) -> list[Path]:

@@ -27,7 +27,7 @@ from typing import NoReturn
 from ringtrain.config import Config
 from ringtrain.messages.defects import format_defect, is_users_own
 from ringtrain.messages.escaping import escape, escape_block
-from ringtrain.runtime.leftovers import hand_over, read_command
+from ringtrain.runtime.leftovers import describe_command, hand_over
 
 FLUSH_SECONDS = 5.0
 LONGEST_TICK_SECONDS = 1.0
@@ -137,7 +137,7 @@ def describe_keepers(children: Sequence[BaseProcess]) -> str:
         for thread in threading.enumerate()
         if not thread.daemon and thread is not threading.main_thread()
     ]
-    keepers += [f"the child process {child.pid} ({child.name}: {read_command(child.pid)})" for child in children]
+    keepers += [f"the child process {child.pid} ({child.name}: {describe_command(child.pid)})" for child in children]
     main = _main_frame()
     if not keepers or any(is_users_own(frame.f_code.co_filename) for frame in _frames(main)):
         keepers.append(f"what runs at exit{_describe_place(main)}")

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from ringtrain.errors import UsageError
 from ringtrain.messages.rules import did_you_mean
 
-Command = TypeVar("Command")
+Found = TypeVar("Found")
+Command = Callable[[Sequence[str]], int]
 
 
-def find_command(name: str, commands: Mapping[str, Command], *, of: str = "") -> Command:
+def run_command(arguments: Sequence[str], commands: Mapping[str, Command], overview: str, *, of: str = "") -> int:
+    """Run the command that is named first; show the ``overview`` where none is, or where help is asked for.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview, end="")
+        return 0 if arguments else UsageError.exit_code
+    return find_command(arguments[0], commands, of=of)(arguments[1:])
+
+
+def find_command(name: str, commands: Mapping[str, Found], *, of: str = "") -> Found:
     """A command by its name; ``of`` is the command that it belongs to.
 
     Raises:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ringtrain.errors import EXIT_CODES, PreemptedError
 from ringtrain.guard.lost import LostRanksError
@@ -81,8 +82,7 @@ class Attempt:
         return 0 if self.group.is_complete else 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
+class Decision(NamedTuple):
     """Whether to start again, and why or why not, in words."""
 
     restarts: bool
@@ -92,24 +92,21 @@ class Decision:
 def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decision:
     """Whether the group is started again after ``num_restarts`` restarts."""
     if attempt.exit_code == 0 or attempt.was_told_to_stop or attempt.exit_code in FINAL_CODES or not max_restarts:
-        return Decision(restarts=False)
+        return Decision(False)
     if attempt.word is not None and attempt.word.stopped_by in ("file", "time"):
-        return Decision(restarts=False)
+        return Decision(False)
     if not attempt.group.num_started:
-        return Decision(restarts=False, reason=f"{attempt.group.launcher} started no rank: no restart")
+        return Decision(False, f"{attempt.group.launcher} started no rank: no restart")
     if num_restarts and attempt.last_step <= attempt.first_step:
         return Decision(
-            restarts=False,
-            reason=f"restart {num_restarts} saved no checkpoint after that of step {attempt.first_step}: another one "
+            False,
+            f"restart {num_restarts} saved no checkpoint after that of step {attempt.first_step}: another one "
             "would end so as well. A smaller --checkpoint_every saves more often",
         )
     if num_restarts >= max_restarts:
-        return Decision(restarts=False, reason=f"all {max_restarts} restarts are used up")
-    return Decision(
-        restarts=True,
-        reason=f"restart {num_restarts + 1} of {max_restarts}, from "
-        + (f"the checkpoint of step {attempt.last_step}" if attempt.last_step else "the beginning"),
-    )
+        return Decision(False, f"all {max_restarts} restarts are used up")
+    place = f"the checkpoint of step {attempt.last_step}" if attempt.last_step else "the beginning"
+    return Decision(True, f"restart {num_restarts + 1} of {max_restarts}, from {place}")
 
 
 def explain(attempt: Attempt) -> list[str]:

@@ -13,18 +13,11 @@ from pathlib import Path
 
 from ringtrain.errors import PreemptedError, UsageError
 from ringtrain.run.directory import read_config
-from ringtrain.runtime.launched import (
-    DIRECTORY_VARIABLE,
-    EndTold,
-    RunTold,
-    clear,
-    read_end,
-    read_run,
-)
+from ringtrain.runtime.launched import DIRECTORY_VARIABLE, EndTold, RunTold, clear, read_end, read_run
 
 from .. import PROGRAM
 from ..lines import print_line
-from .controller import chain, describe_job, requeue
+from .controller import describe_job, requeue, submit, without_job
 from .output import FailedRank, find_failed_rank, read_output
 
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
@@ -95,30 +88,11 @@ class Ended:
         return was_told_to_stop and self.failed_rank is not None and not self.failed_rank.was_told_to_stop
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What follows.
-
-    Attributes:
-        restarts: whether the job is to be started again.
-        exit_code: of the batch script.
-        message: what has ended, why, and what happens next.
-    """
-
-    restarts: bool
-    exit_code: int
-    message: str
-
-
-def decide(ended: Ended) -> Decision:
-    """What follows from how a start ended."""
+def conclude(ended: Ended) -> str:
+    """What has ended, why, and what happens next."""
     why_not = why_not_again(ended)
     again = f"The job starts again: restart {ended.restarts + 1} of at most {ended.max_requeues}."
-    return Decision(
-        restarts=why_not is None,
-        exit_code=ended.exit_code,
-        message=f"{describe_end(ended)} {again if why_not is None else why_not}".strip(),
-    )
+    return f"{describe_end(ended)} {again if why_not is None else why_not}".strip()
 
 
 def why_not_again(ended: Ended) -> str | None:
@@ -208,23 +182,24 @@ def follow_up(*, status: int, script: Path, max_requeues: int) -> int:
             f"script. Make one with: {PROGRAM} slurm render"
         )
     ended = look(job, Path(told), status=status, max_requeues=max_requeues)
-    decision = decide(ended)
-    print_line(decision.message)
-    if decision.restarts:
+    print_line(conclude(ended))
+    if why_not_again(ended) is None:
         start_again(job, script, restarts=ended.restarts)
     if ended.state is not JobState.STARTED_AGAIN:  # else ranks on the lost node may still speak
         forget(Path(told))
-    return decision.exit_code
+    return ended.exit_code
 
 
 def look(job: str, told: Path, *, status: int, max_requeues: int) -> Ended:
     """How this start ended, from all who know."""
-    end, run = read_end(told), read_run(told)
+    from ringtrain.run.store import list_steps
+
+    run = read_run(told)
     return Ended(
         status=status,
-        end=end,
+        end=read_end(told),
         run=run,
-        newest_step=find_newest_step(run),
+        newest_step=max(list_steps(run.path / "checkpoints"), default=None) if run else None,
         state=ask_state(job),
         failed_rank=find_failed_rank(read_output()) if status else None,
         restarts=count_restarts(os.environ),
@@ -246,14 +221,6 @@ def begins_anew(run: RunTold | None) -> bool:
         return False
 
 
-def find_newest_step(run: RunTold | None) -> int | None:
-    """The step of the run's newest checkpoint."""
-    from ringtrain.run.store import list_steps
-
-    steps = list_steps(run.path / "checkpoints") if run else []
-    return steps[-1] if steps else None
-
-
 def start_again(job: str, script: Path, *, restarts: int) -> None:
     """Requeue the job; where that is refused, submit its script anew, to wait for this job's end."""
     refusal = requeue(job)
@@ -262,12 +229,13 @@ def start_again(job: str, script: Path, *, restarts: int) -> None:
     if ask_state(job) in LEFT_ALONE:
         return  # it was done, and the answer was lost: a second job would train the same again
     print_line(f"scontrol does not requeue job {job}: {refusal}. Submitting its script anew.")
-    number, refusal = chain(job, script, {RESTARTS_VARIABLE: str(restarts + 1)})
-    if number is not None:
-        print_line(f"job {number} goes on when this one has ended. Follow it in the output file with that number.")
+    environ = {**without_job(os.environ), RESTARTS_VARIABLE: str(restarts + 1)}
+    answer = submit(f"--dependency=afterany:{job}", str(script), environ=environ)
+    if answer.is_good:
+        print_line(f"job {answer.text} goes on when this one has ended. Follow it in the output file with that number.")
     else:
         print_line(
-            f"sbatch does not take the script either: {refusal}. Nothing goes on by itself: submit the job again."
+            f"sbatch does not take the script either: {answer.text}. Nothing goes on by itself: submit the job again."
         )
 
 

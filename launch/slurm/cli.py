@@ -9,7 +9,7 @@ import shutil
 import stat
 import sys
 from argparse import SUPPRESS, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ringtrain.errors import RingtrainError, UsageError
@@ -18,7 +18,7 @@ from ringtrain.runtime.srun import find_mpi
 from ringtrain.runtime.streams import has_lost_stdout
 
 from .. import PROGRAM
-from ..arguments import Parser, find_command
+from ..arguments import Parser, find_command, run_command
 from ..lines import print_line
 from .controller import submit as submit_script
 from .job import JobRequest, read_flag
@@ -49,11 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: what was asked for cannot be done.
     """
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0 if arguments else UsageError.exit_code
-    name, *rest = arguments
-    return find_command(name, COMMANDS, of="slurm ")(rest)
+    return run_command(arguments, COMMANDS, HELP, of="slurm ")
 
 
 def render(arguments: Sequence[str]) -> int:
@@ -94,7 +90,7 @@ def submit(arguments: Sequence[str]) -> int:
         raise UsageError(
             "sbatch is not on PATH. Submit on a login node of the cluster, or write the script with render --to FILE."
         )
-    answer = submit_script(make_script(request))
+    answer = submit_script(text=make_script(request))
     if not answer.is_good:
         raise UsageError(f"sbatch does not take the job: {answer.text}")
     print("\n".join(map(escape, advise(request, answer.text))))
@@ -249,4 +245,4 @@ def advise(request: JobRequest, number: str) -> list[str]:
     ]
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"render": render, "submit": submit, "after": after}
+COMMANDS = {"render": render, "submit": submit, "after": after}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
@@ -29,6 +28,8 @@ from ringtrain.doctor.ranks import judge_ranks
 from ringtrain.doctor.table import exit_code, format_table
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.runtime.devices import DevicePlan, own_gpu, start_tensorflow
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.runtime.time_limit import TimeLimit
 from ringtrain.runtime.world import World
 from ringtrain.terminal.console import open_console
 from ringtrain.terminal.startup import quiet_start
@@ -186,28 +187,20 @@ def show(world: World, findings: list[Finding], *, complete: bool = True) -> int
 def ending_in_time(speak: Callable[[str], None]) -> Iterator[threading.Event]:
     """End this process with exit code 2 where the launcher ends it, or the ranks wait for each other for too long.
 
-    A rank that waits in MPI runs no signal handler of Python's, so a thread waits for the signal; by Python's wake-up
-    pipe, since the threads that importing NumPy has started (OpenBLAS's) take signals, too.
-
     Yields:
         An event to set once all is said.
     """
     said = threading.Event()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    too_long = f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"
 
-    def watch() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        is_told, _, _ = select.select([reader], [], [], TOGETHER_SECONDS)
+    def end(reason: str) -> None:
         if not said.is_set():
             said.set()
-            reason = "another rank ended first" if is_told else f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"
-            speak(reason)
+            speak(too_long if reason == too_long else "another rank ended first")
         leave(2)
 
-    threading.Thread(target=watch, daemon=True).start()
-    yield said
-    said.set()
+    with StopRequests() as requests:
+        requests.watch_time([TimeLimit(TOGETHER_SECONDS, too_long)])
+        requests.start_training(end)
+        yield said
+        said.set()

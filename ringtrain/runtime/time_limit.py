@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # Time for the step under way, an evaluation's batch and the save. A short job gives up a tenth of its time at most.
 MARGIN_SECONDS = 120.0
@@ -16,8 +16,7 @@ LEAST_MARGIN_SECONDS = 10.0
 QUERY_SECONDS = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeLimit:
+class TimeLimit(NamedTuple):
     """When to stop, and why.
 
     Attributes:

@@ -25,14 +25,15 @@ CLOSE_SECONDS = 2.0
 class Outside:
     """The process that watches this one, as this one sees it."""
 
-    def __init__(self, name: str, stacks_signal: int) -> None:
-        """``name`` is this rank's, in words; at ``stacks_signal`` this process writes its stacks."""
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, name: str, stacks_signal: int) -> None:
+        """Begin to be watched. ``name`` is this rank's, in words; at ``stacks_signal`` it writes its stacks."""
         # Without it, a rank whose threads cannot run is found by the other ranks alone.
         with contextlib.suppress(OSError):
-            self._process = start_aside(
-                __name__, name, str(int(stacks_signal)), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-            )
+            arguments = [name, str(int(stacks_signal))]
+            self._process = start_aside(__name__, *arguments, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
             os.set_blocking(self._pipe, False)
 
     def tell(self, limit: float, doing: str) -> None:

@@ -73,16 +73,15 @@ class Stragglers:
         if set(looks) != set(self._begun):
             self._begun = dict(looks)
             return {}
-        since = {rank: (looks[rank][0] - begun[0], looks[rank][1] - begun[1]) for rank, begun in self._begun.items()}
-        if not since or min(times for times, _ in since.values()) < LOOKS_PER_WINDOW:
+        since = {
+            rank: (looks[rank][0] - times, looks[rank][1] - runnable) for rank, (times, runnable) in self._begun.items()
+        }
+        if min((times for times, _ in since.values()), default=0) < LOOKS_PER_WINDOW:
             return {}
         self._begun = dict(looks)
-        slow = find_slow({rank: times_runnable / times for rank, (times, times_runnable) in since.items()})
-        self._windows_slow = {
-            rank: windows + (rank in slow)
-            for rank, windows in ((rank, self._windows_slow.get(rank, 0)) for rank in since)
-            if rank in slow or windows >= WINDOWS
-        }
+        slow = find_slow({rank: runnable / times for rank, (times, runnable) in since.items()})
+        told = {rank for rank, windows in self._windows_slow.items() if windows >= WINDOWS}
+        self._windows_slow = {rank: self._windows_slow.get(rank, 0) + 1 for rank in {*slow, *told}}
         return {rank: shares for rank, shares in slow.items() if self._windows_slow[rank] == WINDOWS}
 
 

@@ -22,8 +22,8 @@ from tests.unit.launch.batch import Site, create_site
 
 RUN = RunTold(path=Path("/runs/a"), step=100, is_complete=False)
 SIGNAL = EndTold(status="preempted", exit_code=75, message="stopped by SIGUSR1: saved.", stopped_by="signal")
-TIME = dataclasses.replace(SIGNAL, message="stopped by the end of Slurm job 7: saved.", stopped_by="time")
-FILE = dataclasses.replace(SIGNAL, message="stopped by the file stop: saved.", stopped_by="file")
+TIME = SIGNAL._replace(message="stopped by the end of Slurm job 7: saved.", stopped_by="time")
+FILE = SIGNAL._replace(message="stopped by the file stop: saved.", stopped_by="file")
 DATA = EndTold(status="data", exit_code=3, message="data_dir 'x' holds no images.")
 DONE = EndTold(status="completed", exit_code=0)
 KILLED = FailedRank("task 1", "n2", "Killed")
@@ -66,7 +66,7 @@ DECISIONS = [
     (ended(restarts=20), False, 75, ["20 restarts", "--max_requeues is 20"]),
     (ended(max_requeues=0), False, 75, ["--max_requeues is 0"]),
     (ended(end=FILE), False, 75, ["stopped by the file stop", "somebody wanted it to stop"]),
-    (ended(end=dataclasses.replace(SIGNAL, stopped_by=None)), False, 75, ["Not started again"]),
+    (ended(end=SIGNAL._replace(stopped_by=None)), False, 75, ["Not started again"]),
     (ended(state=JobState.ENDING), False, 75, ["cancelled"]),
     (ended(state=JobState.STARTED_AGAIN), False, 75, ["started again by Slurm itself"]),
     (ended(status=0, end=None, failed_rank=None, state=JobState.STARTED_AGAIN), False, 1, ["Slurm itself"]),
@@ -77,7 +77,7 @@ DECISIONS = [
     (ended(status=0, end=None, run=None, failed_rank=None, state=JobState.ENDING), False, 1, ["did not say why"]),
     (ended(status=0, end=None, failed_rank=None), False, 1, ["exit code 0", "did not say why"]),
     (
-        ended(status=0, end=None, failed_rank=None, run=dataclasses.replace(RUN, is_complete=True)),
+        ended(status=0, end=None, failed_rank=None, run=RUN._replace(is_complete=True)),
         False,
         0,
         ["completed before"],
@@ -85,7 +85,7 @@ DECISIONS = [
     # failed
     (ended(status=3, end=DATA), False, 3, ["exit code 3 (data)", "holds no images"]),
     (ended(status=137, end=DATA), False, 3, ["holds no images"]),
-    (ended(end=dataclasses.replace(DATA, message="the ranks differ:\n  seed ...")), False, 3, ["the ranks differ:"]),
+    (ended(end=DATA._replace(message="the ranks differ:\n  seed ...")), False, 3, ["the ranks differ:"]),
     (ended(begins_anew=True), False, 75, ["resume: never"]),
     (ended(status=1, end=DATA, failed_rank=None), False, 3, ["holds no images"]),
     (ended(status=137, end=None, failed_rank=KILLED), False, 137, ["exit code 137 (SIGKILL)", "task 1 on n2: Killed"]),
@@ -216,7 +216,7 @@ def follow_up(site: Site, end: EndTold | None, variables: Mapping[str, str] | No
     (run / "checkpoints" / "step-000000150").mkdir(parents=True)
     (told / "run.json").write_text(json.dumps({"path": str(run), "step": 100, "is_complete": False}))
     if end is not None:
-        (told / "end.json").write_text(json.dumps(dataclasses.asdict(end)))
+        (told / "end.json").write_text(json.dumps(end._asdict()))
     command = [sys.executable, "-m", "launch", "slurm", "after", "--status", "137", "--script", "slurm_script"]
     root = str(Path(__file__).resolve().parents[3])
     with (site.submit / "job.out").open("a+") as output:

@@ -100,7 +100,10 @@ class Group:
         self._errors = [LabelledLines(f"[{rank}] ", sys.stderr.fileno()) for rank in range(num_ranks)]
         self._launcher_lines = LabelledLines("", None)
         self._status = b""
-        self._open_pipes(listener)
+        self._listen(_make_fifo(listener / STATUS_FIFO), self._hear)
+        for rank, streams in enumerate(zip(self._output, self._errors, strict=True)):
+            for name, lines in zip(fifo_names(rank), streams, strict=True):
+                self._listen(_make_fifo(listener / name), lines.feed)
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -112,13 +115,6 @@ class Group:
         assert self._popen.stdout is not None
         os.set_blocking(self._popen.stdout.fileno(), False)
         self._listen(self._popen.stdout.fileno(), self._launcher_lines.feed)
-
-    def _open_pipes(self, listener: Path) -> None:
-        """The named pipes on which ``launch.rank`` speaks."""
-        self._listen(_make_fifo(listener / STATUS_FIFO), self._hear)
-        for rank, streams in enumerate(zip(self._output, self._errors, strict=True)):
-            for name, lines in zip(fifo_names(rank), streams, strict=True):
-                self._listen(_make_fifo(listener / name), lines.feed)
 
     def run(self) -> GroupEnd:
         """Wait until the group has ended, by itself or by what the user wants; nothing of it is left afterwards."""
@@ -173,21 +169,12 @@ class Group:
     def _take(self, told: dict[str, Any]) -> None:
         """What ``launch.rank`` tells."""
         rank = told["rank"]
-        if told["event"] == "started":
-            self._pids[rank], self._hosts[rank] = told["pid"], told["host"]
-            for number in self._requests.signals[: self._num_signals_sent]:
-                send([told["pid"]], number)
+        if told.pop("event") == "ended":
+            self._ends.append(RankEnd(host=self._hosts[rank], pid=self._pids.pop(rank), **told))
             return
-        end = RankEnd(
-            rank=rank,
-            host=self._hosts[rank],
-            pid=self._pids.pop(rank),
-            exit_code=told["exit_code"],
-            signal=told["signal"],
-            has_quit=told["has_quit"],
-            memory_limit=told["memory_limit"],
-        )
-        self._ends.append(end)
+        self._pids[rank], self._hosts[rank] = told["pid"], told["host"]
+        for number in self._requests.signals[: self._num_signals_sent]:
+            send([told["pid"]], number)
 
     def _listen(self, descriptor: int, hear: Callable[[bytes], None]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, hear)

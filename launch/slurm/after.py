@@ -22,8 +22,6 @@ from .output import FailedRank, find_failed_rank, read_output
 
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
 """restarts under former numbers, where this site refuses to requeue and each restart is a job of its own"""
-
-
 # The job's name, which may say anything, stands on a line of its own.
 STATE_LINE = re.compile(r"^ +JobState=(\w+) Reason=(\S+)", re.MULTILINE)
 RESTARTS_LINE = re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE)
@@ -186,7 +184,9 @@ def follow_up(*, status: int, script: Path, max_requeues: int) -> int:
     if why_not_again(ended) is None:
         start_again(job, script, restarts=ended.restarts)
     if ended.state is not JobState.STARTED_AGAIN:  # else ranks on the lost node may still speak
-        forget(Path(told))
+        with contextlib.suppress(OSError):  # the next start would take what is left for a lost one's
+            clear(Path(told))
+            Path(told).rmdir()
     return ended.exit_code
 
 
@@ -237,10 +237,3 @@ def start_again(job: str, script: Path, *, restarts: int) -> None:
         print_line(
             f"sbatch does not take the script either: {answer.text}. Nothing goes on by itself: submit the job again."
         )
-
-
-def forget(told: Path) -> None:
-    """Remove what this start said; nobody needs it any more. The next start takes what is left for a lost one."""
-    with contextlib.suppress(OSError):
-        clear(told)
-        told.rmdir()

@@ -70,19 +70,13 @@ def _refuse_unquoted(value: object) -> object:
     return value
 
 
-def _create_environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        finalize=_refuse_unquoted,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.filters["shell"] = quote_shell
-    environment.filters["sbatch"] = quote_sbatch
-    return environment
-
-
-_ENVIRONMENT = _create_environment()
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(TEMPLATES),
+    undefined=jinja2.StrictUndefined,
+    finalize=_refuse_unquoted,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,
+)
+_ENVIRONMENT.filters |= {"shell": quote_shell, "sbatch": quote_sbatch}

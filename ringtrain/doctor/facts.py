@@ -148,12 +148,13 @@ class AllReduce:
 def facts_from_plain(values: Mapping[str, Any]) -> Facts:
     """Facts that travelled as JSON, which knows neither tuples nor dataclasses."""
     parts = {"world": World, "stack": Stack, "hardware": Hardware, "launchers": Launchers}
-    made = {name: kind(**_tuples(values[name])) for name, kind in parts.items()}
+    made = {name: kind(**as_tuples(values[name])) for name, kind in parts.items()}
     gpus = made["hardware"].gpus
     if gpus is not None:
         made["hardware"] = dataclasses.replace(made["hardware"], gpus=tuple(Gpu(**gpu) for gpu in gpus))
     return Facts(**{**values, **made})
 
 
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+def as_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with a tuple for each list, which JSON has made of it."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack
-from ringtrain.doctor.inside import STEPS, shorten
+from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack, as_tuples
+from ringtrain.doctor.inside import STEPS, describe_mpi, shorten
 from ringtrain.runtime.machine import SHARED_MEMORY, read_machine, read_memory_limits
 from ringtrain.runtime.world import World
 
@@ -63,7 +63,7 @@ def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stac
     found, failures = load_packages([sys.executable, "-m", "ringtrain.doctor.inside"], LOAD_SECONDS)
     versions = {name: version for name in STEPS if (version := _installed_version(name))}
     versions |= {name: values["version"] for name, values in found.items() if values.get("version")}
-    tensorflow, horovod, mpi4py = (found.get(name, {}) for name in ("tensorflow", "horovod", "mpi4py"))
+    parts = {name: value for values in found.values() for name, value in values.items() if name != "version"}
     return Stack(
         python=platform.python_version(),
         executable=sys.executable,
@@ -72,14 +72,8 @@ def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stac
         failures=failures,
         keras_backend=keras_backend,
         legacy_keras=environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"),
-        cuda=tensorflow.get("cuda"),
-        visible_gpus=tensorflow.get("visible_gpus", 0),
         horovod_built_for=_horovod_built_for(),
-        horovod_parts=tuple(horovod.get("parts", ())),
-        nccl=horovod.get("nccl"),
-        horovod_mpi=tuple(horovod.get("mpi", ())),
-        mpi4py_mpi=tuple(mpi4py.get("mpi", ())),
-        mpi_library=describe_mpi(mpi4py.get("library", "")),
+        **as_tuples(parts),
     )
 
 
@@ -180,21 +174,6 @@ def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
         srun_mpi=None if listing is None else choose_mpi(listing),
         refuses_root=os.geteuid() == 0 and not allowed and (version or "").startswith("Open MPI"),
     )
-
-
-def describe_mpi(text: str) -> str | None:
-    """Name and version of an MPI, from what its library or its mpirun says of itself; None where neither is known."""
-    openmpi = re.search(r"Open MPI\W+v?([\d.]+\d)", text)
-    if openmpi or "Open MPI" in text or "OpenRTE" in text:
-        return f"Open MPI {openmpi[1]}" if openmpi else "Open MPI"
-    for name, pattern in (
-        ("Intel MPI", r"Intel\(R\) MPI Library.*?([\d.]+\d)"),
-        ("MPICH", r"(?:MPICH Version|HYDRA build details).*?([\d.]+\w*)"),
-    ):
-        match = re.search(pattern, text, re.DOTALL)
-        if match:
-            return f"{name} {match[1]}"
-    return None
 
 
 def _ask(command: Sequence[str]) -> tuple[int, str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ringtrain.doctor.inside import describe_mpi
 from ringtrain.doctor.judging import judge
 from ringtrain.doctor.probes import (
-    describe_mpi,
     gather_facts,
     load_packages,
     parse_gpus,

@@ -15,11 +15,7 @@ Command = Callable[[Sequence[str]], int]
 
 
 def run_command(arguments: Sequence[str], commands: Mapping[str, Command], overview: str, *, of: str = "") -> int:
-    """Run the command that is named first; show the ``overview`` where none is, or where help is asked for.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
+    """Run the command that is named first; show the ``overview`` where none is, or where help is asked for."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview, end="")
         return 0 if arguments else UsageError.exit_code
@@ -56,17 +52,9 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}. See {self.prog} --help.")
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The options, and the flags for ringtrain.
-
-        Raises:
-            UsageError: an option is wrong.
-            SystemExit: after ``--help``.
-        """
-        own, flags = list(arguments), []
-        if "--" in own:
-            split = own.index("--")
-            own, flags = own[:split], own[split + 1 :]
-        options, unknown = self.parse_known_args(own)
+        """The options, and the flags for ringtrain."""
+        split = [*arguments, "--"].index("--")
+        options, unknown = self.parse_known_args(arguments[:split])
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
             near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
@@ -75,4 +63,4 @@ class Parser(argparse.ArgumentParser):
                 f"{f'Did you mean {near[0]}? ' if near else ''}ringtrain's own flags come after --, as in: "
                 f"{self.prog} ... -- {' '.join(unknown)}"
             )
-        return options, flags
+        return options, list(arguments[split + 1 :])

@@ -120,8 +120,7 @@ def explain(attempt: Attempt) -> list[str]:
     if first is None and end is None:
         lines += describe_launcher(group)
     if first is not None and (first.signal or first.exit_code != PreemptedError.exit_code):
-        lines.append(describe(first))
-        lines += [describe_memory(first.memory_limit)] if first.memory_limit else []
+        lines += describe(first)
         lines += [f"  [{first.rank}] {line}" for line in last_words(group.last_errors[first.rank])]
     is_consequence = first is not None and end is not None and end.status == LOST_RANKS
     message = (end.message or "").splitlines() if end is not None and not is_consequence else []
@@ -144,22 +143,19 @@ def describe_launcher(group: GroupEnd) -> list[str]:
     return [f"{group.launcher} {how} {what}", *words]
 
 
-def describe(end: RankEnd) -> str:
-    """The first rank that failed, in one line."""
+def describe(end: RankEnd) -> list[str]:
+    """The first rank that failed, in a line, and why the kernel will have killed it, in another."""
     how = f"was killed by {end.signal}" if end.signal else f"ended with exit code {end.exit_code}"
     how += " in mid-run, such as by sys.exit or os._exit in its code" if end.has_quit else ""
-    return f"rank {end.rank} on {end.host} (pid {end.pid}) {how}, the first to end"
-
-
-def describe_memory(limit: str) -> str:
-    """Why the kernel will have killed a rank, and what helps, in one line."""
-    return (
-        f"the kernel killed a process there for want of memory ({limit}). What helps: a smaller --batch_size, fewer "
-        "ranks on a node, --cache none or node instead of memory, or more memory for the job"
+    memory = (
+        f"the kernel killed a process there for want of memory ({end.memory_limit}). What helps: a smaller "
+        "--batch_size, fewer ranks on a node, --cache none or node instead of memory, or more memory for the job"
     )
+    who = f"rank {end.rank} on {end.host} (pid {end.pid}) {how}, the first to end"
+    return [who, memory] if end.memory_limit else [who]
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
-    """The last lines of a rank's stderr: from ringtrain's own error on, where there is one."""
+    """Of a rank's stderr: from ringtrain's own error on, where there is one."""
     starts = [number for number, line in enumerate(lines) if line.startswith(ERROR_MARK)]
     return lines[starts[-1] :] if starts else lines[-SHOWN_LINES:]

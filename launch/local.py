@@ -23,6 +23,10 @@ from .plan import Controller, plan_group, plan_restart
 from .requests import Requests
 
 MAX_NUMBER = 10_000  # of ranks on one machine
+LAUNCHERS = {  # by their controllers; what helps where there is none
+    "mpi": ("mpirun", "Install Open MPI, or give --controller gloo"),
+    "gloo": ("horovodrun", "It comes with Horovod: activate the environment that ringtrain is installed in"),
+}
 
 DESCRIPTION = """\
 Train on this machine: each rank's lines are labelled and never broken, all stop
@@ -49,12 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the flags for ringtrain.
-
-    Raises:
-        UsageError: an option is wrong.
-        SystemExit: after ``--help``.
-    """
+    """The options, and the flags for ringtrain."""
     parser = Parser(
         f"{PROGRAM} local",
         usage="%(prog)s -np N [OPTIONS] -- FLAGS OF RINGTRAIN",
@@ -71,7 +70,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "--controller",
-        choices=["mpi", "gloo"],
+        choices=list(LAUNCHERS),
         default="mpi",
         help="mpi: mpirun; gloo: horovodrun --gloo (default: mpi)",
     )
@@ -83,15 +82,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def find_launcher(controller: Controller) -> None:
-    """See that the launcher is there.
-
-    Raises:
-        UsageError: it is not.
-    """
-    program, remedy = {
-        "mpi": ("mpirun", "Install Open MPI, or give --controller gloo"),
-        "gloo": ("horovodrun", "It comes with Horovod: activate the environment that ringtrain is installed in"),
-    }[controller]
+    """See that the launcher is there."""
+    program, remedy = LAUNCHERS[controller]
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not on PATH, and controller {controller!r} needs it. {remedy}.")
 
@@ -129,13 +121,12 @@ def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requ
     group = Group(command, listener, num_ranks, requests).run()
     told = read_run(listener)
     first_step = told.step if told else last_step
-    steps = list_steps(told.path / "checkpoints") if told else []
     return Attempt(
         group=group,
         end=read_end(listener),
         run=told.path if told else None,
         first_step=first_step,
-        last_step=max(steps, default=first_step),
+        last_step=max(list_steps(told.path / "checkpoints") if told else [], default=first_step),
         signals=tuple(requests.signals),
         is_cut_short=requests.is_end_wanted,
     )

@@ -23,11 +23,7 @@ def run_command(arguments: Sequence[str], commands: Mapping[str, Command], overv
 
 
 def find_command(name: str, commands: Mapping[str, Found], *, of: str = "") -> Found:
-    """A command by its name; ``of`` is the command that it belongs to.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """A command by its name; ``of`` is the command that it belongs to."""
     if name not in commands:
         meant = did_you_mean(name, commands)
         raise UsageError(f"there is no command {of}{name!r}. {meant}Commands: {', '.join(commands)}.")

@@ -24,11 +24,7 @@ def plan_group(
 
     Slots are given by hand: mpirun refuses more ranks than it counts cores, and inside a batch job it would spread them
     over the job's nodes. No core is bound, since each rank takes its own (see ``ringtrain.runtime.devices``).
-
-    Args:
-        listener: directory where ``launch.rank`` finds those who listen to the ranks.
-        python: the interpreter.
-        is_root: whether mpirun has to be told that this is meant.
+    ``listener`` is the directory where ``launch.rank`` finds those who listen to the ranks.
     """
     hosts = f"localhost:{num_ranks}"
     rank = [python, "-m", f"{PACKAGE}.rank", str(listener), python, "-m", "ringtrain", *flags]

@@ -36,12 +36,7 @@ def requeue(job: str) -> str | None:
 
 
 def submit(*options: str, text: str = "", environ: Mapping[str, str] | None = None) -> Answer:
-    """Submit a script; the answer is its number, or why it was refused.
-
-    Args:
-        options: of sbatch, with the script's file where it is none that ``text`` holds.
-        environ: in place of this process' environment.
-    """
+    """Submit a script, ``text`` or a file among sbatch's options; the answer is its number, or why it was refused."""
     answer = ask(["sbatch", "--parsable", *options], environ, text)
     return answer._replace(text=read_job_number(answer.text)) if answer.is_good else answer
 

@@ -51,11 +51,7 @@ class Options:
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Look, and print one table.
-
-    Returns:
-        0 where training would work, else 2.
-    """
+    """Look, and print one table; returns 0 where training would work, else 2."""
     parse_arguments(Options, arguments, world)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     keras_backend = os.environ.get("KERAS_BACKEND")
@@ -187,8 +183,7 @@ def show(world: World, findings: list[Finding], *, complete: bool = True) -> int
 def ending_in_time(speak: Callable[[str], None]) -> Iterator[threading.Event]:
     """End this process with exit code 2 where the launcher ends it, or the ranks wait for each other for too long.
 
-    Yields:
-        An event to set once all is said.
+    It gives an event to set once all is said.
     """
     said = threading.Event()
     too_long = f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"

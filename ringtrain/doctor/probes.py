@@ -31,13 +31,7 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name,driver_version,mig.mode.curre
 
 
 def gather_facts(world: World, environ: Mapping[str, str], *, keras_backend: str | None) -> Facts:
-    """All that this process can find out by itself.
-
-    Args:
-        world: its place.
-        environ: its environment, with the settings of its device plan.
-        keras_backend: what the user's environment said before that.
-    """
+    """All that this process can find out by itself; ``keras_backend`` is what the user's environment said of it."""
     unknown: dict[str, str] = {}
 
     def attempt(name: str, probe: Callable[[], Found], otherwise: Found) -> Found:
@@ -102,9 +96,7 @@ def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dic
 def read_answer(answer: str, ending: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The lines of the child process, whose last may be missing, as what was found and what failed.
 
-    Args:
-        answer: what it wrote.
-        ending: why it ended early, or empty.
+    ``ending`` says why it ended early, where it did.
     """
     found: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}

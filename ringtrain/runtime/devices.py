@@ -105,10 +105,7 @@ def plan_devices(
     """Plan the cores, thread pools and settings of this rank.
 
     Args:
-        world: who this process is.
-        machine: what it may use.
         environ: what the user already set; it wins.
-        needs: what the run asks for.
         claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
     """
     own_cores: tuple[int, ...] = ()
@@ -142,11 +139,7 @@ def plan_devices(
 
 
 def adapt_plan(plan: DevicePlan, world: World, environ: Mapping[str, str], needs: Needs) -> DevicePlan:
-    """The same cores with other settings: a user's own workload says its defaults after the cores were taken.
-
-    Args:
-        environ: with the settings of ``plan``.
-    """
+    """The same cores with other settings: a user's own workload says its defaults after the cores were taken."""
     own = {setting.name: setting.value for setting in plan.settings if setting.source == "ringtrain"}
     users = {name: value for name, value in environ.items() if own.get(name) != value}
     return plan_devices(world, plan.machine, users, needs, claim_cores=lambda cores: bool(plan.own_cores))
@@ -301,11 +294,7 @@ def own_gpu() -> str | None:
 
 
 def choose_gpu(world: World, visible_gpus: int) -> int:
-    """The index of this rank's GPU among those that it sees.
-
-    Raises:
-        UsageError: the node has fewer GPUs than ranks.
-    """
+    """The index of this rank's GPU among those that it sees."""
     if visible_gpus == 1:
         return 0  # Slurm's --gpus-per-task=1 shows each rank its own GPU, always as number 0
     if world.local_rank >= visible_gpus:

@@ -57,18 +57,12 @@ def read_cgroup_quota(root: Path) -> float | None:
 
     Every level from the process's own group up to the root may set a limit, and the tightest counts.
     Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("cpu.max") and scheduler/sched-bwc.rst.
-
-    Args:
-        root: the file system's root (a made one in tests).
     """
     quotas = []
-    for directory in cgroup_directories(root, ""):  # version 2
-        quota, _, period = " ".join(_read_lines(directory / "cpu.max")).partition(" ")
-        quotas += [int(quota) / int(period)] if quota.isdigit() else []
-    for directory in cgroup_directories(root, "cpu"):
-        quota = "".join(_read_lines(directory / "cpu.cfs_quota_us"))
-        period = "".join(_read_lines(directory / "cpu.cfs_period_us"))
-        quotas += [int(quota) / int(period)] if quota.isdigit() else []
+    for controller, files in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
+        for directory in cgroup_directories(root, controller):
+            quota, _, period = " ".join(line for file in files for line in _read_lines(directory / file)).partition(" ")
+            quotas += [int(quota) / int(period)] if quota.isdigit() else []
     return min(quotas, default=None)
 
 

@@ -29,15 +29,8 @@ class TimeLimit(NamedTuple):
 
 
 def find_limits(max_hours: float | None, environ: Mapping[str, str]) -> list[TimeLimit]:
-    """The limits of this start's time, on rank 0.
-
-    Args:
-        max_hours: hours that the user gives one start of the run; None for no limit.
-        environ: where Slurm says which job this is.
-    """
-    limits = []
-    if max_hours is not None:
-        limits.append(TimeLimit(seconds_left=max_hours * 3600, reason=f"--max_hours {max_hours:g}"))
+    """The limits of this start's time, on rank 0; ``max_hours`` is what the user gives one start of the run."""
+    limits = [TimeLimit(max_hours * 3600, f"--max_hours {max_hours:g}")] if max_hours is not None else []
     end = read_job_end(environ)
     if end is not None:
         limits.append(plan_job_limit(end, now=time.time(), job=environ["SLURM_JOB_ID"]))
@@ -49,7 +42,7 @@ def plan_job_limit(end: float, *, now: float, job: str) -> TimeLimit:
     left = end - now
     margin = min(MARGIN_SECONDS, max(LEAST_MARGIN_SECONDS, MARGIN_SHARE * left))
     clock = datetime.datetime.fromtimestamp(end).strftime("%H:%M:%S")
-    return TimeLimit(seconds_left=left - margin, reason=f"the end of Slurm job {job} at {clock}")
+    return TimeLimit(left - margin, f"the end of Slurm job {job} at {clock}")
 
 
 def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = None) -> float | None:
@@ -57,9 +50,6 @@ def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = 
 
     ``squeue`` knows of a limit that was changed after the job's start; the job's variables are what is left where
     ``squeue`` cannot be asked.
-
-    Args:
-        ask: the job's number to what ``squeue`` prints.
     """
     job = environ.get("SLURM_JOB_ID")
     if not job:

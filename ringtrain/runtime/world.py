@@ -54,10 +54,6 @@ def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
 
     The innermost launcher wins: inside a Slurm job, ``mpirun`` and ``horovodrun`` leave Slurm's variables in place.
 
-    Args:
-        environ: the environment of this process.
-        node: the host name; the system's by default.
-
     Raises:
         UsageError: a launcher's variable is missing or no number.
     """

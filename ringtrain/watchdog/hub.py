@@ -99,11 +99,7 @@ class Star:
         self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def connect_to(self, addresses: Sequence[str], port: int, *, token: str) -> None:
-        """Connect to rank 0, at the first of its addresses that answers; again by ``receive``, until rank 0 is proved.
-
-        Raises:
-            OSError: none does.
-        """
+        """Connect to rank 0, at the first of its addresses that answers; by ``receive`` again, until it is proved."""
         self._token, self._addresses, self._port = token.encode(), list(addresses), port
         self._connect(CONNECT_SECONDS)
 

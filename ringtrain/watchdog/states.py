@@ -54,11 +54,7 @@ class RankState:
 
 
 def read_state(message: Mapping[str, Any]) -> RankState:
-    """What ``to_message`` told.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is no such message.
-    """
+    """What ``to_message`` told; a KeyError, TypeError or ValueError where it is no such message."""
     note = Note(Phase[message["doing"]], int(message["step"]))
     return RankState(note=note, still=float(message["still"]), limit=float(message["limit"]))
 

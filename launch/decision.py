@@ -24,24 +24,15 @@ FINAL_CODES = {2, 3, 4, 5}
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of the group, ended.
-
-    Attributes:
-        group: what became of the processes.
-        end: what the run told of its end.
-        run: the run directory; None where none was opened.
-        first_step, last_step: the newest checkpoint's before and after; 0 where there was none.
-        signals: what the user told this program, to stop the run; passed on to the ranks.
-        is_cut_short: the user did not want to wait for a save.
-    """
+    """One start of the group, ended."""
 
     group: GroupEnd
-    end: EndTold | None
-    run: Path | None
-    first_step: int
-    last_step: int
-    signals: Sequence[signal.Signals] = ()
-    is_cut_short: bool = False
+    end: EndTold | None  # what the run told of its end
+    run: Path | None  # the run directory; None where none was opened
+    first_step: int  # the newest checkpoint's before; 0 where there was none
+    last_step: int  # and after
+    signals: Sequence[signal.Signals] = ()  # what the user told this program, to stop the run; passed on to the ranks
+    is_cut_short: bool = False  # the user did not want to wait for a save
 
     @property
     def was_told_to_stop(self) -> bool:

@@ -28,19 +28,15 @@ READ_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How a rank ended: by an exit code, or by a signal.
-
-    ``has_quit``: with exit code 0, but in mid-run. ``memory_limit`` says for want of which memory the kernel killed it,
-    where it did.
-    """
+    """How a rank ended: by an exit code, or by a signal."""
 
     rank: int
     host: str
     pid: int
     exit_code: int | None
     signal: str | None
-    has_quit: bool = False
-    memory_limit: str | None = None
+    has_quit: bool = False  # with exit code 0, but in mid-run
+    memory_limit: str | None = None  # for want of which memory the kernel killed it, where it did
 
     @property
     def failed(self) -> bool:
@@ -50,27 +46,16 @@ class RankEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEnd:
-    """What became of a group.
+    """What became of a group."""
 
-    Attributes:
-        num_ranks: those that were wanted.
-        num_started: those that were started.
-        ends: of the ranks that told of their end, the first one first.
-        last_errors: for each rank the last lines of its stderr.
-        launcher: the launcher's name.
-        launcher_code: its exit code; negative where a signal ended it, None where it had to be ended.
-        launcher_lines: the last lines that it printed itself.
-        not_ended: processes that could not be ended.
-    """
-
-    num_ranks: int
+    num_ranks: int  # that were wanted
     num_started: int
-    ends: Sequence[RankEnd]
-    last_errors: Sequence[Sequence[str]]
-    launcher: str
-    launcher_code: int | None
-    launcher_lines: Sequence[str]
-    not_ended: Sequence[int]
+    ends: Sequence[RankEnd]  # of the ranks that told of their end, the first one first
+    last_errors: Sequence[Sequence[str]]  # for each rank the last lines of its stderr
+    launcher: str  # its name
+    launcher_code: int | None  # its exit code; negative where a signal ended it, None where it had to be ended
+    launcher_lines: Sequence[str]  # the last that it printed itself
+    not_ended: Sequence[int]  # processes that could not be ended
 
     @property
     def is_complete(self) -> bool:

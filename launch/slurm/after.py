@@ -42,29 +42,17 @@ LEFT_ALONE = (JobState.ENDING, JobState.STARTED_AGAIN)
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A start of a job whose ranks have ended.
+    """A start of a job whose ranks have ended."""
 
-    Attributes:
-        status: exit code of srun or horovodrun.
-        end: what the run told of its end; None where it told nothing.
-        run: the run directory that it opened; None where it opened none.
-        newest_step: the newest checkpoint there; None where there is none.
-        state: the job's.
-        failed_rank: the first that srun or mpirun saw fail; None where they named none.
-        restarts: how often the job has been started again before.
-        max_requeues: how often it may be.
-        begins_anew: another start would train a new run from its beginning.
-    """
-
-    status: int
-    end: EndTold | None
-    run: RunTold | None
-    newest_step: int | None
+    status: int  # exit code of srun or horovodrun
+    end: EndTold | None  # what the run told of its end; None where it told nothing
+    run: RunTold | None  # the run directory that it opened; None where it opened none
+    newest_step: int | None  # the newest checkpoint there; None where there is none
     state: JobState
-    failed_rank: FailedRank | None
-    restarts: int
-    max_requeues: int
-    begins_anew: bool = False
+    failed_rank: FailedRank | None  # the first that srun or mpirun saw fail; None where they named none
+    restarts: int  # how often the job has been started again before
+    max_requeues: int  # how often it may be
+    begins_anew: bool = False  # another start would train a new run from its beginning
 
     @property
     def exit_code(self) -> int:

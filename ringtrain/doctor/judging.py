@@ -41,18 +41,11 @@ REBUILD_HOROVOD = (
 
 
 class Finding(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        status: ``broken`` where training would not work.
-        text: what was found.
-        remedy: what helps; empty where nothing has to.
-        subject: what was looked at.
-    """
-
-    status: Status
+    status: Status  # ``broken`` where training would not work
     text: str
-    remedy: str = ""
+    remedy: str = ""  # what helps; empty where nothing has to
     subject: str = ""
 
 

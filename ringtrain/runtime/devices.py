@@ -51,26 +51,16 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """How this rank uses its node.
+    """How this rank uses its node."""
 
-    Attributes:
-        own_cores: cores for this rank alone; empty where the ranks share all of ``cores``.
-        cores: the cores that this rank runs on: its own, and those that no rank has for itself.
-        cores_source: who chose the cores.
-        why_unpinned: why this rank has no cores of its own; empty where it has, or where it is alone on its node.
-        intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
-        settings: the environment variables for the communication and for TensorFlow.
-        machine: what was planned for.
-    """
-
-    own_cores: tuple[int, ...]
-    cores: tuple[int, ...]
+    own_cores: tuple[int, ...]  # for this rank alone; empty where the ranks share all of ``cores``
+    cores: tuple[int, ...]  # that this rank runs on: its own, and those that no rank has for itself
     cores_source: Source
-    why_unpinned: str
+    why_unpinned: str  # why it has no cores of its own; empty where it has, or where it is alone on its node
     intra_op_threads: int
     inter_op_threads: int
-    settings: tuple[Setting, ...]
-    machine: Machine
+    settings: tuple[Setting, ...]  # for the communication and for TensorFlow
+    machine: Machine  # that was planned for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,33 +23,20 @@ NO_WORD = (OSError, ValueError, KeyError, TypeError)  # there is no such file, o
 
 
 class RunTold(NamedTuple):
-    """The run directory that rank 0 has opened.
+    """The run directory that rank 0 has opened."""
 
-    Attributes:
-        path: the run directory, absolute.
-        step: the step of the checkpoint from which the run goes on; 0 where there is none.
-        is_complete: nothing was left to be done.
-    """
-
-    path: Path
-    step: int
-    is_complete: bool
+    path: Path  # absolute
+    step: int  # of the checkpoint from which the run goes on; 0 where there is none
+    is_complete: bool  # nothing was left to be done
 
 
 class EndTold(NamedTuple):
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        status: ``completed``, ``preempted``, or what failed, such as ``data``.
-        exit_code: see ``ringtrain.errors``.
-        message: why it ended, where it was not completed.
-        stopped_by: of a preempted run ``signal``, ``file`` or ``time``, else None.
-    """
-
-    status: str
-    exit_code: int
-    message: str | None = None
-    stopped_by: str | None = None
+    status: str  # ``completed``, ``preempted``, or what failed, such as ``data``
+    exit_code: int  # see ``ringtrain.errors``
+    message: str | None = None  # why it ended, where it was not completed
+    stopped_by: str | None = None  # of a preempted run ``signal``, ``file`` or ``time``
 
 
 def tell_run(path: Path, *, step: int, is_complete: bool) -> None:

@@ -19,17 +19,11 @@ PACKAGES = str(Path(__file__).resolve().parents[2])
 
 
 class Process(NamedTuple):
-    """A process as it is now.
+    """A process as it is now."""
 
-    Attributes:
-        state: the letter of proc(5), such as R for one that can run, T for one that is stopped.
-        parent: the process id of its parent.
-        born: when it began, in ticks since the system's start: of two with the same number these differ.
-    """
-
-    state: str
+    state: str  # the letter of proc(5), such as R for one that can run, T for one that is stopped
     parent: int
-    born: int
+    born: int  # in ticks since the system's start: of two with the same number these differ
 
     @property
     def has_ended(self) -> bool:

@@ -17,15 +17,10 @@ QUERY_SECONDS = 10.0
 
 
 class TimeLimit(NamedTuple):
-    """When to stop, and why.
+    """When to stop, and why."""
 
-    Attributes:
-        seconds_left: from now on until the run has to stop.
-        reason: what sets the limit, for the message.
-    """
-
-    seconds_left: float
-    reason: str
+    seconds_left: float  # from now on
+    reason: str  # what sets the limit, for the message
 
 
 def find_limits(max_hours: float | None, environ: Mapping[str, str]) -> list[TimeLimit]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +16,9 @@ from typing import Any
 
 from ringtrain.runtime.launcher import LAUNCHERS
 
-from .family import die_with_parent, end_descendants, reap, send
-from .lines import LabelledLines
+from .family import FORWARDED, die_with_parent, end_descendants, is_ignored, reap, send
+from .lines import LabelledLines, print_line
 from .rank import STATUS_FIFO, fifo_names
-from .requests import Requests
 
 POLL_SECONDS = 0.2
 # Once a rank has failed, the launcher has this long to end the others; so has it to end once all have.
@@ -66,6 +66,30 @@ class GroupEnd:
     def first_failure(self) -> RankEnd | None:
         """The rank that failed first; None where none has."""
         return next((end for end in self.ends if end.failed), None)
+
+
+class Requests:
+    """The signals that this process has got, in order. Create it in the main thread; it unblocks them."""
+
+    def __init__(self) -> None:
+        self.signals: list[signal.Signals] = []
+        """those for the ranks: they save and leave"""
+        self.is_end_wanted = False
+        """a second SIGINT: nobody waits for a save"""
+        for number in FORWARDED:
+            if not is_ignored(number):
+                signal.signal(number, self._take)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+
+    def _take(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and signal.SIGINT in self.signals:
+            self.is_end_wanted = True
+            return
+        # A terminal that is closed is no reason to lose anything.
+        wanted = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        again = "; Ctrl-C once more ends them at once" if number == signal.SIGINT else ""
+        print_line(f"{signal.Signals(number).name}: the ranks save and leave{again}")
+        self.signals.append(wanted)
 
 
 class Group:

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ringtrain.errors import PreemptedError, UsageError
 from ringtrain.run.directory import read_config
@@ -18,26 +19,45 @@ from ringtrain.runtime.launched import DIRECTORY_VARIABLE, EndTold, RunTold, cle
 from .. import PROGRAM
 from ..lines import print_line
 from .controller import describe_job, requeue, submit, without_job
-from .output import FailedRank, find_failed_rank, read_output
 
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
 """restarts under former numbers, where this site refuses to requeue and each restart is a job of its own"""
+TAIL_BYTES = 256 * 1024
+START_LINE = re.compile(r"^launch: job \d+, restart \d+, on ", re.MULTILINE)
+FAILED = (
+    # srun: "srun: error: n1: task 3: Killed", "srun: error: n2: tasks 0-3: Exited with exit code 1"
+    re.compile(r"^srun: error: (?P<node>\S+): (?P<who>tasks? [\d,-]+): (?P<how>.+)$", re.MULTILINE),
+    # Open MPI: "mpirun noticed that process rank 1 with PID 7 on node n1 exited on signal 9 (Killed)."
+    re.compile(r"process (?P<who>rank \d+) with PID \d+ on node (?P<node>\S+) exited on (?P<how>signal \d+ \(.*\))"),
+)
+# What a rank ends with that was told to stop, or was told so before it could listen.
+ORDERLY = re.compile(r"exit code 75$|Terminated|User defined signal 1")
 # The job's name, which may say anything, stands on a line of its own.
 STATE_LINE = re.compile(r"^ +JobState=(\w+) Reason=(\S+)", re.MULTILINE)
 RESTARTS_LINE = re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE)
 
 
 class JobState(enum.Enum):
-    """What becomes of the job without our doing."""
+    """What becomes of a job without our doing, which is then left alone."""
 
-    RUNNING = "running"
-    TIMED_OUT = "at its time limit"
     ENDING = "cancelled, or requeued by Slurm itself"
     STARTED_AGAIN = "started again by Slurm itself after a lost node"
-    UNKNOWN = "unknown"
 
 
-LEFT_ALONE = (JobState.ENDING, JobState.STARTED_AGAIN)
+class FailedRank(NamedTuple):
+    """The first rank that the launcher saw fail, in its words."""
+
+    who: str
+    node: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.who} on {self.node}: {self.how}"
+
+    @property
+    def was_told_to_stop(self) -> bool:
+        """Whether it ended as told to: after saving, or by the signal itself."""
+        return ORDERLY.search(self.how) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +68,7 @@ class Ended:
     end: EndTold | None  # what the run told of its end; None where it told nothing
     run: RunTold | None  # the run directory that it opened; None where it opened none
     newest_step: int | None  # the newest checkpoint there; None where there is none
-    state: JobState
+    state: JobState | None  # None: the job is ours
     failed_rank: FailedRank | None  # the first that srun or mpirun saw fail; None where they named none
     restarts: int  # how often the job has been started again before
     max_requeues: int  # how often it may be
@@ -65,7 +85,7 @@ class Ended:
     def is_in_good_order(self) -> bool:
         """Whether ranks that did not speak of their end are done: srun returns 0, too, where it has lost their node."""
         is_over = self.run is None or self.run.is_complete
-        return self.status == 0 and is_over and self.state not in LEFT_ALONE
+        return self.status == 0 and is_over and not self.state
 
     @property
     def has_lost_rank(self) -> bool:
@@ -88,7 +108,7 @@ def why_not_again(ended: Ended) -> str | None:
         return ""
     if end.stopped_by not in ("signal", "time"):
         return "Not started again, as somebody wanted it to stop."
-    if ended.state in LEFT_ALONE:
+    if ended.state:
         return f"Not started again by this script: the job is {ended.state.value}."
     if ended.begins_anew:
         return "Not started again: the settings say resume: never, so that it would begin anew."
@@ -116,7 +136,7 @@ def describe_end(ended: Ended) -> str:
     if ended.is_in_good_order:
         return "the run had been completed before." if ended.run else "all ranks ended in good order."
     first = f" The first to fail was {ended.failed_rank}." if ended.failed_rank else ""
-    if ended.state in LEFT_ALONE:
+    if ended.state:
         first += f" The job is {ended.state.value}."
     how = f"the ranks ended with {describe_status(ended.status)}, and the run did not say why.{first}"
     if ended.state is JobState.STARTED_AGAIN:
@@ -133,24 +153,39 @@ def describe_status(status: int) -> str:
         return f"exit code {status}"
 
 
-def read_state(description: str | None, *, restarts: int) -> JobState:
-    """The state of a job from what ``scontrol show job`` prints; None where it did not answer.
+def read_state(description: str | None, *, restarts: int) -> JobState | None:
+    """What ``scontrol show job`` prints of a job, None where it did not answer, says of it.
 
     Slurm calls every job COMPLETING whose end has begun, and would requeue it all the same. Reason TimeLimit says that
-    nobody wished the end. Where srun has lost a node this script may go on beside the job's next start.
-
-    Args:
-        restarts: how often Slurm had started the job again when it started this script.
+    nobody wished the end. Where srun has lost a node this script may go on beside the job's next start: Slurm has
+    started the job again more than the ``restarts`` times that it had when it started this script.
     """
     state = STATE_LINE.search(description or "")
     counted = RESTARTS_LINE.search(description or "")
     if state is None or counted is None:
-        return JobState.UNKNOWN
+        return None
     if int(counted[1]) > restarts:
         return JobState.STARTED_AGAIN
-    if state[2] == "TimeLimit" or state[1] == "TIMEOUT":
-        return JobState.TIMED_OUT
-    return JobState.RUNNING if state[1] == "RUNNING" else JobState.ENDING
+    is_wished = state[1] not in ("RUNNING", "TIMEOUT") and state[2] != "TimeLimit"
+    return JobState.ENDING if is_wished else None
+
+
+def find_failed_rank(output: str) -> FailedRank | None:
+    """The first rank that the launcher named since the job's last start."""
+    starts = [match.end() for match in START_LINE.finditer(output)]
+    matches = [match for pattern in FAILED if (match := pattern.search(output, starts[-1] if starts else 0))]
+    first = min(matches, key=lambda match: match.start(), default=None)
+    return FailedRank(first["who"], first["node"], first["how"]) if first else None
+
+
+def read_output() -> str:
+    """The end of what this job has printed on stderr; empty where that goes into no file."""
+    try:
+        with open(os.readlink("/proc/self/fd/2"), "rb") as file:
+            file.seek(-min(TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def count_restarts(environ: Mapping[str, str]) -> int:
@@ -196,7 +231,7 @@ def look(job: str, told: Path, *, status: int, max_requeues: int) -> Ended:
     )
 
 
-def ask_state(job: str) -> JobState:
+def ask_state(job: str) -> JobState | None:
     """What becomes of this job."""
     return read_state(describe_job(job), restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0))
 
@@ -214,7 +249,7 @@ def start_again(job: str, script: Path, *, restarts: int) -> None:
     refusal = requeue(job)
     if refusal is None:
         return  # from now on Slurm is ending this script
-    if ask_state(job) in LEFT_ALONE:
+    if ask_state(job):
         return  # it was done, and the answer was lost: a second job would train the same again
     print_line(f"scontrol does not requeue job {job}: {refusal}. Submitting its script anew.")
     environ = {**without_job(os.environ), RESTARTS_VARIABLE: str(restarts + 1)}

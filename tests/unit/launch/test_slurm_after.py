@@ -13,9 +13,17 @@ from pathlib import Path
 import pytest
 
 from launch.slurm import controller
-from launch.slurm.after import Ended, JobState, conclude, count_restarts, read_state, why_not_again
+from launch.slurm.after import (
+    Ended,
+    FailedRank,
+    JobState,
+    conclude,
+    count_restarts,
+    find_failed_rank,
+    read_state,
+    why_not_again,
+)
 from launch.slurm.cli import main
-from launch.slurm.output import FailedRank, find_failed_rank
 from ringtrain.errors import UsageError
 from ringtrain.runtime.launched import EndTold, RunTold
 from tests.unit.launch.batch import Site, create_site
@@ -37,7 +45,7 @@ def ended(**changes: object) -> Ended:
         end=SIGNAL,
         run=RUN,
         newest_step=150,
-        state=JobState.RUNNING,
+        state=None,
         failed_rank=LEFT,
         restarts=0,
         max_requeues=20,
@@ -53,8 +61,6 @@ DECISIONS = [
     (ended(status=137), True, 75, []),
     (ended(failed_rank=None), True, 75, []),
     (ended(failed_rank=FailedRank("task 1", "n2", "Terminated")), True, 75, []),
-    (ended(state=JobState.UNKNOWN), True, 75, []),
-    (ended(state=JobState.TIMED_OUT), True, 75, []),
     (ended(restarts=19), True, 75, ["restart 20 of at most 20"]),
     # the first start may be told to stop before its first step; a restart that gets nowhere ends it
     (ended(newest_step=100), True, 75, []),
@@ -121,24 +127,24 @@ def describe(state: str, reason: str = "None", restarts: int = 0, name: str = "a
 @pytest.mark.parametrize(
     ("description", "state"),
     [
-        (describe("RUNNING"), JobState.RUNNING),
-        (describe("RUNNING", name="   JobState=COMPLETING Reason=x   Requeue=1 Restarts=9"), JobState.RUNNING),
-        (describe("COMPLETING", "TimeLimit"), JobState.TIMED_OUT),
-        (describe("TIMEOUT", "TimeLimit"), JobState.TIMED_OUT),
+        (describe("RUNNING"), None),
+        (describe("RUNNING", name="   JobState=COMPLETING Reason=x   Requeue=1 Restarts=9"), None),
+        (describe("COMPLETING", "TimeLimit"), None),
+        (describe("TIMEOUT", "TimeLimit"), None),
         (describe("COMPLETING"), JobState.ENDING),
         (describe("CANCELLED"), JobState.ENDING),
         (describe("RUNNING", restarts=1), JobState.STARTED_AGAIN),
         (describe("PENDING", "BeginTime", restarts=1), JobState.STARTED_AGAIN),
-        ("", JobState.UNKNOWN),
-        (None, JobState.UNKNOWN),
+        ("", None),
+        (None, None),
     ],
 )
-def test_a_job_s_state_is_read_from_scontrol(description: str | None, state: JobState) -> None:
+def test_a_job_s_state_is_read_from_scontrol(description: str | None, state: JobState | None) -> None:
     assert read_state(description, restarts=0) is state
 
 
 def test_a_job_that_has_been_started_again_before_is_running_all_the_same() -> None:
-    assert read_state(describe("RUNNING", restarts=3), restarts=3) is JobState.RUNNING
+    assert read_state(describe("RUNNING", restarts=3), restarts=3) is None
 
 
 # As Slurm 22.05 and Open MPI 4.1 print it.

@@ -38,15 +38,14 @@ def quote_shell(text: str) -> Quoted:
     """
     if text.isprintable():
         return Quoted(shlex.quote(text))
-    pieces = []
-    for character in text:
-        if character in "\\'":
-            pieces.append(f"\\{character}")
-        elif character.isprintable():
-            pieces.append(character)
-        else:  # three octal digits: what follows cannot be taken for more of them
-            pieces += [f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape")]
-    return Quoted(f"$'{''.join(pieces)}'")
+
+    def escape(character: str) -> str:
+        if character.isprintable():
+            return f"\\{character}" if character in "\\'" else character
+        # Three octal digits: what follows cannot be taken for more of them.
+        return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape"))
+
+    return Quoted(f"$'{''.join(map(escape, text))}'")
 
 
 def quote_sbatch(text: str) -> Quoted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.metadata
 import importlib.util
@@ -20,6 +21,8 @@ from typing import Any, TypeVar
 from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack, as_tuples
 from ringtrain.doctor.inside import STEPS, describe_mpi, shorten
 from ringtrain.runtime.machine import SHARED_MEMORY, read_machine, read_memory_limits
+from ringtrain.runtime.processes import ask
+from ringtrain.runtime.srun import ask_srun, choose_mpi
 from ringtrain.runtime.world import World
 
 Found = TypeVar("Found")
@@ -138,7 +141,7 @@ def look_at_gpus() -> tuple[tuple[Gpu, ...] | None, str | None]:
     """The GPUs that the driver lists, and why it could not be asked; None twice where there is no driver."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return None, None
-    status, output = _ask(NVIDIA_SMI)
+    status, output = ask(NVIDIA_SMI, seconds=COMMAND_SECONDS)
     return (parse_gpus(output), None) if status == 0 else (None, shorten(output))
 
 
@@ -150,10 +153,8 @@ def parse_gpus(listing: str) -> tuple[Gpu, ...]:
 
 def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
     """The launchers in ``PATH``."""
-    from ringtrain.runtime.srun import ask_srun, choose_mpi
-
     mpirun, srun = shutil.which("mpirun"), shutil.which("srun")
-    status, words = _ask([mpirun, "--version"]) if mpirun else (0, "")
+    status, words = ask([mpirun, "--version"], seconds=COMMAND_SECONDS) if mpirun else (0, "")
     version = describe_mpi(words)
     listing = ask_srun() if srun else None
     allowed = all(environ.get(f"OMPI_ALLOW_RUN_AS_ROOT{end}") == "1" for end in ("", "_CONFIRM"))
@@ -161,25 +162,11 @@ def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
         horovodrun=shutil.which("horovodrun"),
         mpirun=mpirun,
         mpirun_version=version,
-        mpirun_failure=shorten(_last_line(words)) if status else None,
+        mpirun_failure=None if status == 0 else shorten(_last_line(words)),
         srun=srun,
         srun_mpi=None if listing is None else choose_mpi(listing),
         refuses_root=os.geteuid() == 0 and not allowed and (version or "").startswith("Open MPI"),
     )
-
-
-def _ask(command: Sequence[str]) -> tuple[int, str]:
-    """A command's exit code and what it writes; -1 where it does not end in time, or cannot be started."""
-    try:
-        finished = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", timeout=COMMAND_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return -1, f"no answer after {COMMAND_SECONDS:.0f} s"
-    except OSError as error:
-        return -1, str(error)
-    return finished.returncode, finished.stdout
 
 
 def _installed_version(package: str) -> str | None:
@@ -193,11 +180,8 @@ def _horovod_built_for() -> str | None:
     """The version of TensorFlow that Horovod's build wrote down."""
     spec = importlib.util.find_spec("horovod")
     for directory in (spec and spec.submodule_search_locations) or ():
-        try:
-            version = json.loads((Path(directory) / "metadata.json").read_text()).get("tensorflow")
-        except (OSError, ValueError):
-            continue
-        return str(version) if version else None
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((Path(directory) / "metadata.json").read_text()).get("tensorflow") or None
     return None
 
 

@@ -1,4 +1,4 @@
-"""Other processes: what proc(5) shows of them, and small ones of ringtrain's own, started aside.
+"""Other processes: what proc(5) shows of them, what commands answer, and small ones of ringtrain's own, started aside.
 
 It uses nothing but the standard library, since those that are started aside use it, too.
 """
@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,8 +31,8 @@ class Process(NamedTuple):
         return self.state in "ZX"
 
 
-def read_process(pid: int | None) -> Process | None:
-    """A process by its number; None where it is gone."""
+def read_process(pid: int | str | None) -> Process | None:
+    """A process by its number, or a thread such as ``self/task/7``; None where it is gone."""
     try:  # the second field, the name, may hold anything
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
         return Process(state=fields[0], parent=int(fields[1]), born=int(fields[19]))
@@ -60,6 +60,24 @@ def read_words(pid: int | None, file: Literal["cmdline", "environ"]) -> list[str
         return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
     except OSError:
         return []
+
+
+def ask(command: Sequence[str], *, seconds: float, **options: Any) -> tuple[int | None, str]:
+    """A command's exit code and all that it prints; None, and why, where it does not end in time or cannot be started.
+
+    Args:
+        options: of ``subprocess.run``, in place of these.
+    """
+    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, **options}
+    try:
+        finished = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, errors="replace", timeout=seconds, **options
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer after {seconds:.0f} s"
+    except OSError as error:
+        return None, str(error)
+    return finished.returncode, finished.stdout
 
 
 def start_aside(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from ringtrain.runtime.processes import ask
+
 # Time for the step under way, an evaluation's batch and the save. A short job gives up a tenth of its time at most.
 MARGIN_SECONDS = 120.0
 MARGIN_SHARE = 0.1
@@ -59,8 +61,6 @@ def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = 
 def ask_squeue(job: str) -> str:
     """The end of a job in local time, such as ``2026-11-21T17:03:05``; empty where ``squeue`` cannot be asked."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
-    try:
-        environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # else as the user likes to read it
-        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, env=environ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # else as the user likes to read it
+    status, words = ask(command, seconds=QUERY_SECONDS, env=environ, stderr=subprocess.DEVNULL)
+    return "" if status is None else words

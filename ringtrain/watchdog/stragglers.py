@@ -13,21 +13,20 @@ import os
 import statistics
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from ringtrain.messages.ranks import name_ranks
+from ringtrain.runtime.processes import read_process
 
 LOOKS_PER_WINDOW = 30
 WINDOWS = 2  # in a row: a burst of something else is none
 FACTOR = 2.0
 LEAST_SHARE = 0.9  # who sleeps for more is not what all wait for
-TASKS = Path("/proc/self/task")
 
 
 def list_threads() -> set[str]:
     """The threads of this process."""
     try:
-        return set(os.listdir(TASKS))
+        return set(os.listdir("/proc/self/task"))
     except OSError:
         return set()
 
@@ -45,15 +44,10 @@ class Looks:
 
     def look(self) -> None:
         """Look once, from a thread that does not count itself."""
-        mine = str(threading.get_native_id())
         self.times += 1
-        for thread in list_threads() - self._left_out - {mine}:
-            try:
-                if (TASKS / thread / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R":
-                    self.times_runnable += 1
-                    return
-            except OSError:  # it has ended
-                continue
+        others = list_threads() - self._left_out - {str(threading.get_native_id())}
+        threads = (read_process(f"self/task/{thread}") for thread in others)
+        self.times_runnable += any(thread is not None and thread.state == "R" for thread in threads)
 
 
 class Stragglers:

@@ -65,19 +65,13 @@ class DevicePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a run asks of the devices of its ranks.
+    """What a run asks of the devices of its ranks."""
 
-    Attributes:
-        deterministic: whether two runs of the same size must be bit-equal.
-        hang_timeout: seconds after which the watchdog ends a run that does not move; 0: there is none.
-        profiles: whether Horovod's timeline is to be written later.
-        one_at_a_time: whether the operations of a step may run one at a time where each rank has one core of the same
-            node: the ranks sum through memory there (``collectives.share_memory``), and no operation calls Python code.
-    """
-
-    deterministic: bool = False
-    hang_timeout: float = 0.0
-    profiles: bool = False
+    deterministic: bool = False  # two runs of the same size must be bit-equal
+    hang_timeout: float = 0.0  # seconds after which the watchdog ends a run that does not move; 0: there is none
+    profiles: bool = False  # Horovod's timeline is to be written later
+    # The operations of a step may run one at a time where each rank has one core of the same node: the ranks sum
+    # through memory there (``collectives.share_memory``), and no operation calls Python code.
     one_at_a_time: bool = False
 
 

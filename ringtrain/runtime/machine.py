@@ -17,22 +17,15 @@ GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver o
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this process may use of its node.
+    """What this process may use of its node."""
 
-    Attributes:
-        cores: the cores that the scheduler may run this process on.
-        quota: the processor time that the cgroup grants, in cores; None where it sets no limit.
-        bound_by_launcher: True where the launcher gave each rank its own cores.
-        may_have_gpus: whether a GPU's driver is there. Whether a rank uses a GPU is its own matter
-            (``CUDA_VISIBLE_DEVICES``); what all ranks of a node have to do alike cannot depend on that.
-        shared_memory_bytes: the size of ``/dev/shm``.
-    """
-
-    cores: tuple[int, ...]
-    quota: float | None = None
-    bound_by_launcher: bool = False
+    cores: tuple[int, ...]  # that the scheduler may run this process on
+    quota: float | None = None  # the processor time that the cgroup grants, in cores; None where it sets no limit
+    bound_by_launcher: bool = False  # the launcher gave each rank its own cores
+    # A GPU's driver is there. Whether a rank uses a GPU is its own matter (``CUDA_VISIBLE_DEVICES``); what all ranks of
+    # a node have to do alike cannot depend on that.
     may_have_gpus: bool = False
-    shared_memory_bytes: int = 0
+    shared_memory_bytes: int = 0  # the size of ``/dev/shm``
 
 
 def read_machine(environ: Mapping[str, str]) -> Machine:

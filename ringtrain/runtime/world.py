@@ -16,24 +16,14 @@ GLOO_LAUNCHER = "horovodrun --gloo"
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process in its run, in Horovod's and MPI's words.
+    """The place of this process in its run, in Horovod's and MPI's words."""
 
-    Attributes:
-        rank: this process's number, 0 <= rank < size.
-        size: the number of processes.
-        local_rank: this process's number on its node, 0 <= local_rank < local_size.
-        local_size: the number of processes on this node.
-        node: host name of the node.
-        launcher: who started the process: ``"horovodrun --gloo"``, ``"mpirun (Open MPI)"``,
-            ``"mpiexec (MPICH or Intel MPI)"``, ``"srun"`` or ``"no launcher"``.
-    """
-
-    rank: int
+    rank: int  # 0 <= rank < size
     size: int
-    local_rank: int
-    local_size: int
-    node: str
-    launcher: str
+    local_rank: int  # 0 <= local_rank < local_size
+    local_size: int  # the number of processes on this node
+    node: str  # its host name
+    launcher: str  # who started the process: "srun" or "no launcher", for example; see ``read_world``
 
     def __post_init__(self) -> None:
         for name, value, bound in (("rank", self.rank, self.size), ("local_rank", self.local_rank, self.local_size)):

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from ringtrain.errors import UsageError
 from ringtrain.messages.rules import did_you_mean
 
-Command = TypeVar("Command")
+Found = TypeVar("Found")
+Command = Callable[[Sequence[str]], int]
 
 
-def find_command(name: str, commands: Mapping[str, Command], *, of: str = "") -> Command:
-    """A command by its name; ``of`` is the command that it belongs to.
+def run_command(arguments: Sequence[str], commands: Mapping[str, Command], overview: str, *, of: str = "") -> int:
+    """Run the command that is named first; show the ``overview`` where none is, or where help is asked for."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview, end="")
+        return 0 if arguments else UsageError.exit_code
+    return find_command(arguments[0], commands, of=of)(arguments[1:])
 
-    Raises:
-        UsageError: there is none.
-    """
+
+def find_command(name: str, commands: Mapping[str, Found], *, of: str = "") -> Found:
+    """A command by its name; ``of`` is the command that it belongs to."""
     if name not in commands:
         meant = did_you_mean(name, commands)
         raise UsageError(f"there is no command {of}{name!r}. {meant}Commands: {', '.join(commands)}.")
@@ -43,17 +48,9 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}. See {self.prog} --help.")
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The options, and the flags for ringtrain.
-
-        Raises:
-            UsageError: an option is wrong.
-            SystemExit: after ``--help``.
-        """
-        own, flags = list(arguments), []
-        if "--" in own:
-            split = own.index("--")
-            own, flags = own[:split], own[split + 1 :]
-        options, unknown = self.parse_known_args(own)
+        """The options, and the flags for ringtrain."""
+        split = [*arguments, "--"].index("--")
+        options, unknown = self.parse_known_args(arguments[:split])
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
             near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
@@ -62,4 +59,4 @@ class Parser(argparse.ArgumentParser):
                 f"{f'Did you mean {near[0]}? ' if near else ''}ringtrain's own flags come after --, as in: "
                 f"{self.prog} ... -- {' '.join(unknown)}"
             )
-        return options, flags
+        return options, list(arguments[split + 1 :])

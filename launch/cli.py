@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.errors import RingtrainError
 from ringtrain.messages.escaping import escape_message
 
 from . import PROGRAM
-from .arguments import find_command
+from .arguments import run_command
 
 HELP = f"""\
 usage: {PROGRAM} COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
@@ -31,10 +31,7 @@ Each command's options: {PROGRAM} COMMAND --help
 def main(argv: Sequence[str]) -> int:
     """Run a command and return its exit code (see ``ringtrain.errors``)."""
     try:
-        if not argv or argv[0] in ("-h", "--help"):
-            print(HELP, end="")
-            return 0 if argv else UsageError.exit_code
-        return find_command(argv[0], COMMANDS)(argv[1:])
+        return run_command(argv, COMMANDS, HELP)
     except RingtrainError as error:
         print(escape_message(f"launch: error: {error}"), file=sys.stderr)
         return error.exit_code
@@ -54,4 +51,4 @@ def slurm(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"local": local, "slurm": slurm}
+COMMANDS = {"local": local, "slurm": slurm}

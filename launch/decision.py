@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ringtrain.errors import EXIT_CODES, PreemptedError
 from ringtrain.guard.lost import LostRanksError
@@ -23,24 +24,15 @@ FINAL_CODES = {2, 3, 4, 5}
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of the group, ended.
-
-    Attributes:
-        group: what became of the processes.
-        end: what the run told of its end.
-        run: the run directory; None where none was opened.
-        first_step, last_step: the newest checkpoint's before and after; 0 where there was none.
-        signals: what the user told this program, to stop the run; passed on to the ranks.
-        is_cut_short: the user did not want to wait for a save.
-    """
+    """One start of the group, ended."""
 
     group: GroupEnd
-    end: EndTold | None
-    run: Path | None
-    first_step: int
-    last_step: int
-    signals: Sequence[signal.Signals] = ()
-    is_cut_short: bool = False
+    end: EndTold | None  # what the run told of its end
+    run: Path | None  # the run directory; None where none was opened
+    first_step: int  # the newest checkpoint's before; 0 where there was none
+    last_step: int  # and after
+    signals: Sequence[signal.Signals] = ()  # what the user told this program, to stop the run; passed on to the ranks
+    is_cut_short: bool = False  # the user did not want to wait for a save
 
     @property
     def was_told_to_stop(self) -> bool:
@@ -81,8 +73,7 @@ class Attempt:
         return 0 if self.group.is_complete else 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
+class Decision(NamedTuple):
     """Whether to start again, and why or why not, in words."""
 
     restarts: bool
@@ -92,24 +83,21 @@ class Decision:
 def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decision:
     """Whether the group is started again after ``num_restarts`` restarts."""
     if attempt.exit_code == 0 or attempt.was_told_to_stop or attempt.exit_code in FINAL_CODES or not max_restarts:
-        return Decision(restarts=False)
+        return Decision(False)
     if attempt.word is not None and attempt.word.stopped_by in ("file", "time"):
-        return Decision(restarts=False)
+        return Decision(False)
     if not attempt.group.num_started:
-        return Decision(restarts=False, reason=f"{attempt.group.launcher} started no rank: no restart")
+        return Decision(False, f"{attempt.group.launcher} started no rank: no restart")
     if num_restarts and attempt.last_step <= attempt.first_step:
         return Decision(
-            restarts=False,
-            reason=f"restart {num_restarts} saved no checkpoint after that of step {attempt.first_step}: another one "
+            False,
+            f"restart {num_restarts} saved no checkpoint after that of step {attempt.first_step}: another one "
             "would end so as well. A smaller --checkpoint_every saves more often",
         )
     if num_restarts >= max_restarts:
-        return Decision(restarts=False, reason=f"all {max_restarts} restarts are used up")
-    return Decision(
-        restarts=True,
-        reason=f"restart {num_restarts + 1} of {max_restarts}, from "
-        + (f"the checkpoint of step {attempt.last_step}" if attempt.last_step else "the beginning"),
-    )
+        return Decision(False, f"all {max_restarts} restarts are used up")
+    place = f"the checkpoint of step {attempt.last_step}" if attempt.last_step else "the beginning"
+    return Decision(True, f"restart {num_restarts + 1} of {max_restarts}, from {place}")
 
 
 def explain(attempt: Attempt) -> list[str]:
@@ -123,8 +111,7 @@ def explain(attempt: Attempt) -> list[str]:
     if first is None and end is None:
         lines += describe_launcher(group)
     if first is not None and (first.signal or first.exit_code != PreemptedError.exit_code):
-        lines.append(describe(first))
-        lines += [describe_memory(first.memory_limit)] if first.memory_limit else []
+        lines += describe(first)
         lines += [f"  [{first.rank}] {line}" for line in last_words(group.last_errors[first.rank])]
     is_consequence = first is not None and end is not None and end.status == LOST_RANKS
     message = (end.message or "").splitlines() if end is not None and not is_consequence else []
@@ -147,22 +134,19 @@ def describe_launcher(group: GroupEnd) -> list[str]:
     return [f"{group.launcher} {how} {what}", *words]
 
 
-def describe(end: RankEnd) -> str:
-    """The first rank that failed, in one line."""
+def describe(end: RankEnd) -> list[str]:
+    """The first rank that failed, in a line, and why the kernel will have killed it, in another."""
     how = f"was killed by {end.signal}" if end.signal else f"ended with exit code {end.exit_code}"
     how += " in mid-run, such as by sys.exit or os._exit in its code" if end.has_quit else ""
-    return f"rank {end.rank} on {end.host} (pid {end.pid}) {how}, the first to end"
-
-
-def describe_memory(limit: str) -> str:
-    """Why the kernel will have killed a rank, and what helps, in one line."""
-    return (
-        f"the kernel killed a process there for want of memory ({limit}). What helps: a smaller --batch_size, fewer "
-        "ranks on a node, --cache none or node instead of memory, or more memory for the job"
+    memory = (
+        f"the kernel killed a process there for want of memory ({end.memory_limit}). What helps: a smaller "
+        "--batch_size, fewer ranks on a node, --cache none or node instead of memory, or more memory for the job"
     )
+    who = f"rank {end.rank} on {end.host} (pid {end.pid}) {how}, the first to end"
+    return [who, memory] if end.memory_limit else [who]
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
-    """The last lines of a rank's stderr: from ringtrain's own error on, where there is one."""
+    """Of a rank's stderr: from ringtrain's own error on, where there is one."""
     starts = [number for number, line in enumerate(lines) if line.startswith(ERROR_MARK)]
     return lines[starts[-1] :] if starts else lines[-SHOWN_LINES:]

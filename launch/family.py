@@ -14,8 +14,9 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NoReturn
+
+from ringtrain.runtime.processes import list_processes, read_process
 
 from .lines import print_line
 
@@ -96,19 +97,15 @@ def _end_now() -> NoReturn:
 
 def find_descendants() -> list[int]:
     """The living processes that come of this one; those that have ended and wait for their parent are none."""
+    processes = {pid: process for pid in list_processes() if (process := read_process(pid))}
     children: dict[int, list[int]] = {}
-    zombies = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (status := _read_status(int(entry.name))):
-            state, parent = status
-            children.setdefault(parent, []).append(int(entry.name))
-            if state in "ZX":
-                zombies.add(int(entry.name))
+    for pid, process in processes.items():
+        children.setdefault(process.parent, []).append(pid)
     found, waiting = [], [os.getpid()]
     while waiting:
         waiting += (mine := children.get(waiting.pop(), []))
         found += mine
-    return [pid for pid in found if pid not in zombies]
+    return [pid for pid in found if not processes[pid].has_ended]
 
 
 def end_descendants(*, timeout: float = 10.0) -> list[int]:
@@ -136,15 +133,6 @@ def reap(*, but: int | None = None) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != but:
             os.waitpid(ended.si_pid, 0)
-
-
-def _read_status(pid: int) -> tuple[str, int] | None:
-    """State and parent of a process; None where it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
-    return fields[0], int(fields[1])
 
 
 def _prctl(option: int, value: int) -> None:

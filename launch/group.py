@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +16,9 @@ from typing import Any
 
 from ringtrain.runtime.launcher import LAUNCHERS
 
-from .family import die_with_parent, end_descendants, reap, send
-from .lines import LabelledLines
+from .family import FORWARDED, die_with_parent, end_descendants, is_ignored, reap, send
+from .lines import LabelledLines, print_line
 from .rank import STATUS_FIFO, fifo_names
-from .requests import Requests
 
 POLL_SECONDS = 0.2
 # Once a rank has failed, the launcher has this long to end the others; so has it to end once all have.
@@ -28,19 +28,15 @@ READ_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How a rank ended: by an exit code, or by a signal.
-
-    ``has_quit``: with exit code 0, but in mid-run. ``memory_limit`` says for want of which memory the kernel killed it,
-    where it did.
-    """
+    """How a rank ended: by an exit code, or by a signal."""
 
     rank: int
     host: str
     pid: int
     exit_code: int | None
     signal: str | None
-    has_quit: bool = False
-    memory_limit: str | None = None
+    has_quit: bool = False  # with exit code 0, but in mid-run
+    memory_limit: str | None = None  # for want of which memory the kernel killed it, where it did
 
     @property
     def failed(self) -> bool:
@@ -50,27 +46,16 @@ class RankEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEnd:
-    """What became of a group.
+    """What became of a group."""
 
-    Attributes:
-        num_ranks: those that were wanted.
-        num_started: those that were started.
-        ends: of the ranks that told of their end, the first one first.
-        last_errors: for each rank the last lines of its stderr.
-        launcher: the launcher's name.
-        launcher_code: its exit code; negative where a signal ended it, None where it had to be ended.
-        launcher_lines: the last lines that it printed itself.
-        not_ended: processes that could not be ended.
-    """
-
-    num_ranks: int
+    num_ranks: int  # that were wanted
     num_started: int
-    ends: Sequence[RankEnd]
-    last_errors: Sequence[Sequence[str]]
-    launcher: str
-    launcher_code: int | None
-    launcher_lines: Sequence[str]
-    not_ended: Sequence[int]
+    ends: Sequence[RankEnd]  # of the ranks that told of their end, the first one first
+    last_errors: Sequence[Sequence[str]]  # for each rank the last lines of its stderr
+    launcher: str  # its name
+    launcher_code: int | None  # its exit code; negative where a signal ended it, None where it had to be ended
+    launcher_lines: Sequence[str]  # the last that it printed itself
+    not_ended: Sequence[int]  # processes that could not be ended
 
     @property
     def is_complete(self) -> bool:
@@ -81,6 +66,30 @@ class GroupEnd:
     def first_failure(self) -> RankEnd | None:
         """The rank that failed first; None where none has."""
         return next((end for end in self.ends if end.failed), None)
+
+
+class Requests:
+    """The signals that this process has got, in order. Create it in the main thread; it unblocks them."""
+
+    def __init__(self) -> None:
+        self.signals: list[signal.Signals] = []
+        """those for the ranks: they save and leave"""
+        self.is_end_wanted = False
+        """a second SIGINT: nobody waits for a save"""
+        for number in FORWARDED:
+            if not is_ignored(number):
+                signal.signal(number, self._take)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+
+    def _take(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and signal.SIGINT in self.signals:
+            self.is_end_wanted = True
+            return
+        # A terminal that is closed is no reason to lose anything.
+        wanted = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        again = "; Ctrl-C once more ends them at once" if number == signal.SIGINT else ""
+        print_line(f"{signal.Signals(number).name}: the ranks save and leave{again}")
+        self.signals.append(wanted)
 
 
 class Group:
@@ -100,7 +109,10 @@ class Group:
         self._errors = [LabelledLines(f"[{rank}] ", sys.stderr.fileno()) for rank in range(num_ranks)]
         self._launcher_lines = LabelledLines("", None)
         self._status = b""
-        self._open_pipes(listener)
+        self._listen(_make_fifo(listener / STATUS_FIFO), self._hear)
+        for rank, streams in enumerate(zip(self._output, self._errors, strict=True)):
+            for name, lines in zip(fifo_names(rank), streams, strict=True):
+                self._listen(_make_fifo(listener / name), lines.feed)
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -112,13 +124,6 @@ class Group:
         assert self._popen.stdout is not None
         os.set_blocking(self._popen.stdout.fileno(), False)
         self._listen(self._popen.stdout.fileno(), self._launcher_lines.feed)
-
-    def _open_pipes(self, listener: Path) -> None:
-        """The named pipes on which ``launch.rank`` speaks."""
-        self._listen(_make_fifo(listener / STATUS_FIFO), self._hear)
-        for rank, streams in enumerate(zip(self._output, self._errors, strict=True)):
-            for name, lines in zip(fifo_names(rank), streams, strict=True):
-                self._listen(_make_fifo(listener / name), lines.feed)
 
     def run(self) -> GroupEnd:
         """Wait until the group has ended, by itself or by what the user wants; nothing of it is left afterwards."""
@@ -173,21 +178,12 @@ class Group:
     def _take(self, told: dict[str, Any]) -> None:
         """What ``launch.rank`` tells."""
         rank = told["rank"]
-        if told["event"] == "started":
-            self._pids[rank], self._hosts[rank] = told["pid"], told["host"]
-            for number in self._requests.signals[: self._num_signals_sent]:
-                send([told["pid"]], number)
+        if told.pop("event") == "ended":
+            self._ends.append(RankEnd(host=self._hosts[rank], pid=self._pids.pop(rank), **told))
             return
-        end = RankEnd(
-            rank=rank,
-            host=self._hosts[rank],
-            pid=self._pids.pop(rank),
-            exit_code=told["exit_code"],
-            signal=told["signal"],
-            has_quit=told["has_quit"],
-            memory_limit=told["memory_limit"],
-        )
-        self._ends.append(end)
+        self._pids[rank], self._hosts[rank] = told["pid"], told["host"]
+        for number in self._requests.signals[: self._num_signals_sent]:
+            send([told["pid"]], number)
 
     def _listen(self, descriptor: int, hear: Callable[[bytes], None]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, hear)

@@ -9,20 +9,24 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from ringtrain.errors import UsageError
 from ringtrain.runtime.launched import DIRECTORY_VARIABLE, clear, read_end, read_run
 
-from . import PROGRAM
+from . import PACKAGE, PROGRAM
 from .arguments import Parser
 from .decision import Attempt, decide, explain
 from .family import run_guarded
-from .group import Group
+from .group import Group, Requests
 from .lines import print_line
-from .plan import Controller, plan_group, plan_restart
-from .requests import Requests
 
+Controller = Literal["mpi", "gloo"]
 MAX_NUMBER = 10_000  # of ranks on one machine
+LAUNCHERS = {  # by their controllers; what helps where there is none
+    "mpi": ("mpirun", "Install Open MPI, or give --controller gloo"),
+    "gloo": ("horovodrun", "It comes with Horovod: activate the environment that ringtrain is installed in"),
+}
 
 DESCRIPTION = """\
 Train on this machine: each rank's lines are labelled and never broken, all stop
@@ -49,12 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the flags for ringtrain.
-
-    Raises:
-        UsageError: an option is wrong.
-        SystemExit: after ``--help``.
-    """
+    """The options, and the flags for ringtrain."""
     parser = Parser(
         f"{PROGRAM} local",
         usage="%(prog)s -np N [OPTIONS] -- FLAGS OF RINGTRAIN",
@@ -71,7 +70,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "--controller",
-        choices=["mpi", "gloo"],
+        choices=list(LAUNCHERS),
         default="mpi",
         help="mpi: mpirun; gloo: horovodrun --gloo (default: mpi)",
     )
@@ -83,15 +82,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def find_launcher(controller: Controller) -> None:
-    """See that the launcher is there.
-
-    Raises:
-        UsageError: it is not.
-    """
-    program, remedy = {
-        "mpi": ("mpirun", "Install Open MPI, or give --controller gloo"),
-        "gloo": ("horovodrun", "It comes with Horovod: activate the environment that ringtrain is installed in"),
-    }[controller]
+    """See that the launcher is there."""
+    program, remedy = LAUNCHERS[controller]
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not on PATH, and controller {controller!r} needs it. {remedy}.")
 
@@ -121,6 +113,40 @@ def supervise(
         num_restarts += 1
 
 
+def plan_group(
+    num_ranks: int,
+    controller: Controller,
+    flags: Sequence[str],
+    *,
+    listener: Path,
+    python: str,
+    is_root: bool,
+) -> list[str]:
+    """The argv of a launcher with ``num_ranks`` ranks, each of which runs ``python -m ringtrain FLAGS``.
+
+    Slots are given by hand: mpirun refuses more ranks than it counts cores, and inside a batch job it would spread them
+    over the job's nodes. No core is bound, since each rank takes its own (see ``ringtrain.runtime.devices``).
+    ``listener`` is the directory where ``launch.rank`` finds those who listen to the ranks.
+    """
+    hosts = f"localhost:{num_ranks}"
+    rank = [python, "-m", f"{PACKAGE}.rank", str(listener), python, "-m", "ringtrain", *flags]
+    if controller == "gloo":
+        return [python, "-m", f"{PACKAGE}.gloo", "horovodrun", "--gloo", "-np", str(num_ranks), "-H", hosts, *rank]
+    as_root = ["--allow-run-as-root"] if is_root else []
+    return ["mpirun", *as_root, "-np", str(num_ranks), "--host", hosts, "--map-by", "slot", "--bind-to", "none", *rank]
+
+
+def plan_restart(flags: Sequence[str], run: Path | None, *, here: Path) -> list[str]:
+    """The flags of a restart: those of the first start, and where that one had its run directory.
+
+    ``--resume never`` would otherwise begin anew beside it, each time. ``here`` is the ranks' current directory.
+    """
+    if run is None:
+        return list(flags)
+    out = run.relative_to(here) if run.is_relative_to(here) else run  # for the lines that name it to the user
+    return [*flags, "--out", str(out), "--resume", "auto"]
+
+
 def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requests, *, last_step: int) -> Attempt:
     """Run a group to its end. ``last_step`` is that of the newest checkpoint that is known of."""
     from ringtrain.run.store import list_steps  # NumPy starts threads, which take signals: not before the guard's
@@ -129,13 +155,12 @@ def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requ
     group = Group(command, listener, num_ranks, requests).run()
     told = read_run(listener)
     first_step = told.step if told else last_step
-    steps = list_steps(told.path / "checkpoints") if told else []
     return Attempt(
         group=group,
         end=read_end(listener),
         run=told.path if told else None,
         first_step=first_step,
-        last_step=max(steps, default=first_step),
+        last_step=max(list_steps(told.path / "checkpoints") if told else [], default=first_step),
         signals=tuple(requests.signals),
         is_cut_short=requests.is_end_wanted,
     )

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ringtrain.runtime.launched import LEFT_VARIABLE
+from ringtrain.runtime.machine import read_memory_limits
 from ringtrain.runtime.world import read_world
 
 from .family import die_with_parent, is_ignored, name_signal
-from .memory import count_kills, find_limit
 
 STATUS_FIFO = "status"
+NODE = "the node's memory, or the limit of another job on it"
+GIB = 2**30
+ROOT = Path("/")
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     left = listener / f"rank-{rank}.left"
     left.unlink(missing_ok=True)
     pending: list[int] = []
-    kills = count_kills()
+    kills = count_kills(ROOT)
     passed_on = [number for number in PASSED_ON if not is_ignored(number)]
     for number in passed_on:
         signal.signal(number, lambda number, frame: pending.append(number))
@@ -72,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         exit_code=code if code >= 0 else None,
         signal=name_signal(-code) if code < 0 else None,
         has_quit=code == 0 and not left.exists(),
-        memory_limit=find_limit(kills, count_kills()) if code == -signal.SIGKILL else None,
+        memory_limit=find_limit(kills, count_kills(ROOT)) if code == -signal.SIGKILL else None,
     )
     return code if code >= 0 else 128 - code
 
@@ -81,6 +85,32 @@ def prepare_rank() -> None:
     """In the rank's process, before its program starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent()
+
+
+def count_kills(root: Path) -> dict[str, int]:
+    """How many processes were killed so far, by the limit that they were killed for, in words; the tightest first.
+
+    ``oom_kill`` of /proc/vmstat counts the kills of all limits.
+    """
+    counts: dict[str, int] = {}
+    for limit, file in read_memory_limits(root):
+        if (killed := _read_kills(file)) is not None:
+            counts.setdefault(f"the limit of {limit / GIB:.3g} GiB of its cgroup", killed)
+    node = _read_kills(root / "proc/vmstat")
+    return counts | ({NODE: node} if node is not None else {})
+
+
+def find_limit(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
+    """The limit for which a process was killed between two counts, in words; None where none was."""
+    return next((limit for limit, count in after.items() if count > before.get(limit, count)), None)
+
+
+def _read_kills(file: Path) -> int | None:
+    try:
+        found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
 
 
 if __name__ == "__main__":

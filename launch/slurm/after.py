@@ -10,70 +10,69 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ringtrain.errors import PreemptedError, UsageError
 from ringtrain.run.directory import read_config
-from ringtrain.runtime.launched import (
-    DIRECTORY_VARIABLE,
-    EndTold,
-    RunTold,
-    clear,
-    read_end,
-    read_run,
-)
+from ringtrain.runtime.launched import DIRECTORY_VARIABLE, EndTold, RunTold, clear, read_end, read_run
 
 from .. import PROGRAM
 from ..lines import print_line
-from .controller import chain, describe_job, requeue
-from .output import FailedRank, find_failed_rank, read_output
+from .controller import describe_job, requeue, submit, without_job
 
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
 """restarts under former numbers, where this site refuses to requeue and each restart is a job of its own"""
-
-
+TAIL_BYTES = 256 * 1024
+START_LINE = re.compile(r"^launch: job \d+, restart \d+, on ", re.MULTILINE)
+FAILED = (
+    # srun: "srun: error: n1: task 3: Killed", "srun: error: n2: tasks 0-3: Exited with exit code 1"
+    re.compile(r"^srun: error: (?P<node>\S+): (?P<who>tasks? [\d,-]+): (?P<how>.+)$", re.MULTILINE),
+    # Open MPI: "mpirun noticed that process rank 1 with PID 7 on node n1 exited on signal 9 (Killed)."
+    re.compile(r"process (?P<who>rank \d+) with PID \d+ on node (?P<node>\S+) exited on (?P<how>signal \d+ \(.*\))"),
+)
+# What a rank ends with that was told to stop, or was told so before it could listen.
+ORDERLY = re.compile(r"exit code 75$|Terminated|User defined signal 1")
 # The job's name, which may say anything, stands on a line of its own.
 STATE_LINE = re.compile(r"^ +JobState=(\w+) Reason=(\S+)", re.MULTILINE)
 RESTARTS_LINE = re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE)
 
 
 class JobState(enum.Enum):
-    """What becomes of the job without our doing."""
+    """What becomes of a job without our doing, which is then left alone."""
 
-    RUNNING = "running"
-    TIMED_OUT = "at its time limit"
     ENDING = "cancelled, or requeued by Slurm itself"
     STARTED_AGAIN = "started again by Slurm itself after a lost node"
-    UNKNOWN = "unknown"
 
 
-LEFT_ALONE = (JobState.ENDING, JobState.STARTED_AGAIN)
+class FailedRank(NamedTuple):
+    """The first rank that the launcher saw fail, in its words."""
+
+    who: str
+    node: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.who} on {self.node}: {self.how}"
+
+    @property
+    def was_told_to_stop(self) -> bool:
+        """Whether it ended as told to: after saving, or by the signal itself."""
+        return ORDERLY.search(self.how) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A start of a job whose ranks have ended.
+    """A start of a job whose ranks have ended."""
 
-    Attributes:
-        status: exit code of srun or horovodrun.
-        end: what the run told of its end; None where it told nothing.
-        run: the run directory that it opened; None where it opened none.
-        newest_step: the newest checkpoint there; None where there is none.
-        state: the job's.
-        failed_rank: the first that srun or mpirun saw fail; None where they named none.
-        restarts: how often the job has been started again before.
-        max_requeues: how often it may be.
-        begins_anew: another start would train a new run from its beginning.
-    """
-
-    status: int
-    end: EndTold | None
-    run: RunTold | None
-    newest_step: int | None
-    state: JobState
-    failed_rank: FailedRank | None
-    restarts: int
-    max_requeues: int
-    begins_anew: bool = False
+    status: int  # exit code of srun or horovodrun
+    end: EndTold | None  # what the run told of its end; None where it told nothing
+    run: RunTold | None  # the run directory that it opened; None where it opened none
+    newest_step: int | None  # the newest checkpoint there; None where there is none
+    state: JobState | None  # None: the job is ours
+    failed_rank: FailedRank | None  # the first that srun or mpirun saw fail; None where they named none
+    restarts: int  # how often the job has been started again before
+    max_requeues: int  # how often it may be
+    begins_anew: bool = False  # another start would train a new run from its beginning
 
     @property
     def exit_code(self) -> int:
@@ -86,7 +85,7 @@ class Ended:
     def is_in_good_order(self) -> bool:
         """Whether ranks that did not speak of their end are done: srun returns 0, too, where it has lost their node."""
         is_over = self.run is None or self.run.is_complete
-        return self.status == 0 and is_over and self.state not in LEFT_ALONE
+        return self.status == 0 and is_over and not self.state
 
     @property
     def has_lost_rank(self) -> bool:
@@ -95,30 +94,11 @@ class Ended:
         return was_told_to_stop and self.failed_rank is not None and not self.failed_rank.was_told_to_stop
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What follows.
-
-    Attributes:
-        restarts: whether the job is to be started again.
-        exit_code: of the batch script.
-        message: what has ended, why, and what happens next.
-    """
-
-    restarts: bool
-    exit_code: int
-    message: str
-
-
-def decide(ended: Ended) -> Decision:
-    """What follows from how a start ended."""
+def conclude(ended: Ended) -> str:
+    """What has ended, why, and what happens next."""
     why_not = why_not_again(ended)
     again = f"The job starts again: restart {ended.restarts + 1} of at most {ended.max_requeues}."
-    return Decision(
-        restarts=why_not is None,
-        exit_code=ended.exit_code,
-        message=f"{describe_end(ended)} {again if why_not is None else why_not}".strip(),
-    )
+    return f"{describe_end(ended)} {again if why_not is None else why_not}".strip()
 
 
 def why_not_again(ended: Ended) -> str | None:
@@ -128,7 +108,7 @@ def why_not_again(ended: Ended) -> str | None:
         return ""
     if end.stopped_by not in ("signal", "time"):
         return "Not started again, as somebody wanted it to stop."
-    if ended.state in LEFT_ALONE:
+    if ended.state:
         return f"Not started again by this script: the job is {ended.state.value}."
     if ended.begins_anew:
         return "Not started again: the settings say resume: never, so that it would begin anew."
@@ -156,7 +136,7 @@ def describe_end(ended: Ended) -> str:
     if ended.is_in_good_order:
         return "the run had been completed before." if ended.run else "all ranks ended in good order."
     first = f" The first to fail was {ended.failed_rank}." if ended.failed_rank else ""
-    if ended.state in LEFT_ALONE:
+    if ended.state:
         first += f" The job is {ended.state.value}."
     how = f"the ranks ended with {describe_status(ended.status)}, and the run did not say why.{first}"
     if ended.state is JobState.STARTED_AGAIN:
@@ -173,24 +153,39 @@ def describe_status(status: int) -> str:
         return f"exit code {status}"
 
 
-def read_state(description: str | None, *, restarts: int) -> JobState:
-    """The state of a job from what ``scontrol show job`` prints; None where it did not answer.
+def read_state(description: str | None, *, restarts: int) -> JobState | None:
+    """What ``scontrol show job`` prints of a job, None where it did not answer, says of it.
 
     Slurm calls every job COMPLETING whose end has begun, and would requeue it all the same. Reason TimeLimit says that
-    nobody wished the end. Where srun has lost a node this script may go on beside the job's next start.
-
-    Args:
-        restarts: how often Slurm had started the job again when it started this script.
+    nobody wished the end. Where srun has lost a node this script may go on beside the job's next start: Slurm has
+    started the job again more than the ``restarts`` times that it had when it started this script.
     """
     state = STATE_LINE.search(description or "")
     counted = RESTARTS_LINE.search(description or "")
     if state is None or counted is None:
-        return JobState.UNKNOWN
+        return None
     if int(counted[1]) > restarts:
         return JobState.STARTED_AGAIN
-    if state[2] == "TimeLimit" or state[1] == "TIMEOUT":
-        return JobState.TIMED_OUT
-    return JobState.RUNNING if state[1] == "RUNNING" else JobState.ENDING
+    is_wished = state[1] not in ("RUNNING", "TIMEOUT") and state[2] != "TimeLimit"
+    return JobState.ENDING if is_wished else None
+
+
+def find_failed_rank(output: str) -> FailedRank | None:
+    """The first rank that the launcher named since the job's last start."""
+    starts = [match.end() for match in START_LINE.finditer(output)]
+    matches = [match for pattern in FAILED if (match := pattern.search(output, starts[-1] if starts else 0))]
+    first = min(matches, key=lambda match: match.start(), default=None)
+    return FailedRank(first["who"], first["node"], first["how"]) if first else None
+
+
+def read_output() -> str:
+    """The end of what this job has printed on stderr; empty where that goes into no file."""
+    try:
+        with open(os.readlink("/proc/self/fd/2"), "rb") as file:
+            file.seek(-min(TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def count_restarts(environ: Mapping[str, str]) -> int:
@@ -208,23 +203,26 @@ def follow_up(*, status: int, script: Path, max_requeues: int) -> int:
             f"script. Make one with: {PROGRAM} slurm render"
         )
     ended = look(job, Path(told), status=status, max_requeues=max_requeues)
-    decision = decide(ended)
-    print_line(decision.message)
-    if decision.restarts:
+    print_line(conclude(ended))
+    if why_not_again(ended) is None:
         start_again(job, script, restarts=ended.restarts)
     if ended.state is not JobState.STARTED_AGAIN:  # else ranks on the lost node may still speak
-        forget(Path(told))
-    return decision.exit_code
+        with contextlib.suppress(OSError):  # the next start would take what is left for a lost one's
+            clear(Path(told))
+            Path(told).rmdir()
+    return ended.exit_code
 
 
 def look(job: str, told: Path, *, status: int, max_requeues: int) -> Ended:
     """How this start ended, from all who know."""
-    end, run = read_end(told), read_run(told)
+    from ringtrain.run.store import list_steps
+
+    run = read_run(told)
     return Ended(
         status=status,
-        end=end,
+        end=read_end(told),
         run=run,
-        newest_step=find_newest_step(run),
+        newest_step=max(list_steps(run.path / "checkpoints"), default=None) if run else None,
         state=ask_state(job),
         failed_rank=find_failed_rank(read_output()) if status else None,
         restarts=count_restarts(os.environ),
@@ -233,7 +231,7 @@ def look(job: str, told: Path, *, status: int, max_requeues: int) -> Ended:
     )
 
 
-def ask_state(job: str) -> JobState:
+def ask_state(job: str) -> JobState | None:
     """What becomes of this job."""
     return read_state(describe_job(job), restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0))
 
@@ -246,33 +244,19 @@ def begins_anew(run: RunTold | None) -> bool:
         return False
 
 
-def find_newest_step(run: RunTold | None) -> int | None:
-    """The step of the run's newest checkpoint."""
-    from ringtrain.run.store import list_steps
-
-    steps = list_steps(run.path / "checkpoints") if run else []
-    return steps[-1] if steps else None
-
-
 def start_again(job: str, script: Path, *, restarts: int) -> None:
     """Requeue the job; where that is refused, submit its script anew, to wait for this job's end."""
     refusal = requeue(job)
     if refusal is None:
         return  # from now on Slurm is ending this script
-    if ask_state(job) in LEFT_ALONE:
+    if ask_state(job):
         return  # it was done, and the answer was lost: a second job would train the same again
     print_line(f"scontrol does not requeue job {job}: {refusal}. Submitting its script anew.")
-    number, refusal = chain(job, script, {RESTARTS_VARIABLE: str(restarts + 1)})
-    if number is not None:
-        print_line(f"job {number} goes on when this one has ended. Follow it in the output file with that number.")
+    environ = {**without_job(os.environ), RESTARTS_VARIABLE: str(restarts + 1)}
+    answer = submit(f"--dependency=afterany:{job}", str(script), environ=environ)
+    if answer.is_good:
+        print_line(f"job {answer.text} goes on when this one has ended. Follow it in the output file with that number.")
     else:
         print_line(
-            f"sbatch does not take the script either: {refusal}. Nothing goes on by itself: submit the job again."
+            f"sbatch does not take the script either: {answer.text}. Nothing goes on by itself: submit the job again."
         )
-
-
-def forget(told: Path) -> None:
-    """Remove what this start said; nobody needs it any more. The next start takes what is left for a lost one."""
-    with contextlib.suppress(OSError):
-        clear(told)
-        told.rmdir()

@@ -9,7 +9,7 @@ import shutil
 import stat
 import sys
 from argparse import SUPPRESS, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ringtrain.errors import RingtrainError, UsageError
@@ -18,7 +18,7 @@ from ringtrain.runtime.srun import find_mpi
 from ringtrain.runtime.streams import has_lost_stdout
 
 from .. import PROGRAM
-from ..arguments import Parser, find_command
+from ..arguments import Parser, find_command, run_command
 from ..lines import print_line
 from .controller import submit as submit_script
 from .job import JobRequest, read_flag
@@ -44,57 +44,43 @@ TRAIN_HELP = "python -m ringtrain train --help"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code.
-
-    Raises:
-        UsageError: what was asked for cannot be done.
-    """
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0 if arguments else UsageError.exit_code
-    name, *rest = arguments
-    return find_command(name, COMMANDS, of="slurm ")(rest)
+    """Run a command and return its exit code."""
+    return run_command(arguments, COMMANDS, HELP, of="slurm ")
 
 
 def render(arguments: Sequence[str]) -> int:
     """Print a batch script, or write it into a file."""
+    from .script import render as render_script  # here, so that help needs no Jinja2
+
     parser = create_request_parser("render", "Print a batch script for sbatch.")
     parser.add_argument("--to", type=Path, metavar="FILE", help="write it there instead")
     options, flags = parser.parse(arguments)
     request = read_request(options, flags)
-    text = make_script(request)
+    text = render_script(request)
     if options.to is None:
         sys.stdout.write(text)
         return RingtrainError.exit_code if has_lost_stdout() else 0
     try:
-        write_script(options.to, text, is_private=bool(request.env))
-    except OSError as error:
+        with options.to.open("w", encoding="utf-8") as file:
+            if request.env and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                os.fchmod(file.fileno(), 0o600)  # before anything is in it: values of --env may be secrets
+            file.write(text)
+    except OSError as error:  # one that belongs to somebody else included
         raise UsageError(f"to is {str(options.to)!r}, which cannot be written: {error.strerror}.") from error
     return 0
 
 
-def write_script(path: Path, text: str, *, is_private: bool) -> None:
-    """Write a batch script; one that ``is_private`` holds values of ``--env``, and nobody else may read it.
-
-    Raises:
-        OSError: it cannot be written, or belongs to somebody else.
-    """
-    with path.open("w", encoding="utf-8") as file:
-        if is_private and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            os.fchmod(file.fileno(), 0o600)  # before anything is in it
-        file.write(text)
-
-
 def submit(arguments: Sequence[str]) -> int:
     """Give a batch script to sbatch, and say what can be done about the job."""
-    options, flags = create_request_parser("submit", "Submit a batch script to Slurm.").parse(arguments)
-    request = read_request(options, flags)
+    from .script import render as render_script
+
+    request = read_request(*create_request_parser("submit", "Submit a batch script to Slurm.").parse(arguments))
     refuse_directory(request, Path.cwd())
     if shutil.which("sbatch") is None:
         raise UsageError(
             "sbatch is not on PATH. Submit on a login node of the cluster, or write the script with render --to FILE."
         )
-    answer = submit_script(make_script(request))
+    answer = submit_script(text=render_script(request))
     if not answer.is_good:
         raise UsageError(f"sbatch does not take the job: {answer.text}")
     print("\n".join(map(escape, advise(request, answer.text))))
@@ -102,11 +88,7 @@ def submit(arguments: Sequence[str]) -> int:
 
 
 def refuse_directory(request: JobRequest, directory: Path) -> None:
-    """See that Slurm will find the output's directory.
-
-    Raises:
-        UsageError: it would read the directory's name as another, and fail the job without a word.
-    """
+    """Refuse one whose name Slurm would read as another, and fail the job without a word."""
     if not Path(request.output).is_absolute() and set("%\\") & set(str(directory)):
         raise UsageError(
             f"output is {request.output!r}, in the directory {str(directory)!r}; Slurm takes % and \\ in a path for "
@@ -183,11 +165,7 @@ def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """See that ringtrain takes what follows ``--``, before a job waits in the queue to be told.
-
-    Raises:
-        UsageError: there is no such command, flag, workload or configuration file, or a value is wrong.
-    """
+    """See that ringtrain takes what follows ``--``, before a job waits in the queue to be told."""
     from ringtrain.cli import COMMANDS as RINGTRAIN_COMMANDS  # here, so that help needs no parser of ringtrain's
     from ringtrain.commands.parser import parse_arguments
     from ringtrain.commands.preparing import check_settings
@@ -220,33 +198,22 @@ def read_variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-def make_script(request: JobRequest) -> str:
-    """The batch script of a request."""
-    from .script import render  # here, so that help needs no Jinja2
-
-    return render(request)
-
-
 def advise(request: JobRequest, number: str) -> list[str]:
     """What to do with a job that has been submitted."""
     names = {"%x": request.job_name, "%j": number, "%%": "%"}
     output = shlex.quote(re.sub("%[xj%]", lambda sign: names[sign[0]], request.output))
     run = read_flag(request.flags, "out")
-    stop = (
-        f"touch {shlex.quote(str(Path(run, 'stop')))}"
-        if run
-        else "touch RUN/stop, where RUN is its run directory (--out)"
-    )
+    stop = shlex.quote(str(Path(run, "stop"))) if run else "RUN/stop, where RUN is its run directory (--out)"
     # Under horovodrun the ranks are in no step of Slurm's: the script hears of it for them.
     signal = f"scancel {'--batch ' if request.mpi == 'horovodrun' else ''}--signal=USR1 {number}"
     again = [f"  save and start again:  {signal}"] if request.can_requeue else []
     return [
         f"job {number} is submitted; it writes into {output}",
         f"  follow it:             tail -F {output}",
-        f"  save and stop it:      {stop}",
+        f"  save and stop it:      touch {stop}",
         *again,
         f"  end it in seconds:     scancel {number}",
     ]
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"render": render, "submit": submit, "after": after}
+COMMANDS = {"render": render, "submit": submit, "after": after}

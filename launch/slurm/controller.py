@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 ANSWER_SECONDS = 60.0  # Slurm's programs themselves give up after a few times MessageTimeout (10 s)
@@ -37,23 +35,9 @@ def requeue(job: str) -> str | None:
     return None if answer.is_good else answer.text
 
 
-def chain(job: str, script: Path, variables: Mapping[str, str]) -> tuple[str | None, str]:
-    """Submit a script that waits for the end of a job.
-
-    Args:
-        variables: added to its environment, which is otherwise this one without the job's own variables.
-
-    Returns:
-        Its number; or None, and why it was refused.
-    """
-    command = ["sbatch", "--parsable", f"--dependency=afterany:{job}", str(script)]
-    answer = ask(command, {**without_job(os.environ), **variables})
-    return (read_job_number(answer.text), "") if answer.is_good else (None, answer.text)
-
-
-def submit(text: str) -> Answer:
-    """Submit a script; the answer is its number, or why it was refused."""
-    answer = ask(["sbatch", "--parsable"], text=text)
+def submit(*options: str, text: str = "", environ: Mapping[str, str] | None = None) -> Answer:
+    """Submit a script, ``text`` or a file among sbatch's options; the answer is its number, or why it was refused."""
+    answer = ask(["sbatch", "--parsable", *options], environ, text)
     return answer._replace(text=read_job_number(answer.text)) if answer.is_good else answer
 
 
@@ -67,24 +51,23 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name in KEPT_VARIABLES}
 
 
-def ask(command: Sequence[str], environ: Mapping[str, str] | None = None, text: str | None = None) -> Answer:
+def ask(command: Sequence[str], environ: Mapping[str, str] | None = None, text: str = "") -> Answer:
     """Run one of Slurm's programs; again, after a pause, where the controller was away."""
-    answer = ask_once(command, environ, text)
-    for pause in PAUSES_SECONDS:
-        if answer.is_good or not AWAY.search(answer.text):
+    for pause in (*PAUSES_SECONDS, None):
+        answer = ask_once(command, environ, text)
+        if pause is None or answer.is_good or not AWAY.search(answer.text):
             break
         time.sleep(pause)
-        answer = ask_once(command, environ, text)
     return answer
 
 
-def ask_once(command: Sequence[str], environ: Mapping[str, str] | None = None, text: str | None = None) -> Answer:
+def ask_once(command: Sequence[str], environ: Mapping[str, str] | None, text: str) -> Answer:
     """Run one of Slurm's programs once."""
     try:
         finished = subprocess.run(
             command,
             env=environ,
-            input=text or "",
+            input=text,
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",

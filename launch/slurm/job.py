@@ -21,68 +21,33 @@ MAX_NUMBER = 200_000  # of nodes, of GPUs: beyond any cluster
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A run of ringtrain as a Slurm job.
+    """A run of ringtrain as a Slurm job. What each value means, ``launch slurm render --help`` says.
 
     Every check raises a ``UsageError`` that names the option, its value, the rule and the remedy.
     """
 
     nodes: int
-    """nodes of the job"""
-
-    gpus_per_node: int | None = None
-    """GPUs of each node, one for each rank; None or 0: the ranks compute on cores"""
-
-    ranks_per_node: int | None = None
-    """ranks on each node; None: as many as GPUs"""
-
+    gpus_per_node: int | None = None  # None or 0: the ranks compute on cores
+    ranks_per_node: int | None = None  # None: as many as GPUs
     cpus_per_rank: int = 1
-    """cores of each rank: for its computation, or to feed its GPU"""
-
     mpi: str = "pmix"
-    """how srun starts MPI programs: pmix, pmix_vN or pmi2; horovodrun where it cannot"""
-
     time: str | None = None
-    """time limit in Slurm's words, such as 30, 12:00:00 or 2-12; None: the partition's"""
-
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
-
     mem: str | None = None
-    """memory of each node, such as 64G; None: the partition's"""
-
     job_name: str = "ringtrain"
-
     output: str = "%x-%j.out"
-    """file of all that the job prints; %x: the job's name, %j: its number"""
-
     signal_seconds: int = 120
-    """seconds before the time limit at which Slurm tells the ranks to save and stop"""
-
     max_requeues: int = 20
-    """how often the job may be started again"""
-
-    can_requeue: bool = True
-    """whether it is started again at all, by ringtrain or by Slurm"""
-
+    can_requeue: bool = True  # by ringtrain or by Slurm
     modules: tuple[str, ...] = ()
-    """environment modules to load"""
-
     conda: str | None = None
-    """conda environment to activate, a name or a path"""
-
     venv: str | None = None
-    """virtual environment to activate, its directory"""
-
-    env: tuple[tuple[str, str], ...] = ()
-    """environment variables to set: names and values"""
-
+    env: tuple[tuple[str, str], ...] = ()  # names and values
     python: str = "python"
-    """the interpreter: a command on PATH or a path"""
-
-    flags: tuple[str, ...] = ()
-    """ringtrain's own arguments, passed on untouched"""
+    flags: tuple[str, ...] = ()  # ringtrain's own arguments, passed on untouched
 
     def __post_init__(self) -> None:
         self._check_shape()

@@ -38,15 +38,14 @@ def quote_shell(text: str) -> Quoted:
     """
     if text.isprintable():
         return Quoted(shlex.quote(text))
-    pieces = []
-    for character in text:
-        if character in "\\'":
-            pieces.append(f"\\{character}")
-        elif character.isprintable():
-            pieces.append(character)
-        else:  # three octal digits: what follows cannot be taken for more of them
-            pieces += [f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape")]
-    return Quoted(f"$'{''.join(pieces)}'")
+
+    def escape(character: str) -> str:
+        if character.isprintable():
+            return f"\\{character}" if character in "\\'" else character
+        # Three octal digits: what follows cannot be taken for more of them.
+        return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape"))
+
+    return Quoted(f"$'{''.join(map(escape, text))}'")
 
 
 def quote_sbatch(text: str) -> Quoted:
@@ -70,19 +69,13 @@ def _refuse_unquoted(value: object) -> object:
     return value
 
 
-def _create_environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        finalize=_refuse_unquoted,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.filters["shell"] = quote_shell
-    environment.filters["sbatch"] = quote_sbatch
-    return environment
-
-
-_ENVIRONMENT = _create_environment()
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(TEMPLATES),
+    undefined=jinja2.StrictUndefined,
+    finalize=_refuse_unquoted,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,
+)
+_ENVIRONMENT.filters |= {"shell": quote_shell, "sbatch": quote_sbatch}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringtrain.config import Config
-from ringtrain.runtime.devices import DevicePlan, plan_devices
+from ringtrain.runtime.devices import DevicePlan, Needs, plan_devices
 from ringtrain.runtime.machine import Machine
 from ringtrain.runtime.world import World
 
@@ -53,4 +53,4 @@ def choose_settings(size: int, machine: Machine) -> Settings:
 def plan_rank(rank: int, size: int, machine: Machine, *, one_at_a_time: bool = False) -> DevicePlan:
     """What one rank of several on one machine would use."""
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, node="", launcher="mpirun (Open MPI)")
-    return plan_devices(world, machine, {}, hang_timeout=Config.hang_timeout, one_at_a_time=one_at_a_time)
+    return plan_devices(world, machine, {}, Needs(hang_timeout=Config.hang_timeout, one_at_a_time=one_at_a_time))

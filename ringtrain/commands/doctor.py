@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
@@ -29,6 +28,8 @@ from ringtrain.doctor.ranks import judge_ranks
 from ringtrain.doctor.table import exit_code, format_table
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.runtime.devices import DevicePlan, own_gpu, start_tensorflow
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.runtime.time_limit import TimeLimit
 from ringtrain.runtime.world import World
 from ringtrain.terminal.console import open_console
 from ringtrain.terminal.startup import quiet_start
@@ -50,52 +51,50 @@ class Options:
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Look, and print one table.
-
-    Returns:
-        0 where training would work, else 2.
-    """
+    """Look, and print one table; returns 0 where training would work, else 2."""
     parse_arguments(Options, arguments, world)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     keras_backend = os.environ.get("KERAS_BACKEND")
     os.environ["KERAS_BACKEND"] = "tensorflow"  # a wrong one is shown, and does not end the look
     if world.size == 1:
         return show(world, judge(gather_facts(world, os.environ, keras_backend=keras_backend)))
-    facts_so_far: list[Facts] = []
-    with ending_in_time(lambda reason: last_words(reason, world, facts_so_far)) as said:
+    findings: list[Finding] = []
+    with ending_in_time(lambda reason: last_words(reason, world, findings)) as said:
         facts = gather_facts(world, os.environ, keras_backend=keras_backend)
-        facts_so_far.append(facts)
+        findings += judge(facts)
         if not can_join(facts):
-            leave_alone(world, facts, said)
-        return meet(world, facts, said)
+            leave_alone(world, findings, said)
+        return meet(facts, said)
 
 
-def meet(world: World, facts: Facts, said: threading.Event) -> int:
+def meet(facts: Facts, said: threading.Event) -> int:
     """Join the other ranks, hold what each found against the others, and time an all-reduce."""
     from ringtrain.collectives import connect
 
+    world = facts.world
     try:
         plan = pin(world)
         with quiet_start():
-            facts = take_device(plan, world, facts)
+            facts = take_device(plan, facts)
         collective = connect("horovod", world)
         code = share(collective, facts, said)
     except RingtrainError as error:
-        leave_alone(world, facts, said, cannot_join(str(error), remedy=""))
+        leave_alone(world, [*judge(facts), cannot_join(str(error), "")], said)
     except Exception as error:  # Horovod's and MPI's own errors are of many kinds
-        leave_alone(world, facts, said, cannot_join(shorten(f"{type(error).__name__}: {error}")))
+        remedy = "mend what is broken above; where nothing is, try horovodrun --gloo"
+        leave_alone(world, [*judge(facts), cannot_join(shorten(f"{type(error).__name__}: {error}"), remedy)], said)
     collective.close()
     if code:  # the launcher ends this rank once another has left: with a code of its own, where Python is cleaning up
         leave(code)
     return code
 
 
-def take_device(plan: DevicePlan, world: World, facts: Facts) -> Facts:
+def take_device(plan: DevicePlan, facts: Facts) -> Facts:
     """Start TensorFlow on this rank's device; where there is none for it, on the cores, so that it can say so."""
     import tensorflow as tf
 
     try:
-        return replace(facts, device=start_tensorflow(plan, world), gpu=own_gpu())
+        return replace(facts, device=start_tensorflow(plan, facts.world), gpu=own_gpu())
     except UsageError as error:
         tf.config.set_visible_devices([], "GPU")
         return replace(facts, device_failure=str(error))
@@ -108,9 +107,7 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
     from ringtrain.collectives import all_gather_object, run_on_rank0
 
     with tf.device("CPU:0"):  # of the ranks some may have a GPU and others none
-        ranks = [
-            facts_from_plain(values) for values in all_gather_object(collective, asdict(facts), name="doctor/facts")
-        ]
+        ranks = list(map(facts_from_plain, all_gather_object(collective, asdict(facts), name="doctor/facts")))
     on_gpus = all(item.device.startswith("GPU") for item in ranks)
     with tf.device("GPU:0" if on_gpus else "CPU:0"):
         result = time_all_reduce(collective)
@@ -141,9 +138,8 @@ def time_all_reduce(collective: Collective) -> AllReduce:
     return AllReduce(description=collective.description, payload_bytes=PAYLOAD_BYTES, seconds=median, is_right=is_right)
 
 
-def leave_alone(world: World, facts: Facts, said: threading.Event, failure: Finding | None = None) -> NoReturn:
+def leave_alone(world: World, findings: list[Finding], said: threading.Event) -> NoReturn:
     """The end of a rank that cannot talk to the others: rank 0 shows its table, another rank says a line, later."""
-    findings = [*judge(facts), *([failure] if failure else [])]
     if world.is_rank0:
         said.set()
         show(world, findings, complete=False)
@@ -161,17 +157,14 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def cannot_join(
-    why: str, remedy: str = "mend what is broken above; where nothing is, try horovodrun --gloo"
-) -> Finding:
+def cannot_join(why: str, remedy: str) -> Finding:
     """What kept this rank from talking to the others."""
-    return Finding(subject="joining", status="broken", text=why, remedy=remedy)
+    return Finding("broken", why, remedy, subject="joining")
 
 
-def last_words(reason: str, world: World, facts_so_far: list[Facts]) -> None:
+def last_words(reason: str, world: World, findings: list[Finding]) -> None:
     """What rank 0 shows where the ranks did not come together."""
     if world.is_rank0:
-        findings = judge(facts_so_far[0]) if facts_so_far else []
         remedy = "see what the others say, and run python -m ringtrain doctor on each node by itself"
         show(world, [*findings, cannot_join(reason, remedy)], complete=False)
 
@@ -190,28 +183,19 @@ def show(world: World, findings: list[Finding], *, complete: bool = True) -> int
 def ending_in_time(speak: Callable[[str], None]) -> Iterator[threading.Event]:
     """End this process with exit code 2 where the launcher ends it, or the ranks wait for each other for too long.
 
-    A rank that waits in MPI runs no signal handler of Python's, so a thread waits for the signal; by Python's wake-up
-    pipe, since the threads that importing NumPy has started (OpenBLAS's) take signals, too.
-
-    Yields:
-        An event to set once all is said.
+    It gives an event to set once all is said.
     """
     said = threading.Event()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    too_long = f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"
 
-    def watch() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        is_told, _, _ = select.select([reader], [], [], TOGETHER_SECONDS)
+    def end(reason: str) -> None:
         if not said.is_set():
             said.set()
-            reason = "another rank ended first" if is_told else f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"
-            speak(reason)
+            speak(too_long if reason == too_long else "another rank ended first")
         leave(2)
 
-    threading.Thread(target=watch, daemon=True).start()
-    yield said
-    said.set()
+    with StopRequests() as requests:
+        requests.watch_time([TimeLimit(TOGETHER_SECONDS, too_long)])
+        requests.start_training(end)
+        yield said
+        said.set()

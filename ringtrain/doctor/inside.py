@@ -42,10 +42,10 @@ def look_at_horovod() -> dict[str, Any]:
     nccl = hvd.nccl_built()
     return {
         "version": importlib.metadata.version("horovod"),
-        "parts": parts,
+        "horovod_parts": parts,
         # NCCL's own coding of its version, from 2.9 on: major * 10000 + minor * 100 + patch (nccl.h).
         "nccl": f"{nccl // 10000}.{nccl % 10000 // 100}.{nccl % 100}" if nccl else None,
-        "mpi": loaded_mpi_libraries(),
+        "horovod_mpi": loaded_mpi_libraries(),
     }
 
 
@@ -57,15 +57,15 @@ def look_at_mpi4py() -> dict[str, Any]:
     mpi4py.rc.initialize = False  # under a launcher it would join the ranks
     from mpi4py import MPI
 
-    library = MPI.Get_library_version().strip("\0\n ")
     loaded = loaded_mpi_libraries()
     return {
         "version": mpi4py.__version__,
-        "library": library,
-        "mpi": [path for path in loaded if path not in already_loaded] or loaded,
+        "mpi_library": describe_mpi(MPI.Get_library_version()),
+        "mpi4py_mpi": [path for path in loaded if path not in already_loaded] or loaded,
     }
 
 
+# What each finds goes by the names of ``facts.Stack``, but for the version.
 STEPS: dict[str, Callable[[], dict[str, Any]]] = {
     "tensorflow": look_at_tensorflow,
     "keras": look_at_keras,
@@ -78,6 +78,21 @@ def loaded_mpi_libraries() -> list[str]:
     """The files of MPI libraries that this process has loaded: Open MPI's and Intel's, MPICH's, Cray's."""
     mapped = re.findall(r"(/\S*/libmpi(?:ch|_cray|_gnu_\w+)?\.so\S*)", Path("/proc/self/maps").read_text())
     return list(dict.fromkeys(os.path.realpath(path) for path in mapped))
+
+
+def describe_mpi(text: str) -> str | None:
+    """Name and version of an MPI, from what its library or its mpirun says of itself; None where neither is known."""
+    openmpi = re.search(r"Open MPI\W+v?([\d.]+\d)", text)
+    if openmpi or "Open MPI" in text or "OpenRTE" in text:
+        return f"Open MPI {openmpi[1]}" if openmpi else "Open MPI"
+    for name, pattern in (
+        ("Intel MPI", r"Intel\(R\) MPI Library.*?([\d.]+\d)"),
+        ("MPICH", r"(?:MPICH Version|HYDRA build details).*?([\d.]+\w*)"),
+    ):
+        match = re.search(pattern, text, re.DOTALL)
+        if match:
+            return f"{name} {match[1]}"
+    return None
 
 
 def shorten(message: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.metadata
 import importlib.util
@@ -17,9 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack
-from ringtrain.doctor.inside import STEPS, shorten
-from ringtrain.runtime.machine import cgroup_directories, read_machine
+from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack, as_tuples
+from ringtrain.doctor.inside import STEPS, describe_mpi, shorten
+from ringtrain.runtime.machine import SHARED_MEMORY, read_machine, read_memory_limits
+from ringtrain.runtime.processes import ask
+from ringtrain.runtime.srun import ask_srun, choose_mpi
 from ringtrain.runtime.world import World
 
 Found = TypeVar("Found")
@@ -31,13 +34,7 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name,driver_version,mig.mode.curre
 
 
 def gather_facts(world: World, environ: Mapping[str, str], *, keras_backend: str | None) -> Facts:
-    """All that this process can find out by itself.
-
-    Args:
-        world: its place.
-        environ: its environment, with the settings of its device plan.
-        keras_backend: what the user's environment said before that.
-    """
+    """All that this process can find out by itself; ``keras_backend`` is what the user's environment said of it."""
     unknown: dict[str, str] = {}
 
     def attempt(name: str, probe: Callable[[], Found], otherwise: Found) -> Found:
@@ -50,7 +47,7 @@ def gather_facts(world: World, environ: Mapping[str, str], *, keras_backend: str
     python = Stack(python=platform.python_version(), executable=sys.executable)
     bare = Hardware(cores=tuple(sorted(os.sched_getaffinity(0))), total_cores=os.cpu_count() or 1)
     return Facts(
-        **{name: getattr(world, name) for name in ("rank", "size", "local_rank", "local_size", "node", "launcher")},
+        world=world,
         stack=attempt("packages", lambda: look_at_stack(environ, keras_backend), python),
         hardware=attempt("node", lambda: look_at_hardware(environ), bare),
         launchers=attempt("launchers", lambda: look_at_launchers(environ), Launchers()),
@@ -63,7 +60,7 @@ def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stac
     found, failures = load_packages([sys.executable, "-m", "ringtrain.doctor.inside"], LOAD_SECONDS)
     versions = {name: version for name in STEPS if (version := _installed_version(name))}
     versions |= {name: values["version"] for name, values in found.items() if values.get("version")}
-    tensorflow, horovod, mpi4py = (found.get(name, {}) for name in ("tensorflow", "horovod", "mpi4py"))
+    parts = {name: value for values in found.values() for name, value in values.items() if name != "version"}
     return Stack(
         python=platform.python_version(),
         executable=sys.executable,
@@ -72,14 +69,8 @@ def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stac
         failures=failures,
         keras_backend=keras_backend,
         legacy_keras=environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"),
-        cuda=tensorflow.get("cuda"),
-        visible_gpus=tensorflow.get("visible_gpus", 0),
         horovod_built_for=_horovod_built_for(),
-        horovod_parts=tuple(horovod.get("parts", ())),
-        nccl=horovod.get("nccl"),
-        horovod_mpi=tuple(horovod.get("mpi", ())),
-        mpi4py_mpi=tuple(mpi4py.get("mpi", ())),
-        mpi_library=describe_mpi(mpi4py.get("library", "")),
+        **as_tuples(parts),
     )
 
 
@@ -108,9 +99,7 @@ def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dic
 def read_answer(answer: str, ending: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The lines of the child process, whose last may be missing, as what was found and what failed.
 
-    Args:
-        answer: what it wrote.
-        ending: why it ended early, or empty.
+    ``ending`` says why it ended early, where it did.
     """
     found: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
@@ -134,38 +123,25 @@ def look_at_hardware(environ: Mapping[str, str]) -> Hardware:
     """The node's cores, memory, shared memory and GPUs."""
     machine = read_machine(environ)
     memory = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    shm_bytes, shm_free_bytes = look_at_shm()
     gpus, gpu_failure = look_at_gpus()
     return Hardware(
-        cores=machine.cores,
+        **vars(machine),
         total_cores=os.cpu_count() or len(machine.cores),
-        quota=machine.quota,
-        bound_by_launcher=machine.bound_by_launcher,
         memory_bytes=int(memory.get("MemTotal", 0)) * 1024,
         available_bytes=int(memory.get("MemAvailable", 0)) * 1024,
-        memory_limit=read_cgroup_memory(Path("/")),
-        shm_bytes=shm_bytes,
-        shm_free_bytes=shm_free_bytes,
+        memory_limit=min((limit for limit, _ in read_memory_limits(Path("/"))), default=None),
+        shm_free_bytes=shutil.disk_usage(SHARED_MEMORY).free if machine.shared_memory_bytes else 0,
         gpus=gpus,
         gpu_failure=gpu_failure,
         cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
 
-def look_at_shm() -> tuple[int | None, int | None]:
-    """The size of ``/dev/shm`` and what is free of it, in bytes; None twice where there is none."""
-    try:
-        shm = os.statvfs("/dev/shm")
-    except OSError:
-        return None, None
-    return shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
-
-
 def look_at_gpus() -> tuple[tuple[Gpu, ...] | None, str | None]:
     """The GPUs that the driver lists, and why it could not be asked; None twice where there is no driver."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return None, None
-    status, output = _ask(NVIDIA_SMI)
+    status, output = ask(NVIDIA_SMI, seconds=COMMAND_SECONDS)
     return (parse_gpus(output), None) if status == 0 else (None, shorten(output))
 
 
@@ -175,32 +151,10 @@ def parse_gpus(listing: str) -> tuple[Gpu, ...]:
     return tuple(Gpu(uuid=row[0], name=row[1], driver=row[2], mig=row[3] == "Enabled") for row in rows if len(row) == 4)
 
 
-def read_cgroup_memory(root: Path) -> int | None:
-    """The memory that the cgroups of this process grant, in bytes, or None: the tightest of all levels.
-
-    Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("memory.max") and cgroup-v1/memory.rst.
-    """
-    limits = []
-    for name, directories in (
-        ("memory.max", cgroup_directories(root, "")),
-        ("memory.limit_in_bytes", cgroup_directories(root, "memory")),
-    ):
-        for directory in directories:
-            try:
-                limit = (directory / name).read_text().strip()
-            except OSError:
-                continue
-            # Version 1 writes "no limit" as the largest multiple of a page in 63 bits.
-            limits += [int(limit)] if limit.isdigit() and int(limit) < 2**62 else []
-    return min(limits, default=None)
-
-
 def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
     """The launchers in ``PATH``."""
-    from ringtrain.runtime.srun import ask_srun, choose_mpi
-
     mpirun, srun = shutil.which("mpirun"), shutil.which("srun")
-    status, words = _ask([mpirun, "--version"]) if mpirun else (0, "")
+    status, words = ask([mpirun, "--version"], seconds=COMMAND_SECONDS) if mpirun else (0, "")
     version = describe_mpi(words)
     listing = ask_srun() if srun else None
     allowed = all(environ.get(f"OMPI_ALLOW_RUN_AS_ROOT{end}") == "1" for end in ("", "_CONFIRM"))
@@ -208,40 +162,11 @@ def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
         horovodrun=shutil.which("horovodrun"),
         mpirun=mpirun,
         mpirun_version=version,
-        mpirun_failure=shorten(_last_line(words)) if status else None,
+        mpirun_failure=None if status == 0 else shorten(_last_line(words)),
         srun=srun,
         srun_mpi=None if listing is None else choose_mpi(listing),
         refuses_root=os.geteuid() == 0 and not allowed and (version or "").startswith("Open MPI"),
     )
-
-
-def describe_mpi(text: str) -> str | None:
-    """Name and version of an MPI, from what its library or its mpirun says of itself; None where neither is known."""
-    openmpi = re.search(r"Open MPI\W+v?([\d.]+\d)", text)
-    if openmpi or "Open MPI" in text or "OpenRTE" in text:
-        return f"Open MPI {openmpi[1]}" if openmpi else "Open MPI"
-    for name, pattern in (
-        ("Intel MPI", r"Intel\(R\) MPI Library.*?([\d.]+\d)"),
-        ("MPICH", r"(?:MPICH Version|HYDRA build details).*?([\d.]+\w*)"),
-    ):
-        match = re.search(pattern, text, re.DOTALL)
-        if match:
-            return f"{name} {match[1]}"
-    return None
-
-
-def _ask(command: Sequence[str]) -> tuple[int, str]:
-    """A command's exit code and what it writes; -1 where it does not end in time, or cannot be started."""
-    try:
-        finished = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", timeout=COMMAND_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return -1, f"no answer after {COMMAND_SECONDS:.0f} s"
-    except OSError as error:
-        return -1, str(error)
-    return finished.returncode, finished.stdout
 
 
 def _installed_version(package: str) -> str | None:
@@ -255,11 +180,8 @@ def _horovod_built_for() -> str | None:
     """The version of TensorFlow that Horovod's build wrote down."""
     spec = importlib.util.find_spec("horovod")
     for directory in (spec and spec.submodule_search_locations) or ():
-        try:
-            version = json.loads((Path(directory) / "metadata.json").read_text()).get("tensorflow")
-        except (OSError, ValueError):
-            continue
-        return str(version) if version else None
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((Path(directory) / "metadata.json").read_text()).get("tensorflow") or None
     return None
 
 

@@ -11,9 +11,8 @@ from ringtrain.messages.ranks import name_ranks
 
 def judge_ranks(ranks: Sequence[Facts], all_reduce: AllReduce | None) -> list[Finding]:
     """Rank 0's findings, what is not well on other ranks, whether all are alike, and what they did together."""
-    findings = judge(ranks[0])
     return [
-        *findings,
+        *judge(ranks[0]),
         *judge_others(ranks),
         judge_versions(ranks),
         *plan_rows(ranks),
@@ -30,15 +29,7 @@ def judge_others(ranks: Sequence[Facts]) -> list[Finding]:
         for finding in judge(facts):
             if finding.status != "ok" and finding not in known:
                 where.setdefault(finding, []).append(facts)
-    return [
-        Finding(
-            subject=finding.subject,
-            status=finding.status,
-            text=f"{name_ranks_of(facts, ranks)}: {finding.text}",
-            remedy=finding.remedy,
-        )
-        for finding, facts in where.items()
-    ]
+    return [finding._replace(text=f"{name_ranks_of(facts, ranks)}: {finding.text}") for finding, facts in where.items()]
 
 
 def judge_versions(ranks: Sequence[Facts]) -> Finding:
@@ -51,44 +42,38 @@ def judge_versions(ranks: Sequence[Facts]) -> Finding:
                 differences.setdefault((name, version), []).append(facts)
     if not differences:
         listed = ", ".join(version for version in first.values() if not version.startswith("no "))
-        return Finding(subject="versions", status="ok", text=f"the same on all {len(ranks)} ranks: {listed}")
+        return Finding("ok", f"the same on all {len(ranks)} ranks: {listed}", subject="versions")
     text = "; ".join(
         f"{name_ranks_of(facts, ranks)}: {version} (rank 0: {first[name]})"
         for (name, version), facts in differences.items()
     )
     # Ranks whose programs compute differently train apart unseen.
     is_broken = bool({"TensorFlow", "Keras", "Horovod"} & {name for name, _ in differences})
-    return Finding(
-        subject="versions", status="broken" if is_broken else "warning", text=text,
-        remedy="use one environment for all nodes, by a shared path",
-    )  # fmt: skip
+    remedy = "use one environment for all nodes, by a shared path"
+    return Finding("broken" if is_broken else "warning", text, remedy, subject="versions")
 
 
 def versions_of(facts: Facts) -> dict[str, str]:
     """What must be alike on all ranks: a name and its version, by the name."""
-    stack = facts.stack
+    versions = facts.stack.versions
     numbers = {
-        "Python": stack.python,
-        "TensorFlow": stack.versions.get("tensorflow"),
-        "Keras": stack.versions.get("keras"),
-        "Horovod": stack.versions.get("horovod"),
-        "mpi4py": stack.versions.get("mpi4py"),
-        "NCCL": stack.nccl,
+        "Python": facts.stack.python,
+        "TensorFlow": versions.get("tensorflow"),
+        "Keras": versions.get("keras"),
+        "Horovod": versions.get("horovod"),
+        "mpi4py": versions.get("mpi4py"),
+        "NCCL": facts.stack.nccl,
     }
     named = {name: f"{name} {number}" if number else f"no {name}" for name, number in numbers.items()}
-    return {**named, "MPI": stack.mpi_library or "no MPI"}
+    return {**named, "MPI": facts.stack.mpi_library or "no MPI"}
 
 
 def plan_rows(ranks: Sequence[Facts]) -> list[Finding]:
     """Which rank computes on what, a row for each node."""
-    nodes: dict[str, list[Facts]] = {}
+    plans: dict[str, list[str]] = {}
     for facts in ranks:
-        nodes.setdefault(facts.node, []).append(facts)
-    rows = []
-    for node, mine in nodes.items():
-        plan = ", ".join(f"rank {facts.rank}: {facts.device or 'no device'}" for facts in mine)
-        rows.append(Finding(subject="plan", status="ok", text=f"{node}: {plan}"))
-    return rows
+        plans.setdefault(facts.world.node, []).append(f"rank {facts.world.rank}: {facts.device or 'no device'}")
+    return [Finding("ok", f"{node}: {', '.join(plan)}", subject="plan") for node, plan in plans.items()]
 
 
 def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
@@ -96,41 +81,33 @@ def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
     owners: dict[tuple[str, str], list[Facts]] = {}
     for facts in ranks:
         if facts.gpu:
-            owners.setdefault((facts.node, facts.gpu), []).append(facts)
+            owners.setdefault((facts.world.node, facts.gpu), []).append(facts)
+    remedy = "start fewer ranks on a node, or show each its own (srun --gpus-per-task=1)"
     return [
-        Finding(
-            subject="GPUs", status="broken", text=f"{name_ranks_of(facts, ranks)} have the same GPU {gpu}",
-            remedy="start fewer ranks on a node, or show each its own (srun --gpus-per-task=1)",
-        )
+        Finding("broken", f"{name_ranks_of(facts, ranks)} have the same GPU {gpu}", remedy, subject="GPUs")
         for (_, gpu), facts in owners.items()
         if len(facts) > 1
-    ]  # fmt: skip
+    ]
 
 
 def judge_all_reduce(result: AllReduce, size: int) -> Finding:
-    """One all-reduce: its sum, its time and its bandwidth.
-
-    Bus bandwidth as nccl-tests defines it (doc/PERFORMANCE.md): bytes / time * 2 (n - 1) / n, which is what each
-    link of a ring carries, whatever the number of ranks.
-    """
+    """One all-reduce: its sum, its time and its bandwidth."""
     bus = bus_bandwidth(result.payload_bytes, result.seconds, size)
     text = (
         f"{result.payload_bytes // MIB} MiB among {size} ranks by {result.description} in "
         f"{result.seconds * 1e3:.1f} ms: {bus / 1e9:.2f} GB/s (bytes / time x 2 (n - 1) / n)"
     )
     if result.is_right:
-        return Finding(subject="all-reduce", status="ok", text=f"{text}; the sum is right")
-    return Finding(
-        subject="all-reduce", status="broken", text=f"{text}; THE SUM IS WRONG",
-        remedy="try another carrier: horovodrun --gloo, or NCCL_P2P_DISABLE=1; then look at the network's driver",
-    )  # fmt: skip
+        return Finding("ok", f"{text}; the sum is right", subject="all-reduce")
+    remedy = "try another carrier: horovodrun --gloo, or NCCL_P2P_DISABLE=1; then look at the network's driver"
+    return Finding("broken", f"{text}; THE SUM IS WRONG", remedy, subject="all-reduce")
 
 
 def bus_bandwidth(payload_bytes: int, seconds: float, size: int) -> float:
-    """Bytes per second over each link of a ring."""
+    """Bytes per second over each link of a ring, whatever the number of ranks: nccl-tests, doc/PERFORMANCE.md."""
     return payload_bytes / seconds * 2 * (size - 1) / size
 
 
 def name_ranks_of(facts: Sequence[Facts], ranks: Sequence[Facts]) -> str:
     """Some ranks of the run in words, with their hosts."""
-    return name_ranks([one.rank for one in facts], [one.node for one in ranks])
+    return name_ranks([one.world.rank for one in facts], [one.world.node for one in ranks])

@@ -20,6 +20,7 @@ from typing import Any
 
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.bounded import parse_json, read_bounded
+from ringtrain.runtime.processes import read_process
 
 LEASE_DIRECTORY = ".lease"
 BEAT_SECONDS = 5.0
@@ -236,11 +237,8 @@ def _beats(file: Path, holder: Mapping[str, Any], print_line: Callable[[str], No
 
 def _process_identity(pid: int | None) -> dict[str, Any]:
     """What tells a process from a later one of the same number; ``started`` is None where it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        started = None if fields[0] in "ZX" else int(fields[19])  # the 22nd of all: clock ticks after boot
-    except (OSError, IndexError, ValueError):
-        started = None
+    process = read_process(pid)
+    started = process.born if process and not process.has_ended else None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {"started": started, "boot": boot, "pid_namespace": os.readlink("/proc/self/ns/pid")}
 

@@ -40,17 +40,11 @@ class Phase(enum.Enum):
 
 
 class Note(NamedTuple):
-    """What a process is doing.
-
-    Attributes:
-        doing: what.
-        step: in which step (from 1), or batch of an evaluation; 0 outside of both.
-        takes_long: it may well take ten minutes, such as what compiles.
-    """
+    """What a process is doing."""
 
     doing: Phase
-    step: int = 0
-    takes_long: bool = False
+    step: int = 0  # from 1, or a batch of an evaluation; 0 outside of both
+    takes_long: bool = False  # it may well take ten minutes, such as what compiles
 
     @property
     def words(self) -> str:

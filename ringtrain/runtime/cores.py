@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import struct
@@ -54,10 +55,8 @@ def is_run_on_core(address: str, core: int) -> bool:
 
 def format_cores(cores: tuple[int, ...]) -> str:
     """Cores as a list of ranges, such as ``0-3,8``."""
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
+    by_run = itertools.groupby(
+        enumerate(sorted(cores)), key=lambda place_and_core: place_and_core[1] - place_and_core[0]
+    )
+    runs = [[core for _, core in run] for _, run in by_run]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -7,7 +7,6 @@ shows each setting with where it came from.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from ringtrain.runtime.activity import limit_seconds
 from ringtrain.runtime.cores import format_cores
 from ringtrain.runtime.environment import check_address_space, check_environment, explaining_import
 from ringtrain.runtime.machine import Machine
-from ringtrain.runtime.world import World
+from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 Source = Literal["ringtrain", "environment", "launcher"]
 
@@ -52,51 +51,45 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """How this rank uses its node.
+    """How this rank uses its node."""
 
-    Attributes:
-        own_cores: cores for this rank alone; empty where the ranks share all of ``cores``.
-        cores: the cores that this rank runs on: its own, and those that no rank has for itself.
-        cores_source: who chose the cores.
-        why_unpinned: why this rank has no cores of its own; empty where it has, or where it is alone on its node.
-        intra_op_threads, inter_op_threads: sizes of TensorFlow's thread pools.
-        may_have_gpus, shared_memory_bytes: those of the machine.
-        settings: the environment variables for the communication and for TensorFlow.
-    """
-
-    own_cores: tuple[int, ...]
-    cores: tuple[int, ...]
+    own_cores: tuple[int, ...]  # for this rank alone; empty where the ranks share all of ``cores``
+    cores: tuple[int, ...]  # that this rank runs on: its own, and those that no rank has for itself
     cores_source: Source
-    why_unpinned: str
+    why_unpinned: str  # why it has no cores of its own; empty where it has, or where it is alone on its node
     intra_op_threads: int
     inter_op_threads: int
-    may_have_gpus: bool
-    shared_memory_bytes: int = 0
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting, ...]  # for the communication and for TensorFlow
+    machine: Machine  # that was planned for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a run asks of the devices of its ranks."""
+
+    deterministic: bool = False  # two runs of the same size must be bit-equal
+    hang_timeout: float = 0.0  # seconds after which the watchdog ends a run that does not move; 0: there is none
+    profiles: bool = False  # Horovod's timeline is to be written later
+    # The operations of a step may run one at a time where each rank has one core of the same node: the ranks sum
+    # through memory there (``collectives.share_memory``), and no operation calls Python code.
+    one_at_a_time: bool = False
+
+
+NO_NEEDS = Needs()
 
 
 def plan_devices(
     world: World,
     machine: Machine,
     environ: Mapping[str, str],
+    needs: Needs = NO_NEEDS,
     *,
-    deterministic: bool = False,
-    hang_timeout: float = 0.0,
-    profiles: bool = False,
-    one_at_a_time: bool = False,
     claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
 ) -> DevicePlan:
     """Plan the cores, thread pools and settings of this rank.
 
     Args:
-        world: who this process is.
-        machine: what it may use.
         environ: what the user already set; it wins.
-        deterministic: whether two runs of the same size must be bit-equal.
-        hang_timeout: seconds after which the watchdog ends a run that does not move; 0: there is none.
-        profiles: whether Horovod's timeline is to be written later.
-        one_at_a_time: whether the operations of a step may run one at a time where each rank has one core of the same
-            node: the ranks sum through memory there (``collectives.share_memory``), and no operation calls Python code.
         claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
     """
     own_cores: tuple[int, ...] = ()
@@ -115,64 +108,25 @@ def plan_devices(
             else:
                 why_unpinned = f"another run holds some of {format_cores(mine)}"
     intra_op_threads = max(1, math.floor(limit))
+    is_one_node = world.size == world.local_size > 1
+    least = 1 if needs.one_at_a_time and is_one_node and len(cores) == 1 else MIN_INTER_OP_THREADS
     return DevicePlan(
         own_cores=own_cores,
         cores=cores,
         cores_source=cores_source,  # type: ignore[arg-type]
         why_unpinned=why_unpinned,
         intra_op_threads=intra_op_threads,
-        inter_op_threads=choose_inter_op_threads(world, cores, intra_op_threads, one_at_a_time),
-        may_have_gpus=machine.may_have_gpus,
-        shared_memory_bytes=machine.shared_memory_bytes,
-        settings=plan_settings(
-            world,
-            environ,
-            may_have_gpus=machine.may_have_gpus,
-            shared_memory_bytes=machine.shared_memory_bytes,
-            deterministic=deterministic,
-            hang_timeout=hang_timeout,
-            profiles=profiles,
-        ),
+        inter_op_threads=max(least, intra_op_threads),
+        settings=plan_settings(world, machine, environ, needs),
+        machine=machine,
     )
 
 
-def choose_inter_op_threads(world: World, cores: tuple[int, ...], intra_op_threads: int, one_at_a_time: bool) -> int:
-    """How many operations of a step may run at a time."""
-    is_one_node = world.size == world.local_size > 1
-    least = 1 if one_at_a_time and is_one_node and len(cores) == 1 else MIN_INTER_OP_THREADS
-    return max(least, intra_op_threads)
-
-
-def adapt_plan(
-    plan: DevicePlan,
-    world: World,
-    environ: Mapping[str, str],
-    *,
-    deterministic: bool,
-    hang_timeout: float,
-    profiles: bool,
-    one_at_a_time: bool,
-) -> DevicePlan:
-    """The same cores with other settings: a user's own workload says its defaults after the cores were taken.
-
-    Args:
-        environ: with the settings of ``plan``; the other arguments are those of ``plan_devices``.
-    """
+def adapt_plan(plan: DevicePlan, world: World, environ: Mapping[str, str], needs: Needs) -> DevicePlan:
+    """The same cores with other settings: a user's own workload says its defaults after the cores were taken."""
     own = {setting.name: setting.value for setting in plan.settings if setting.source == "ringtrain"}
     users = {name: value for name, value in environ.items() if own.get(name) != value}
-    return dataclasses.replace(
-        plan,
-        inter_op_threads=choose_inter_op_threads(world, plan.cores, plan.intra_op_threads, one_at_a_time),
-        settings=plan_settings(
-            world,
-            users,
-            may_have_gpus=plan.may_have_gpus,
-            shared_memory_bytes=plan.shared_memory_bytes,
-            deterministic=deterministic,
-            hang_timeout=hang_timeout,
-            profiles=profiles,
-        ),
-    )
+    return plan_devices(world, plan.machine, users, needs, claim_cores=lambda cores: bool(plan.own_cores))
 
 
 def why_cannot_pin(world: World, machine: Machine) -> str:
@@ -189,14 +143,7 @@ def why_cannot_pin(world: World, machine: Machine) -> str:
 
 
 def plan_settings(
-    world: World,
-    environ: Mapping[str, str],
-    *,
-    may_have_gpus: bool,
-    deterministic: bool,
-    hang_timeout: float = 0.0,
-    profiles: bool = False,
-    shared_memory_bytes: int = 0,
+    world: World, machine: Machine, environ: Mapping[str, str], needs: Needs = NO_NEEDS
 ) -> tuple[Setting, ...]:
     """The environment variables for TensorFlow and, where there is more than one rank, for the communication."""
     wanted = {
@@ -207,26 +154,26 @@ def plan_settings(
     if world.size > 1:
         # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    is_one_node_of_mpi = world.size == world.local_size > 1 and world.launcher != "horovodrun --gloo"
-    if is_one_node_of_mpi and shared_memory_bytes >= world.size * SHARED_MEMORY_BYTES_PER_RANK:
+    is_one_node_of_mpi = world.size == world.local_size > 1 and world.launcher != GLOO_LAUNCHER
+    if is_one_node_of_mpi and machine.shared_memory_bytes >= world.size * SHARED_MEMORY_BYTES_PER_RANK:
         wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
     # HOROVOD_AUTOTUNE tunes nothing that a variable sets.
     if world.size > 1 and not is_on(environ.get("HOROVOD_AUTOTUNE", "")):
         # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.
         wanted["HOROVOD_CYCLE_TIME"] = "1"
-        if world.size == world.local_size and not may_have_gpus:
+        if world.size == world.local_size and not machine.may_have_gpus:
             wanted["HOROVOD_FUSION_THRESHOLD"] = str(FUSION_BYTES_ON_CORES)
-    if world.size > 1 and hang_timeout:
+    if world.size > 1 and needs.hang_timeout:
         # The watchdog speaks first. Horovod prints, after a minute of its own, what is missing in which rank, but not
         # why, and nothing of a rank that is stopped; Gloo fails after half a minute where one is, and so it does when
         # all were, by a debugger for example. Horovod's own shutdown of a stalled run is off by default.
-        patience = str(math.ceil(2 * limit_seconds(hang_timeout, takes_long=True)))
+        patience = str(math.ceil(2 * limit_seconds(needs.hang_timeout, takes_long=True)))
         wanted["HOROVOD_STALL_CHECK_TIME_SECONDS"] = patience
-        if world.launcher == "horovodrun --gloo":
+        if world.launcher == GLOO_LAUNCHER:
             wanted["HOROVOD_GLOO_TIMEOUT_SECONDS"] = patience
-    if world.size > 1 and profiles:
+    if world.size > 1 and needs.profiles:
         wanted["HOROVOD_TIMELINE"] = DYNAMIC_TIMELINE
-    if deterministic:
+    if needs.deterministic:
         wanted |= {
             # Which groups fuse depends on timing, and with three ranks or more on it the order of the sums.
             "HOROVOD_DISABLE_GROUP_FUSION": "1",
@@ -331,11 +278,7 @@ def own_gpu() -> str | None:
 
 
 def choose_gpu(world: World, visible_gpus: int) -> int:
-    """The index of this rank's GPU among those that it sees.
-
-    Raises:
-        UsageError: the node has fewer GPUs than ranks.
-    """
+    """The index of this rank's GPU among those that it sees."""
     if visible_gpus == 1:
         return 0  # Slurm's --gpus-per-task=1 shows each rank its own GPU, always as number 0
     if world.local_rank >= visible_gpus:

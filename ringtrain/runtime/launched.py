@@ -13,45 +13,30 @@ import os
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DIRECTORY_VARIABLE = "RINGTRAIN_LAUNCH_DIR"
 LEFT_VARIABLE = "RINGTRAIN_LAUNCH_LEFT"  # names the file that one rank makes when it has done all that it is to do
 RUN_FILE, END_FILE = "run.json", "end.json"
+NO_WORD = (OSError, ValueError, KeyError, TypeError)  # there is no such file, or it holds something else
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunTold:
-    """The run directory that rank 0 has opened.
+class RunTold(NamedTuple):
+    """The run directory that rank 0 has opened."""
 
-    Attributes:
-        path: the run directory, absolute.
-        step: the step of the checkpoint from which the run goes on; 0 where there is none.
-        is_complete: nothing was left to be done.
-    """
-
-    path: Path
-    step: int
-    is_complete: bool
+    path: Path  # absolute
+    step: int  # of the checkpoint from which the run goes on; 0 where there is none
+    is_complete: bool  # nothing was left to be done
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndTold:
-    """How a run ended.
+class EndTold(NamedTuple):
+    """How a run ended."""
 
-    Attributes:
-        status: ``completed``, ``preempted``, or what failed, such as ``data``.
-        exit_code: see ``ringtrain.errors``.
-        message: why it ended, where it was not completed.
-        stopped_by: of a preempted run ``signal``, ``file`` or ``time``, else None.
-    """
-
-    status: str
-    exit_code: int
-    message: str | None = None
-    stopped_by: str | None = None
+    status: str  # ``completed``, ``preempted``, or what failed, such as ``data``
+    exit_code: int  # see ``ringtrain.errors``
+    message: str | None = None  # why it ended, where it was not completed
+    stopped_by: str | None = None  # of a preempted run ``signal``, ``file`` or ``time``
 
 
 def tell_run(path: Path, *, step: int, is_complete: bool) -> None:
@@ -75,25 +60,19 @@ def tell_left() -> None:
 
 def read_run(directory: Path) -> RunTold | None:
     """What ``tell_run`` said; None where nothing was said."""
-    values = _read(directory / RUN_FILE)
-    try:
+    with contextlib.suppress(*NO_WORD):
+        values = _read(directory / RUN_FILE)
         return RunTold(path=Path(values["path"]), step=int(values["step"]), is_complete=bool(values["is_complete"]))
-    except (KeyError, TypeError, ValueError):
-        return None
+    return None
 
 
 def read_end(directory: Path) -> EndTold | None:
     """What ``tell_end`` said first; None where nothing was said."""
-    values = _read(directory / END_FILE)
-    try:
-        return EndTold(
-            status=str(values["status"]),
-            exit_code=int(values["exit_code"]),
-            message=values.get("message"),
-            stopped_by=values.get("stopped_by"),
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
+    with contextlib.suppress(*NO_WORD):
+        values = _read(directory / END_FILE)
+        status, exit_code = str(values["status"]), int(values["exit_code"])
+        return EndTold(status, exit_code, values.get("message"), values.get("stopped_by"))
+    return None
 
 
 def clear(directory: Path) -> None:
@@ -119,9 +98,5 @@ def _tell(name: str, values: Mapping[str, Any], *, replaces: bool) -> None:
             temporary.unlink()
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+
+from ringtrain.runtime.processes import find_ancestors, read_process, read_words
 
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun")
 SHELLS = ("sh", "bash", "dash")
@@ -13,11 +13,11 @@ SHELLS = ("sh", "bash", "dash")
 def find_launcher() -> int | None:
     """The process id of the launcher on this host that the user started, or None."""
     found = None
-    for pid in _ancestors():
-        words = _read_command(pid)
-        if words is None:
+    for pid in find_ancestors():
+        words = read_words(pid, "cmdline")
+        if not words:
             break
-        if any(os.path.basename(word) in LAUNCHERS for word in words[:2]):
+        if is_named_launcher(words):
             found = pid
     return found
 
@@ -27,8 +27,8 @@ class Lineage:
 
     def __init__(self) -> None:
         """Where no launcher is known by its name, such as Slurm's, this process' parent stands for it."""
-        line = list(_ancestors())
-        named = [number for number, pid in enumerate(line) if is_launcher(_read_command(pid) or [])]
+        line = list(find_ancestors())
+        named = [number for number, pid in enumerate(line) if is_launcher(read_words(pid, "cmdline"))]
         self._born = {pid: _read_birth(pid) for pid in line[: max(named, default=0) + 1]}
 
     def find_gone(self) -> int | None:
@@ -38,39 +38,16 @@ class Lineage:
 
 def is_launcher(words: list[str]) -> bool:
     """Whether a command line is a launcher's; ``horovodrun`` becomes a shell that was given an mpirun to wait for."""
-    if any(os.path.basename(word) in LAUNCHERS for word in words[:2]):
-        return True
     is_shell = len(words) > 2 and os.path.basename(words[0]) in SHELLS and words[1] == "-c"
-    return is_shell and words[2].split(" ")[0] in LAUNCHERS and not words[2].rstrip().endswith("&")
+    waits_for_one = is_shell and words[2].split(" ")[0] in LAUNCHERS and not words[2].rstrip().endswith("&")
+    return is_named_launcher(words) or waits_for_one
 
 
-def _ancestors() -> Iterator[int]:
-    """The parent of this process, its parent, and so on."""
-    pid = os.getppid()
-    while pid > 1:
-        yield pid
-        fields = _read_status(pid)
-        if fields is None:
-            return
-        pid = int(fields[1])
+def is_named_launcher(words: list[str]) -> bool:
+    """Whether a command line begins with a launcher's name, perhaps behind its interpreter's."""
+    return any(os.path.basename(word) in LAUNCHERS for word in words[:2])
 
 
-def _read_command(pid: int) -> list[str] | None:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    except OSError:
-        return None
-
-
-def _read_birth(pid: int) -> str | None:
-    """When a process began, in ticks since the system's start; None where it is gone, or waits for its parent only."""
-    fields = _read_status(pid)
-    return None if fields is None or fields[0] in "ZX" else fields[19]
-
-
-def _read_status(pid: int) -> list[str] | None:
-    """The fields of proc(5)'s ``stat`` from the third on, the state; the second, the name, may hold anything."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
+def _read_birth(pid: int) -> int | None:
+    process = read_process(pid)
+    return None if process is None or process.has_ended else process.born

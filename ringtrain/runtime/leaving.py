@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import struct
 import sys
 import sysconfig
 import threading
@@ -27,7 +28,7 @@ from typing import NoReturn
 from ringtrain.config import Config
 from ringtrain.messages.defects import format_defect, is_users_own
 from ringtrain.messages.escaping import escape, escape_block
-from ringtrain.runtime.leftovers import hand_over, read_command
+from ringtrain.runtime.leftovers import describe_command, hand_over
 
 FLUSH_SECONDS = 5.0
 LONGEST_TICK_SECONDS = 1.0
@@ -122,7 +123,9 @@ def _watch(has_left_ranks: bool, timer: _Timer) -> None:
 def _is_ending() -> bool:
     """Whether the main thread has left the program, and nothing trains in another one."""
     is_left = getattr(threading, "_SHUTTING_DOWN", False) or not threading.main_thread().is_alive()
-    return is_left and not any(_is_in(frame, "fit", "keras") for top in _current_frames() for frame in _frames(top))
+    return is_left and not any(
+        _is_in(frame, "fit", "keras") for top in sys._current_frames().values() for frame in _frames(top)
+    )
 
 
 def _earned_code() -> int:
@@ -137,7 +140,7 @@ def describe_keepers(children: Sequence[BaseProcess]) -> str:
         for thread in threading.enumerate()
         if not thread.daemon and thread is not threading.main_thread()
     ]
-    keepers += [f"the child process {child.pid} ({child.name}: {read_command(child.pid)})" for child in children]
+    keepers += [f"the child process {child.pid} ({child.name}: {describe_command(child.pid)})" for child in children]
     main = _main_frame()
     if not keepers or any(is_users_own(frame.f_code.co_filename) for frame in _frames(main)):
         keepers.append(f"what runs at exit{_describe_place(main)}")
@@ -155,10 +158,6 @@ def _describe_place(innermost: FrameType | None) -> str:
     return ""
 
 
-def _current_frames() -> list[FrameType]:
-    return list(sys._current_frames().values())
-
-
 def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
@@ -171,19 +170,6 @@ def _frames(innermost: FrameType | None) -> Iterator[FrameType]:
 
 def _is_in(frame: FrameType, function: str, package: str) -> bool:
     return frame.f_code.co_name == function and f"{os.sep}{package}{os.sep}" in frame.f_code.co_filename
-
-
-class _Event(ctypes.Structure):
-    """``struct sigevent`` of signal.h, 64 bytes."""
-
-    _fields_ = (
-        ("value", ctypes.c_void_p),
-        ("signal", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("function", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("rest", ctypes.c_char * 32),
-    )
 
 
 class _Timer:
@@ -199,7 +185,7 @@ class _Timer:
             if self._id is None:
                 self._id = ctypes.c_void_p()
                 end = ctypes.cast(self._libc._exit, ctypes.c_void_p).value
-                event = _Event(value=exit_code, notify=SIGEV_THREAD, function=end)
-                self._libc.timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._id))
+                event = struct.pack("qiiPP32x", exit_code, 0, SIGEV_THREAD, end, 0)  # struct sigevent of signal.h
+                self._libc.timer_create(CLOCK_MONOTONIC, event, ctypes.byref(self._id))
             spec = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec: once, then
             self._libc.timer_settime(self._id, 0, spec, None)

@@ -9,27 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+# Where each kind of cgroup keeps its limit of memory in bytes, and counts its processes that were killed for it.
+MEMORY_FILES = (("", "memory.max", "memory.events"), ("memory", "memory.limit_in_bytes", "memory.oom_control"))
+NO_MEMORY_LIMIT = 2**62  # version 1 writes it as the largest multiple of a page in 63 bits
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver on Linux, and on Linux under Windows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this process may use of its node.
+    """What this process may use of its node."""
 
-    Attributes:
-        cores: the cores that the scheduler may run this process on.
-        quota: the processor time that the cgroup grants, in cores; None where it sets no limit.
-        bound_by_launcher: True where the launcher gave each rank its own cores.
-        may_have_gpus: whether a GPU's driver is there. Whether a rank uses a GPU is its own matter
-            (``CUDA_VISIBLE_DEVICES``); what all ranks of a node have to do alike cannot depend on that.
-        shared_memory_bytes: the size of ``/dev/shm``.
-    """
-
-    cores: tuple[int, ...]
-    quota: float | None
-    bound_by_launcher: bool
-    may_have_gpus: bool
-    shared_memory_bytes: int = 0
+    cores: tuple[int, ...]  # that the scheduler may run this process on
+    quota: float | None = None  # the processor time that the cgroup grants, in cores; None where it sets no limit
+    bound_by_launcher: bool = False  # the launcher gave each rank its own cores
+    # A GPU's driver is there. Whether a rank uses a GPU is its own matter (``CUDA_VISIBLE_DEVICES``); what all ranks of
+    # a node have to do alike cannot depend on that.
+    may_have_gpus: bool = False
+    shared_memory_bytes: int = 0  # the size of ``/dev/shm``
 
 
 def read_machine(environ: Mapping[str, str]) -> Machine:
@@ -54,19 +50,27 @@ def read_cgroup_quota(root: Path) -> float | None:
 
     Every level from the process's own group up to the root may set a limit, and the tightest counts.
     Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("cpu.max") and scheduler/sched-bwc.rst.
-
-    Args:
-        root: the file system's root (a made one in tests).
     """
     quotas = []
-    for directory in cgroup_directories(root, ""):  # version 2
-        quota, _, period = " ".join(_read_lines(directory / "cpu.max")).partition(" ")
-        quotas += [int(quota) / int(period)] if quota.isdigit() else []
-    for directory in cgroup_directories(root, "cpu"):
-        quota = "".join(_read_lines(directory / "cpu.cfs_quota_us"))
-        period = "".join(_read_lines(directory / "cpu.cfs_period_us"))
-        quotas += [int(quota) / int(period)] if quota.isdigit() else []
+    for controller, files in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
+        for directory in cgroup_directories(root, controller):
+            quota, _, period = " ".join(line for file in files for line in _read_lines(directory / file)).partition(" ")
+            quotas += [int(quota) / int(period)] if quota.isdigit() else []
     return min(quotas, default=None)
+
+
+def read_memory_limits(root: Path) -> list[tuple[int, Path]]:
+    """What the cgroups of this process grant of memory, in bytes, each with the file that counts the kills for it.
+
+    Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("memory.max") and cgroup-v1/memory.rst.
+    """
+    limits = []
+    for controller, limit_file, kills_file in MEMORY_FILES:
+        for directory in cgroup_directories(root, controller):
+            limit = "".join(_read_lines(directory / limit_file))
+            if limit.isdigit() and int(limit) < NO_MEMORY_LIMIT:
+                limits.append((int(limit), directory / kills_file))
+    return limits
 
 
 def cgroup_directories(root: Path, controller: str) -> list[Path]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
+
+from ringtrain.runtime.processes import ask
 
 HOROVODRUN = "horovodrun"  # starts the ranks where srun cannot
 LIST_COMMAND = ("srun", "--mpi=list")
@@ -27,13 +27,8 @@ def choose_mpi(listing: str) -> str:
 
 def ask_srun() -> str | None:
     """What ``srun --mpi=list`` prints; None where there is no srun, or it does not answer."""
-    if shutil.which(LIST_COMMAND[0]) is None:
-        return None
-    try:
-        finished = subprocess.run(LIST_COMMAND, capture_output=True, text=True, errors="replace", timeout=LIST_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return finished.stdout + finished.stderr if finished.returncode == 0 else None
+    status, words = ask(LIST_COMMAND, seconds=LIST_SECONDS)
+    return words if status == 0 else None
 
 
 def find_mpi(print_line: Callable[[str], None], ask: Callable[[], str | None] = ask_srun) -> str:

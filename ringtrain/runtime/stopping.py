@@ -72,12 +72,9 @@ class StopRequests:
         self._ended.set()
         os.write(self._writer, b"\0")  # it need not wait for its next look at the file
         self._thread.join()
-        signal.set_wakeup_fd(self._former_writer)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+        self._hand_back_signals(self._former_writer)
         os.close(self._reader)
         os.close(self._writer)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     @staticmethod
     def _ignore(number: int, frame: FrameType | None) -> None:
@@ -86,10 +83,13 @@ class StopRequests:
     def _forget(self) -> None:
         """In a child that was forked, a user's data reader for example: what tells it to stop means the child alone."""
         if not self._ended.is_set():
-            signal.set_wakeup_fd(-1)
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler or signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            self._hand_back_signals(-1)
+
+    def _hand_back_signals(self, wakeup_descriptor: int) -> None:
+        signal.set_wakeup_fd(wakeup_descriptor)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     @property
     def is_pending(self) -> bool:

@@ -7,7 +7,9 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from ringtrain.runtime.processes import ask
 
 # Time for the step under way, an evaluation's batch and the save. A short job gives up a tenth of its time at most.
 MARGIN_SECONDS = 120.0
@@ -16,29 +18,16 @@ LEAST_MARGIN_SECONDS = 10.0
 QUERY_SECONDS = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeLimit:
-    """When to stop, and why.
+class TimeLimit(NamedTuple):
+    """When to stop, and why."""
 
-    Attributes:
-        seconds_left: from now on until the run has to stop.
-        reason: what sets the limit, for the message.
-    """
-
-    seconds_left: float
-    reason: str
+    seconds_left: float  # from now on
+    reason: str  # what sets the limit, for the message
 
 
 def find_limits(max_hours: float | None, environ: Mapping[str, str]) -> list[TimeLimit]:
-    """The limits of this start's time, on rank 0.
-
-    Args:
-        max_hours: hours that the user gives one start of the run; None for no limit.
-        environ: where Slurm says which job this is.
-    """
-    limits = []
-    if max_hours is not None:
-        limits.append(TimeLimit(seconds_left=max_hours * 3600, reason=f"--max_hours {max_hours:g}"))
+    """The limits of this start's time, on rank 0; ``max_hours`` is what the user gives one start of the run."""
+    limits = [TimeLimit(max_hours * 3600, f"--max_hours {max_hours:g}")] if max_hours is not None else []
     end = read_job_end(environ)
     if end is not None:
         limits.append(plan_job_limit(end, now=time.time(), job=environ["SLURM_JOB_ID"]))
@@ -50,7 +39,7 @@ def plan_job_limit(end: float, *, now: float, job: str) -> TimeLimit:
     left = end - now
     margin = min(MARGIN_SECONDS, max(LEAST_MARGIN_SECONDS, MARGIN_SHARE * left))
     clock = datetime.datetime.fromtimestamp(end).strftime("%H:%M:%S")
-    return TimeLimit(seconds_left=left - margin, reason=f"the end of Slurm job {job} at {clock}")
+    return TimeLimit(left - margin, f"the end of Slurm job {job} at {clock}")
 
 
 def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = None) -> float | None:
@@ -58,9 +47,6 @@ def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = 
 
     ``squeue`` knows of a limit that was changed after the job's start; the job's variables are what is left where
     ``squeue`` cannot be asked.
-
-    Args:
-        ask: the job's number to what ``squeue`` prints.
     """
     job = environ.get("SLURM_JOB_ID")
     if not job:
@@ -75,8 +61,6 @@ def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = 
 def ask_squeue(job: str) -> str:
     """The end of a job in local time, such as ``2026-11-21T17:03:05``; empty where ``squeue`` cannot be asked."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
-    try:
-        environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # else as the user likes to read it
-        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, env=environ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # else as the user likes to read it
+    status, words = ask(command, seconds=QUERY_SECONDS, env=environ, stderr=subprocess.DEVNULL)
+    return "" if status is None else words

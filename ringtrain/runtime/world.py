@@ -16,24 +16,14 @@ GLOO_LAUNCHER = "horovodrun --gloo"
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process in its run, in Horovod's and MPI's words.
+    """The place of this process in its run, in Horovod's and MPI's words."""
 
-    Attributes:
-        rank: this process's number, 0 <= rank < size.
-        size: the number of processes.
-        local_rank: this process's number on its node, 0 <= local_rank < local_size.
-        local_size: the number of processes on this node.
-        node: host name of the node.
-        launcher: who started the process: ``"horovodrun --gloo"``, ``"mpirun (Open MPI)"``,
-            ``"mpiexec (MPICH or Intel MPI)"``, ``"srun"`` or ``"no launcher"``.
-    """
-
-    rank: int
+    rank: int  # 0 <= rank < size
     size: int
-    local_rank: int
-    local_size: int
-    node: str
-    launcher: str
+    local_rank: int  # 0 <= local_rank < local_size
+    local_size: int  # the number of processes on this node
+    node: str  # its host name
+    launcher: str  # who started the process: "srun" or "no launcher", for example; see ``read_world``
 
     def __post_init__(self) -> None:
         for name, value, bound in (("rank", self.rank, self.size), ("local_rank", self.local_rank, self.local_size)):
@@ -54,87 +44,71 @@ def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
 
     The innermost launcher wins: inside a Slurm job, ``mpirun`` and ``horovodrun`` leave Slurm's variables in place.
 
-    Args:
-        environ: the environment of this process.
-        node: the host name; the system's by default.
-
     Raises:
         UsageError: a launcher's variable is missing or no number.
     """
-    node = socket.gethostname() if node is None else node
-    read = _Reader(environ)
+    names: tuple[str, ...]
     if environ.get("HOROVOD_CONTROLLER") == "gloo" and "HOROVOD_RANK" in environ:
-        names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
-        return read.world(*names, node=node, launcher=GLOO_LAUNCHER)
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        ompi = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-        return read.world(*ompi, node=node, launcher="mpirun (Open MPI)")
+        launcher, names = GLOO_LAUNCHER, ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+    elif "OMPI_COMM_WORLD_RANK" in environ:
+        names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        launcher = "mpirun (Open MPI)"
     # srun --mpi=pmi2 sets PMI_RANK as well, but not MPI_LOCALRANKID.
-    if "PMI_RANK" in environ and ("MPI_LOCALRANKID" in environ or not _is_slurm_step(environ, read)):
+    elif "PMI_RANK" in environ and ("MPI_LOCALRANKID" in environ or not _is_slurm_step(environ)):
+        launcher = "mpiexec (MPICH or Intel MPI)"
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        return read.world(*names, node=node, launcher="mpiexec (MPICH or Intel MPI)")
-    if _is_slurm_step(environ, read):
-        return World(
-            rank=read.integer("SLURM_PROCID"),
-            size=read.integer("SLURM_STEP_NUM_TASKS"),
-            local_rank=read.integer("SLURM_LOCALID"),
-            local_size=read.slurm_tasks_on_node(),
-            node=node,
-            launcher="srun",
-        )
-    return World(rank=0, size=1, local_rank=0, local_size=1, node=node, launcher="no launcher")
+    elif _is_slurm_step(environ):
+        launcher, names = "srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    else:
+        launcher, names = "no launcher", ()
+    numbers = [_read_integer(environ, name) for name in names] or [0, 1, 0, 1]
+    if launcher == "srun":
+        numbers.append(_read_slurm_tasks(environ))
+    rank, size, local_rank, local_size = numbers
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=socket.gethostname() if node is None else node,
+        launcher=launcher,
+    )
 
 
-def _is_slurm_step(environ: Mapping[str, str], read: _Reader) -> bool:
+def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process: the batch script and interactive shells have SLURM_PROCID as well."""
     if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return False
-    return read.integer("SLURM_STEP_ID") < SLURM_FIRST_SPECIAL_STEP
+    return _read_integer(environ, "SLURM_STEP_ID") < SLURM_FIRST_SPECIAL_STEP
 
 
-class _Reader:
-    """Reads launcher variables, with an error that names the variable."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self.environ = environ
-
-    def text(self, name: str) -> str:
-        if name not in self.environ:
-            raise UsageError(
-                f"the launcher did not set {name}, though it set its other variables. Start the run again in a clean "
-                "shell with horovodrun, mpirun or srun.",
-            )
-        return self.environ[name]
-
-    def integer(self, name: str) -> int:
-        text = self.text(name)
-        if not re.fullmatch(r"\d+", text):
-            raise UsageError(
-                f"{name}={text!r} must be a whole number. Unset it, or start the run again in a clean shell."
-            )
-        return int(text)
-
-    def world(self, rank: str, size: str, local_rank: str, local_size: str, *, node: str, launcher: str) -> World:
-        return World(
-            rank=self.integer(rank),
-            size=self.integer(size),
-            local_rank=self.integer(local_rank),
-            local_size=self.integer(local_size),
-            node=node,
-            launcher=launcher,
+def _read_text(environ: Mapping[str, str], name: str) -> str:
+    if name not in environ:
+        raise UsageError(
+            f"the launcher did not set {name}, though it set its other variables. Start the run again in a clean "
+            "shell with horovodrun, mpirun or srun.",
         )
+    return environ[name]
 
-    def slurm_tasks_on_node(self) -> int:
-        """The tasks of this step on this node, from a list such as ``2(x3),1``."""
-        name = "SLURM_STEP_TASKS_PER_NODE"
-        text = self.text(name)
-        counts: list[int] = []
-        for part in text.split(","):
-            match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-            if not match:
-                raise UsageError(f"{name}={text!r} must look like 2(x3),1. Start the run again with srun.")
-            counts += [int(match[1])] * int(match[2] or 1)
-        node_index = self.integer("SLURM_NODEID")
-        if node_index >= len(counts):
-            raise UsageError(f"{name}={text!r} names {len(counts)} nodes, but SLURM_NODEID={node_index}.")
-        return counts[node_index]
+
+def _read_integer(environ: Mapping[str, str], name: str) -> int:
+    text = _read_text(environ, name)
+    if not re.fullmatch(r"\d+", text):
+        raise UsageError(f"{name}={text!r} must be a whole number. Unset it, or start the run again in a clean shell.")
+    return int(text)
+
+
+def _read_slurm_tasks(environ: Mapping[str, str]) -> int:
+    """The tasks of this step on this node, from a list such as ``2(x3),1``."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = _read_text(environ, name)
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match:
+            raise UsageError(f"{name}={text!r} must look like 2(x3),1. Start the run again with srun.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node_index = _read_integer(environ, "SLURM_NODEID")
+    if node_index >= len(counts):
+        raise UsageError(f"{name}={text!r} names {len(counts)} nodes, but SLURM_NODEID={node_index}.")
+    return counts[node_index]

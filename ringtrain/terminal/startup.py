@@ -80,14 +80,13 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
         f"{title} {importlib.metadata.version(package)}"
         for title, package in (("TensorFlow", "tensorflow"), ("Keras", "keras"), ("Horovod", "horovod"))
     )
-    lines = [
+    return [
         f"ringtrain {__version__}: {versions}",
         f"{world.size} rank{'s' if world.size > 1 else ''}, started by {world.launcher}; communication: "
         f"{collective.description}",
-    ]
-    for rank, (node, pid, computes_on, threads) in enumerate(rows):
-        lines.append(
+        *(
             f"  rank {rank} on {node} (pid {pid}): {computes_on}, {threads} thread{'s' if threads > 1 else ''}"
-        )
-    lines += [f"  {setting.name}={setting.value} ({setting.source})" for setting in plan.settings]
-    return lines
+            for rank, (node, pid, computes_on, threads) in enumerate(rows)
+        ),
+        *(f"  {setting.name}={setting.value} ({setting.source})" for setting in plan.settings),
+    ]

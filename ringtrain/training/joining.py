@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ringtrain.config import Config
 from ringtrain.errors import RingtrainError
@@ -18,7 +18,7 @@ from ringtrain.messages.defects import describe_defect, format_defect
 from ringtrain.messages.escaping import escape, escape_block, escape_message
 from ringtrain.runtime import leaving
 from ringtrain.runtime.cores import claim_cores
-from ringtrain.runtime.devices import DevicePlan, adapt_plan, apply_plan, plan_devices, set_environment
+from ringtrain.runtime.devices import NO_NEEDS, DevicePlan, Needs, adapt_plan, apply_plan, plan_devices, set_environment
 from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World
@@ -46,30 +46,30 @@ def pin(world: World, config: Config | None = None, workload_class: type[Workloa
     """Take this rank's share of its node, before anything heavy is imported; for a run with this configuration."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
-    needs = {} if config is None else needs_of(config, workload_class)
-    plan = plan_devices(world, read_machine(os.environ), os.environ, claim_cores=claim_cores, **needs)
+    needs = NO_NEEDS if config is None else needs_of(config, workload_class)
+    plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
     apply_plan(plan)
     return plan
 
 
 def adapt(plan: DevicePlan, world: World, config: Config, workload_class: type[Workload]) -> DevicePlan:
     """The plan with what the workload asks for, once it is imported: before TensorFlow, MPI and Horovod start."""
-    adapted = adapt_plan(plan, world, os.environ, **needs_of(config, workload_class))
+    adapted = adapt_plan(plan, world, os.environ, needs_of(config, workload_class))
     set_environment(adapted, before=plan)
     return adapted
 
 
-def needs_of(config: Config, workload_class: type[Workload] | None) -> dict[str, Any]:
-    """What a run asks of a rank's devices, as arguments of ``plan_devices``; as far as it is known."""
+def needs_of(config: Config, workload_class: type[Workload] | None) -> Needs:
+    """What a run asks of a rank's devices; as far as it is known."""
     from ringtrain.workloads import names_python_functions  # here: it loads NumPy, which the doctor has to do without
 
     sums_through_memory = config.backend == "auto" and config.compression == "none"
-    return {
-        "deterministic": config.deterministic,
-        "hang_timeout": config.hang_timeout,
-        "profiles": config.profile is not None,
-        "one_at_a_time": sums_through_memory and not (workload_class and names_python_functions(workload_class)),
-    }
+    return Needs(
+        deterministic=config.deterministic,
+        hang_timeout=config.hang_timeout,
+        profiles=config.profile is not None,
+        one_at_a_time=sums_through_memory and not (workload_class and names_python_functions(workload_class)),
+    )
 
 
 @contextlib.contextmanager

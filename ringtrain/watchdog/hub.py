@@ -42,16 +42,15 @@ def draw_token() -> str:
 
 def listen(world: World) -> tuple[socket.socket, list[str]]:
     """Rank 0's listening socket, and the addresses at which the others may reach it: the first that answers is it."""
-    if world.local_size == world.size:
-        listener = socket.create_server((LOOPBACK, 0), backlog=world.size + MORE_STRANGERS)
-        return listener, [LOOPBACK]
-    if socket.has_dualstack_ipv6():
-        listener = socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=world.size + MORE_STRANGERS, dualstack_ipv6=True
-        )  # all interfaces: which of them the other hosts reach is theirs to say
-    else:
-        listener = socket.create_server(("", 0), backlog=world.size + MORE_STRANGERS)
-    return listener, [world.node, *find_addresses()]
+    is_one_node = world.local_size == world.size
+    has_both = not is_one_node and socket.has_dualstack_ipv6()
+    listener = socket.create_server(
+        (LOOPBACK if is_one_node else "", 0),  # else all interfaces: which of them the others reach is theirs to say
+        family=socket.AF_INET6 if has_both else socket.AF_INET,
+        backlog=world.size + MORE_STRANGERS,
+        dualstack_ipv6=has_both,
+    )
+    return listener, [LOOPBACK] if is_one_node else [world.node, *find_addresses()]
 
 
 def find_addresses() -> list[str]:
@@ -99,11 +98,7 @@ class Star:
         self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def connect_to(self, addresses: Sequence[str], port: int, *, token: str) -> None:
-        """Connect to rank 0, at the first of its addresses that answers; again by ``receive``, until rank 0 is proved.
-
-        Raises:
-            OSError: none does.
-        """
+        """Connect to rank 0, at the first of its addresses that answers; by ``receive`` again, until it is proved."""
         self._token, self._addresses, self._port = token.encode(), list(addresses), port
         self._connect(CONNECT_SECONDS)
 

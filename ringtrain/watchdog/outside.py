@@ -1,12 +1,10 @@
-"""``python -I -S outside.py NAME SIGNAL``: a process that watches its parent, one rank, from outside.
+"""A process that watches its parent, one rank, from outside: ``main``, which is started aside.
 
 A thread cannot watch a process in which a call holds Python's lock: it does not run. So each rank's watchdog says from
 time to time on a pipe that it does, and for how long it may be silent. Python's own
 ``faulthandler.dump_traceback_later(exit=True)`` would need no process, but goes by the clock: it ends a rank that was
 stopped for a while (by a debugger, or by Slurm that suspended the job) the moment it goes on. This process counts its
 own ticks, and none while its parent is stopped.
-
-It uses nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -16,28 +14,26 @@ import os
 import select
 import signal
 import subprocess
-import sys
-from pathlib import Path
+
+from ringtrain.runtime.processes import read_process, start_aside
 
 # Of the time that the rank may be silent: after all of it the others leave, and the launcher ends this one.
 STACKS_FACTOR, KILL_FACTOR = 0.9, 1.5
 CLOSE_SECONDS = 2.0
-PACKAGES = Path(__file__).resolve().parents[2]
 
 
 class Outside:
     """The process that watches this one, as this one sees it."""
 
-    def __init__(self, name: str, stacks_signal: int) -> None:
-        """``name`` is this rank's, in words; at ``stacks_signal`` this process writes its stacks."""
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, name: str, stacks_signal: int) -> None:
+        """Begin to be watched. ``name`` is this rank's, in words; at ``stacks_signal`` it writes its stacks."""
         # Without it, a rank whose threads cannot run is found by the other ranks alone.
         with contextlib.suppress(OSError):
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, name, str(int(stacks_signal))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-            )
+            arguments = [name, str(int(stacks_signal))]
+            self._process = start_aside(__name__, *arguments, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
             os.set_blocking(self._pipe, False)
 
     def tell(self, limit: float, doing: str) -> None:
@@ -63,7 +59,7 @@ class Outside:
         return self._process.stdin.fileno()
 
 
-def main(name: str, stacks_signal: int) -> None:
+def main(name: str, stacks_signal: str) -> None:
     """Watch until the parent ends, or closes the pipe at stdin."""
     parent = os.getppid()
     silent, limit, doing = 0.0, float("inf"), ""
@@ -78,12 +74,13 @@ def main(name: str, stacks_signal: int) -> None:
             limit_text, _, doing = data.decode(errors="replace").splitlines()[-1].partition(" ")
             limit = float(limit_text)
             continue
-        if is_stopped(parent):
+        process = read_process(parent)
+        if process and process.state in "Tt":  # by a signal or a debugger
             continue
         before, silent = silent, silent + tick
         if before < STACKS_FACTOR * limit <= silent:
             print_line(f"ringtrain: {name} {doing}; no other thread of it has run for {silent:.0f} s. Its threads:\n")
-            send(parent, stacks_signal)
+            send(parent, int(stacks_signal))
         if silent >= KILL_FACTOR * limit:
             message = (
                 f"{name} {doing}; no other thread of it has run for {silent:.0f} s: a call holds Python's lock, or the "
@@ -93,14 +90,6 @@ def main(name: str, stacks_signal: int) -> None:
             print_line(f"ringtrain: error: {message}\n")
             send(parent, signal.SIGKILL)
             return
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
 
 
 def send(pid: int, number: int) -> None:
@@ -117,14 +106,7 @@ def print_line(text: str) -> None:
 
 def tell_end(message: str) -> None:
     """Tell whoever launched the run, unless another rank has."""
-    sys.path.insert(0, str(PACKAGES))
     from ringtrain.errors import HangError
     from ringtrain.runtime import launched
 
     launched.tell_end({"event": "end", "status": "hang", "exit_code": HangError.exit_code, "message": message})
-
-
-if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # meant for the rank
-        signal.signal(number, signal.SIG_IGN)
-    main(sys.argv[1], int(sys.argv[2]))

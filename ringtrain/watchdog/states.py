@@ -17,21 +17,13 @@ MAX_GROUPS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """A rank, as it was last heard of.
+    """A rank, as it was last heard of."""
 
-    Attributes:
-        note: what it was doing.
-        still: seconds for which it had not moved.
-        limit: seconds for which it may do so, there.
-        silent: seconds since then.
-        is_gone: its connection has ended without a word.
-    """
-
-    note: Note
-    still: float
-    limit: float
-    silent: float = 0.0
-    is_gone: bool = False
+    note: Note  # what it was doing
+    still: float  # seconds for which it had not moved
+    limit: float  # seconds for which it may do so, there
+    silent: float = 0.0  # seconds since then
+    is_gone: bool = False  # its connection has ended without a word
 
     @property
     def all_still(self) -> float:
@@ -54,11 +46,7 @@ class RankState:
 
 
 def read_state(message: Mapping[str, Any]) -> RankState:
-    """What ``to_message`` told.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is no such message.
-    """
+    """What ``to_message`` told; a KeyError, TypeError or ValueError where it is no such message."""
     note = Note(Phase[message["doing"]], int(message["step"]))
     return RankState(note=note, still=float(message["still"]), limit=float(message["limit"]))
 

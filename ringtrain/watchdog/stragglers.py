@@ -13,21 +13,20 @@ import os
 import statistics
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from ringtrain.messages.ranks import name_ranks
+from ringtrain.runtime.processes import read_process
 
 LOOKS_PER_WINDOW = 30
 WINDOWS = 2  # in a row: a burst of something else is none
 FACTOR = 2.0
 LEAST_SHARE = 0.9  # who sleeps for more is not what all wait for
-TASKS = Path("/proc/self/task")
 
 
 def list_threads() -> set[str]:
     """The threads of this process."""
     try:
-        return set(os.listdir(TASKS))
+        return set(os.listdir("/proc/self/task"))
     except OSError:
         return set()
 
@@ -45,15 +44,10 @@ class Looks:
 
     def look(self) -> None:
         """Look once, from a thread that does not count itself."""
-        mine = str(threading.get_native_id())
         self.times += 1
-        for thread in list_threads() - self._left_out - {mine}:
-            try:
-                if (TASKS / thread / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R":
-                    self.times_runnable += 1
-                    return
-            except OSError:  # it has ended
-                continue
+        others = list_threads() - self._left_out - {str(threading.get_native_id())}
+        threads = (read_process(f"self/task/{thread}") for thread in others)
+        self.times_runnable += any(thread is not None and thread.state == "R" for thread in threads)
 
 
 class Stragglers:
@@ -73,16 +67,15 @@ class Stragglers:
         if set(looks) != set(self._begun):
             self._begun = dict(looks)
             return {}
-        since = {rank: (looks[rank][0] - begun[0], looks[rank][1] - begun[1]) for rank, begun in self._begun.items()}
-        if not since or min(times for times, _ in since.values()) < LOOKS_PER_WINDOW:
+        since = {
+            rank: (looks[rank][0] - times, looks[rank][1] - runnable) for rank, (times, runnable) in self._begun.items()
+        }
+        if min((times for times, _ in since.values()), default=0) < LOOKS_PER_WINDOW:
             return {}
         self._begun = dict(looks)
-        slow = find_slow({rank: times_runnable / times for rank, (times, times_runnable) in since.items()})
-        self._windows_slow = {
-            rank: windows + (rank in slow)
-            for rank, windows in ((rank, self._windows_slow.get(rank, 0)) for rank in since)
-            if rank in slow or windows >= WINDOWS
-        }
+        slow = find_slow({rank: runnable / times for rank, (times, runnable) in since.items()})
+        told = {rank for rank, windows in self._windows_slow.items() if windows >= WINDOWS}
+        self._windows_slow = {rank: self._windows_slow.get(rank, 0) + 1 for rank in {*slow, *told}}
         return {rank: shares for rank, shares in slow.items() if self._windows_slow[rank] == WINDOWS}
 
 

@@ -68,14 +68,14 @@ class Watchdog:
         self._seconds_to_leave: float | None = None
         self._leave_at_once: Callable[[], None] = lambda: None
         self._is_stopped = False
-        self._outside: Outside | None = None
+        self._outside = Outside()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin to watch this rank, before it joins the others."""
         if self._hang_timeout:
             faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
-            self._outside = Outside(f"rank {self._world.rank} on {self._world.node}", STACKS_SIGNAL)
+            self._outside.start(f"rank {self._world.rank} on {self._world.node}", STACKS_SIGNAL)
             activity.note(Phase.JOIN, takes_long=True)
             activity.when_it_may_not_take_long(self._star.wake)
             self._thread.start()
@@ -126,8 +126,7 @@ class Watchdog:
         has_begun = threading.Event()
 
         def leave_at_once() -> None:
-            if self._outside is not None:
-                self._outside.tell(ENDING_SECONDS, "ends")
+            self._outside.tell(ENDING_SECONDS, "ends")
             run_bounded(last_words, RECORD_SECONDS)
             os._exit(exit_code)
 
@@ -148,8 +147,7 @@ class Watchdog:
             self._star.wake()
             self._thread.join()
             faulthandler.unregister(STACKS_SIGNAL)
-        if self._outside is not None:
-            self._outside.close()
+        self._outside.close()
         self._star.close()
 
     def _run(self) -> None:
@@ -175,8 +173,7 @@ class Watchdog:
         except Exception:  # a defect of ours must not end a run that is well
             failed = f"the watchdog of rank {self._world.rank} has failed:"
             self._warn("\n  ".join([failed, *traceback.format_exc().rstrip().split("\n")]))
-            if self._outside is not None:
-                self._outside.close()
+            self._outside.close()
             with contextlib.suppress(Exception):
                 self._star.send({"bye": True})
 
@@ -217,8 +214,7 @@ class Watchdog:
         mine = self._my_state
         looks = self._looks_at[self._world.rank] = (self._looks.times, self._looks.times_runnable)
         self._star.send({**mine.to_message(), "looks": looks})
-        if self._outside is not None:
-            self._outside.tell(mine.limit, mine.note.words_of_one)
+        self._outside.tell(mine.limit, mine.note.words_of_one)
 
     def _judge(self, seconds: float) -> None:
         """End what hangs."""
@@ -268,8 +264,7 @@ class Watchdog:
             f"so long, raise --hang_timeout ({self._hang_timeout:g} s).",
             reach="run" if is_rank0 else "rank",
         )
-        if self._outside is not None:
-            self._outside.tell(ENDING_SECONDS, "ends")
+        self._outside.tell(ENDING_SECONDS, "ends")
         record = start_bounded(lambda: self._write_end(error)) if judges else None
         if is_rank0 or judges:
             self._star.send({"hang": hang})

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from launch.memory import CGROUP_FILES
-from ringtrain.runtime.machine import cgroup_directories
+from ringtrain.runtime.machine import MEMORY_FILES, cgroup_directories
 from tests.world.running import Run, assert_history_is_whole, events, run_to_end, running
 
 EPOCHS, STEPS = 6, 48
@@ -98,7 +97,7 @@ IN_CGROUP = "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write('0')
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A group of processes with a limit to its memory; to make one needs a writable hierarchy, as root has it."""
-    for controller, _, limit in CGROUP_FILES:
+    for controller, limit, _ in MEMORY_FILES:
         for parent in reversed(cgroup_directories(Path("/"), controller)):  # from the root down
             path = parent / f"ringtrain-test-{os.getpid()}"
             with contextlib.suppress(OSError):

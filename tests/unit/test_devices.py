@@ -7,9 +7,8 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +19,7 @@ from ringtrain.runtime import machine as machine_module
 from ringtrain.runtime.cores import claim_cores, format_cores
 from ringtrain.runtime.devices import (
     DevicePlan,
+    Needs,
     Setting,
     adapt_plan,
     apply_plan,
@@ -43,8 +43,14 @@ def machine(cores: int = 4, quota: float | None = None, *, bound: bool = False) 
     return Machine(cores=tuple(range(cores)), quota=quota, bound_by_launcher=bound, may_have_gpus=False)
 
 
-def plan(local_rank: int, local_size: int, on: Machine, **options: object) -> DevicePlan:
-    return plan_devices(local_world(local_rank, local_size), on, {}, **options)  # type: ignore[arg-type]
+def plan(
+    local_rank: int,
+    local_size: int,
+    on: Machine,
+    claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
+    **needs: bool,
+) -> DevicePlan:
+    return plan_devices(local_world(local_rank, local_size), on, {}, Needs(**needs), claim_cores=claim_cores)
 
 
 def test_ranks_take_equal_shares_of_the_cores() -> None:
@@ -111,7 +117,7 @@ def test_a_rank_of_one_core_whose_operations_may_run_one_at_a_time_has_one_inter
 
 def test_ranks_of_several_nodes_leave_their_sums_to_horovod() -> None:
     far = World(rank=0, size=4, local_rank=0, local_size=2, node="a", launcher="mpirun")
-    assert plan_devices(far, machine(2), {}, one_at_a_time=True).inter_op_threads == 2
+    assert plan_devices(far, machine(2), {}, Needs(one_at_a_time=True)).inter_op_threads == 2
 
 
 def test_cores_that_another_run_has_are_not_taken() -> None:
@@ -188,12 +194,7 @@ def test_another_users_claim_counts_where_its_process_is_bound_to_the_core() -> 
 
 
 def test_settings_are_defaults_and_say_where_they_came_from() -> None:
-    settings = {
-        item.name: item
-        for item in plan_settings(
-            local_world(0, 2), {"HOROVOD_CYCLE_TIME": "7"}, may_have_gpus=False, deterministic=False
-        )
-    }
+    settings = {item.name: item for item in plan_settings(local_world(0, 2), machine(), {"HOROVOD_CYCLE_TIME": "7"})}
     assert settings["HOROVOD_CYCLE_TIME"] == Setting(name="HOROVOD_CYCLE_TIME", value="7", source="environment")
     assert settings["OMPI_MCA_mpi_yield_when_idle"].source == "ringtrain"
     assert "HOROVOD_DISABLE_GROUP_FUSION" not in settings
@@ -205,9 +206,8 @@ def test_ranks_of_one_node_keep_mpi_off_the_network_where_they_share_memory() ->
     several_nodes = dataclasses.replace(local_world(0, 2), size=4)
 
     def transports(world: World, environ: dict[str, str], shared_memory_bytes: int) -> str | None:
-        settings = plan_settings(
-            world, environ, may_have_gpus=True, deterministic=False, shared_memory_bytes=shared_memory_bytes
-        )
+        on = dataclasses.replace(machine(), may_have_gpus=True, shared_memory_bytes=shared_memory_bytes)
+        settings = plan_settings(world, on, environ)
         return {item.name: item.value for item in settings}.get("OMPI_MCA_btl")
 
     assert transports(local_world(0, 2), {}, plenty) == devices.TRANSPORTS_BETWEEN_NODES
@@ -220,7 +220,7 @@ def test_ranks_of_one_node_keep_mpi_off_the_network_where_they_share_memory() ->
 
 def fusion_threshold(environ: dict[str, str], *, may_have_gpus: bool = False, size: int = 2) -> str | None:
     world = dataclasses.replace(local_world(0, 2), size=size)
-    settings = plan_settings(world, environ, may_have_gpus=may_have_gpus, deterministic=False)
+    settings = plan_settings(world, dataclasses.replace(machine(), may_have_gpus=may_have_gpus), environ)
     return {item.name: item.value for item in settings}.get("HOROVOD_FUSION_THRESHOLD")
 
 
@@ -239,9 +239,7 @@ def test_ranks_beside_gpus_keep_the_threshold_of_horovod(
     if has_driver:
         (tmp_path / "driver").touch()
     first = plan(0, 2, read_machine({}))
-    adapted = adapt_plan(
-        first, local_world(0, 2), {}, deterministic=False, hang_timeout=0.0, profiles=False, one_at_a_time=True
-    )
+    adapted = adapt_plan(first, local_world(0, 2), {}, Needs(one_at_a_time=True))
     for planned in (first, adapted):
         names = {setting.name for setting in planned.settings}
         assert ("HOROVOD_FUSION_THRESHOLD" in names) is not has_driver
@@ -252,7 +250,7 @@ def test_ranks_beside_gpus_keep_the_threshold_of_horovod(
 )
 def test_what_horovod_is_asked_to_tune_is_left_to_it(value: str, is_left: bool) -> None:
     environ = {"HOROVOD_AUTOTUNE": value}
-    names = {item.name for item in plan_settings(local_world(0, 2), environ, may_have_gpus=False, deterministic=False)}
+    names = {item.name for item in plan_settings(local_world(0, 2), machine(), environ)}
     tuned = {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"}
     assert names & tuned == (set() if is_left else tuned)
 
@@ -267,22 +265,20 @@ def test_a_workload_may_ask_horovod_to_tune(monkeypatch: pytest.MonkeyPatch) -> 
     set_environment(first)
     assert set(tuned) <= os.environ.keys()
     monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
-    adapted = adapt_plan(
-        first, world, os.environ, deterministic=False, hang_timeout=0.0, profiles=False, one_at_a_time=False
-    )
+    adapted = adapt_plan(first, world, os.environ, Needs())
     set_environment(adapted, before=first)
     assert not set(tuned) & os.environ.keys()
     set_environment(dataclasses.replace(adapted, settings=()), before=adapted)
 
 
 def test_a_process_alone_has_no_communication_settings() -> None:
-    names = [item.name for item in plan_settings(local_world(0, 1), {}, may_have_gpus=False, deterministic=False)]
+    names = [item.name for item in plan_settings(local_world(0, 1), machine(), {})]
     assert not [name for name in names if name.startswith(("HOROVOD_", "OMPI_"))]
 
 
 def test_deterministic_runs_fix_the_order_of_sums() -> None:
     settings = {
-        item.name: item.value for item in plan_settings(local_world(0, 2), {}, may_have_gpus=False, deterministic=True)
+        item.name: item.value for item in plan_settings(local_world(0, 2), machine(), {}, Needs(deterministic=True))
     }
     assert settings["HOROVOD_DISABLE_GROUP_FUSION"] == "1"
     assert settings["TF_DETERMINISTIC_OPS"] == "1"
@@ -295,13 +291,13 @@ def test_horovod_and_gloo_leave_the_first_word_about_a_hang_to_the_watchdog(hang
         (local_world(0, 2), {"HOROVOD_STALL_CHECK_TIME_SECONDS"}),
         (gloo, {"HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_GLOO_TIMEOUT_SECONDS"}),
     ):
-        settings = plan_settings(world, {}, may_have_gpus=False, deterministic=False, hang_timeout=hang_timeout)
+        settings = plan_settings(world, machine(), {}, Needs(hang_timeout=hang_timeout))
         assert {item.name for item in settings if item.name.endswith("_SECONDS")} == names
         assert {item.value for item in settings if item.name.endswith("_SECONDS")} == {seconds}
 
 
 def test_without_a_watchdog_horovod_speaks_as_it_always_does() -> None:
-    settings = plan_settings(local_world(0, 2), {}, may_have_gpus=False, deterministic=False, hang_timeout=0.0)
+    settings = plan_settings(local_world(0, 2), machine(), {}, Needs(hang_timeout=0.0))
     assert not [item.name for item in settings if "STALL" in item.name or "GLOO" in item.name]
 
 
@@ -314,8 +310,8 @@ def one_setting(name: str, value: str) -> DevicePlan:
         why_unpinned="",
         intra_op_threads=1,
         inter_op_threads=2,
-        may_have_gpus=False,
         settings=(setting,),
+        machine=machine(),
     )
 
 
@@ -337,10 +333,9 @@ def test_a_plan_is_adapted_to_the_defaults_of_a_workload(monkeypatch: pytest.Mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "7")
     world = local_world(0, 2)
-    first = plan_devices(world, machine(2), os.environ, hang_timeout=600.0, one_at_a_time=True)
+    first = plan_devices(world, machine(2), os.environ, Needs(hang_timeout=600.0, one_at_a_time=True))
     set_environment(first)
-    needs: dict[str, Any] = {"deterministic": True, "hang_timeout": 0.0, "profiles": False}
-    adapted = adapt_plan(first, world, os.environ, **needs, one_at_a_time=False)
+    adapted = adapt_plan(first, world, os.environ, Needs(deterministic=True))
     set_environment(adapted, before=first)
     assert (adapted.cores, adapted.inter_op_threads) == (first.cores, 2)
     said = {setting.name: (setting.value, setting.source) for setting in adapted.settings}
@@ -348,7 +343,7 @@ def test_a_plan_is_adapted_to_the_defaults_of_a_workload(monkeypatch: pytest.Mon
     assert said["HOROVOD_DISABLE_GROUP_FUSION"] == ("1", "ringtrain")
     assert {name: os.environ[name] for name in said} == {name: value for name, (value, _) in said.items()}
     assert "HOROVOD_STALL_CHECK_TIME_SECONDS" not in os.environ
-    again = adapt_plan(adapted, world, os.environ, **needs, one_at_a_time=False)
+    again = adapt_plan(adapted, world, os.environ, Needs(deterministic=True))
     assert again == adapted
     set_environment(dataclasses.replace(adapted, settings=()), before=adapted)
 

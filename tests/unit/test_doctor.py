@@ -15,6 +15,7 @@ from ringtrain.doctor.facts import AllReduce, Facts, Gpu, Hardware, Launchers, S
 from ringtrain.doctor.judging import Finding, can_join, is_within, judge
 from ringtrain.doctor.ranks import bus_bandwidth, judge_all_reduce, judge_ranks, judge_versions
 from ringtrain.doctor.table import WIDTH, conclusion, exit_code, format_table
+from ringtrain.runtime.world import World
 from tests.unit.test_setup import PROJECT, ranges
 
 GIB, MIB = 2**30, 2**20
@@ -34,7 +35,7 @@ HARDWARE = Hardware(
     total_cores=8,
     memory_bytes=16 * GIB,
     available_bytes=12 * GIB,
-    shm_bytes=8 * GIB,
+    shared_memory_bytes=8 * GIB,
     shm_free_bytes=8 * GIB,
 )
 LAUNCHERS = Launchers(
@@ -43,12 +44,7 @@ LAUNCHERS = Launchers(
 H200 = Gpu(uuid="GPU-a", name="NVIDIA H200", driver="570.1", mig=False)
 TWO_GPUS = (H200, replace(H200, uuid="GPU-b"))
 HEALTHY = Facts(
-    rank=0,
-    size=1,
-    local_rank=0,
-    local_size=1,
-    node="a",
-    launcher="no launcher",
+    world=World(rank=0, size=1, local_rank=0, local_size=1, node="a", launcher="no launcher"),
     stack=STACK,
     hardware=HARDWARE,
     launchers=LAUNCHERS,
@@ -58,7 +54,7 @@ HEALTHY = Facts(
 def changed(facts: Facts = HEALTHY, **changes: Any) -> Facts:
     """Facts with other values, of whichever part has a field of that name."""
     for name, value in changes.items():
-        for part in ("stack", "hardware", "launchers"):
+        for part in ("world", "stack", "hardware", "launchers"):
             if name in getattr(facts, part).__dataclass_fields__:
                 facts = replace(facts, **{part: replace(getattr(facts, part), **{name: value})})
                 break
@@ -194,17 +190,18 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     "little memory": ({"available_bytes": 512 * MIB}, "memory", "warning", "0.5 GiB of it available", "1.0 GiB"),
     "a cgroup's memory": ({**RANKS, "memory_limit": GIB}, "memory", "warning", "1.0 GiB: little for 2", "2.0 GiB"),
     "tiny /dev/shm": (
-        {"shm_bytes": MIB, "shm_free_bytes": MIB}, "/dev/shm", "warning", "1 MiB of it free: 4 ranks", "--shm-size=1g"
+        {"shared_memory_bytes": MIB, "shm_free_bytes": MIB},
+        "/dev/shm", "warning", "1 MiB of it free: 4 ranks", "--shm-size=1g",
     ),
     "tiny /dev/shm with NCCL": (
-        {**GPUS, **NCCL, "shm_bytes": 16 * MIB, "shm_free_bytes": 16 * MIB},
+        {**GPUS, **NCCL, "shared_memory_bytes": 16 * MIB, "shm_free_bytes": 16 * MIB},
         "/dev/shm", "broken", "too little for NCCL", "remount,size=1g",
     ),
     "small /dev/shm with NCCL": (
-        {**GPUS, **NCCL, "shm_bytes": 40 * MIB, "shm_free_bytes": 40 * MIB},
+        {**GPUS, **NCCL, "shared_memory_bytes": 40 * MIB, "shm_free_bytes": 40 * MIB},
         "/dev/shm", "warning", ": little for NCCL with 2 GPUs", "remount,size=1g",
     ),
-    "no /dev/shm": ({"shm_bytes": None, "shm_free_bytes": None}, "/dev/shm", "warning", "not there", "--shm-size"),
+    "no /dev/shm": ({"shared_memory_bytes": 0, "shm_free_bytes": 0}, "/dev/shm", "warning", "not there", "--shm-size"),
     "a look that failed": ({"unknown": {"node": "OSError: x"}}, "node", "warning", "OSError: x", "report"),
 }  # fmt: skip
 
@@ -261,7 +258,7 @@ def test_who_can_talk_to_other_ranks(failures: dict[str, str], parts: tuple[str,
 
 
 def rank_facts(rank: int, size: int = 2, node: str = "a", **changes: Any) -> Facts:
-    place = {"rank": rank, "size": size, "local_rank": rank, "local_size": size, "node": node, "launcher": "mpirun"}
+    place = {"size": size, "rank": rank, "local_size": size, "local_rank": rank, "node": node, "launcher": "mpirun"}
     return changed(**{**place, "device": f"core {rank}", **changes})
 
 
@@ -288,7 +285,7 @@ def test_another_patch_of_python_is_a_warning() -> None:
 
 
 def test_what_is_wrong_on_other_nodes_is_told_once_with_the_ranks() -> None:
-    small = {"shm_bytes": MIB, "shm_free_bytes": MIB}
+    small = {"shared_memory_bytes": MIB, "shm_free_bytes": MIB}
     findings = judge_ranks([rank_facts(0, 3), rank_facts(1, 3, "b", **small), rank_facts(2, 3, "b", **small)], None)
     [finding] = [item for item in findings if item.status != "ok"]
     assert (finding.subject, finding.status) == ("/dev/shm", "warning")
@@ -323,7 +320,8 @@ def test_no_two_ranks_of_a_node_have_the_same_gpu(gpus: list[str | None], shared
 
 def test_gpus_of_the_same_name_on_two_nodes_are_two() -> None:
     ranks = [
-        rank_facts(rank, 2, "ab"[rank], **GPUS, **NCCL, device="GPU 0", gpu="GPU-a", local_size=1) for rank in range(2)
+        rank_facts(rank, 2, "ab"[rank], **GPUS, **NCCL, device="GPU 0", gpu="GPU-a", local_rank=0, local_size=1)
+        for rank in range(2)
     ]
     assert exit_code(judge_ranks(ranks, None)) == 0
 
@@ -378,7 +376,7 @@ def test_warnings_are_counted_and_do_not_break() -> None:
 
 
 def test_python_without_docstrings_is_told_of() -> None:
-    [finding] = [item for item in judge(replace(HEALTHY, stack=replace(STACK, optimize=2))) if item.subject == "Python"]
+    finding = finding_of(changed(optimize=2), "Python")
     assert (finding.status, finding.remedy) == ("warning", "unset PYTHONOPTIMIZE, and leave out -OO")
-    failed = replace(STACK, optimize=2, failures={"tensorflow": "TypeError"})
-    assert judging.judge_python(failed).status == "broken"
+    failed = changed(optimize=2, failures={"tensorflow": "TypeError"})
+    assert finding_of(failed, "Python").status == "broken"

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from ringtrain.doctor.inside import describe_mpi
 from ringtrain.doctor.judging import judge
 from ringtrain.doctor.probes import (
-    describe_mpi,
     gather_facts,
     load_packages,
     parse_gpus,
     read_answer,
-    read_cgroup_memory,
 )
 from ringtrain.doctor.table import exit_code
+from ringtrain.runtime.machine import read_memory_limits
 from ringtrain.runtime.world import World
 
 BEGIN = "import json, os, signal, sys, time\nprint(json.dumps({'begins': 'tensorflow'}), flush=True)\n"
@@ -100,7 +100,7 @@ def test_the_tightest_memory_limit_counts(tmp_path: Path, files: dict[str, str],
     for name, text in {"proc/self/cgroup": "4:memory:/m\n0::/a", **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert read_cgroup_memory(tmp_path) == limit
+    assert min((granted for granted, _ in read_memory_limits(tmp_path)), default=None) == limit
 
 
 WAIT = """

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ringtrain.runtime.devices import apply_plan, plan_devices, start_tensorflow
+from ringtrain.runtime.devices import Needs, apply_plan, plan_devices, start_tensorflow
 from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World, read_world
 from ringtrain.terminal.startup import quiet_start
@@ -41,7 +41,7 @@ def main() -> None:
 
 def join(world: World) -> Any:
     """Start TensorFlow on this rank's devices, and meet the other ranks."""
-    plan = plan_devices(world, read_machine(os.environ), os.environ, one_at_a_time=True)
+    plan = plan_devices(world, read_machine(os.environ), os.environ, Needs(one_at_a_time=True))
     apply_plan(plan)
     with quiet_start():
         start_tensorflow(plan, world)

@@ -82,7 +82,7 @@ def test_nohup_is_heeded() -> None:
     script = """
 import os, signal, sys
 from launch.family import run_guarded
-from launch.requests import Requests
+from launch.group import Requests
 
 def work():
     requests = Requests()

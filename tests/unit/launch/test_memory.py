@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.memory import NODE, count_kills, find_limit
+from launch.rank import NODE, count_kills, find_limit
 
 
 def make_system(root: Path, *, version: int, own: int, node: int) -> Path:

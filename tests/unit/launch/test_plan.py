@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.plan import plan_group, plan_restart
+from launch.local import plan_group, plan_restart
 
 FLAGS = ["--out", "a run", "--workload", "digits"]
 RANK = ["/env/python", "-m", "launch.rank", "/tmp/l", "/env/python", "-m", "ringtrain", *FLAGS]

@@ -13,17 +13,25 @@ from pathlib import Path
 import pytest
 
 from launch.slurm import controller
-from launch.slurm.after import Ended, JobState, count_restarts, decide, read_state
+from launch.slurm.after import (
+    Ended,
+    FailedRank,
+    JobState,
+    conclude,
+    count_restarts,
+    find_failed_rank,
+    read_state,
+    why_not_again,
+)
 from launch.slurm.cli import main
-from launch.slurm.output import FailedRank, find_failed_rank
 from ringtrain.errors import UsageError
 from ringtrain.runtime.launched import EndTold, RunTold
 from tests.unit.launch.batch import Site, create_site
 
 RUN = RunTold(path=Path("/runs/a"), step=100, is_complete=False)
 SIGNAL = EndTold(status="preempted", exit_code=75, message="stopped by SIGUSR1: saved.", stopped_by="signal")
-TIME = dataclasses.replace(SIGNAL, message="stopped by the end of Slurm job 7: saved.", stopped_by="time")
-FILE = dataclasses.replace(SIGNAL, message="stopped by the file stop: saved.", stopped_by="file")
+TIME = SIGNAL._replace(message="stopped by the end of Slurm job 7: saved.", stopped_by="time")
+FILE = SIGNAL._replace(message="stopped by the file stop: saved.", stopped_by="file")
 DATA = EndTold(status="data", exit_code=3, message="data_dir 'x' holds no images.")
 DONE = EndTold(status="completed", exit_code=0)
 KILLED = FailedRank("task 1", "n2", "Killed")
@@ -37,7 +45,7 @@ def ended(**changes: object) -> Ended:
         end=SIGNAL,
         run=RUN,
         newest_step=150,
-        state=JobState.RUNNING,
+        state=None,
         failed_rank=LEFT,
         restarts=0,
         max_requeues=20,
@@ -53,8 +61,6 @@ DECISIONS = [
     (ended(status=137), True, 75, []),
     (ended(failed_rank=None), True, 75, []),
     (ended(failed_rank=FailedRank("task 1", "n2", "Terminated")), True, 75, []),
-    (ended(state=JobState.UNKNOWN), True, 75, []),
-    (ended(state=JobState.TIMED_OUT), True, 75, []),
     (ended(restarts=19), True, 75, ["restart 20 of at most 20"]),
     # the first start may be told to stop before its first step; a restart that gets nowhere ends it
     (ended(newest_step=100), True, 75, []),
@@ -66,7 +72,7 @@ DECISIONS = [
     (ended(restarts=20), False, 75, ["20 restarts", "--max_requeues is 20"]),
     (ended(max_requeues=0), False, 75, ["--max_requeues is 0"]),
     (ended(end=FILE), False, 75, ["stopped by the file stop", "somebody wanted it to stop"]),
-    (ended(end=dataclasses.replace(SIGNAL, stopped_by=None)), False, 75, ["Not started again"]),
+    (ended(end=SIGNAL._replace(stopped_by=None)), False, 75, ["Not started again"]),
     (ended(state=JobState.ENDING), False, 75, ["cancelled"]),
     (ended(state=JobState.STARTED_AGAIN), False, 75, ["started again by Slurm itself"]),
     (ended(status=0, end=None, failed_rank=None, state=JobState.STARTED_AGAIN), False, 1, ["Slurm itself"]),
@@ -77,7 +83,7 @@ DECISIONS = [
     (ended(status=0, end=None, run=None, failed_rank=None, state=JobState.ENDING), False, 1, ["did not say why"]),
     (ended(status=0, end=None, failed_rank=None), False, 1, ["exit code 0", "did not say why"]),
     (
-        ended(status=0, end=None, failed_rank=None, run=dataclasses.replace(RUN, is_complete=True)),
+        ended(status=0, end=None, failed_rank=None, run=RUN._replace(is_complete=True)),
         False,
         0,
         ["completed before"],
@@ -85,7 +91,7 @@ DECISIONS = [
     # failed
     (ended(status=3, end=DATA), False, 3, ["exit code 3 (data)", "holds no images"]),
     (ended(status=137, end=DATA), False, 3, ["holds no images"]),
-    (ended(end=dataclasses.replace(DATA, message="the ranks differ:\n  seed ...")), False, 3, ["the ranks differ:"]),
+    (ended(end=DATA._replace(message="the ranks differ:\n  seed ...")), False, 3, ["the ranks differ:"]),
     (ended(begins_anew=True), False, 75, ["resume: never"]),
     (ended(status=1, end=DATA, failed_rank=None), False, 3, ["holds no images"]),
     (ended(status=137, end=None, failed_rank=KILLED), False, 137, ["exit code 137 (SIGKILL)", "task 1 on n2: Killed"]),
@@ -97,11 +103,11 @@ DECISIONS = [
 
 @pytest.mark.parametrize(("start", "restarts", "exit_code", "words"), DECISIONS)
 def test_what_follows_from_how_a_start_ended(start: Ended, restarts: bool, exit_code: int, words: list[str]) -> None:
-    decision = decide(start)
-    assert (decision.restarts, decision.exit_code) == (restarts, exit_code)
+    assert (why_not_again(start) is None, start.exit_code) == (restarts, exit_code)
+    message = conclude(start)
     for text in words:
-        assert text in decision.message
-    assert "\n" not in decision.message
+        assert text in message
+    assert "\n" not in message
 
 
 # As Slurm 22.05 prints it.
@@ -121,24 +127,24 @@ def describe(state: str, reason: str = "None", restarts: int = 0, name: str = "a
 @pytest.mark.parametrize(
     ("description", "state"),
     [
-        (describe("RUNNING"), JobState.RUNNING),
-        (describe("RUNNING", name="   JobState=COMPLETING Reason=x   Requeue=1 Restarts=9"), JobState.RUNNING),
-        (describe("COMPLETING", "TimeLimit"), JobState.TIMED_OUT),
-        (describe("TIMEOUT", "TimeLimit"), JobState.TIMED_OUT),
+        (describe("RUNNING"), None),
+        (describe("RUNNING", name="   JobState=COMPLETING Reason=x   Requeue=1 Restarts=9"), None),
+        (describe("COMPLETING", "TimeLimit"), None),
+        (describe("TIMEOUT", "TimeLimit"), None),
         (describe("COMPLETING"), JobState.ENDING),
         (describe("CANCELLED"), JobState.ENDING),
         (describe("RUNNING", restarts=1), JobState.STARTED_AGAIN),
         (describe("PENDING", "BeginTime", restarts=1), JobState.STARTED_AGAIN),
-        ("", JobState.UNKNOWN),
-        (None, JobState.UNKNOWN),
+        ("", None),
+        (None, None),
     ],
 )
-def test_a_job_s_state_is_read_from_scontrol(description: str | None, state: JobState) -> None:
+def test_a_job_s_state_is_read_from_scontrol(description: str | None, state: JobState | None) -> None:
     assert read_state(description, restarts=0) is state
 
 
 def test_a_job_that_has_been_started_again_before_is_running_all_the_same() -> None:
-    assert read_state(describe("RUNNING", restarts=3), restarts=3) is JobState.RUNNING
+    assert read_state(describe("RUNNING", restarts=3), restarts=3) is None
 
 
 # As Slurm 22.05 and Open MPI 4.1 print it.
@@ -216,7 +222,7 @@ def follow_up(site: Site, end: EndTold | None, variables: Mapping[str, str] | No
     (run / "checkpoints" / "step-000000150").mkdir(parents=True)
     (told / "run.json").write_text(json.dumps({"path": str(run), "step": 100, "is_complete": False}))
     if end is not None:
-        (told / "end.json").write_text(json.dumps(dataclasses.asdict(end)))
+        (told / "end.json").write_text(json.dumps(end._asdict()))
     command = [sys.executable, "-m", "launch", "slurm", "after", "--status", "137", "--script", "slurm_script"]
     root = str(Path(__file__).resolve().parents[3])
     with (site.submit / "job.out").open("a+") as output:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from launch.slurm.cli import main
 from launch.slurm.job import JobRequest
-from launch.slurm.script import _create_environment, quote_sbatch, quote_shell, render
+from launch.slurm.script import _ENVIRONMENT, quote_sbatch, quote_shell, render
 from tests.unit.launch.batch import Site, create_site
 
 RECORDED = Path(__file__).parent
@@ -128,7 +128,7 @@ def test_a_script_that_may_hold_a_secret_is_its_owners_alone(
 
 
 def test_a_template_cannot_print_what_no_filter_has_quoted() -> None:
-    environment = _create_environment()
+    environment = _ENVIRONMENT
     assert environment.from_string("{{ a | shell }} {{ b }}").render(a="x y", b=1) == "'x y' 1"
     for template in ("{{ a }}", "{{ a ~ (a | shell) }}", "{{ [a] | join }}"):
         with pytest.raises(TypeError, match="no filter has quoted"):

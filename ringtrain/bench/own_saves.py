@@ -95,7 +95,7 @@ def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[floa
 def train_between(job: Any, batches: Iterator[Any]) -> Iterator[int]:
     """Train some steps before each save; one save more than is counted."""
     for step in range(1, (NUM_SAVES + 1) * STEPS_BETWEEN + 1):
-        job.step(next(batches), job.learning_rate(0)).numpy()  # waits for it
+        job.step(next(batches), job.plan.learning_rate(0)).numpy()  # waits for it
         if step % STEPS_BETWEEN == 0:
             yield step
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import re
 import socket
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +12,8 @@ import tensorflow as tf
 
 from ringtrain.collectives import Totals
 from ringtrain.collectives.horovod import HorovodCollective
-from ringtrain.errors import UsageError
+from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.runtime.world import World
-
-# TensorFlow's graphs of the branches and bodies within a function.
-BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
-
-_uses: weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
 
 class ProcessSetCollective(HorovodCollective):
@@ -69,23 +62,6 @@ class ProcessSetCollective(HorovodCollective):
             return hvd.allgather(tensor, name=_last_part(name), ignore_name_scope=True, process_set=self._process_set)
 
 
-def unique_name(prefix: str) -> str:
-    """A name for the collectives of one call, unlike that of any other call in the same function.
-
-    It counts the calls while a tf.function is traced, which every rank does in the same order. It counts anew with each
-    trace: a rank whose variables are created within the first one traces twice. Eagerly, where one operation ends
-    before the next begins, it is the prefix.
-    """
-    if tf.executing_eagerly():
-        return prefix
-    graph = tf.compat.v1.get_default_graph()
-    while type(graph).__name__ in BRANCH_GRAPHS:
-        graph = graph.outer_graph
-    uses = _uses.setdefault(graph, collections.Counter())
-    uses[prefix] += 1
-    return f"{prefix}_{uses[prefix]}"
-
-
 def require_init(what: str) -> None:
     """Raise where Horovod has not been started.
 
@@ -94,8 +70,8 @@ def require_init(what: str) -> None:
     """
     if not hvd.is_initialized():
         raise UsageError(
-            f"{what} needs to know the ranks, and Horovod is not initialized. Call ringtrain.keras.init() first: right "
-            "after the imports, before TensorFlow computes anything.",
+            f"{what} needs to know the ranks, and {NO_HOROVOD_SIGN}. Call ringtrain.keras.init() first: right after "
+            "the imports, before TensorFlow computes anything.",
             reach="run",
         )
 

@@ -16,9 +16,10 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
-from ringtrain.keras.collective import ProcessSetCollective, require_init, unique_name
+from ringtrain.keras.collective import ProcessSetCollective, require_init
 from ringtrain.run.variables import require_gradients_that_add
 
 Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable

@@ -11,8 +11,9 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives import all_gather_object
+from ringtrain.collectives.differentiable import unique_name
 from ringtrain.errors import UsageError
-from ringtrain.keras.collective import ProcessSetCollective, require_init, unique_name
+from ringtrain.keras.collective import ProcessSetCollective, require_init
 
 
 def broadcast_variables(

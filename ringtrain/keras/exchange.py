@@ -8,8 +8,8 @@ first.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
@@ -41,14 +41,20 @@ class Settings:
     process_set: Any = hvd.global_process_set
     scale_local_gradients: bool = True
 
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Settings:
+        """Those of a function's arguments that are fields here."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
+
     def __post_init__(self) -> None:
         require_init(self.name)
         if self.num_groups:
-            warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=4)
+            warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=5)
             if self.groups is None:
                 object.__setattr__(self, "groups", self.num_groups)
         self._check_op()
-        if not (self.groups is None or isinstance(self.groups, (list, tuple)) or _is_positive(self.groups)):
+        is_number = type(self.groups) is int and self.groups > 0
+        if not (self.groups is None or isinstance(self.groups, (list, tuple)) or is_number):
             raise UsageError(
                 f"groups={self.groups!r} must be a whole number of groups, at least 1, a list of lists of variables, "
                 "or None to let ringtrain group them.",
@@ -205,12 +211,7 @@ class Accumulation:
     """
 
     def __init__(self, passes: int, *, averages: bool) -> None:
-        """Begin with nothing.
-
-        Args:
-            passes: backward passes to a reduction.
-            averages: whether to divide the sum by ``passes``.
-        """
+        """Begin with nothing; ``averages`` says whether to divide the sum of ``passes`` by their number."""
         self.passes, self.averages = passes, averages
         with tf.init_scope():
             self.counter = tf.Variable(0, trainable=False, dtype=tf.int32)
@@ -280,7 +281,3 @@ def _split_by_type(group: list[int], gradients: Gradients) -> list[list[int]]:
         spec = gradient_spec(gradients[index])
         by_type.setdefault((index if spec.is_sparse else None, spec.dtype), []).append(index)
     return list(by_type.values())
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -83,7 +83,6 @@ class TrainingGuard(keras.callbacks.Callback):
         if self._collective is not None:
             self._require_same_plan(self._collective)
             require_working_sums(self._collective, own_gpu())
-
         self._num_epochs = 0
 
     def on_train_end(self, logs: Any = None) -> None:

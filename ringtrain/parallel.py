@@ -77,7 +77,8 @@ def make_parallel(
 
     Raises:
         UsageError: no inputs; an input that is no tensor, is a scalar, or has another first dimension than the others;
-            ``combine`` is no rule, or does not match the outputs.
+            on every rank, inputs that are of other shapes or types on one (in a ``tf.function`` of yours, which makes
+            an ``InvalidArgumentError`` of it); ``combine`` is no rule, or does not match the outputs.
     """
     _check_words(combine)
     if fn is None and not inputs:
@@ -143,11 +144,7 @@ def _run(fn: Callable[..., Any], inputs: Any, combine: Any, collective: Collecti
 
 
 def _read_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The inputs with their names, flat: tensors [n, ...], and what is passed on as it is.
-
-    Raises:
-        UsageError: there are none, one is no tensor or a scalar, or their first dimensions differ.
-    """
+    """The inputs with their names, flat: tensors [n, ...], and what is passed on as it is."""
     labelled = [(f"argument {i}", arg) for i, arg in enumerate(args)]
     labelled += [(repr(name), kwargs[name]) for name in sorted(kwargs)]  # as tf.nest flattens a dict
     leaves = [
@@ -298,11 +295,7 @@ def _check_words(combine: Any) -> None:
 
 
 def _rules_of(combine: Any, outputs: Any) -> list[str]:
-    """The word for each flat output.
-
-    Raises:
-        UsageError: the structures do not match.
-    """
+    """The word for each flat output."""
     if isinstance(combine, str):
         return [combine] * len(tf.nest.flatten(outputs))
     if isinstance(combine, Mapping) and isinstance(outputs, Mapping) and set(combine) == set(outputs):
@@ -318,11 +311,7 @@ def _rules_of(combine: Any, outputs: Any) -> list[str]:
 
 
 def _check_outputs(rules: Sequence[str], trace: Any, inputs: Tensors, size: int) -> None:
-    """See that each output can be combined as it shall be.
-
-    Raises:
-        UsageError: one cannot.
-    """
+    """See that each output can be combined as it shall be."""
     are_shapes_known = all(tensor.shape[1:].is_fully_defined() for tensor in inputs)
     for number, (rule, output) in enumerate(zip(rules, tf.nest.flatten(trace.structured_outputs), strict=True)):
         problem = ""

@@ -48,7 +48,7 @@ def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> 
         yield [_check_in_graph(inputs, collective, name)]
     else:
         with tf.device(CPU), context.executor_scope(_beside()):
-            on_ranks = _exchange(collective)(_what_travels(inputs))
+            on_ranks = _exchange(collective)(_what_travels(inputs))  # type: ignore[arg-type]  # it has a hash
         try:
             yield []
         except Exception:

@@ -132,11 +132,7 @@ def find_distributed(optimizer: Any) -> Distributed | None:
 
 
 def check_parts(optimizer: Any) -> None:
-    """See that no part of a ``MultiOptimizer`` reduces by itself: the others would train each rank's model apart.
-
-    Raises:
-        UsageError: one does.
-    """
+    """See that no part of a ``MultiOptimizer`` reduces by itself: the others would train each rank's model apart."""
     names = [part.name for part in getattr(optimizer, "optimizers", ()) if find_distributed(part) is not None]
     if names:
         raise UsageError(

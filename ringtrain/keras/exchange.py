@@ -116,7 +116,6 @@ class Exchange:
         return variable_key(variable) in cls._local_somewhere
 
     def is_local(self, variable: Any) -> bool:
-        """Whether a variable's gradients stay on this rank."""
         return variable_key(variable) in self._local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Gradients:
@@ -204,16 +203,12 @@ class Exchange:
 
 
 class Accumulation:
-    """Adds up the gradients of several backward passes on this rank, so that they travel once.
-
-    Attributes:
-        counter: int32 [], passes added up since the last reduction; the same on every rank.
-    """
+    """Adds up the gradients of several backward passes on this rank, so that they travel once."""
 
     def __init__(self, passes: int, *, averages: bool) -> None:
         """Begin with nothing; ``averages`` says whether to divide the sum of ``passes`` by their number."""
         self.passes, self.averages = passes, averages
-        with tf.init_scope():
+        with tf.init_scope():  # passes added up since the last reduction; the same on every rank
             self.counter = tf.Variable(0, trainable=False, dtype=tf.int32)
         self._sums: dict[Hashable, tf.Variable] = {}
 
@@ -259,11 +254,7 @@ def variable_key(variable: Any) -> Hashable:
 
 
 def find_local_variables(local_layers: Any) -> list[Any]:
-    """The trainable variables of the layers that are to stay local.
-
-    Raises:
-        UsageError: something else than layers was given.
-    """
+    """The trainable variables of the layers that are to stay local."""
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):

@@ -47,8 +47,10 @@ def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> 
     elif not tf.executing_eagerly():
         yield [_check_in_graph(inputs, collective, name)]
     else:
-        with tf.device(CPU), context.executor_scope(_beside()):
-            on_ranks = _exchange(collective)(_what_travels(inputs))  # type: ignore[arg-type]  # it has a hash
+        with tf.device(CPU):
+            mine = _what_travels(inputs)
+            with context.executor_scope(_beside()):
+                on_ranks = _exchange(collective)(mine)  # type: ignore[arg-type]  # it has a hash
         try:
             yield []
         except Exception:
@@ -110,7 +112,8 @@ def _what_travels(inputs: Inputs) -> tf.Tensor:
             weights = tf.constant([_weight(number, axis) for axis in range(MAX_DIMENSIONS)], tf.int64)
             lengths = tf.shape(tensor, tf.int64)[1:]
             digest += tf.reduce_sum((lengths + 1) * weights[: tf.size(lengths)])
-    return tf.convert_to_tensor([[tf.shape(tensors[0], tf.int64)[0], digest]], tf.int64)
+    count = tensors[0].shape[0]
+    return tf.convert_to_tensor([[tf.shape(tensors[0], tf.int64)[0] if count is None else count, digest]], tf.int64)
 
 
 def _weight(number: int, axis: int) -> int:

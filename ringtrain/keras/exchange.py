@@ -23,6 +23,8 @@ from ringtrain.keras.collective import ProcessSetCollective, require_init
 from ringtrain.run.variables import require_gradients_that_add
 
 Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable
+# Horovod's in the words of ``ringtrain.collectives.gradients``.
+COMPRESSIONS: dict[Any, Compression] = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,11 @@ class Settings:
                 "or None to let ringtrain group them.",
                 reach="run",
             )
-        _ = self.compression_name
+        if self.compression not in COMPRESSIONS:
+            raise UsageError(
+                f"compression={self.compression!r} is not known. Pass hvd.Compression.none or hvd.Compression.fp16.",
+                reach="run",
+            )
 
     def _check_op(self) -> None:
         if self.op not in (hvd.Average, hvd.Sum, hvd.Adasum):
@@ -79,18 +85,6 @@ class Settings:
                     f"{size} ranks{'' if hvd.mpi_enabled() else ' over Gloo'}. Use op=hvd.Average.",
                     reach="run",
                 )
-
-    @property
-    def compression_name(self) -> Compression:
-        """The compression in the words of ``ringtrain.collectives.gradients``."""
-        if self.compression is hvd.Compression.none:
-            return "none"
-        if self.compression is hvd.Compression.fp16:
-            return "fp16"
-        raise UsageError(
-            f"compression={self.compression!r} is not known. Pass hvd.Compression.none or hvd.Compression.fp16.",
-            reach="run",
-        )
 
 
 class Exchange:
@@ -180,7 +174,7 @@ class Exchange:
                 device_dense=settings.device_dense,
                 device_sparse=settings.device_sparse,
             ),
-            compression=settings.compression_name,
+            compression=COMPRESSIONS[settings.compression],
             name=unique_name(settings.name),
             # Adasum looks at each gradient as a whole, so each travels alone.
             groups=[[index] for index in range(len(gradients))] if is_adasum else self._groups(gradients, variables),

@@ -9,6 +9,8 @@ from typing import Literal
 
 # In the errors of sums in shared memory, which pass through TensorFlow and lose their type there.
 LOST_RANK_SIGN = "a rank has ended that others wait for"
+# In the errors of ringtrain.keras, in a script that has not called ringtrain.keras.init().
+NO_HOROVOD_SIGN = "Horovod is not initialized"
 
 Cause = Literal["signal", "file", "time"]
 Reach = Literal["run", "node", "rank"]

@@ -26,18 +26,11 @@ Format = Literal["keras", "saved_model"]
 
 
 class Parts(NamedTuple):
-    """What a model is made of besides Keras' own layers.
+    """What a model is made of besides Keras' own layers."""
 
-    Attributes:
-        registered: the names of those registered with Keras, such as ``ringtrain>MirrorAverage``.
-        unregistered: names of those that are not.
-        has_code: it holds what runs (a Lambda layer's function, a TFSMLayer's SavedModel), which Keras refuses to load
-            in safe mode.
-    """
-
-    registered: list[str]
+    registered: list[str]  # names of those registered with Keras, such as ``ringtrain>MirrorAverage``
     unregistered: list[str]
-    has_code: bool
+    has_code: bool  # a Lambda layer's function, or a TFSMLayer's SavedModel, which Keras refuses to load in safe mode
 
 
 def export(workload: Workload, config: Config, checkpoint_path: Path, output: Path, form: Format) -> list[str]:
@@ -71,12 +64,7 @@ def export(workload: Workload, config: Config, checkpoint_path: Path, output: Pa
 
 
 def rebuild_model(workload: Workload, config: Config, checkpoint: Checkpoint) -> keras.Model:
-    """The workload's model with the values of a checkpoint that an evaluation uses.
-
-    Raises:
-        DataError: the data are missing, and without them the model is not the checkpoint's.
-        UsageError: it is not the checkpoint's.
-    """
+    """The workload's model with the values of a checkpoint that an evaluation uses."""
     set_up_keras(config)
     missing: DataError | None = None
     try:
@@ -94,20 +82,14 @@ def rebuild_model(workload: Workload, config: Config, checkpoint: Checkpoint) ->
 
 
 def set_values(model: keras.Model, checkpoint: Checkpoint) -> None:
-    """Give a model the weights of a checkpoint, and their averages where it has such.
-
-    Raises:
-        UsageError: names or shapes differ.
-    """
-    saved = checkpoint.variables
-    weights = name_variables(weights=named_weights(model))
-    averages = name_variables(averages=[(v.path, v) for v in model.trainable_variables])
-    has_averages = any(name.startswith("averages/") for name in saved)
-    wanted = weights | (averages if has_averages else {})
-    kept = {name for name in saved if name.startswith(("weights/", "averages/"))}
-    wrong = sorted(kept ^ set(wanted)) + [
-        name for name, v in wanted.items() if name in saved and saved[name].shape != tuple(v.shape)
-    ]
+    """Give a model the weights of a checkpoint, and their averages where it has such."""
+    saved = {name: v for name, v in checkpoint.variables.items() if name.startswith(("weights/", "averages/"))}
+    wanted = name_variables(weights=named_weights(model))
+    if any(name.startswith("averages/") for name in saved):
+        wanted |= name_variables(averages=[(v.path, v) for v in model.trainable_variables])
+    of_checkpoint = {name: value.shape for name, value in saved.items()}
+    of_model = {name: tuple(variable.shape) for name, variable in wanted.items()}
+    wrong = sorted(name for name in saved | wanted if of_checkpoint.get(name) != of_model.get(name))
     if wrong:
         raise UsageError(
             f"the model is not the one of the checkpoint: {', '.join(wrong[:5])}"
@@ -118,11 +100,7 @@ def set_values(model: keras.Model, checkpoint: Checkpoint) -> None:
 
 
 def write_model(model: keras.Model, output: Path, form: Format) -> None:
-    """Write a model beside its place, then give it its name.
-
-    Raises:
-        UsageError: Keras cannot write it in this format, or the place is taken or cannot be written.
-    """
+    """Write a model beside its place, then give it its name."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix=".writing-", dir=output.parent))
@@ -144,11 +122,7 @@ def write_model(model: keras.Model, output: Path, form: Format) -> None:
 
 @contextlib.contextmanager
 def explaining_keras(form: Format) -> Iterator[None]:
-    """Give whatever a layer of the user's raises, when it is to be written, the words of a user's error.
-
-    Raises:
-        UsageError: in place of any error but those of the file system.
-    """
+    """Give whatever a layer of the user's raises, when it is to be written, the words of a user's error."""
     try:
         yield
     except OSError:
@@ -162,11 +136,7 @@ def explaining_keras(form: Format) -> Iterator[None]:
 
 
 def take_name(written: Path, output: Path) -> None:
-    """Give what was written its name, unless something has it.
-
-    Raises:
-        UsageError: something has.
-    """
+    """Give what was written its name, unless something has it."""
     refuse_taken(output)
     if written.is_dir():
         os.mkdir(output)  # fails where it exists; an empty directory can be renamed over

@@ -21,6 +21,7 @@ from tensorflow.python.eager.record import should_record_backprop
 from tensorflow.python.ops.resource_variable_ops import variable_accessed
 
 from ringtrain.collectives import Collective, connect
+from ringtrain.collectives.alike import requiring_same_inputs
 from ringtrain.collectives.differentiable import Tensors, add, gather, is_differentiable, take_and_spread, unique_name
 from ringtrain.errors import UsageError
 from ringtrain.runtime.world import World, read_world
@@ -76,7 +77,8 @@ def make_parallel(
 
     Raises:
         UsageError: no inputs; an input that is no tensor, is a scalar, or has another first dimension than the others;
-            ``combine`` is no rule, or does not match the outputs.
+            on every rank, inputs that are of other shapes or types on one (in a ``tf.function`` of yours, which makes
+            an ``InvalidArgumentError`` of it); ``combine`` is no rule, or does not match the outputs.
     """
     _check_words(combine)
     if fn is None and not inputs:
@@ -123,34 +125,34 @@ def _run(fn: Callable[..., Any], inputs: Any, combine: Any, collective: Collecti
         )
         nested.append(error)
         raise error
-    leaves = _read_inputs(*inputs)
+    labelled = _read_inputs(*inputs)
+    leaves = [leaf for _, leaf in labelled]
     tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-    trace = _trace(fn, tf.nest.pack_sequence_as(inputs, leaves), traces)
-    rules = _rules_of(combine, trace.structured_outputs)
-    _check_outputs(rules, trace, tensors, collective.world.size)
     name = unique_name("parallel")
     share = _share_of(collective.world, tensors)
-    outputs = trace._call_flat(*_prepare(tensors, trace, share, collective, f"{name}/inputs"))
-    parts = [tf.convert_to_tensor(output) for output in tf.nest.flatten(outputs)]
+    with requiring_same_inputs(labelled, collective, name) as checks:
+        trace = _trace(fn, tf.nest.pack_sequence_as(inputs, leaves), traces)
+        rules = _rules_of(combine, trace.structured_outputs)
+        _check_outputs(rules, trace, tensors, collective.world.size)
+        outputs = trace._call_flat(*_prepare(tensors, trace, share, collective, f"{name}/inputs"))
+    with tf.control_dependencies(checks):
+        parts = [tf.identity(output) for output in tf.nest.flatten(outputs)]
     return tf.nest.pack_sequence_as(outputs, _combine(parts, rules, share, collective, name))
 
 
 # --- Inputs ---
 
 
-def _read_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The inputs, flat: tensors [n, ...], and what is passed on as it is.
-
-    Raises:
-        UsageError: there are none, one is no tensor or a scalar, or their first dimensions differ.
-    """
+def _read_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The inputs with their names, flat: tensors [n, ...], and what is passed on as it is."""
     labelled = [(f"argument {i}", arg) for i, arg in enumerate(args)]
     labelled += [(repr(name), kwargs[name]) for name in sorted(kwargs)]  # as tf.nest flattens a dict
-    given = [(label, leaf) for label, value in labelled for leaf in tf.nest.flatten(value)]
     leaves = [
-        leaf if leaf is None or isinstance(leaf, (bool, str)) else _to_batch(label, leaf) for label, leaf in given
+        (label, leaf if leaf is None or isinstance(leaf, (bool, str)) else _to_batch(label, leaf))
+        for label, value in labelled
+        for leaf in tf.nest.flatten(value)
     ]
-    batches = [(label, leaf) for (label, _), leaf in zip(given, leaves, strict=True) if isinstance(leaf, tf.Tensor)]
+    batches = [(label, leaf) for label, leaf in leaves if isinstance(leaf, tf.Tensor)]
     if not batches:
         raise UsageError(
             "a parallel function was called without inputs; its samples are divided among the ranks, so at least one "
@@ -293,11 +295,7 @@ def _check_words(combine: Any) -> None:
 
 
 def _rules_of(combine: Any, outputs: Any) -> list[str]:
-    """The word for each flat output.
-
-    Raises:
-        UsageError: the structures do not match.
-    """
+    """The word for each flat output."""
     if isinstance(combine, str):
         return [combine] * len(tf.nest.flatten(outputs))
     if isinstance(combine, Mapping) and isinstance(outputs, Mapping) and set(combine) == set(outputs):
@@ -313,11 +311,7 @@ def _rules_of(combine: Any, outputs: Any) -> list[str]:
 
 
 def _check_outputs(rules: Sequence[str], trace: Any, inputs: Tensors, size: int) -> None:
-    """See that each output can be combined as it shall be.
-
-    Raises:
-        UsageError: one cannot.
-    """
+    """See that each output can be combined as it shall be."""
     are_shapes_known = all(tensor.shape[1:].is_fully_defined() for tensor in inputs)
     for number, (rule, output) in enumerate(zip(rules, tf.nest.flatten(trace.structured_outputs), strict=True)):
         problem = ""

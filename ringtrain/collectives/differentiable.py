@@ -10,7 +10,9 @@ same whole, each in its own way, adds up. A name must be like no other in the gr
 
 from __future__ import annotations
 
+import collections
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +22,10 @@ from ringtrain.collectives.base import Collective
 from ringtrain.collectives.gradients import GradientReduction, by_type
 
 Tensors = list[tf.Tensor]
-_numbers = itertools.count(1)
+# TensorFlow's graphs of the branches and bodies within a function.
+BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
+
+_uses: weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def take(whole: tf.Tensor, start: Any, rows: Any, collective: Collective, name: str) -> tf.Tensor:
@@ -139,11 +144,20 @@ def is_differentiable(tensor: tf.Tensor) -> bool:
 
 
 def unique_name(prefix: str) -> str:
-    """A name for the operations of one call, like no other in any graph; ranks that make the same calls give it alike.
+    """A name for the collectives of one call, unlike that of any other call in the same function.
 
-    Eagerly, where one operation ends before the next begins, it is the prefix, which Horovod then knows again.
+    It counts the calls while a tf.function is traced, which every rank does in the same order. It counts anew with each
+    trace: ranks trace at other times, where one creates variables within the first trace, or gets other shapes.
+    Eagerly, where one operation ends before the next begins, it is the prefix.
     """
-    return prefix if tf.executing_eagerly() else f"{prefix}_{next(_numbers)}"
+    if tf.executing_eagerly():
+        return prefix
+    graph = tf.compat.v1.get_default_graph()
+    while type(graph).__name__ in BRANCH_GRAPHS:
+        graph = graph.outer_graph
+    uses = _uses.setdefault(graph, collections.Counter())
+    uses[prefix] += 1
+    return f"{prefix}_{uses[prefix]}"
 
 
 def _names_of_gradients(name: str) -> Iterator[str]:

@@ -43,9 +43,9 @@ from horovod.tensorflow import (
 from horovod.tensorflow.keras import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
 
 from ringtrain.keras import callbacks
+from ringtrain.keras.collective import broadcast_variables
 from ringtrain.keras.normalization import SyncBatchNormalization
 from ringtrain.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
-from ringtrain.keras.sharing import broadcast_variables
 from ringtrain.keras.start import init
 from ringtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape
 

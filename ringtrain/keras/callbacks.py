@@ -11,9 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import UsageError
-from ringtrain.keras.collective import ProcessSetCollective, require_init
+from ringtrain.keras.collective import ProcessSetCollective, broadcast_variables, require_init
 from ringtrain.keras.exchange import variable_key
-from ringtrain.keras.sharing import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

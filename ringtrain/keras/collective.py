@@ -1,26 +1,22 @@
-"""Horovod over a process set, and names under which the ranks meet whatever their layers are called."""
+"""Horovod over a process set, under names by which the ranks meet whatever their layers are called."""
 
 from __future__ import annotations
 
-import collections
+import itertools
 import re
 import socket
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 
-from ringtrain.collectives import Totals
+from ringtrain.collectives import Totals, all_gather_object
+from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.horovod import HorovodCollective
-from ringtrain.errors import UsageError
+from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.runtime.world import World
-
-# TensorFlow's graphs of the branches and bodies within a function.
-BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
-
-_uses: weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
 
 class ProcessSetCollective(HorovodCollective):
@@ -38,13 +34,7 @@ class ProcessSetCollective(HorovodCollective):
         device_dense: str = "",
         device_sparse: str = "",
     ) -> None:
-        """Join a process set.
-
-        Args:
-            process_set: the ranks that take part; Horovod's own default is all.
-            op: ``hvd.Sum``, or ``hvd.Adasum`` for Horovod's adaptive summation.
-            device_dense, device_sparse: TensorFlow devices of ``all_reduce`` and ``all_gather``; empty: it chooses.
-        """
+        """Join a process set, to sum or to add by Adasum, on devices for ``all_reduce`` and ``all_gather``."""
         super().__init__(_read_world(), hvd)
         self._process_set, self._op = process_set, op
         self._device_dense, self._device_sparse = device_dense, device_sparse
@@ -69,33 +59,58 @@ class ProcessSetCollective(HorovodCollective):
             return hvd.allgather(tensor, name=_last_part(name), ignore_name_scope=True, process_set=self._process_set)
 
 
-def unique_name(prefix: str) -> str:
-    """A name for the collectives of one call, unlike that of any other call in the same function.
-
-    It counts the calls while a tf.function is traced, which every rank does in the same order. It counts anew with each
-    trace: a rank whose variables are created within the first one traces twice. Eagerly, where one operation ends
-    before the next begins, it is the prefix.
-    """
-    if tf.executing_eagerly():
-        return prefix
-    graph = tf.compat.v1.get_default_graph()
-    while type(graph).__name__ in BRANCH_GRAPHS:
-        graph = graph.outer_graph
-    uses = _uses.setdefault(graph, collections.Counter())
-    uses[prefix] += 1
-    return f"{prefix}_{uses[prefix]}"
-
-
 def require_init(what: str) -> None:
-    """Raise where Horovod has not been started.
-
-    Raises:
-        UsageError: ``hvd.init()`` was not called.
-    """
+    """See that Horovod has been started."""
     if not hvd.is_initialized():
         raise UsageError(
-            f"{what} needs to know the ranks, and Horovod is not initialized. Call ringtrain.keras.init() first: right "
-            "after the imports, before TensorFlow computes anything.",
+            f"{what} needs to know the ranks, and {NO_HOROVOD_SIGN}. Call ringtrain.keras.init() first: right after "
+            "the imports, before TensorFlow computes anything.",
+            reach="run",
+        )
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: Any = hvd.global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Set variables to the root's values.
+
+    Args:
+        variables: TensorFlow's or Keras', the same and in the same order on every rank.
+        root_rank: whose values count.
+        process_set: the ranks that take part.
+        inplace: of Horovod: whether to receive into the variables' own memory.
+
+    Raises:
+        UsageError: the ranks have other variables: their numbers, types or shapes differ.
+    """
+    require_init("broadcast_variables")
+    plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    name = unique_name("broadcast_variables")
+    if tf.executing_eagerly():
+        _require_same_kinds(plain, ProcessSetCollective(process_set=process_set))
+    # Ranks meet by position, not by the variables' names, which Keras numbers in the order of creation.
+    for number, variable in enumerate(plain):
+        value = hvd.broadcast(
+            variable, root_rank, name=f"{name}_{number}", ignore_name_scope=True, process_set=process_set
+        )
+        variable.assign(value)
+
+
+def _require_same_kinds(variables: list[Any], collective: ProcessSetCollective) -> None:
+    """Ranks with other variables would wait for each other for ever."""
+    kinds = [f"{tf.as_dtype(variable.dtype).name} {list(variable.shape)}" for variable in variables]
+    all_kinds = all_gather_object(collective, kinds, name="broadcast_kinds")
+    for rank, others in enumerate(all_kinds):
+        if others == all_kinds[0]:
+            continue
+        pairs = enumerate(itertools.zip_longest(all_kinds[0], others, fillvalue="nothing"))
+        number, (first, other) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+        raise UsageError(
+            f"rank 0 has {len(all_kinds[0])} variables to broadcast, rank {rank} has {len(others)}; they differ first "
+            f"at number {number}: {first} and {other}. Create the same model and optimizer on every rank, built alike.",
             reach="run",
         )
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import keras
@@ -14,8 +13,8 @@ import tensorflow as tf
 from ringtrain.errors import UsageError
 from ringtrain.keras.exchange import Accumulation, Exchange, Settings
 
-# Whether this is within the ``apply`` of a distributed optimizer, whose parts, where it has such (MultiOptimizer,
-# LossScaleOptimizer), apply what it has reduced.
+# Whether what a distributed optimizer has reduced is being applied: by it, by the parts of a MultiOptimizer, or by the
+# LossScaleOptimizer around it.
 is_applying = contextvars.ContextVar("is_applying", default=False)
 
 
@@ -67,33 +66,14 @@ class Distributed:
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduce the gradients of all ranks and apply them."""
         apply_here: Callable[..., None] = super().apply  # type: ignore[misc]
-        before = is_applying.set(True)
-        try:
-            if self.__dict__.get("_takes_reduced"):
-                apply_here(grads, trainable_variables)
-            else:
-                apply_reduced(self, self, apply_here, grads, trainable_variables)
-        finally:
-            is_applying.reset(before)
-
-    @contextlib.contextmanager
-    def taking_reduced(self) -> Iterator[None]:
-        """Within this, ``apply`` takes gradients that are reduced already."""
-        self.__dict__["_takes_reduced"] = True
-        try:
-            yield
-        finally:
-            self.__dict__["_takes_reduced"] = False
+        if is_applying.get():
+            apply_here(grads, trainable_variables)
+        else:
+            apply_reduced(self, self, apply_here, grads, trainable_variables)
 
 
 def distribute(optimizer: keras.optimizers.Optimizer, settings: Settings, *, passes: int, averages: bool) -> None:
-    """Make a Keras optimizer, this very object, one that reduces.
-
-    Args:
-        settings: how its gradients are reduced.
-        passes: calls whose gradients are added up before they are reduced.
-        averages: whether that sum is divided by their number.
-    """
+    """Make a Keras optimizer, this very object, one that reduces what ``passes`` calls have added up or averaged."""
     plain_class = type(optimizer)
     attributes = {
         "_settings": settings,
@@ -119,27 +99,29 @@ def apply_reduced(
             gradients for overflow, since ranks that test their own would part ways there.
         apply: its own ``apply``.
     """
-    if variables is None:
-        variables = optimizer._trainable_variables
-    variables = list(variables)
     if not gradients:
         return
+    variables = list(optimizer._trainable_variables if variables is None else variables)
     reduced = distributed.exchange.reduce(gradients, variables)
     accumulation = distributed._agg_helper
-    if accumulation is None:
-        apply(reduced, variables)
-        return
-    if not optimizer.built:
-        optimizer.build(variables)
 
     def update() -> tf.Tensor:
-        apply(reduced, variables)
+        before = is_applying.set(True)
+        try:
+            apply(reduced, variables)
+        finally:
+            is_applying.reset(before)
         return tf.constant(True)
 
     def only_count() -> tf.Tensor:
         optimizer.iterations.assign_add(1)
         return tf.constant(False)
 
+    if accumulation is None:
+        update()
+        return
+    if not optimizer.built:
+        optimizer.build(variables)
     tf.cond(accumulation.is_complete(), update, only_count)
 
 
@@ -150,11 +132,7 @@ def find_distributed(optimizer: Any) -> Distributed | None:
 
 
 def check_parts(optimizer: Any) -> None:
-    """See that no part of a ``MultiOptimizer`` reduces by itself: the others would train each rank's model apart.
-
-    Raises:
-        UsageError: one does.
-    """
+    """See that no part of a ``MultiOptimizer`` reduces by itself: the others would train each rank's model apart."""
     names = [part.name for part in getattr(optimizer, "optimizers", ()) if find_distributed(part) is not None]
     if names:
         raise UsageError(

@@ -8,20 +8,23 @@ first.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
-from ringtrain.keras.collective import ProcessSetCollective, require_init, unique_name
+from ringtrain.keras.collective import ProcessSetCollective, require_init
 from ringtrain.run.variables import require_gradients_that_add
 
 Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable
+# Horovod's in the words of ``ringtrain.collectives.gradients``.
+COMPRESSIONS: dict[Any, Compression] = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +43,30 @@ class Settings:
     process_set: Any = hvd.global_process_set
     scale_local_gradients: bool = True
 
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Settings:
+        """Those of a function's arguments that are fields here."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
+
     def __post_init__(self) -> None:
         require_init(self.name)
         if self.num_groups:
-            warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=4)
+            warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=5)
             if self.groups is None:
                 object.__setattr__(self, "groups", self.num_groups)
         self._check_op()
-        if not (self.groups is None or isinstance(self.groups, (list, tuple)) or _is_positive(self.groups)):
+        is_number = type(self.groups) is int and self.groups > 0
+        if not (self.groups is None or isinstance(self.groups, (list, tuple)) or is_number):
             raise UsageError(
                 f"groups={self.groups!r} must be a whole number of groups, at least 1, a list of lists of variables, "
                 "or None to let ringtrain group them.",
                 reach="run",
             )
-        _ = self.compression_name
+        if self.compression not in COMPRESSIONS:
+            raise UsageError(
+                f"compression={self.compression!r} is not known. Pass hvd.Compression.none or hvd.Compression.fp16.",
+                reach="run",
+            )
 
     def _check_op(self) -> None:
         if self.op not in (hvd.Average, hvd.Sum, hvd.Adasum):
@@ -72,18 +85,6 @@ class Settings:
                     f"{size} ranks{'' if hvd.mpi_enabled() else ' over Gloo'}. Use op=hvd.Average.",
                     reach="run",
                 )
-
-    @property
-    def compression_name(self) -> Compression:
-        """The compression in the words of ``ringtrain.collectives.gradients``."""
-        if self.compression is hvd.Compression.none:
-            return "none"
-        if self.compression is hvd.Compression.fp16:
-            return "fp16"
-        raise UsageError(
-            f"compression={self.compression!r} is not known. Pass hvd.Compression.none or hvd.Compression.fp16.",
-            reach="run",
-        )
 
 
 class Exchange:
@@ -109,7 +110,6 @@ class Exchange:
         return variable_key(variable) in cls._local_somewhere
 
     def is_local(self, variable: Any) -> bool:
-        """Whether a variable's gradients stay on this rank."""
         return variable_key(variable) in self._local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Gradients:
@@ -174,7 +174,7 @@ class Exchange:
                 device_dense=settings.device_dense,
                 device_sparse=settings.device_sparse,
             ),
-            compression=settings.compression_name,
+            compression=COMPRESSIONS[settings.compression],
             name=unique_name(settings.name),
             # Adasum looks at each gradient as a whole, so each travels alone.
             groups=[[index] for index in range(len(gradients))] if is_adasum else self._groups(gradients, variables),
@@ -197,21 +197,12 @@ class Exchange:
 
 
 class Accumulation:
-    """Adds up the gradients of several backward passes on this rank, so that they travel once.
-
-    Attributes:
-        counter: int32 [], passes added up since the last reduction; the same on every rank.
-    """
+    """Adds up the gradients of several backward passes on this rank, so that they travel once."""
 
     def __init__(self, passes: int, *, averages: bool) -> None:
-        """Begin with nothing.
-
-        Args:
-            passes: backward passes to a reduction.
-            averages: whether to divide the sum by ``passes``.
-        """
+        """Begin with nothing; ``averages`` says whether to divide the sum of ``passes`` by their number."""
         self.passes, self.averages = passes, averages
-        with tf.init_scope():
+        with tf.init_scope():  # passes added up since the last reduction; the same on every rank
             self.counter = tf.Variable(0, trainable=False, dtype=tf.int32)
         self._sums: dict[Hashable, tf.Variable] = {}
 
@@ -257,11 +248,7 @@ def variable_key(variable: Any) -> Hashable:
 
 
 def find_local_variables(local_layers: Any) -> list[Any]:
-    """The trainable variables of the layers that are to stay local.
-
-    Raises:
-        UsageError: something else than layers was given.
-    """
+    """The trainable variables of the layers that are to stay local."""
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
@@ -279,7 +266,3 @@ def _split_by_type(group: list[int], gradients: Gradients) -> list[list[int]]:
         spec = gradient_spec(gradients[index])
         by_type.setdefault((index if spec.is_sparse else None, spec.dtype), []).append(index)
     return list(by_type.values())
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

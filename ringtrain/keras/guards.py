@@ -83,7 +83,6 @@ class TrainingGuard(keras.callbacks.Callback):
         if self._collective is not None:
             self._require_same_plan(self._collective)
             require_working_sums(self._collective, own_gpu())
-
         self._num_epochs = 0
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -136,11 +135,7 @@ class TrainingGuard(keras.callbacks.Callback):
         return self._distributed is not None and self._distributed.exchange.settings.process_set.process_set_id == 0
 
     def _require_same_way_on(self, *, is_end: bool) -> None:
-        """See that all ranks begin another epoch, or all end; every rank comes here between two epochs and at the end.
-
-        Raises:
-            UsageError: some end.
-        """
+        """See that all ranks begin another epoch, or all end; each comes here between two epochs and at the end."""
         if self._collective is None:
             return
         are_at_end = all_gather_object(self._collective, is_end, name="guard_way_on")

@@ -63,8 +63,7 @@ def _apply_scaled(plain: Any, optimizer: Any, grads: Any, trainable_variables: A
     inner = optimizer.inner_optimizer
     if not isinstance(inner, Distributed):
         return plain(grads, trainable_variables)
-    with inner.taking_reduced():
-        return apply_reduced(inner, optimizer, plain, grads, trainable_variables)
+    return apply_reduced(inner, optimizer, plain, grads, trainable_variables)
 
 
 def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:

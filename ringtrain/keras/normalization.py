@@ -9,8 +9,9 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from ringtrain.collectives.differentiable import unique_name
 from ringtrain.errors import UsageError
-from ringtrain.keras.collective import ProcessSetCollective, require_init, unique_name
+from ringtrain.keras.collective import ProcessSetCollective, require_init
 from ringtrain.runtime.world import read_world
 
 

@@ -1,7 +1,6 @@
 """Optimizers that reduce the gradients of all ranks before they update anything.
 
-``DistributedOptimizer`` turns the optimizer that it is given into one of a subclass, whose ``apply`` reduces first.
-Whatever that optimizer is and holds (slots, exclusions from weight decay, a restored state) stays as it is, and so do
+Whatever the optimizer is and holds (slots, exclusions from weight decay, a restored state) stays as it is, and so do
 clipping, moving averages and accumulation, which act on the reduced gradients.
 """
 
@@ -57,20 +56,9 @@ def DistributedOptimizer(  # noqa: N802 (upstream's name)
     Raises:
         UsageError: an argument is wrong; ``hvd.init()`` was not called; the optimizer is distributed already.
     """
+    arguments = locals() | {"name": name or f"Distributed{type(optimizer).__name__}"}
     _check_optimizer(optimizer, backward_passes_per_step)
-    settings = Settings(
-        name=name or f"Distributed{type(optimizer).__name__}",
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    settings = Settings.among(arguments)
     hooks.install()
     distribute(optimizer, settings, passes=backward_passes_per_step, averages=average_aggregated_gradients)
     return optimizer
@@ -95,20 +83,9 @@ def PartialDistributedOptimizer(  # noqa: N802 (upstream's name)
     Args:
         local_layers: a layer, or a list of layers, whose gradients stay on their rank. They must be built.
     """
-    local_variables = find_local_variables(local_layers)
-    distributed = DistributedOptimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    arguments = locals()
+    local_variables = find_local_variables(arguments.pop("local_layers"))
+    distributed = DistributedOptimizer(**arguments)
     for variable in local_variables:
         distributed.register_local_var(variable)
     return distributed

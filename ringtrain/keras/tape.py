@@ -36,14 +36,14 @@ class Distributed:
             options: further arguments of ``tf.GradientTape.gradient``.
         """
         gradients = super().gradient(target, sources, output_gradients, **options)  # type: ignore[misc]
-        flat = self.exchange.reduce(_flatten(gradients), _flatten(sources))
-        return tf.nest.pack_sequence_as(sources, flat) if tf.nest.is_nested(sources) else flat[0]
+        reduced = self.exchange.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        return tf.nest.pack_sequence_as(sources, reduced)
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
         """Pairs (variable, gradient): those of the local variables, and those of all others."""
-        sources = _flatten(sources)
+        sources = tf.nest.flatten(sources)
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients, use_generic_names), strict=True))
         return (
             [pair for pair in pairs if self.exchange.is_local(pair[0])],
@@ -73,24 +73,10 @@ def DistributedGradientTape(  # noqa: N802 (upstream's name)
     Raises:
         UsageError: an argument is wrong, or ``hvd.init()`` was not called.
     """
+    arguments = locals() | {"name": "DistributedGradientTape"}
     if not isinstance(gradtape, tf.GradientTape) or isinstance(gradtape, Distributed):
-        raise UsageError(
-            f"gradtape={gradtape!r} must be a tf.GradientTape that is not distributed yet.",
-            reach="run",
-        )
-    settings = Settings(
-        name="DistributedGradientTape",
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+        raise UsageError(f"gradtape={gradtape!r} must be a tf.GradientTape that is not distributed yet.", reach="run")
+    settings = Settings.among(arguments)
     plain_class = type(gradtape)
     gradtape.__class__ = type(plain_class.__name__, (Distributed, plain_class), {})
     gradtape.exchange = Exchange(settings)
@@ -116,25 +102,9 @@ def PartialDistributedGradientTape(  # noqa: N802 (upstream's name)
     Args:
         local_layers: a layer, or a list of layers. They must be built.
     """
-    local_variables = find_local_variables(local_layers)
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    arguments = locals()
+    local_variables = find_local_variables(arguments.pop("local_layers"))
+    tape = DistributedGradientTape(**arguments)
     for variable in local_variables:
         tape.register_local_source(variable)
     return tape
-
-
-def _flatten(structure: Any) -> list[Any]:
-    """The leaves of a structure; a sparse gradient is one leaf."""
-    return tf.nest.flatten(structure) if tf.nest.is_nested(structure) else [structure]

@@ -1,4 +1,4 @@
-"""Rules that a setting's value may break: the error names the setting, its value and the rule."""
+"""Rules that a setting's value may break: then a UsageError names the setting, its value and the rule."""
 
 from __future__ import annotations
 
@@ -21,35 +21,32 @@ def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "") -> str:
     return f"Did you mean {prefix + near[0]!r}? " if near else ""
 
 
-def one_of(name: str, value: str, values: tuple[str, ...]) -> None:
-    """See that a value is one of these.
-
-    Raises:
-        UsageError: it is not.
-    """
+def one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) -> None:
+    """See that a value is one of these."""
     if value not in values:
         raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(values)}.", reach="run")
 
 
 def at_least(name: str, value: float, least: int, most: float = MAX_FLOAT) -> None:
-    """See that a number is finite, and within these limits.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if not math.isfinite(value):
-        raise UsageError(f"{name} is {value}; it must be a finite number, at least {least}.", reach="run")
-    if value < least:
-        raise UsageError(f"{name} is {value}; it must be at least {least}.", reach="run")
+    """See that a number is finite, and within these limits."""
+    _require(name, value, value >= least, f"at least {least}")
     at_most(name, value, most)
 
 
-def at_most(name: str, value: float, most: float) -> None:
-    """See that a number is not above this one.
+def above(name: str, value: float, bound: int, most: float = MAX_FLOAT) -> None:
+    """See that a number is finite, greater than the bound, and at most as large as the other."""
+    _require(name, value, value > bound, f"greater than {bound}")
+    at_most(name, value, most)
 
-    Raises:
-        UsageError: it is not.
-    """
+
+def _require(name: str, value: float, holds: bool, rule: str) -> None:
+    if not (holds and math.isfinite(value)):
+        finite = "" if math.isfinite(value) else "a finite number, "
+        raise UsageError(f"{name} is {value}; it must be {finite}{rule}.", reach="run")
+
+
+def at_most(name: str, value: float, most: float) -> None:
+    """See that a number is not above this one."""
     if value > most:
         limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
         raise UsageError(f"{name} is {shorten(value)}; it must be at most {limit}.", reach="run")
@@ -62,11 +59,7 @@ def shorten(value: Any) -> str:
 
 
 def range_of_steps(name: str, value: str) -> None:
-    """See that a text is two steps, such as ``100:110``.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """See that a text is two steps, such as ``100:110``."""
     found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", str(value), re.ASCII)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise UsageError(
@@ -74,25 +67,8 @@ def range_of_steps(name: str, value: str) -> None:
         )
 
 
-def above(name: str, value: float, bound: int, most: float = MAX_FLOAT) -> None:
-    """See that a number is finite, greater than the bound, and at most as large as the other.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if not math.isfinite(value):
-        raise UsageError(f"{name} is {value}; it must be a finite number, greater than {bound}.", reach="run")
-    if value <= bound:
-        raise UsageError(f"{name} is {value}; it must be greater than {bound}.", reach="run")
-    at_most(name, value, most)
-
-
 def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-    """A workload's own settings: what the user wrote, over what the workload declares.
-
-    Raises:
-        UsageError: there is no such setting, or its value is of another type than the declared one.
-    """
+    """A workload's own settings: what the user wrote, over what the workload declares."""
     merged = dict(declared)
     for name, value in explicit.items():
         if name not in declared:
@@ -106,11 +82,7 @@ def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> d
 
 
 def as_declared(name: str, value: Any, default: Any) -> Any:
-    """A value in the type of the default; any value where the default is None.
-
-    Raises:
-        UsageError: it is of another type.
-    """
+    """A value in the type of the default; any value where the default is None."""
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if default is not None and type(value) is not type(default):
@@ -121,11 +93,7 @@ def as_declared(name: str, value: Any, default: Any) -> Any:
 
 
 def check_types(settings: Any, prefix: str = "") -> None:
-    """See that values of a dataclass are of their fields' types: no parser has read a workload's, for example.
-
-    Raises:
-        UsageError: one is not.
-    """
+    """See that values of a dataclass that no parser has read, such as a workload's, are of their fields' types."""
     for name, hint in get_type_hints(type(settings)).items():
         value, (kind, may_be_none) = getattr(settings, name), kind_of(hint)
         if value is None and may_be_none:
@@ -139,8 +107,7 @@ def check_types(settings: Any, prefix: str = "") -> None:
 
 def rule_of(hint: Any) -> str:
     """What a field of this type must be, in words."""
-    choices = [option for option in get_args(hint) if isinstance(option, str)]
-    if choices:
+    if choices := [option for option in get_args(hint) if isinstance(option, str)]:
         return f"one of {', '.join(choices)}"
     words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
     words[str] = "a text (in a YAML file put it in quotes)"  # YAML reads 20:25 as 1225, a number to the base 60

@@ -13,12 +13,15 @@ from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of
 from ringtrain.data.sources import Source
-from ringtrain.errors import UsageError
+from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.step.optimizers import FUSED, only_reads_gradients
 from ringtrain.step.train_step import TrainStep, set_precision
 from ringtrain.training.evaluation import EvalStep, evaluation_batches
 from ringtrain.workloads.base import Workload
+
+# Attributes of a DistributedOptimizer, ringtrain.keras' and Horovod's own, neither of which need be loaded here.
+MARKS_OF_DISTRIBUTED = ("exchange", "_allreduce_grads")
 
 
 def set_up_keras(config: Config) -> None:
@@ -43,19 +46,30 @@ def create_model(workload: Workload) -> keras.Model:
 
 
 def choose_optimizer(workload: Workload, config: Config, first_learning_rate: float) -> keras.optimizers.Optimizer:
-    """The workload's own optimizer, or that of the settings."""
-    own = workload.create_optimizer(first_learning_rate)
+    """The workload's own optimizer, or that of the settings.
+
+    Raises:
+        UsageError: the workload's is none, or reduces gradients itself, which the training step does already.
+    """
+    method = f"{type(workload).__name__}.create_optimizer"
+    reduces_itself = UsageError(
+        f"{method} gave a DistributedOptimizer, but the training step reduces gradients itself: give the plain "
+        "optimizer, such as keras.optimizers.Adam(learning_rate).",
+        reach="run",
+    )
+    try:
+        own = workload.create_optimizer(first_learning_rate)
+    except UsageError as error:
+        raise (reduces_itself if NO_HOROVOD_SIGN in str(error) else error) from None
     if own is not None and not isinstance(own, keras.optimizers.Optimizer):
         raise UsageError(
-            f"{type(workload).__name__}.create_optimizer gave a {type(own).__name__}; it must give a Keras 3 "
-            "optimizer, such as keras.optimizers.Adam(learning_rate), or None for that of the settings."
+            f"{method} gave a {type(own).__name__}; it must give a Keras 3 optimizer, such as "
+            "keras.optimizers.Adam(learning_rate), or None for that of the settings.",
+            reach="run",
         )
     optimizer = own or create_optimizer(config.optimizer)
-    if hasattr(optimizer, "exchange"):  # ringtrain.keras.DistributedOptimizer, whose room need not be loaded here
-        raise UsageError(
-            f"{type(workload).__name__}.create_optimizer gave a DistributedOptimizer, but the training step reduces "
-            "gradients itself: give the plain optimizer."
-        )
+    if any(hasattr(optimizer, name) for name in MARKS_OF_DISTRIBUTED):
+        raise reduces_itself
     return optimizer
 
 

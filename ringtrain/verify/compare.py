@@ -48,25 +48,16 @@ Record = Mapping[str, npt.NDArray]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One comparison of a run with the reference.
-
-    Attributes:
-        name: what was compared.
-        difference: the largest difference relative to its scale; 0 or 1 for what is equal or not.
-        tolerance: the largest difference that passes.
-        where: which tensor, step or sample holds the largest difference, relative to what passes.
-        undetermined: tensors whose difference passes for rounding alone.
-    """
+    """One comparison of a run with the reference."""
 
     name: str
-    difference: float
-    tolerance: float
-    where: str = ""
-    undetermined: tuple[str, ...] = ()
+    difference: float  # the largest, relative to its scale; 0 or 1 for what is equal or not
+    tolerance: float  # the largest difference that passes
+    where: str = ""  # which tensor, step or sample holds the largest difference, relative to what passes
+    undetermined: tuple[str, ...] = ()  # tensors whose difference passes for rounding alone
 
     @property
     def passes(self) -> bool:
-        """Whether the difference is within the tolerance."""
         return self.difference <= self.tolerance  # False for NaN as well
 
 
@@ -87,11 +78,7 @@ def measure_noise(run: Record, perturbed: Record | None) -> Record:
 def compare(
     reference: Record, other: Record, noise: Record, *, precision: Literal["float64", "float32"]
 ) -> list[Comparison]:
-    """Hold a run against the reference run, which trained the same under another world size.
-
-    Args:
-        noise: how far rounding moves what is compared (``measure_noise``).
-    """
+    """Hold a run against the reference run of another world size; ``noise`` is what rounding does (measure_noise)."""
     tolerance = FLOAT64_TOLERANCE if precision == "float64" else FLOAT32_TOLERANCE
     findings = [compare_tensors(name, kinds, reference, other, noise, tolerance) for name, kinds in KINDS.items()]
     findings += [compare_series(name, reference, other, noise, tolerance) for name in ("losses", "evaluation")]
@@ -107,10 +94,9 @@ def compare_tensors(
         return Comparison(
             name=kind, difference=math.inf, tolerance=tolerance, where="the names of the variables differ"
         )
-    scales = find_scales(reference, names)
     worst = Comparison(name=kind, difference=0.0, tolerance=tolerance)
     undetermined = []
-    for name, scale in scales.items():
+    for name, scale in find_scales(reference, names).items():
         difference = largest_difference(reference[name], other[name]) / scale
         allowed = allow(tolerance, float(np.max(noise.get(name, 0.0), initial=0.0)) / scale)
         path = name.split("/", 1)[1]
@@ -181,11 +167,8 @@ def check_replicas(record: Record) -> Comparison:
     """Whether all ranks of one run ended with the same bits."""
     digests = record["replicas"]  # [ranks, variables]
     differing = np.argwhere(digests != digests[0])
-    where = ""
-    if differing.size:
-        rank, variable = differing[0]
-        where = f"rank {rank}, {record['variables'][variable]}"
-    return Comparison(name="replicas", difference=float(bool(differing.size)), tolerance=0.0, where=where)
+    where = "".join(f"rank {rank}, {record['variables'][variable]}" for rank, variable in differing[:1])
+    return Comparison(name="replicas", difference=float(bool(where)), tolerance=0.0, where=where)
 
 
 def check_ledger(reference: Record, other: Record) -> Comparison:

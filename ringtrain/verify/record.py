@@ -79,9 +79,6 @@ def create_recorded_job(
 
     Args:
         freezes: also without local BatchNorm.
-
-    Raises:
-        UsageError: the workload is one that cannot be compared.
     """
     keras.utils.clear_session()
     notes: list[str] = []
@@ -144,14 +141,16 @@ def train_recorded(job: Job, notes: Sequence[str]) -> dict[str, Any]:
     """Train the steps of a job: on rank 0 what came of it, nothing on the others."""
     recorder = Recorder(job.collective)
     run_steps(Training(job=job), [recorder])
-    evaluation = record_evaluation(job)
+    evaluation = job.evaluate()
     replicas = all_gather_object(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
     if not job.collective.world.is_rank0:
         return {}
     return {
         "notes": np.array(notes, str),
         "losses": np.array(recorder.losses),
-        "evaluation": np.array(evaluation),
+        "evaluation": np.array(
+            [evaluation.samples, evaluation.loss, *evaluation.metrics.values()] if evaluation else []
+        ),
         "samples": np.concatenate(recorder.samples),
         "samples_per_step": np.array([len(samples) for samples in recorder.samples]),
         "steps_per_epoch": job.plan.order.steps_per_epoch,
@@ -168,18 +167,8 @@ def write_record(path: Path, values: dict[str, Any]) -> None:
         np.savez(path, **values)
 
 
-def record_evaluation(job: Job) -> list[float]:
-    """The evaluation after the last step: loss and metrics, or nothing."""
-    result = job.evaluate()
-    return [result.samples, result.loss, *result.metrics.values()] if result else []
-
-
 def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
-    """Switch off what may differ between world sizes by design, and say what that was.
-
-    Raises:
-        UsageError: a layer draws random numbers in every call, whatever it is told.
-    """
+    """Switch off what may differ between world sizes by design, and say what that was."""
     notes = []
     for layer in model._flatten_layers():
         match_regularizers(layer)
@@ -191,7 +180,8 @@ def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
         elif draws(layer):
             call_without_training(layer)
             notes.append(f"{layer.name}: its random draws differ by rank; switched off for the comparison")
-        if freezes and isinstance(layer, keras.layers.BatchNormalization) and not is_synchronised(layer):
+        is_local_norm = isinstance(layer, keras.layers.BatchNormalization) and not hasattr(layer, "needs_every_rank")
+        if freezes and is_local_norm:
             layer.trainable = False
             notes.append(
                 f"{layer.name}: local BatchNorm normalises each rank's samples by themselves; frozen for the "
@@ -233,11 +223,6 @@ def call_without_training(layer: keras.layers.Layer) -> None:
         return call(*bound.args, **bound.kwargs)
 
     layer.call = call_outside_of_training
-
-
-def is_synchronised(layer: keras.layers.BatchNormalization) -> bool:
-    """Whether a BatchNorm layer uses the statistics of the global batch."""
-    return type(layer).__name__ == "SyncBatchNormalization"
 
 
 def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:

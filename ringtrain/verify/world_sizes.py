@@ -22,22 +22,14 @@ MAX_DEFAULT_STEPS = 100  # of a workload's own; more are no check but a training
 RUN_TIMEOUT_SECONDS = 1800
 
 
-def plan_command(size: int, arguments: Sequence[str], *, mpirun: str | None, horovodrun: str | None) -> list[str]:
-    """The command line of a group of ``size`` processes.
-
-    Args:
-        arguments: of ``python -m ringtrain``.
-        mpirun, horovodrun: the launchers' paths, or None where there is none.
-
-    Raises:
-        UsageError: more than one process, and no launcher.
-    """
+def plan_command(size: int, arguments: Sequence[str]) -> list[str]:
+    """The command line of a group of ``size`` processes of ``python -m ringtrain``, with these arguments."""
     program = [sys.executable, "-m", "ringtrain", *arguments]
     if size == 1:
         return program
-    if mpirun:
+    if mpirun := shutil.which("mpirun"):
         return [mpirun, "-np", str(size), "--oversubscribe", "--bind-to", "none", *program]
-    if horovodrun:
+    if horovodrun := shutil.which("horovodrun"):
         return [horovodrun, "--gloo", "-np", str(size), *program]
     raise UsageError(
         f"a world size of {size} needs mpirun or horovodrun, and neither is in PATH. Run `make setup`, or activate the "
@@ -45,13 +37,9 @@ def plan_command(size: int, arguments: Sequence[str], *, mpirun: str | None, hor
     )
 
 
-def run_group(size: int, arguments: Sequence[str], directory: Path) -> None:
-    """Train under one world size; its record is in ``directory`` afterwards.
-
-    Raises:
-        RingtrainError: the group failed; its own words are in the message.
-    """
-    command = plan_command(size, arguments, mpirun=shutil.which("mpirun"), horovodrun=shutil.which("horovodrun"))
+def run_group(size: int, arguments: Sequence[str]) -> None:
+    """Train under one world size. Where that fails, the group's own words are in the error."""
+    command = plan_command(size, arguments)
     environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
     process = subprocess.Popen(
@@ -73,11 +61,7 @@ def run_group(size: int, arguments: Sequence[str], directory: Path) -> None:
 
 
 def parse_world_sizes(text: str) -> list[int]:
-    """World sizes from ``1,2,3``.
-
-    Raises:
-        UsageError: fewer than two different positive numbers.
-    """
+    """World sizes from ``1,2,3``: at least two different ones."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,5}", word) for word in words) or len(set(words)) < 2:
         raise UsageError(
@@ -122,7 +106,7 @@ def verify(
         target = directory / f"{role}-{size}"
         target.mkdir()
         begin = time.monotonic()
-        run_group(size, ["_record", "--record_to", str(target), "--record_as", role, *arguments], target)
+        run_group(size, ["_record", "--record_to", str(target), "--record_as", role, *arguments])
         records = {path.stem: load_record(path) for path in target.glob("*.npz")}
         steps = len(records["float64"]["losses"])
         print_line(f"{words}: {steps} step{'s' if steps > 1 else ''}, {time.monotonic() - begin:.0f} s")

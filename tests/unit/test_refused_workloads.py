@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,12 @@ def test_labels_to_evaluate_on_that_are_not_in_memory_are_looked_at_in_each_batc
 def test_arrays_that_are_no_tensors_are_refused(x: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         from_arrays(x, np.zeros(1, np.int64))
+
+
+@pytest.mark.parametrize("package", ["horovod.tensorflow.keras", "ringtrain.keras"])
+def test_an_optimizer_that_reduces_is_refused_on_one_process_as_well(package: str) -> None:
+    def create_optimizer(learning_rate: float) -> Any:
+        return importlib.import_module(package).DistributedOptimizer(keras.optimizers.Adam(learning_rate))
+
+    with pytest.raises(UsageError, match=r"Mine.create_optimizer gave a DistributedOptimizer, .* give the plain"):
+        job_of(create_optimizer=create_optimizer)

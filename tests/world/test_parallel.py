@@ -293,6 +293,89 @@ def test_gradients_over_gloo(collective: Collective) -> None:
     test_gradients_are_those_of_one_process.body(collective, "function")
 
 
+GIVEN: dict[str, tuple[Any, Any, str]] = {
+    "rows": (np.ones([10, 3]), np.ones([7, 3]), r"float64 \[10, 3\] on rank 0, float64 \[7, 3\] on rank 1"),
+    "no rows": (np.ones([1, 3]), np.ones([0, 3]), r"float64 \[1, 3\] on rank 0, float64 \[0, 3\] on rank 1"),
+    "columns": (np.ones([4, 3]), np.ones([4, 2]), r"float64 \[4, 3\] on rank 0, float64 \[4, 2\] on rank 1"),
+    "type": (np.ones([4, 3]), np.ones([4, 3], "f"), r"float64 \[4, 3\] on rank 0, float32 \[4, 3\] on rank 1"),
+}
+
+
+def difference(what: str) -> str:
+    return f"input argument 0 of a parallel function is {GIVEN[what][2]}; it must be the same on all ranks"
+
+
+@pytest.mark.parametrize("what", GIVEN)
+@pytest.mark.parametrize("combine", ["concat", "mean"])
+@on_ranks(2)
+def test_inputs_that_differ_by_rank_are_told_on_all(collective: Collective, combine: str, what: str) -> None:
+    def fn(x: tf.Tensor) -> tf.Tensor:
+        return x * 2 if combine == "concat" else tf.reduce_mean(x, axis=0)
+
+    inputs = GIVEN[what][collective.world.rank]
+    parallel = make_parallel(fn, combine=combine, collective=collective)
+    parallel(np.ones([4, 3]))  # ranks that have traced it before, and such as have not, meet
+    with pytest.raises(UsageError, match=difference(what)) as told:
+        parallel(inputs)
+    assert "\n" not in str(told.value)
+    assert_close(parallel(np.ones([4, 3])), fn(tf.ones([4, 3], tf.float64)), "the next call")
+
+
+@pytest.mark.parametrize("what", GIVEN)
+@pytest.mark.parametrize("combine", ["concat", "mean"])
+@on_ranks(2)
+def test_inputs_that_differ_by_rank_are_told_on_all_in_a_graph(collective: Collective, combine: str, what: str) -> None:
+    def fn(x: tf.Tensor) -> tf.Tensor:
+        return x * 2 if combine == "concat" else tf.reduce_mean(x, axis=0)
+
+    inputs = tf.constant(GIVEN[what][collective.world.rank])
+    parallel = make_parallel(fn, combine=combine, collective=collective)
+    graphs = [tf.function(parallel, autograph=False)]
+    if what != "type":
+        graphs.append(tf.function(parallel, input_signature=[tf.TensorSpec([None, None], tf.float64)], autograph=False))
+    for graph in graphs:
+        graph(tf.ones([4, 3], tf.float64))
+        with pytest.raises(tf.errors.InvalidArgumentError, match=difference(what)):
+            graph(inputs)
+        assert_close(graph(tf.ones([4, 3], tf.float64)), fn(tf.ones([4, 3], tf.float64)), "the next call")
+
+
+@on_ranks(3)
+def test_a_rank_whose_function_fails_on_its_own_inputs_is_told_with_the_others(collective: Collective) -> None:
+    kernel = tf.Variable(tf.ones([3, 2]))
+    flag = collective.world.rank == 2
+    with pytest.raises(UsageError, match=r"'x' .* is float32 \[6, 3\] on ranks 0, 2, float32 \[6, 4\] on rank 1"):
+        make_parallel(lambda x: x @ kernel, collective=collective)(x=tf.ones([6, 3 + (collective.world.rank == 1)]))
+    with pytest.raises(UsageError, match=r"'flag' .* is False on ranks 0, 1, True on rank 2; it must"):
+        make_parallel(lambda x, flag: x * flag, collective=collective)(x=tf.ones([6, 3]), flag=flag)
+    with pytest.raises(UsageError, match=r"argument 1 .* is nothing on ranks 0, 1, float32 \[6, 3\] on rank 2;"):
+        make_parallel(lambda x, y=None: x, collective=collective)(*[tf.ones([6, 3])] * (1 + flag))
+
+
+@on_ranks(2)
+def test_what_a_graph_knows_of_a_shape_does_not_count(collective: Collective) -> None:
+    """As on a rank that has called a function more often, whose next trace is of any shape."""
+    parallel = make_parallel(lambda x: 2 * x, collective=collective)
+    signature = [tf.TensorSpec([7, 3] if collective.world.rank else [None, None], tf.float64)]
+    graph = tf.function(parallel, input_signature=signature, autograph=False)
+    assert_close(graph(samples(7)), 2 * samples(7), "doubled")
+
+
+@on_ranks(2)
+def test_functions_within_a_function_run_side_by_side(collective: Collective) -> None:
+    """One trace twice, and two traces of one function: their collectives have names of their own."""
+    inner = tf.function(make_parallel(lambda x: 2 * x, collective=collective), autograph=False)
+
+    @tf.function(autograph=False)
+    def outer(x: tf.Tensor, y: tf.Tensor) -> Any:
+        return inner(x), inner(x + 1), inner(y), inner(y + 1)
+
+    for _ in range(3):
+        results = outer(samples(7), samples(2))
+        for got, wanted in zip(results, (samples(7), samples(7) + 1, samples(2), samples(2) + 1), strict=True):
+            assert_close(got, 2 * wanted, "doubled")
+
+
 def polynomial(x: tf.Tensor, coefficients: tf.Variable) -> tf.Tensor:
     return coefficients[0] * x**2 + coefficients[1] * x + coefficients[2]
 

@@ -1,0 +1,161 @@
+"""Inputs that all ranks must hold alike: what each has travels beside the computation, and every rank is told.
+
+What travels with each call are two numbers, while the ranks compute: the samples, and a digest of the types and of the
+other dimensions. Only where they differ do the ranks ask each other for the words of an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context, executor
+
+from ringtrain.collectives.base import Collective
+from ringtrain.collectives.differentiable import gather
+from ringtrain.collectives.objects import all_gather_object
+from ringtrain.errors import UsageError
+from ringtrain.messages.ranks import group_ranks, name_ranks
+from ringtrain.messages.rules import shorten
+
+Inputs = Sequence[tuple[str, Any]]  # labels with tensors [n, ...], or what is passed on as it is
+
+NAME = "parallel/inputs"
+CPU = "/CPU:0"  # not by NCCL, and without waiting for a GPU
+MAX_DIMENSIONS = 254  # TensorFlow's own limit
+MAX_GROUPS = 4
+
+
+@contextlib.contextmanager
+def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> Iterator[list[tf.Tensor]]:
+    """See that all ranks have inputs of the same shapes and types, while these are computed with.
+
+    Yields:
+        What the ranks' next collectives have to wait for, so that they do not meet before this is known; in a graph.
+
+    Raises:
+        UsageError: on every rank, where inputs differ; then it takes the place of what the computation raised. In a
+            graph it is TensorFlow's InvalidArgumentError with the same words.
+    """
+    if collective.world.size == 1:
+        yield []
+    elif not tf.executing_eagerly():
+        yield [_check_in_graph(inputs, collective, name)]
+    else:
+        with tf.device(CPU):
+            mine = _what_travels(inputs)
+            with context.executor_scope(_beside()):
+                on_ranks = _exchange(collective)(mine)  # type: ignore[arg-type]  # it has a hash
+        try:
+            yield []
+        except Exception:
+            _raise_difference(inputs, on_ranks, collective)
+            raise
+        _raise_difference(inputs, on_ranks, collective)
+
+
+@functools.cache
+def _beside() -> Any:
+    """What runs an operation beside this thread, which waits for it once it asks for the result."""
+    return executor.new_executor(enable_async=True)
+
+
+@functools.cache
+def _exchange(collective: Collective) -> Callable[[tf.Tensor], tf.Tensor]:
+    """A graph, in which Horovod sees the name: nothing else that runs meanwhile meets it."""
+
+    def exchange(mine: tf.Tensor) -> tf.Tensor:
+        return gather(mine, collective, NAME)
+
+    signature = [tf.TensorSpec([1, 2], tf.int64)]
+    return tf.function(exchange, input_signature=signature, autograph=False).get_concrete_function()
+
+
+def _raise_difference(inputs: Inputs, on_ranks: tf.Tensor, collective: Collective) -> None:
+    numbers = on_ranks.numpy()
+    if (numbers != numbers[0]).any():
+        error = UsageError(_difference_describer(inputs, collective)(*_shapes(inputs)), reach="run")
+        error.is_agreed = True
+        raise error from None
+
+
+def _check_in_graph(inputs: Inputs, collective: Collective, name: str) -> tf.Tensor:
+    """bool []; its operation fails where the inputs differ."""
+    with tf.device(CPU):
+        on_ranks = gather(_what_travels(inputs), collective, f"{name}/inputs")
+        shapes = _shapes(inputs)
+
+        def fail() -> tf.Tensor:
+            message = tf.numpy_function(_difference_describer(inputs, collective), shapes, tf.string)
+            with tf.control_dependencies([tf.debugging.Assert(False, [message])]):
+                return tf.constant(False)
+
+        return tf.cond(tf.reduce_all(on_ranks == on_ranks[:1]), lambda: tf.constant(True), fail)
+
+
+def _what_travels(inputs: Inputs) -> tf.Tensor:
+    """The samples and the digest, int64 [1, 2].
+
+    What this rank's graph happens to know of a shape does not count: that depends on what was called before.
+    """
+    tensors = [leaf for _, leaf in inputs if isinstance(leaf, tf.Tensor)]
+    digest: Any = zlib.crc32(repr([_kind(leaf) for _, leaf in inputs]).encode())
+    for number, tensor in enumerate(tensors):
+        if tensor.shape[1:].is_fully_defined():
+            digest += sum((length + 1) * _weight(number, axis) for axis, length in enumerate(tensor.shape[1:]))
+        else:
+            weights = tf.constant([_weight(number, axis) for axis in range(MAX_DIMENSIONS)], tf.int64)
+            lengths = tf.shape(tensor, tf.int64)[1:]
+            digest += tf.reduce_sum((lengths + 1) * weights[: tf.size(lengths)])
+    count = tensors[0].shape[0]
+    return tf.convert_to_tensor([[tf.shape(tensors[0], tf.int64)[0] if count is None else count, digest]], tf.int64)
+
+
+def _weight(number: int, axis: int) -> int:
+    """Of an axis of an input in the digest: of 26 bits, so that with a length of 31 it fits into 63."""
+    return zlib.crc32(b"%d %d" % (number, axis)) >> 6
+
+
+def _kind(leaf: Any) -> str:
+    return leaf.dtype.name if isinstance(leaf, tf.Tensor) else repr(leaf)
+
+
+def _shapes(inputs: Inputs) -> list[tf.Tensor]:
+    """int32 [dimensions] of each; of what is no tensor, [0]."""
+    return [tf.shape(leaf if isinstance(leaf, tf.Tensor) else 0) for _, leaf in inputs]
+
+
+def _difference_describer(inputs: Inputs, collective: Collective) -> Callable[..., str]:
+    """What takes the inputs' shapes and says how those of the ranks differ first; it keeps no tensor.
+
+    Every rank must call it, and gets the same.
+    """
+    labels, kinds = [label for label, _ in inputs], [_kind(leaf) for _, leaf in inputs]
+
+    def describe(*shapes: Any) -> str:
+        mine = [
+            f"{kind} {list(map(int, shape))}".removesuffix(" []") for kind, shape in zip(kinds, shapes, strict=True)
+        ]
+        of_ranks = all_gather_object(collective, [labels, mine], name=NAME)
+        of_inputs = itertools.zip_longest(*(theirs for _, theirs in of_ranks), fillvalue="nothing")
+        most_labels = max((theirs for theirs, _ in of_ranks), key=len)
+        label, groups = next(
+            (label, group_ranks(theirs))
+            for label, theirs in zip(most_labels, of_inputs, strict=True)
+            if len(set(theirs)) > 1
+        )
+        shown = itertools.islice(groups.items(), MAX_GROUPS)
+        places = [f"{shorten(what)} on {name_ranks(ranks)}" for what, ranks in shown]
+        more = f" and {len(groups) - MAX_GROUPS} more kinds" if len(groups) > MAX_GROUPS else ""
+        return (
+            f"input {label} of a parallel function is {', '.join(places)}{more}; it must be the same on all ranks, "
+            "each of which takes its own rows of it. Give every rank the whole batch: let all read the same samples in "
+            "the same order, without shard() and without the rank in a seed."
+        )
+
+    return describe

@@ -50,7 +50,7 @@ def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> 
         with tf.device(CPU):
             mine = _what_travels(inputs)
             with context.executor_scope(_beside()):
-                on_ranks = _exchange(collective)(mine)  # type: ignore[arg-type]  # it has a hash
+                on_ranks = _exchange(collective)(mine)
         try:
             yield []
         except Exception:

@@ -17,21 +17,18 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
-from ringtrain.data.cache.layout import Layout, find_layout, read_arrays
+from ringtrain.data.cache.decoded import CachedSource, Layout, find_layout
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
 from ringtrain.runtime import activity
 from ringtrain.runtime.world import World
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 ENDING = ".samples"
 PART_ENDING = ".part"
@@ -53,7 +50,7 @@ def cache_directory(node: str) -> Path:
     return Path(cache).expanduser() / "ringtrain" / "decoded" / node
 
 
-def open_node_cache(source: FallibleSource, collective: Collective, *, name: str, num_threads: int) -> NodeCachedSource:
+def open_node_cache(source: FallibleSource, collective: Collective, *, name: str, num_threads: int) -> CachedSource:
     """The source with its samples in the node's file, which is filled first where it is not there. Every rank calls it.
 
     Args:
@@ -83,7 +80,7 @@ def open_node_cache(source: FallibleSource, collective: Collective, *, name: str
         part = _part_of_node(collective, filling, name=f"{label}/part")
         raise_on_all_ranks(collective, fill, name=f"{label}/fill")
         raise_on_all_ranks(collective, lambda: filling.finish() if filling else None, name=f"{label}/finish")
-    return NodeCachedSource(source, file.layout, raise_on_all_ranks(collective, file.open, name=f"{label}/open"))
+    return CachedSource(source, file.layout, *raise_on_all_ranks(collective, file.open, name=f"{label}/open"))
 
 
 def share_of(world: World, num_samples: int) -> range:
@@ -95,13 +92,9 @@ def share_of(world: World, num_samples: int) -> range:
 def _part_of_node(collective: Collective, filling: Filling | None, *, name: str) -> Path | None:
     """The file that this node's ranks have to fill: local rank 0's; None where there is nothing to do."""
     world = collective.world
-    mine = {
-        "node": world.node,
-        "local_rank": world.local_rank,
-        "part": str(filling.path) if filling else None,
-    }
+    mine = [world.node, world.local_rank, str(filling.path) if filling else None]
     ranks = all_gather_object(collective, mine, name=name)
-    part = next(other["part"] for other in ranks if other["node"] == world.node and other["local_rank"] == 0)
+    part = next(part for node, local_rank, part in ranks if (node, local_rank) == (world.node, 0))
     return None if part is None else Path(part)
 
 
@@ -110,13 +103,13 @@ class CacheFile:
 
     def __init__(self, directory: Path, layout: Layout, fingerprint: str) -> None:
         self.layout = layout
-        shapes = [[list(shape), dtype.str] for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)]
+        shapes = [[list(shape), dtype.str] for shape, dtype in layout.tensors]
         described = {"format": _FORMAT, "samples": layout.num_samples, "arrays": shapes, "fingerprint": fingerprint}
         self._header = json.dumps(described).encode().ljust(_HEADER_BYTES)
         self.path = directory / f"{hashlib.sha256(self._header).hexdigest()[:32]}{ENDING}"
         self._sections: list[tuple[int, tuple[int, ...], np.dtype[Any]]] = []
         place = _HEADER_BYTES
-        for shape, dtype in zip([(), *layout.shapes], [np.dtype(np.uint8), *layout.dtypes], strict=True):
+        for shape, dtype in (((), np.dtype(np.uint8)), *layout.tensors):
             self._sections.append((place, (layout.num_samples, *shape), dtype))
             place += -(-layout.num_samples * int(np.prod(shape)) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = place
@@ -146,12 +139,10 @@ class CacheFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _remove_left_over(self.path.parent)
             self._make_room()
-            self._check_space()
             filling = Filling(self.path)
             try:
-                os.posix_fallocate(
-                    filling.descriptor, 0, self.num_bytes
-                )  # a disk that fills up later kills with SIGBUS
+                # A disk that fills up later kills with SIGBUS.
+                os.posix_fallocate(filling.descriptor, 0, self.num_bytes)
                 os.pwrite(filling.descriptor, self._header, 0)
             except BaseException:
                 filling.close()
@@ -159,14 +150,12 @@ class CacheFile:
             return filling
 
     def _make_room(self) -> None:
-        """Remove files that no run has opened for long, the longest unused first."""
+        """Remove files that no run has opened for long, the longest unused first, and see that there is space."""
         used = {path: path.stat().st_mtime for path in self.path.parent.glob(f"*{ENDING}")}
         for path in sorted(used, key=lambda path: used[path]):
             lacks_space = shutil.disk_usage(self.path.parent).free < self.num_bytes
             if time.time() - used[path] > (UNUSED_SECONDS_WHERE_SPACE_LACKS if lacks_space else UNUSED_SECONDS):
                 path.unlink(missing_ok=True)
-
-    def _check_space(self) -> None:
         free = shutil.disk_usage(self.path.parent).free
         if self.num_bytes > free:
             raise DataError(
@@ -209,7 +198,7 @@ class CacheFile:
         with _saying_where(self.path):
             with contextlib.suppress(PermissionError):  # another user's
                 os.utime(self.path)  # what is in use is not removed: see _make_room
-            is_good, *arrays = self._map(self.path, "r")
+            is_good, *arrays = self._map(self.path, "c")  # what a process adds later stays its own
             return np.array(is_good, bool), arrays
 
     def _map(self, path: Path, mode: Any) -> list[np.memmap[Any, Any]]:
@@ -263,39 +252,3 @@ def _saying_where(path: Path) -> Iterator[None]:
             "free space, set XDG_CACHE_HOME to another, or use --cache none.",
             reach="node",
         ) from error
-
-
-class NodeCachedSource:
-    """A source whose decoded samples lie in a file that all ranks of the node map."""
-
-    def __init__(self, source: FallibleSource, layout: Layout, opened: tuple[np.ndarray, list[np.ndarray]]) -> None:
-        self.num_samples, self.fingerprint = source.num_samples, source.fingerprint
-        self.damaged = getattr(source, "damaged", ())
-        self._source, self._layout = source, layout
-        self._is_good, self._arrays = opened
-        self._are_all_good = bool(self._is_good.all())
-
-    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        """The samples ``indices`` as (x, y); fails as the source does where one cannot be decoded."""
-        import tensorflow as tf
-
-        if self._are_all_good:
-            return read_arrays(self._arrays, indices, self._layout)
-        with tf.device("CPU"):
-            return tf.cond(
-                tf.reduce_all(tf.gather(self._is_good, indices)),
-                lambda: read_arrays(self._arrays, indices, self._layout),
-                lambda: self._source.gather(indices),
-            )
-
-    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
-        import tensorflow as tf
-
-        with tf.device("CPU"):
-            found = indices[tf.gather(self._is_good, indices)]
-            return (found, *read_arrays(self._arrays, found, self._layout))
-
-    def find_bad(self, indices: Iterable[int]) -> list[Any]:
-        """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
-        return self._source.find_bad([index for index in map(int, indices) if not self._is_good[index]])

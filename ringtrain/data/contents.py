@@ -64,11 +64,7 @@ class Contents:
         atexit.register(self._give_up)  # TensorFlow must not be taken down while the thread computes
 
     def facts(self) -> dict[str, list[str]]:
-        """The digests of each array's blocks, and what is sampled of each source's files, once it is known.
-
-        Raises:
-            RingtrainError: the thread failed.
-        """
+        """The digests of each array's blocks, and what is sampled of each source's files, once it is known."""
         try:
             return self._facts.result()
         except Exception as error:

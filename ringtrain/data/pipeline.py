@@ -101,9 +101,6 @@ def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | Non
 
     Args:
         of: the samples that it was given, to change them.
-
-    Raises:
-        UsageError: it gave something else.
     """
     if isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_holds_samples, tf.nest.flatten(given))):
         pair = (given[0], given[1])

@@ -118,11 +118,7 @@ def _open_steps(feed: Feed, *, rank: int, size: int, first_step: int, end_step: 
 
 
 def _check(x: Any, y: Any, spec: Any, *, rank: int, step: int) -> int:
-    """The number of samples in a batch.
-
-    Raises:
-        DataError: it is none of the kind that the first batch was.
-    """
+    """The number of samples in a batch."""
     try:
         found = tf.nest.map_structure(_spec_of, (x, y))
         tf.nest.assert_same_structure(found, spec)

@@ -31,11 +31,7 @@ def note_lost(who: str) -> None:
 
 @contextlib.contextmanager
 def explaining_lost_ranks() -> Iterator[None]:
-    """Give Horovod's error after another rank's end, which shows where this rank was, words that say what it is.
-
-    Raises:
-        LostRanksError: in place of TensorFlow's and Horovod's own.
-    """
+    """Give Horovod's error after another rank's end, which shows where this rank was, words that say what it is."""
     try:
         yield
     except Exception as error:

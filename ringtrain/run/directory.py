@@ -171,9 +171,6 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
     Args:
         wanted: where the run is to be.
         is_anew: never take one that holds something: append a number until the name is free.
-
-    Raises:
-        UsageError: the directory holds something that is no run, or cannot be made.
     """
     named = wanted if wanted.name.strip(".") else wanted.resolve()  # '.' and '..' say no name
     others = (named.parent / f"{named.name or 'run'}-{number}" for number in range(2, 10_000))
@@ -204,11 +201,7 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
 
 
 def refuse_taken(output: Path) -> None:
-    """See that nothing will be overwritten.
-
-    Raises:
-        UsageError: something is there.
-    """
+    """See that nothing will be overwritten."""
     if output.exists() or output.is_symlink():
         raise UsageError(
             f"{str(output)!r} is there already, and is left as it is. Give another with --output, or remove it.",
@@ -217,11 +210,7 @@ def refuse_taken(output: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The configuration that a run directory keeps; None where it holds none.
-
-    Raises:
-        UsageError: the file is damaged.
-    """
+    """The configuration that a run directory keeps; None where it holds none."""
     file = path / CONFIG_FILE
     try:
         values = load_settings(file)
@@ -329,11 +318,7 @@ def find_last_saved_step(path: Path) -> int | None:
 
 
 def require_writable(directory: Path) -> None:
-    """See that files can be made in a directory of a run's. Where none has its name, it can still be made.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """See that files can be made in a directory of a run's. Where none has its name, it can still be made."""
     if not os.path.lexists(directory):
         return
     try:

@@ -96,9 +96,6 @@ def acquire_lease(
     """Become the writer of a run directory.
 
     Waits at most ``EXPIRY_SECONDS`` for a holder on another host that may be gone.
-
-    Raises:
-        UsageError: another process holds it and is alive, or nothing can be written there.
     """
     try:
         return _acquire(run, environ, print_line)
@@ -185,11 +182,7 @@ def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> b
 
 
 def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_line: Callable[[str], None]) -> None:
-    """Return once the holder has let go or is gone, or is no longer to write.
-
-    Raises:
-        UsageError: it is alive.
-    """
+    """Return once the holder has let go or is gone, or is no longer to write."""
     holder = _read(file)
     if not holder or holder.get("released"):
         return

@@ -113,11 +113,7 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
 
 
 def choose_directory(config: Config) -> Path:
-    """The run's directory, made where it is not there.
-
-    Raises:
-        UsageError: it cannot be made, or holds something that is no run; or ``resume`` is must, and there is no run.
-    """
+    """The run's directory, made where it is not there."""
     name = Path(config.workload.rpartition(":")[2]).name.removesuffix(".py")
     wanted = config.out or Path("runs") / name.lower()
     if config.resume == "must" and not (wanted / CONFIG_FILE).is_file():
@@ -186,11 +182,7 @@ def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[s
 
 
 def require_resumable(checkpoint: Checkpoint) -> None:
-    """See that a checkpoint, besides being whole, says what a run goes on by.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """See that a checkpoint, besides being whole, says what a run goes on by."""
     for name in ("global_batch_size", "world_size"):
         if type(checkpoint.run.get(name)) is not int or not 0 < checkpoint.run[name] < MAX_SIZE:
             raise ValueError(f"its {name} is {checkpoint.run.get(name)!r}")
@@ -210,9 +202,6 @@ def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Ma
     """See that the checkpoint from which a run goes on is its own.
 
     One that an older ringtrain wrote has no identity: its settings tell it from another run's.
-
-    Raises:
-        UsageError: it is another run's; the message says what both are.
     """
     own, theirs = read_identity(directory.path), as_identity(checkpoint.run.get("identity"))
     changed = [] if own and theirs else list_changed_settings(checkpoint.run["config"], former)
@@ -228,11 +217,7 @@ def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Ma
 
 
 def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """See that a run goes on as it began.
-
-    Raises:
-        UsageError: a setting that enters the training differs; the message lists each with both values.
-    """
+    """See that a run goes on as it began."""
     changed = list_changed_settings(former, wanted)
     if changed:
         raise UsageError(

@@ -109,9 +109,6 @@ def find_checkpoint(source: Path, which: str = BEST) -> Path:
     Args:
         source: a checkpoint, or a run directory.
         which: of a run directory's: ``best`` (the newest where none is), ``newest``, or a name.
-
-    Raises:
-        DataError: there is none.
     """
     if (source / MANIFEST_FILE).exists():
         return source

@@ -36,9 +36,6 @@ def check_workload_name(spec: str) -> None:
     Args:
         spec: a built-in name, ``package.module:Class``, ``path/file.py:Class``, or ``path/file.py`` where the file has
             one workload.
-
-    Raises:
-        UsageError: no such built-in workload, no such file, or no class named.
     """
     if spec in BUILT_IN:
         return
@@ -64,9 +61,6 @@ def refuse_hiding(file: Path, *, is_new: bool = False) -> None:
 
     Args:
         is_new: it is being written: then it takes the name of nothing that is installed.
-
-    Raises:
-        UsageError: it has.
     """
     elsewhere = [place for place in sys.path if Path(place).resolve() != file.parent.resolve()]
     is_taken = is_new and importlib.machinery.PathFinder.find_spec(file.stem, elsewhere) is not None
@@ -119,11 +113,7 @@ def load_workload(spec: str) -> type[Workload]:
 
 
 def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) -> Workload:
-    """A workload that reads these values, from the beginning, where its class declares its ``options``.
-
-    Raises:
-        UsageError: the class needs arguments, or its ``__init__`` fails.
-    """
+    """A workload that reads these values, from the beginning, where its class declares its ``options``."""
     workload = workload_class.__new__(workload_class)
     vars(workload)["options"] = options
     try:
@@ -178,11 +168,7 @@ def _workloads_in(module: object) -> list[str]:
 
 
 def _only_workload(module: object, spec: str) -> str:
-    """The workload of a file that has one.
-
-    Raises:
-        UsageError: it has none, or several.
-    """
+    """The workload of a file that has one."""
     own = [name for name in _workloads_in(module) if vars(module)[name].__module__ == vars(module)["__name__"]]
     if not own:
         raise UsageError(

@@ -114,11 +114,7 @@ class ImagesOf:
 
 
 def image_shape(data: str) -> tuple[int, int, int]:
-    """Height, width and channels of the images of ``data``.
-
-    Raises:
-        UsageError: there are no such data.
-    """
+    """Height, width and channels of the images of ``data``."""
     if data not in IMAGE_SHAPES:
         raise UsageError(f"options.data is {data!r}; it must be one of {', '.join(IMAGE_SHAPES)}.", reach="run")
     return IMAGE_SHAPES[data]
@@ -159,9 +155,6 @@ def create_autoencoder(shape: tuple[int, int, int], width: int) -> keras.Model:
     Args:
         shape: h, w and c; any size, also an odd one.
         width: channels of the first level; each further one has twice as many.
-
-    Raises:
-        UsageError: the width is below 1.
     """
     import keras
     from keras import layers

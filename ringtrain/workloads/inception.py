@@ -128,11 +128,7 @@ class Inception(Workload):
 
 
 def check_image_size(image_size: Any) -> int | None:
-    """The option ``image_size``.
-
-    Raises:
-        UsageError: it is no whole number, or too small.
-    """
+    """The option ``image_size``."""
     if image_size is None or (type(image_size) is int and image_size >= MIN_IMAGE_SIZE):
         return image_size
     raise UsageError(
@@ -143,11 +139,7 @@ def check_image_size(image_size: Any) -> int | None:
 
 
 def check_classes(count: int) -> int:
-    """The option ``synthetic_classes``.
-
-    Raises:
-        UsageError: it is not positive.
-    """
+    """The option ``synthetic_classes``."""
     if count < 1:
         raise UsageError(f"options.synthetic_classes is {count}; it must be at least 1.", reach="run")
     return count

@@ -34,11 +34,7 @@ class Layout:
 
 
 def find_layout(source: FallibleSource) -> Layout:
-    """What the samples of a source look like; none is read.
-
-    Raises:
-        DataError: they have no fixed shape.
-    """
+    """What the samples of a source look like; none is read."""
     import tensorflow as tf
 
     empty = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64))

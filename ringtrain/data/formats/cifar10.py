@@ -99,9 +99,6 @@ def parse_records(data: bytes, path: Path) -> Samples:
 
     Args:
         path: where it comes from, for messages.
-
-    Raises:
-        DataError: it is empty, no whole number of records, or a label is above 9.
     """
     if not data or len(data) % RECORD_BYTES:
         raise DataError(
@@ -148,11 +145,7 @@ def _read_file(path: Path) -> bytes:
 
 
 def _read_archive(path: Path) -> dict[str, bytes]:
-    """The content of the six files, which are taken by their names alone: nothing is written to disk.
-
-    Raises:
-        DataError: the archive cannot be read, or lacks one of them.
-    """
+    """The content of the six files, which are taken by their names alone: nothing is written to disk."""
     contents: dict[str, bytes] = {}
     try:
         with gzip.open(path) as stream:
@@ -234,9 +227,6 @@ def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
 
     Yields:
         The lock's file, and whether another process had the lock when this one came.
-
-    Raises:
-        _DownloadError: another process still has it after ``limit_s`` seconds.
     """
     deadline = time.monotonic() + limit_s
     has_waited = False

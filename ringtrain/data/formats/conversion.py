@@ -107,11 +107,7 @@ def _check_destination(source: Path, destination: Path) -> None:
 
 
 def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
-    """The names of the classes and the splits.
-
-    Raises:
-        DataError: it is not what ``kind`` says, or neither kind.
-    """
+    """The names of the classes and the splits."""
     if not source.is_dir():
         raise DataError(f"source {source} is no directory that can be read. Check the path.", reach="node")
     is_cifar10 = any((source / name).exists() for name in (FOLDER_NAME, ARCHIVE_NAME, *FILES))
@@ -191,11 +187,7 @@ def _open_image_part(part: ImageFolderSource) -> Split:
 
 
 def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
-    """A file's bytes as they are, with what its header says.
-
-    Raises:
-        DataError: it cannot be read, or is no JPEG or PNG.
-    """
+    """A file's bytes as they are, with what its header says."""
     try:
         encoded = path.read_bytes()
         height, width, channels = read_header(io.BytesIO(encoded))

@@ -40,9 +40,6 @@ def parse_features(records: list[Any], name_of: Callable[[int], str]) -> list[np
 
     Args:
         name_of: gives the name of the record at a place, for messages.
-
-    Raises:
-        DataError: a record is no ``tf.train.Example``, or a feature has another type.
     """
     import tensorflow as tf
 

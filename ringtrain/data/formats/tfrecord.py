@@ -159,9 +159,6 @@ def _create_source(
 
     Args:
         train_shape: that of the images to train on, which those to evaluate on must have; None for the former.
-
-    Raises:
-        DataError: they are not.
     """
     entries = part.index.entries
     known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
@@ -285,11 +282,7 @@ class TFRecordSource:
         return records, is_whole
 
     def _read_record(self, index: int) -> bytes:
-        """The data of a record.
-
-        Raises:
-            DataError: they are damaged, or not what they were when the index was made.
-        """
+        """The data of a record."""
         entry = self._part.index.entries[index]
         where = self._part.describe
         if entry["kind"] == DAMAGED:

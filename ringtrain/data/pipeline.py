@@ -87,12 +87,18 @@ def local_batches(
     planned = tf.data.Dataset.from_generator(
         plan, output_signature=(tf.TensorSpec([None, None], tf.int64), numbers, numbers, numbers, numbers)
     ).unbatch()
+    with own_errors():
+        return in_own_threads(planned.map(read), num_threads)
+
+
+def in_own_threads(
+    dataset: tf.data.Dataset, num_threads: int, *, num_ahead: int = PREFETCHED_BATCHES
+) -> tf.data.Dataset:
+    """The dataset, computed by a thread pool of its own, ``num_ahead`` elements ahead."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = num_threads
-    with own_errors():
-        batches = planned.map(read)
-    return batches.prefetch(PREFETCHED_BATCHES).with_options(options)
+    return dataset.prefetch(num_ahead).with_options(options)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -13,12 +13,12 @@ from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ra
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import (
-    PREFETCHED_BATCHES,
     Augment,
     Batch,
     change,
     describe_structure,
     explain_change,
+    in_own_threads,
     own_errors,
 )
 from ringtrain.data.sources import Feed
@@ -88,16 +88,12 @@ def streaming_batches(
 
     scalar = tf.TensorSpec([], tf.int64)
     fed = tf.data.Dataset.from_generator(read, output_signature=(scalar, tf.TensorSpec([None], tf.int64), *spec))
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    options.threading.private_threadpool_size = num_threads
 
     def trace() -> tf.data.Dataset:
         with own_errors():
-            return fed.map(to_batch)
+            return in_own_threads(fed.map(to_batch), num_threads)
 
-    batches = raise_on_all_ranks(collective, trace, name="fed batches")
-    return FedBatches(batches.prefetch(PREFETCHED_BATCHES).with_options(options), failures)
+    return FedBatches(raise_on_all_ranks(collective, trace, name="fed batches"), failures)
 
 
 def _open_steps(feed: Feed, *, rank: int, size: int, first_step: int, end_step: int) -> Iterator[tuple[int, Any, Any]]:

@@ -173,12 +173,11 @@ class CacheFile:
         """
         import tensorflow as tf
 
+        from ringtrain.data.pipeline import in_own_threads
+
         chunk = max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // self.layout.bytes_per_sample))
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        options.threading.private_threadpool_size = num_threads
-        chunks = tf.data.Dataset.range(samples.start, samples.stop).batch(chunk)
-        chunks = chunks.map(source.gather_good).prefetch(1).with_options(options)
+        chunks = tf.data.Dataset.range(samples.start, samples.stop).batch(chunk).map(source.gather_good)
+        chunks = in_own_threads(chunks, num_threads, num_ahead=1)
         with _saying_where(part):
             is_good, *arrays = self._map(part, "r+")
             for found, x, y in chunks.as_numpy_iterator():

@@ -138,10 +138,11 @@ def require_alike(
     world = collective.world
     ranks = all_gather_object(collective, [world.node, summarize(facts)], name=name)
     nodes, summaries = [node for node, _ in ranks], [summary for _, summary in ranks]
-    if all(summary == summaries[0] for summary in summaries):
+    differing = find_differing(summaries)
+    if not differing:
         return
     shown: dict[str, list[str]] = {}
-    for fact in find_differing(summaries):
+    for fact in differing:
         of_ranks = [summary.get(fact) for summary in summaries]
         label, values = fact, [NOT_SET if value is None else str(value) for value in of_ranks]
         if any(isinstance(value, Mapping) for value in of_ranks):
@@ -160,7 +161,7 @@ def describe_differences(nodes: Sequence[str], shown: Mapping[str, Sequence[str]
         nodes: the host of each rank.
         shown: what each rank has, of all that differs.
     """
-    lines = compare(nodes, [{label: values[rank] for label, values in shown.items()} for rank in range(len(nodes))])
+    lines = [describe_difference(label, values, nodes) for label, values in shown.items()]
     more = [f"and {len(lines) - MAX_LINES} more differences"] if len(lines) > MAX_LINES else []
     return "\n  ".join([f"{what}; nothing was trained. {remedy}", *lines[:MAX_LINES], *more])
 
@@ -179,21 +180,12 @@ def find_differing(summaries: Sequence[Summary]) -> list[str]:
     return [name for name in names if any(s.get(name) != summaries[0].get(name) for s in summaries)]
 
 
-def compare(nodes: Sequence[str], ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line for each fact that differs: who has what, those who stand alone first.
-
-    Args:
-        nodes: the host of each rank.
-        ranks: the facts of each rank.
-    """
-    lines = []
-    for name in find_differing(ranks):
-        groups = group_ranks([facts.get(name, NOT_SET) for facts in ranks])
-        (usual, others), *odd = groups.items()
-        said = [f"{name_ranks(few, nodes)} {_have(few)} {_shorten(value)}" for value, few in odd]
-        said.append(f"{name_ranks(others, None if len(others) > 1 else nodes)} {_have(others)} {_shorten(usual)}")
-        lines.append(f"{name}: {', '.join(said)}")
-    return lines
+def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str]) -> str:
+    """Who has which of the ranks' values, those who stand alone first."""
+    (usual, others), *odd = group_ranks(values).items()
+    said = [f"{name_ranks(few, nodes)} {_have(few)} {_shorten(value)}" for value, few in odd]
+    said.append(f"{name_ranks(others, None if len(others) > 1 else nodes)} {_have(others)} {_shorten(usual)}")
+    return f"{label}: {', '.join(said)}"
 
 
 def describe_start(config: Config, environ: Mapping[str, str]) -> dict[str, str | list[str]]:

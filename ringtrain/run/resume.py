@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,6 @@ class OpenedRun:
 def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     """Open the run that the configuration names, and make it ready to be written.
 
-    Args:
-        print_line: shows a line to the user.
-
     Raises:
         UsageError: the directory holds something else, is being written, or its run has other settings.
         DataError: it holds checkpoints, and none is whole.
@@ -86,7 +83,8 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     try:
         checkpoint = find_start(directory, config, print_line=print_line)
         is_complete = checkpoint is not None and is_finished(checkpoint, config)
-        identity = find_identity(path, checkpoint) or draw_identity(config.seed)
+        known = (read_identity(path) or as_identity(checkpoint.run.get("identity"))) if checkpoint else None
+        identity = known or draw_identity(config.seed)  # what never saved anything begins as a new one
         if not is_complete:
             for name in ("checkpoints", "tensorboard", *(["profile"] if config.profile else [])):
                 require_writable(path / name)
@@ -97,18 +95,16 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     except BaseException:
         directory.close()
         raise
-    if checkpoint is None:
-        start = Start(path=str(path), fence=lease.number)
-        return OpenedRun(start=start, directory=directory, checkpoint=None, identity=identity)
-    start = Start(
-        path=str(path),
-        fence=lease.number,
-        step=checkpoint.step,
-        global_batch_size=checkpoint.run["global_batch_size"],
-        size=checkpoint.run["world_size"],
-        progress={**checkpoint.progress, "finished": None},
-        is_complete=is_complete,
-    )
+    start = Start(path=str(path), fence=lease.number)
+    if checkpoint is not None:
+        start = replace(
+            start,
+            step=checkpoint.step,
+            global_batch_size=checkpoint.run["global_batch_size"],
+            size=checkpoint.run["world_size"],
+            progress={**checkpoint.progress, "finished": None},
+            is_complete=is_complete,
+        )
     return OpenedRun(start=start, directory=directory, checkpoint=checkpoint, identity=identity)
 
 
@@ -189,13 +185,6 @@ def require_resumable(checkpoint: Checkpoint) -> None:
     if not isinstance(checkpoint.run.get("config"), dict):
         raise ValueError("it holds no settings")
     Progress.from_plain(checkpoint.progress)
-
-
-def find_identity(path: Path, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
-    """The identity of a run that goes on; None where it has none yet. What never saved anything begins as a new one."""
-    if checkpoint is None:
-        return None
-    return read_identity(path) or as_identity(checkpoint.run.get("identity"))
 
 
 def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Mapping[str, Any]) -> None:

@@ -18,10 +18,11 @@ from ringtrain.collectives.solo import Solo
 from ringtrain.data import cache
 from ringtrain.data.cache import with_cache
 from ringtrain.data.cache.decoded import find_layout
-from ringtrain.data.cache.node import CacheFile, cache_directory, share_of
+from ringtrain.data.cache.node import CacheFile, share_of
 from ringtrain.data.formats.image_folder import load_image_folder
 from ringtrain.data.sources import BadSample, from_arrays
 from ringtrain.errors import DataError
+from ringtrain.files import cache_directory
 from ringtrain.runtime.world import World
 
 NUM_SAMPLES = 23
@@ -63,7 +64,7 @@ class Decoding:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where files are cached."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return cache_directory("node")
+    return cache_directory("decoded", "node")
 
 
 def solo() -> Solo:

@@ -27,6 +27,7 @@ from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ra
 from ringtrain.data.cache.decoded import CachedSource, Layout, find_layout
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
+from ringtrain.files import cache_directory
 from ringtrain.runtime import activity
 from ringtrain.runtime.world import World
 
@@ -41,15 +42,6 @@ _CHUNK_BYTES = 32 << 20
 _CHUNK_SAMPLES = 1024
 
 
-def cache_directory(node: str) -> Path:
-    """``$XDG_CACHE_HOME/ringtrain/decoded/<node>``, or the same in ``~/.cache``.
-
-    With the node's name, since a home directory may be shared by nodes, and the ranks of one node fill a file.
-    """
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "ringtrain" / "decoded" / node
-
-
 def open_node_cache(source: FallibleSource, collective: Collective, *, name: str, num_threads: int) -> CachedSource:
     """The source with its samples in the node's file, which is filled first where it is not there. Every rank calls it.
 
@@ -61,9 +53,9 @@ def open_node_cache(source: FallibleSource, collective: Collective, *, name: str
         DataError: there is not enough space, the file cannot be written, or the ranks see different samples.
     """
     world, label = collective.world, f"cache/{name}"
-    file = CacheFile(
-        cache_directory(world.node), find_layout(source), f"{source.fingerprint} {getattr(source, 'changed', '')}"
-    )
+    # With the node's name, since a home directory may be shared by nodes, and the ranks of one node fill a file.
+    directory = cache_directory("decoded", world.node)
+    file = CacheFile(directory, find_layout(source), f"{source.fingerprint} {getattr(source, 'changed', '')}")
     with contextlib.ExitStack() as stack:
 
         def begin() -> Filling | None:

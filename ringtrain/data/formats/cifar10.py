@@ -24,7 +24,9 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from ringtrain.data.formats import reading
 from ringtrain.errors import DataError
+from ringtrain.files import cache_directory
 from ringtrain.runtime import activity
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -73,7 +75,7 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
     Raises:
         DataError: a file is missing or damaged, or the download failed.
     """
-    place = default_data_dir() if data_dir is None else data_dir
+    place = cache_directory("cifar10") if data_dir is None else data_dir
     folder = _find_folder(place)
     if folder is not None:
         contents = {name: _read_file(folder / name) for name in FILES}
@@ -86,12 +88,6 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
     samples = {name: parse_records(data, container / name) for name, data in contents.items()}
     images, labels = zip(*(samples[name] for name in TRAIN_FILES), strict=True)
     return (np.concatenate(images), np.concatenate(labels)), samples[TEST_FILE]
-
-
-def default_data_dir() -> Path:
-    """Where the archive is kept when the user names no place."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "ringtrain" / "cifar10"
 
 
 def parse_records(data: bytes, path: Path) -> Samples:
@@ -130,18 +126,14 @@ def _find_folder(place: Path) -> Path | None:
 
 
 def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         raise DataError(
             f"there is no file {path}; CIFAR-10 has the six files {', '.join(FILES)}. Put it there: unpack "
             f"{ARCHIVE_NAME} again, from {ARCHIVE_URL}.",
             reach="node",
-        ) from None
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}. Check the file and its permissions.", reach="node"
-        ) from error
+        )
+    with reading(path):
+        return path.read_bytes()
 
 
 def _read_archive(path: Path) -> dict[str, bytes]:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ringtrain.data.formats import reading
 from ringtrain.data.formats.cifar10 import ARCHIVE_NAME, CLASS_NAMES, FILES, FOLDER_NAME, load_cifar10
 from ringtrain.data.formats.example import make_example
 from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.data.formats.tfrecord import CLASSES_FILE
 from ringtrain.errors import DataError, UsageError
+from ringtrain.files.atomic import replace_text
 
 if TYPE_CHECKING:
     from ringtrain.data.formats.image_folder import ImageFolderSource
@@ -81,7 +83,7 @@ def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: 
         try:
             for split in splits:
                 _write_split(partial, split, num_shards or -(-split.num_bytes // SHARD_BYTES))
-            _write_flushed(partial / CLASSES_FILE, "".join(f"{name}\n" for name in class_names))
+            replace_text(partial / CLASSES_FILE, "".join(f"{name}\n" for name in class_names))
             sizes = [path.stat().st_size for path in partial.glob("*.tfrecord")]
             partial.chmod(0o755)
             partial.rename(destination)  # an empty directory gives way
@@ -161,13 +163,6 @@ def _write_split(directory: Path, split: Split, num_shards: int) -> None:
             os.fsync(file.fileno())
 
 
-def _write_flushed(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _open_image_folder(source: Path) -> tuple[Sequence[str], list[Split]]:
     from ringtrain.data.formats.image_folder import load_image_folder
 
@@ -188,11 +183,10 @@ def _open_image_part(part: ImageFolderSource) -> Split:
 
 def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
     """A file's bytes as they are, with what its header says."""
-    try:
+    with reading(path):
         encoded = path.read_bytes()
+    try:
         height, width, channels = read_header(io.BytesIO(encoded))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. Check its permissions.", reach="node") from error
     except HeaderError as error:
         raise DataError(f"{path} is no image: {error}. Remove it or mend it.", reach="node") from error
     return make_example(

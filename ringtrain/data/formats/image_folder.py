@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ringtrain.data.formats import reading
 from ringtrain.data.formats.decoding import decode_batch, decode_image
 from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
 from ringtrain.data.sources import BadSample
@@ -242,13 +243,8 @@ _REMEDY = "Move what does not belong there to another place; names that begin wi
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
     """What is in a folder and not hidden, in the order of the names."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
-    except OSError as error:
-        raise DataError(
-            f"{folder} cannot be read: {error.strerror}. Check the folder and its permissions.", reach="node"
-        ) from error
+    with reading(folder, what="the folder"), os.scandir(folder) as entries:
+        return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 
 def _count_of(names: Sequence[str]) -> str:
@@ -281,14 +277,10 @@ def _read_headers(paths: Sequence[str]) -> list[ImageHeader | str]:
 def _read_header(path: str) -> ImageHeader | str:
     activity.move()
     try:
-        with open(path, "rb", buffering=_HEADER_BUFFER_BYTES) as file:
+        with reading(path), open(path, "rb", buffering=_HEADER_BUFFER_BYTES) as file:
             return read_header(file)
     except HeaderError as error:
         return str(error)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}. Check the file and its permissions.", reach="node"
-        ) from error
 
 
 def _common_shape(

@@ -25,6 +25,7 @@ from ringtrain.data.formats.image_folder import Channels
 from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
 from ringtrain.data.sources import BadSample
 from ringtrain.errors import DataError
+from ringtrain.files import cache_directory
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -83,7 +84,7 @@ def load_tfrecords(
             reach="node",
         )
     place = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:12]
-    index_dirs = [index_dir] if index_dir else [data_dir, default_index_dir()]
+    index_dirs = [index_dir] if index_dir else [data_dir, cache_directory("index")]
     num_classes = len(class_names)
     sources: list[TFRecordSource] = []
     for name, paths in parts.items():
@@ -96,11 +97,6 @@ def load_tfrecords(
         train_shape = sources[0].image_shape if sources else None
         sources.append(_create_source(part, image_size, channels, train_shape, num_classes))
     return sources[0], sources[1] if len(sources) > 1 else None
-
-
-def default_index_dir() -> Path:
-    """Where indices are kept of data whose own directory cannot be written."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ringtrain" / "index"
 
 
 def has_tfrecords(data_dir: Path) -> bool:

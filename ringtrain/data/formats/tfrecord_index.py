@@ -16,7 +16,6 @@ import json
 import os
 import stat
 import struct
-import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,9 +23,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringtrain.data.formats import reading
 from ringtrain.data.formats.example import parse_features
 from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.errors import DataError
+from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import parse_json, read_bounded
 from ringtrain.runtime import activity
 
@@ -104,12 +105,8 @@ def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
 
 
 def _state_of(path: Path) -> FileState:
-    try:
+    with reading(path):
         status = path.stat()
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}. Check the file and its permissions.", reach="node"
-        ) from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is no regular file. Remove it, or make it again with ringtrain convert.", reach="node")
     return FileState(path.name, status.st_size, status.st_mtime_ns)
@@ -122,17 +119,8 @@ def _write_cache(cache: Path, index: Index) -> None:
     header = json.dumps({"files": index.files, "entry": ENTRY.descr}).encode()
     body = struct.pack("<Q", len(header)) + header + index.entries.tobytes()
     cache.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{cache.name}.", dir=cache.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, cache)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with replacing(cache) as file:
+        file.write(_MAGIC + hashlib.sha256(body).digest() + body)
 
 
 def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:

@@ -44,9 +44,11 @@ class Autoencoder(Workload):
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         from ringtrain.data.sources import ArraySource
+        from ringtrain.workloads.cifar10 import read_sources
+        from ringtrain.workloads.digits import Digits
 
         image_shape(self.options["data"])  # a wrong name is found before anything is read
-        labelled = read_digits if self.options["data"] == "digits" else read_cifar10
+        labelled = Digits().create_sources if self.options["data"] == "digits" else read_sources
         train, evaluation = labelled(data_dir, synthetic=synthetic)
         assert isinstance(train, ArraySource)
         assert isinstance(evaluation, ArraySource)
@@ -118,21 +120,6 @@ def image_shape(data: str) -> tuple[int, int, int]:
     if data not in IMAGE_SHAPES:
         raise UsageError(f"options.data is {data!r}; it must be one of {', '.join(IMAGE_SHAPES)}.", reach="run")
     return IMAGE_SHAPES[data]
-
-
-def read_cifar10(data_dir: Path | None, *, synthetic: bool) -> Sources:
-    """CIFAR-10's images of bytes with their labels, or synthetic ones."""
-    from ringtrain.data.sources import from_arrays
-    from ringtrain.workloads.cifar10 import read_samples
-
-    return Sources(*(from_arrays(*samples) for samples in read_samples(data_dir, synthetic=synthetic)))
-
-
-def read_digits(data_dir: Path | None, *, synthetic: bool) -> Sources:
-    """scikit-learn's digits as the workload digits has them, in [0, 1]."""
-    from ringtrain.workloads.digits import Digits
-
-    return Digits().create_sources(data_dir, synthetic=synthetic)
 
 
 def plan_sides(side: int, levels: int) -> list[int]:

@@ -66,10 +66,9 @@ class Cifar10Resnet(Workload):
         return create_network(self.options["width"])
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        from ringtrain.data.sources import from_arrays
-        from ringtrain.workloads.cifar10 import read_samples
+        from ringtrain.workloads.cifar10 import read_sources
 
-        return Sources(*(from_arrays(*samples) for samples in read_samples(data_dir, synthetic=synthetic)))
+        return read_sources(data_dir, synthetic=synthetic)
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
         import keras

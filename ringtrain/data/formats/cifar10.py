@@ -27,6 +27,7 @@ import numpy as np
 from ringtrain.data.formats import reading
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
+from ringtrain.files.atomic import replacing
 from ringtrain.runtime import activity
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -42,10 +43,8 @@ NUM_CLASSES = len(CLASS_NAMES)
 IMAGE_SIZE = 32
 RECORD_BYTES = 1 + 3 * IMAGE_SIZE * IMAGE_SIZE
 
-DOWNLOAD_LIMIT_S = 1800.0
-"""How long a download may take, and how long other processes of the node wait for it."""
-SILENCE_LIMIT_S = 30.0
-"""How long the server may say nothing."""
+DOWNLOAD_LIMIT_S = 1800.0  # of a download, and for other processes of the node that wait for it
+SILENCE_LIMIT_S = 30.0  # of the server
 _LOCK_POLL_S = 0.2
 _BLOCK_BYTES = 1 << 20
 
@@ -91,11 +90,7 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
 
 
 def parse_records(data: bytes, path: Path) -> Samples:
-    """The samples in the content of one file.
-
-    Args:
-        path: where it comes from, for messages.
-    """
+    """The samples in the content of one file; ``path`` says where it comes from."""
     if not data or len(data) % RECORD_BYTES:
         raise DataError(
             f"{path} has {len(data):,} bytes; it must have a whole number of records of {RECORD_BYTES:,} bytes, and at "
@@ -182,9 +177,6 @@ def _download_once(archive: Path, download: Download) -> None:
     Every process may call it, at any time: the first takes a lock, which the system frees when that process ends,
     however it ends. Where it fails it leaves the reason in the lock's file, so that those which waited fail alike, at
     once.
-
-    Raises:
-        DataError: the download failed, here or in the process that did it, or took longer than its limit.
     """
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
@@ -237,30 +229,19 @@ def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
 
 def _download_to(archive: Path, download: Download) -> None:
     """Download, check and put in place, so that the archive is there whole or not at all. The caller has the lock."""
-    partial = archive.with_name(f"{archive.name}.part")
-    try:
-        partial.unlink(missing_ok=True)  # left where a process was killed
-        with partial.open("xb") as file:  # never through a link that another user put there
-            md5 = _copy(download, file)
-            file.flush()
-            os.fsync(file.fileno())
+    for partial in archive.parent.glob(f".writing-*-{archive.name}"):  # left where a process was killed
+        partial.unlink()
+    with replacing(archive) as file:
+        md5 = _copy(download, file)
         if md5 != download.md5:
             raise _DownloadError(
-                f"{download.url} gave {_size_of(partial)} with the MD5 {md5}, but the published archive has "
+                f"{download.url} gave {file.tell():,} bytes with the MD5 {md5}, but the published archive has "
                 f"{download.md5}"
             )
-        partial.replace(archive)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _copy(download: Download, file: BinaryIO) -> str:
-    """Write what the address gives into a file, and return its MD5.
-
-    Raises:
-        OSError, http.client.HTTPException: the server does not answer.
-        _DownloadError: it answers with an error, or takes too long.
-    """
+    """Write what the address gives into a file, and return its MD5."""
     deadline = time.monotonic() + download.limit_s
     digest = hashlib.md5(usedforsecurity=False)  # what is published beside the archive
     try:

@@ -7,6 +7,7 @@ whose share it falls into.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -102,7 +103,7 @@ class ImageFolderSource:
                 try:
                     self._decode(path)
                 except (tf.errors.OpError, ValueError) as error:  # ValueError: of another shape
-                    found.append(BadSample(index, _as_text(path), _reason_of(error)))
+                    found.append(BadSample(index, path.numpy().decode(errors="replace"), _reason_of(error)))
         return found
 
     def _decode(self, path: tf.Tensor) -> tf.Tensor:
@@ -141,7 +142,7 @@ def load_image_folder(
     if image_size is None:
         headers = [_read_headers(part) for part in paths]
         image_shape = _common_shape(data_dir, paths, headers, channels)
-        damaged = [_find_damaged(part, part_headers) for part, part_headers in zip(paths, headers, strict=True)]
+        damaged = [_find_damaged(*part) for part in zip(paths, headers, strict=True)]
     else:
         image_shape = (image_size, image_size, channels)
     sources = [
@@ -269,9 +270,7 @@ def _read_headers(paths: Sequence[str]) -> list[ImageHeader | str]:
     """Each image's header, or the reason why it has none."""
     tasks = [paths[first : first + _HEADERS_PER_TASK] for first in range(0, len(paths), _HEADERS_PER_TASK)]
     with ThreadPoolExecutor(IO_THREADS) as threads:
-        return [
-            header for headers in threads.map(lambda task: list(map(_read_header, task)), tasks) for header in headers
-        ]
+        return list(itertools.chain(*threads.map(lambda task: list(map(_read_header, task)), tasks)))
 
 
 def _read_header(path: str) -> ImageHeader | str:
@@ -316,13 +315,6 @@ def _find_damaged(paths: Sequence[str], headers: Sequence[ImageHeader | str]) ->
         for index, (path, header) in enumerate(zip(paths, headers, strict=True))
         if isinstance(header, str)
     )
-
-
-# --- What is told of a bad sample ---
-
-
-def _as_text(path: tf.Tensor) -> str:
-    return path.numpy().decode(errors="replace")
 
 
 def _reason_of(error: Exception) -> str:

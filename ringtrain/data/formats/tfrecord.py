@@ -233,6 +233,7 @@ class TFRecordSource:
             if skips_bad:
                 records, indices = records[is_whole], indices[is_whole]
             found, images = self._decode(records, indices, skips_bad=skips_bad)
+            found = found if skips_bad else indices  # whose shape is known
             return found, images, tf.gather(self._labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:

@@ -39,13 +39,10 @@ COMMON_ROUNDING = 1e-5
 
 
 class Contents:
-    """What sources hold, found out by a thread, while the model is being made.
-
-    Attributes:
-        arrays: those in memory [n, ...], by names such as ``train x`` and ``evaluation y/class``.
-    """
+    """What sources hold, found out by a thread, while the model is being made."""
 
     def __init__(self, sources: Mapping[str, Any]) -> None:
+        # Those in memory [n, ...], by names such as ``train x`` and ``evaluation y/class``.
         self.arrays: dict[str, tf.Tensor] = {
             f"{name} {place}": array
             for name, source in sources.items()
@@ -140,11 +137,7 @@ def find_other_values(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def sample_files(paths: tf.Tensor) -> list[str]:
-    """Name, size and a digest of pieces of files: at most 16 MiB in all, spread over the files and over each of them.
-
-    Args:
-        paths: string [n], the same on every rank but for the folders above.
-    """
+    """Name, size and a digest of pieces of files: 16 MiB at most, spread over the files and over each of them."""
     import tensorflow as tf
 
     count = min(len(paths), SAMPLED_PIECES)

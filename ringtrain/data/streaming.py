@@ -114,7 +114,7 @@ def _open_steps(feed: Feed, *, rank: int, size: int, first_step: int, end_step: 
 
 
 def _check(x: Any, y: Any, spec: Any, *, rank: int, step: int) -> int:
-    """The number of samples in a batch."""
+    """The number of samples in a batch, which must be of the first one's kind."""
     try:
         found = tf.nest.map_structure(_spec_of, (x, y))
         tf.nest.assert_same_structure(found, spec)
@@ -149,11 +149,7 @@ def _spec_of(array: Any) -> tf.TensorSpec:
 
 
 def _agree_on_spec(collective: Collective, first: tuple[Any, Any] | None) -> Any:
-    """What a batch (x, y) looks like, from the first rank that has one.
-
-    Raises:
-        DataError: on every rank, where they differ, or no rank has a batch.
-    """
+    """What a batch (x, y) looks like, from the first rank that has one; an error on every rank where they differ."""
     mine = None if first is None else _to_json(tf.nest.map_structure(_spec_of, tuple(first)))
     all_ranks = all_gather_object(collective, mine, name="feed_spec")
     fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]

@@ -32,7 +32,6 @@ def require_same_contents(collective: Collective, contents: Contents, print_line
 
     Args:
         contents: of sources that ``require_same_sources`` found alike.
-        print_line: shows a line to the user.
 
     Raises:
         DataError: on every rank, where they do not.

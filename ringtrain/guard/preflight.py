@@ -65,9 +65,6 @@ def require_same_start(collective: Collective, config: Config, *, command: str, 
 def require_same_code(collective: Collective, *, name: str) -> None:
     """See that what of the user's code all ranks have loaded by now is the same. Every rank must call it.
 
-    Args:
-        name: of the comparison, unique in the run.
-
     Raises:
         UsageError: on every rank, where a file, or a package that it imports, is not the same on all that have it.
     """
@@ -127,10 +124,7 @@ def require_alike(
     """See that all ranks hold the same facts. Every rank must call it.
 
     Args:
-        name: of the comparison, unique in the run.
-        kind: of the error.
         what: goes wrong where they do not, in words.
-        remedy: what to do about it.
 
     Raises:
         RingtrainError: of this kind, on every rank, with a line for each fact that differs.
@@ -155,12 +149,7 @@ def require_alike(
 
 
 def describe_differences(nodes: Sequence[str], shown: Mapping[str, Sequence[str]], *, what: str, remedy: str) -> str:
-    """What goes wrong and what to do about it, with a line for each difference.
-
-    Args:
-        nodes: the host of each rank.
-        shown: what each rank has, of all that differs.
-    """
+    """What goes wrong and what to do about it, with a line for what each rank has of all that differs."""
     lines = [describe_difference(label, values, nodes) for label, values in shown.items()]
     more = [f"and {len(lines) - MAX_LINES} more differences"] if len(lines) > MAX_LINES else []
     return "\n  ".join([f"{what}; nothing was trained. {remedy}", *lines[:MAX_LINES], *more])
@@ -259,7 +248,6 @@ def describe_training(
     """What the ranks are about to train.
 
     Args:
-        variables: weights, slots and the like by their names.
         batch_spec: (x, y) as structures of tensor specs.
         metrics, evaluation_metrics: names, in the order in which their sums travel.
         numbers: further ones to compare, such as ``steps_per_epoch=10``.

@@ -66,11 +66,7 @@ class ReplicaGuard:
 
 
 def hash_bits(array: np.ndarray) -> int:
-    """A hash of an array's bits, below 2^64: another one wherever two arrays of one type and shape differ in one word.
-
-    Args:
-        array: of any type of fixed size, and of any shape.
-    """
+    """A hash of an array's bits, below 2^64: another one wherever arrays of one type and shape differ in one word."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     num_whole = data.size // WORD_BYTES * WORD_BYTES
     words = data[:num_whole].view(np.uint32)
@@ -82,13 +78,7 @@ def hash_bits(array: np.ndarray) -> int:
 
 
 def describe_drift(names: Sequence[str], hashes: Sequence[Sequence[int]], nodes: Sequence[str]) -> str:
-    """Which ranks differ from most, and in which variables.
-
-    Args:
-        names: of the variables.
-        hashes: [ranks, variables].
-        nodes: the host of each rank.
-    """
+    """Which ranks differ from most, and in which variables; ``hashes`` are [ranks, variables]."""
     differing = [
         (name, group_ranks(values)) for name, values in zip(names, zip(*hashes, strict=True), strict=True)
         if len(set(values)) > 1

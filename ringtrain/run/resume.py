@@ -42,7 +42,6 @@ class Start:
     """Where a run begins, told to every rank; all values are JSON values.
 
     Attributes:
-        path: the run directory.
         step: the steps done.
         global_batch_size: that of the run's first start, None for a fresh run.
         size: the number of ranks that wrote the checkpoint, None for a fresh run.
@@ -121,12 +120,7 @@ def choose_directory(config: Config) -> Path:
 
 
 def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint from which the run goes on; None where it begins.
-
-    Raises:
-        UsageError: the run has other settings; or ``resume`` is must, and there is no checkpoint.
-        DataError: it holds checkpoints, and none is whole; or those that it has saved are not there.
-    """
+    """The checkpoint from which the run goes on; None where it begins. It must be this run's, with these settings."""
     former = read_config(directory.path)
     if former is None:
         return None
@@ -147,10 +141,10 @@ def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[
 
 
 def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and what is wrong with those that are newer.
+    """The newest whole checkpoint of a run, and what is wrong with those that are newer; see ``find_newest``.
 
     Raises:
-        DataError: there are checkpoints, and none is whole; or the run has saved some, and they are not there.
+        DataError: the run has saved some, and they are not there.
     """
     root = directory.checkpoints
     try:

@@ -59,8 +59,7 @@ def check_workload_name(spec: str) -> None:
 def refuse_hiding(file: Path, *, is_new: bool = False) -> None:
     """See that a workload's file has no name by which training imports something else: it would get that file.
 
-    Args:
-        is_new: it is being written: then it takes the name of nothing that is installed.
+    One that is new, being written, takes the name of nothing that is installed.
     """
     elsewhere = [place for place in sys.path if Path(place).resolve() != file.parent.resolve()]
     is_taken = is_new and importlib.machinery.PathFinder.find_spec(file.stem, elsewhere) is not None
@@ -79,11 +78,7 @@ def is_file_within(spec: str, directory: Path) -> bool:
 
 
 def load_workload(spec: str) -> type[Workload]:
-    """Import the class of a workload. A user's file may import TensorFlow: pin the devices before.
-
-    Raises:
-        UsageError: the name is wrong, its module cannot be imported, or the class is no Workload.
-    """
+    """Import the class of a workload. A user's file may import TensorFlow: pin the devices before."""
     check_workload_name(spec)
     place, class_name = _split(BUILT_IN.get(spec, spec))
     try:

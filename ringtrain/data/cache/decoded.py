@@ -17,16 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How decoded samples are laid out: one array for each tensor that the source gives.
-
-    Attributes:
-        tensors: shape and type of each tensor of one sample, in the order of ``tf.nest.flatten((x, y))``.
-        structure: (x, y) with any values.
-    """
+    """How decoded samples are laid out: one array for each tensor that the source gives."""
 
     num_samples: int
-    tensors: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-    structure: Any
+    tensors: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # of one sample, flat: shape and type
+    structure: Any  # (x, y) with any values
 
     @property
     def bytes_per_sample(self) -> int:

@@ -43,15 +43,7 @@ _CHUNK_SAMPLES = 1024
 
 
 def open_node_cache(source: FallibleSource, collective: Collective, *, name: str, num_threads: int) -> CachedSource:
-    """The source with its samples in the node's file, which is filled first where it is not there. Every rank calls it.
-
-    Args:
-        name: of the source, unique in the run.
-        num_threads: processor threads for decoding.
-
-    Raises:
-        DataError: there is not enough space, the file cannot be written, or the ranks see different samples.
-    """
+    """The source with its samples in the node's file, which is filled first where it is missing: see ``with_cache``."""
     world, label = collective.world, f"cache/{name}"
     # With the node's name, since a home directory may be shared by nodes, and the ranks of one node fill a file.
     directory = cache_directory("decoded", world.node)
@@ -76,7 +68,7 @@ def open_node_cache(source: FallibleSource, collective: Collective, *, name: str
 
 
 def share_of(world: World, num_samples: int) -> range:
-    """The samples that a rank decodes for its node: a part of them all."""
+    """The samples that a rank decodes for its node."""
     first, end = (num_samples * rank // world.local_size for rank in (world.local_rank, world.local_rank + 1))
     return range(first, end)
 
@@ -120,11 +112,7 @@ class CacheFile:
         return len(source.find_bad(bad)) == len(bad)
 
     def begin(self, source: FallibleSource) -> Filling | None:
-        """A file to fill, with all of its space; None where the whole one is there.
-
-        Raises:
-            DataError: there is not enough space, or it cannot be written.
-        """
+        """A file to fill, with all of its space; None where the whole one is there."""
         if self.is_whole() and self.is_current(source):
             return None
         with _saying_where(self.path.parent):
@@ -158,11 +146,7 @@ class CacheFile:
             )
 
     def fill(self, part: Path, source: FallibleSource, samples: range, num_threads: int) -> None:
-        """Decode samples and write them into their places in ``part``.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Decode samples and write them into their places in ``part``."""
         import tensorflow as tf
 
         from ringtrain.data.pipeline import in_own_threads
@@ -181,11 +165,7 @@ class CacheFile:
                 array.flush()
 
     def open(self) -> tuple[np.ndarray, list[Any]]:
-        """Which samples are good [num_samples], and the arrays, mapped.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Which samples are good [num_samples], and the arrays, mapped."""
         with _saying_where(self.path):
             with contextlib.suppress(PermissionError):  # another user's
                 os.utime(self.path)  # what is in use is not removed: see _make_room
@@ -210,11 +190,7 @@ class Filling:
             os.close(self.descriptor)  # another run took it for left over before it was locked
 
     def finish(self) -> None:
-        """Put it in its place, whole.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Put it in its place, whole."""
         with _saying_where(self._target):
             os.fsync(self.descriptor)
             os.replace(self.path, self._target)

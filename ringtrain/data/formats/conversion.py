@@ -48,11 +48,8 @@ class Converted(NamedTuple):
 
     def __str__(self) -> str:
         samples = ", ".join(f"{count:,} {name}" for name, count in self.samples.items())
-        files = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
-        return (
-            f"{samples} samples of {self.num_classes} classes in {files}, {self.num_bytes:,} bytes, "
-            f"{self.seconds:.1f} s"
-        )
+        files = f"{self.num_files} file{'s' if self.num_files > 1 else ''}, {self.num_bytes:,} bytes"
+        return f"{samples} samples of {self.num_classes} classes in {files}, {self.seconds:.1f} s"
 
 
 def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: int | None = None) -> Converted:
@@ -121,7 +118,10 @@ def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
             f"CIFAR-10, which has {FOLDER_NAME} or {ARCHIVE_NAME}. Check the path, or say what it is with --kind.",
             reach="node",
         )
-    return _open_image_folder(source)
+    from ringtrain.data.formats.image_folder import load_image_folder
+
+    parts = load_image_folder(source, image_size=1, channels=3)  # of any size: no image is read
+    return parts[0].class_names, [_open_image_part(part) for part in parts if part is not None]
 
 
 def _open_cifar10(source: Path) -> list[Split]:
@@ -133,17 +133,12 @@ def _open_cifar10(source: Path) -> list[Split]:
 
 
 def _raw_example(image: np.ndarray, label: int) -> bytes:
-    height, width, channels = image.shape
-    return make_example(
-        {
-            "image/raw": image.tobytes(),
-            "image/height": height,
-            "image/width": width,
-            "image/channels": channels,
-            "image/class/label": label,
-            "image/class/text": CLASS_NAMES[label].encode(),
-        }
-    )
+    return make_example({"image/raw": image.tobytes(), **_described(image.shape, label, CLASS_NAMES[label])})
+
+
+def _described(shape: Sequence[int], label: int, class_name: str) -> dict[str, bytes | int]:
+    sizes = dict(zip(("image/height", "image/width", "image/channels"), shape, strict=True))
+    return {**sizes, "image/class/label": label, "image/class/text": class_name.encode()}
 
 
 def _write_split(directory: Path, split: Split, num_shards: int) -> None:
@@ -163,14 +158,6 @@ def _write_split(directory: Path, split: Split, num_shards: int) -> None:
             os.fsync(file.fileno())
 
 
-def _open_image_folder(source: Path) -> tuple[Sequence[str], list[Split]]:
-    from ringtrain.data.formats.image_folder import load_image_folder
-
-    train, evaluation = load_image_folder(source, image_size=1, channels=3)  # of any size: no image is read
-    parts = [part for part in (train, evaluation) if part is not None]
-    return train.class_names, [_open_image_part(part) for part in parts]
-
-
 def _open_image_part(part: ImageFolderSource) -> Split:
     files = [
         (Path(os.fsdecode(path)), int(label))
@@ -186,18 +173,14 @@ def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
     with reading(path):
         encoded = path.read_bytes()
     try:
-        height, width, channels = read_header(io.BytesIO(encoded))
+        header = read_header(io.BytesIO(encoded))
     except HeaderError as error:
         raise DataError(f"{path} is no image: {error}. Remove it or mend it.", reach="node") from error
     return make_example(
         {
             "image/encoded": encoded,
             "image/format": b"png" if encoded.startswith(b"\x89PNG") else b"jpeg",
-            "image/height": height,
-            "image/width": width,
-            "image/channels": channels,
-            "image/class/label": label,
-            "image/class/text": class_name.encode(),
             "image/filename": os.fsencode(path.name),
+            **_described(header, label, class_name),
         }
     )

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import tensorflow as tf
 
-PARALLEL_DECODES = 16
-"""Images of a batch that may be decoded at once; the input pipeline's threads decide how many are."""
+PARALLEL_DECODES = 16  # at most; the input pipeline's threads decide how many of a batch are decoded at once
 
 
 def decode_batch(

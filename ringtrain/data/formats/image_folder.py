@@ -30,8 +30,7 @@ TRAIN_FOLDER = "train"
 EVALUATION_FOLDERS = ("validation", "val", "test")
 ENDINGS = (".jpg", ".jpeg", ".png")  # in any letter case
 
-IO_THREADS = 16
-"""Threads that list folders and read headers: they mostly wait for the disk."""
+IO_THREADS = 16  # for folders and headers: they mostly wait for the disk
 _HEADERS_PER_TASK = 256
 _HEADER_BUFFER_BYTES = 4096
 
@@ -70,11 +69,7 @@ class ImageFolderSource:
         return len(self.class_names)
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The samples ``indices`` as (x, y).
-
-        Raises:
-            tf.errors.OpError: one of them cannot be decoded; ``find_bad`` says which.
-        """
+        """The samples ``indices`` as (x, y); fails where one cannot be decoded, and ``find_bad`` says which."""
         _, x, y = self._collect(indices, skips_bad=False)
         return x, y
 
@@ -180,8 +175,7 @@ class _File(NamedTuple):
     changed_ns: int
 
 
-_Listing = dict[str, list[_File]]
-"""The files of each class, both in the order of their names."""
+_Listing = dict[str, list[_File]]  # the files of each class, both in the order of their names
 
 
 def _files(listing: _Listing) -> Iterator[_File]:

@@ -138,8 +138,7 @@ def _create_source(
 ) -> TFRecordSource:
     """The source of an index, once its images are known to be alike in what is not converted.
 
-    Args:
-        train_shape: that of the images to train on, which those to evaluate on must have; None for the former.
+    Those to evaluate on must have the ``train_shape``.
     """
     entries = index.entries
     known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
@@ -208,11 +207,7 @@ class TFRecordSource:
         self.damaged = tuple(self.find_bad(np.flatnonzero(index.entries["kind"] == DAMAGED)))
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The samples ``indices``; runs in a graph.
-
-        Raises:
-            tf.errors.OpError: one is damaged or cannot be decoded; ``find_bad`` says which.
-        """
+        """The samples ``indices`` as (x, y); fails where one is damaged, and ``find_bad`` says which."""
         _, x, y = self._collect(indices, skips_bad=False)
         return x, y
 

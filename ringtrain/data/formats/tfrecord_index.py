@@ -174,10 +174,7 @@ def _cover(entries: np.ndarray, files: tuple[FileState, ...]) -> bool:
 
 
 def scan_file(path: Path, number: int) -> np.ndarray:
-    """The entries of one file's records, all of which are read.
-
-    Args:
-        number: the file's, for the entries.
+    """The entries of one file's records, all of which are read; ``number`` is the file's.
 
     Raises:
         DataError: it is empty, cut off, a length is wrong, or a record is no ``tf.train.Example`` with an image and a

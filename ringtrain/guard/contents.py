@@ -12,7 +12,6 @@ from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ra
 from ringtrain.data.contents import Contents, block_size, find_other_values
 from ringtrain.errors import DataError
 from ringtrain.guard.preflight import (
-    DATA_REMEDY,
     OTHER_DATA,
     describe_differences,
     find_differing,
@@ -60,7 +59,7 @@ def require_same_contents(collective: Collective, contents: Contents, print_line
             place, values = found
             shown[f"{fact}, {place}"] = values
     if shown:
-        raise DataError(describe_differences(nodes, shown, what=OTHER_DATA, remedy=DATA_REMEDY), reach="run")
+        raise DataError(describe_differences(OTHER_DATA, shown, nodes), reach="run")
     print_line(
         f"warning: the ranks' data are the same but for rounding ({'; '.join(rounded)}), as processors of different "
         "kinds compute them."

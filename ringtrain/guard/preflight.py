@@ -37,9 +37,14 @@ Summary = Mapping[str, str | Mapping[str, Any]]
 # Nodes may keep the same data in different places; what is there is compared in their stead.
 SETTINGS_OF_A_NODE = {"data_dir"}
 NOT_SET = "nothing"
-START_REMEDY = "Start all with the same command, in the same environment, from the same files."
-OTHER_DATA = "the ranks have different data"
-DATA_REMEDY = "All nodes must see the same files."
+SAME_COMMAND = "nothing was trained. Start all with the same command, in the same environment, from the same files."
+OTHER_START = f"the ranks were not started alike; {SAME_COMMAND}"
+OTHER_CODE = f"the ranks run different code; {SAME_COMMAND}"
+OTHER_DATA = "the ranks have different data; nothing was trained. All nodes must see the same files."
+OTHER_MODEL = (
+    "the ranks would not train the same model; nothing was trained. Look at what in the workload depends on the rank, "
+    "the node or chance."
+)
 ENTRIES_PER_BLOCK = 1000
 MAX_LINES = 20
 MAX_VALUE_LENGTH = 160
@@ -51,14 +56,8 @@ def require_same_start(collective: Collective, config: Config, *, command: str, 
     Raises:
         UsageError: on every rank, where they were not.
     """
-    require_alike(
-        collective,
-        {"command": command, "communication": collective.description, **describe_start(config, environ)},
-        name="preflight/start",
-        kind=UsageError,
-        what="the ranks were not started alike",
-        remedy=START_REMEDY,
-    )
+    facts = {"command": command, "communication": collective.description, **describe_start(config, environ)}
+    require_alike(collective, facts, UsageError, OTHER_START, name="preflight/start")
     require_same_code(collective, name="preflight/code")
 
 
@@ -76,14 +75,8 @@ def require_same_code(collective: Collective, *, name: str) -> None:
     ranks = all_gather_object(collective, mine, name=f"{name}/files")
     known = dict.fromkeys(itertools.chain.from_iterable(ranks))
     differing = [fact for fact in known if len({rank[fact] for rank in ranks if fact in rank}) > 1]
-    require_alike(
-        collective,
-        {fact: facts[fact] for fact in differing if fact in facts},
-        name=name,
-        kind=UsageError,
-        what="the ranks run different code",
-        remedy=START_REMEDY,
-    )
+    shown = {fact: facts[fact] for fact in differing if fact in facts}
+    require_alike(collective, shown, UsageError, OTHER_CODE, name=name)
 
 
 def require_same_sources(collective: Collective, sources: Sources) -> None:
@@ -92,14 +85,8 @@ def require_same_sources(collective: Collective, sources: Sources) -> None:
     Raises:
         DataError: on every rank, where they have not.
     """
-    require_alike(
-        collective,
-        dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items()))),
-        name="preflight/sources",
-        kind=DataError,
-        what=OTHER_DATA,
-        remedy=DATA_REMEDY,
-    )
+    facts = dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items())))
+    require_alike(collective, facts, DataError, OTHER_DATA, name="preflight/sources")
 
 
 def require_same_training(collective: Collective, facts: Facts) -> None:
@@ -108,26 +95,16 @@ def require_same_training(collective: Collective, facts: Facts) -> None:
     Raises:
         UsageError: on every rank, where they are not.
     """
-    require_alike(
-        collective,
-        facts,
-        name="preflight/training",
-        kind=UsageError,
-        what="the ranks would not train the same model",
-        remedy="Look at what in the workload depends on the rank, the node or chance.",
-    )
+    require_alike(collective, facts, UsageError, OTHER_MODEL, name="preflight/training")
 
 
 def require_alike(
-    collective: Collective, facts: Facts, *, name: str, kind: type[RingtrainError], what: str, remedy: str
+    collective: Collective, facts: Facts, kind: type[RingtrainError], headline: str, *, name: str
 ) -> None:
     """See that all ranks hold the same facts. Every rank must call it.
 
-    Args:
-        what: goes wrong where they do not, in words.
-
     Raises:
-        RingtrainError: of this kind, on every rank, with a line for each fact that differs.
+        RingtrainError: of this kind, on every rank: the headline, and a line for each fact that differs.
     """
     world = collective.world
     ranks = all_gather_object(collective, [world.node, summarize(facts)], name=name)
@@ -138,21 +115,21 @@ def require_alike(
     shown: dict[str, list[str]] = {}
     for fact in differing:
         of_ranks = [summary.get(fact) for summary in summaries]
-        label, values = fact, [NOT_SET if value is None else str(value) for value in of_ranks]
         if any(isinstance(value, Mapping) for value in of_ranks):
             mine = facts.get(fact, ())
             entries = [mine] if isinstance(mine, str) else mine
             number, values = find_first_difference(collective, entries, of_ranks, name=f"{name}/{fact}")
-            label = f"{fact} {number}"
-        shown[label] = values
-    raise kind(describe_differences(nodes, shown, what=what, remedy=remedy), reach="run")
+            shown[f"{fact} {number}"] = values
+        else:
+            shown[fact] = [NOT_SET if value is None else str(value) for value in of_ranks]
+    raise kind(describe_differences(headline, shown, nodes), reach="run")
 
 
-def describe_differences(nodes: Sequence[str], shown: Mapping[str, Sequence[str]], *, what: str, remedy: str) -> str:
+def describe_differences(headline: str, shown: Mapping[str, Sequence[str]], nodes: Sequence[str]) -> str:
     """What goes wrong and what to do about it, with a line for what each rank has of all that differs."""
     lines = [describe_difference(label, values, nodes) for label, values in shown.items()]
     more = [f"and {len(lines) - MAX_LINES} more differences"] if len(lines) > MAX_LINES else []
-    return "\n  ".join([f"{what}; nothing was trained. {remedy}", *lines[:MAX_LINES], *more])
+    return "\n  ".join([headline, *lines[:MAX_LINES], *more])
 
 
 def summarize(facts: Facts) -> dict[str, Any]:

@@ -71,12 +71,9 @@ class Contents:
 
     def _read(self) -> None:
         try:
-            facts = {
-                name: digest_blocks(array, block_size(len(array)), self._is_unwanted)
-                for name, array in self.arrays.items()
-            }
-            facts |= {name: sample_files(paths) for name, paths in self._paths.items()}
-            self._facts.set_result(facts)
+            arrays, paths = self.arrays.items(), self._paths.items()
+            facts = {name: digest_blocks(each, block_size(len(each)), self._is_unwanted) for name, each in arrays}
+            self._facts.set_result(facts | {name: sample_files(each) for name, each in paths})
         except Exception as error:
             self._facts.set_exception(error)
 

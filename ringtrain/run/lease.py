@@ -34,8 +34,6 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 class LeaseLostError(RingtrainError):
     """Another process has taken over the run directory."""
 
-    exit_code = 1
-
 
 class Lease:
     """The right to write into a run directory, until it is closed or taken over."""
@@ -270,6 +268,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _release(file: Path) -> None:
+    """Say in a lease's file that its holder has let go."""
     replace_text(file, json.dumps({**_read(file), "released": True}))
 
 

@@ -105,16 +105,20 @@ class Cifar10(Workload):
         inner = keras.Model(model.inputs, [model.get_layer(name).output for name in convolutions])
         return {
             "images": Images(rescale(np.asarray(x, np.float32))),
-            **{
-                f"kernels/{layer.name}": Histogram(np.asarray(layer.kernel, np.float32))
-                for layer in model.layers
-                if hasattr(layer, "kernel")
-            },
+            **trained_kernels(model),
             **{
                 f"activations/{name}": Histogram(np.asarray(values, np.float32))
                 for name, values in zip(convolutions, inner(x, training=False), strict=True)
             },
         }
+
+
+def trained_kernels(model: keras.Model) -> dict[str, Histogram]:
+    """The distribution of every kernel that is trained, for TensorBoard."""
+    from ringtrain.workloads.base import Histogram
+
+    layers = [layer for layer in model.layers if layer.trainable and hasattr(layer, "kernel")]
+    return {f"kernels/{layer.name}": Histogram(np.asarray(layer.kernel, np.float32)) for layer in layers}
 
 
 def initial(*, stddev: float, bias: float) -> dict[str, Any]:

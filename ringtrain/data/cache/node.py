@@ -115,10 +115,11 @@ class CacheFile:
         """A file to fill, with all of its space; None where the whole one is there."""
         if self.is_whole() and self.is_current(source):
             return None
-        with _saying_where(self.path.parent):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_left_over(self.path.parent)
-            self._make_room()
+        directory = self.path.parent
+        with _saying_where(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            _remove_left_over(directory)
+            self._make_room(directory)
             filling = Filling(self.path)
             try:
                 # A disk that fills up later kills with SIGBUS.
@@ -129,17 +130,17 @@ class CacheFile:
                 raise
             return filling
 
-    def _make_room(self) -> None:
+    def _make_room(self, directory: Path) -> None:
         """Remove files that no run has opened for long, the longest unused first, and see that there is space."""
-        used = {path: path.stat().st_mtime for path in self.path.parent.glob(f"*{ENDING}")}
+        used = {path: path.stat().st_mtime for path in directory.glob(f"*{ENDING}")}
         for path in sorted(used, key=lambda path: used[path]):
-            lacks_space = shutil.disk_usage(self.path.parent).free < self.num_bytes
+            lacks_space = shutil.disk_usage(directory).free < self.num_bytes
             if time.time() - used[path] > (UNUSED_SECONDS_WHERE_SPACE_LACKS if lacks_space else UNUSED_SECONDS):
                 path.unlink(missing_ok=True)
-        free = shutil.disk_usage(self.path.parent).free
+        free = shutil.disk_usage(directory).free
         if self.num_bytes > free:
             raise DataError(
-                f"the decoded samples need {self.num_bytes:,} bytes in {self.path.parent}, where {free:,} are free. "
+                f"the decoded samples need {self.num_bytes:,} bytes in {directory}, where {free:,} are free. "
                 f"Remove what is not needed there (*{ENDING}), set XDG_CACHE_HOME to a larger disk, or use --cache "
                 "none.",
                 reach="node",

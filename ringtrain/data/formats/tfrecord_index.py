@@ -153,20 +153,19 @@ def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
 def _cover(entries: np.ndarray, files: tuple[FileState, ...]) -> bool:
     """Whether records follow each other from the beginning of each file to its end, as those of a scan do."""
     sizes = np.array([file.num_bytes for file in files], np.int64)
-    is_rank0 = np.diff(entries["file"], prepend=-1) != 0
-    if not np.array_equal(entries["file"][is_rank0], np.arange(len(files))):
+    is_first = np.diff(entries["file"], prepend=-1) != 0
+    if not np.array_equal(entries["file"][is_first], np.arange(len(files))):
         return False
     lengths = entries["length"]
     if ((lengths < 0) | (lengths > sizes[entries["file"]])).any() or (entries["kind"] > DAMAGED).any():
         return False
     ends = entries["offset"] + HEADER_BYTES + lengths + FOOTER_BYTES
-    starts = np.where(is_rank0, 0, np.roll(ends, 1))
+    starts = np.where(is_first, 0, np.roll(ends, 1))
     pixels = entries["height"].astype(np.float64) * entries["width"] * entries["channels"]
-    is_shaped = (
-        (entries["height"] >= 0) & (entries["width"] >= 0) & (entries["channels"] >= 0) & (entries["label"] >= 0)
-    )
-    is_shaped &= (entries["kind"] != RAW) | (pixels <= lengths)
-    is_last = np.roll(is_rank0, -1)
+    is_shaped = (entries["kind"] != RAW) | (pixels <= lengths)
+    for name in ("height", "width", "channels", "label"):
+        is_shaped &= entries[name] >= 0
+    is_last = np.roll(is_first, -1)
     return bool(is_shaped.all() and (entries["offset"] == starts).all() and (ends[is_last] == sizes).all())
 
 

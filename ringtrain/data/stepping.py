@@ -109,7 +109,7 @@ class CountedBatches(Batches):
         while self._global_count:
             batch, step = self._upcoming, self._next_step
             if batch is None or int(batch.step) != step:
-                batch = _empty(self._dataset.element_spec, step)
+                batch = _empty(self.element_spec, step)
             else:
                 self._upcoming = None
             batch = batch._replace(global_count=tf.constant(self._global_count, tf.int64))
@@ -193,8 +193,5 @@ def describe_bad(samples: list[BadSample]) -> str:
 
 def _empty(spec: Any, step: int) -> Batch:
     """A batch without samples."""
-
-    def zeros(tensor_spec: tf.TensorSpec) -> tf.Tensor:
-        return tf.zeros([extent or 0 for extent in tensor_spec.shape], tensor_spec.dtype)
-
-    return tf.nest.map_structure(zeros, spec)._replace(step=tf.constant(step, tf.int64))
+    zeros = tf.nest.map_structure(lambda part: tf.zeros([extent or 0 for extent in part.shape], part.dtype), spec)
+    return zeros._replace(step=tf.constant(step, tf.int64))

@@ -310,9 +310,5 @@ def _is_kept(line: bytes, step: int) -> bool:
 
 
 def _line_of(event: str, values: Mapping[str, Any]) -> str:
-    plain = {key: _json_value(value) for key, value in values.items()}
-    return json.dumps({"event": event, **plain, "time": round(time.time(), 3)}) + "\n"
-
-
-def _json_value(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    odd = {key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({"event": event, **values, **odd, "time": round(time.time(), 3)}) + "\n"

@@ -75,8 +75,9 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
         DataError: a file is missing or damaged, or the download failed.
     """
     place = cache_directory("cifar10") if data_dir is None else data_dir
-    folder = _find_folder(place)
-    if folder is not None:
+    # Whole or not; a Path's own methods raise where a directory may not be searched.
+    folder = place / FOLDER_NAME if os.path.isdir(place / FOLDER_NAME) else place
+    if folder != place or any(os.path.exists(place / name) for name in FILES):
         contents = {name: _read_file(folder / name) for name in FILES}
         container = folder
     else:
@@ -111,13 +112,6 @@ def parse_records(data: bytes, path: Path) -> Samples:
 
 
 _REMEDY = f"fetch it again from {ARCHIVE_URL}."
-
-
-def _find_folder(place: Path) -> Path | None:
-    """The directory that holds the unpacked files, whole or not."""
-    if os.path.isdir(place / FOLDER_NAME):  # a Path's own methods raise where a directory may not be searched
-        return place / FOLDER_NAME
-    return place if any(os.path.exists(place / name) for name in FILES) else None
 
 
 def _read_file(path: Path) -> bytes:

@@ -125,15 +125,12 @@ def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
 
 
 def _open_cifar10(source: Path) -> list[Split]:
-    splits = []
-    for name, (images, labels) in zip(("train", "test"), load_cifar10(source), strict=True):
-        examples = (_raw_example(image, int(label)) for image, label in zip(images, labels, strict=True))
-        splits.append(Split(name, len(images), images.nbytes, examples))
-    return splits
+    def examples(images: np.ndarray, labels: np.ndarray) -> Iterator[bytes]:
+        for image, label in zip(images, labels.tolist(), strict=True):
+            yield make_example({"image/raw": image.tobytes(), **_described(image.shape, label, CLASS_NAMES[label])})
 
-
-def _raw_example(image: np.ndarray, label: int) -> bytes:
-    return make_example({"image/raw": image.tobytes(), **_described(image.shape, label, CLASS_NAMES[label])})
+    parts = zip(("train", "test"), load_cifar10(source), strict=True)
+    return [Split(name, len(images), images.nbytes, examples(images, labels)) for name, (images, labels) in parts]
 
 
 def _described(shape: Sequence[int], label: int, class_name: str) -> dict[str, bytes | int]:

@@ -216,12 +216,7 @@ class Save:
         del batch, report
         as_step, as_best = self._is_periodic(step), self._progress.best_step == step
         if as_step or as_best:
-            require_finite_values(
-                self._job.step.named_variables,
-                self._job.collective,
-                step=step,
-                are_alike=self._job.config.check_replicas_every > 0,  # CheckReplicas has just seen it
-            )
+            require_finite_values(self._job.step.named_variables, self._job.collective, step=step)
         if self._writer is not None and self._records is not None and (as_step or as_best):
             activity.note(Phase.SAVE, step, takes_long=True)
             self._records.events.flush()

@@ -369,8 +369,7 @@ def finish(job: Job, actions: Actions, progress: Progress, step: int, ending: En
     """
     progress.finished = None if ending is Ending.PREEMPTED else ending.value
     actions.check.act(step)
-    are_alike = job.config.check_replicas_every > 0
-    require_finite_values(job.step.named_variables, job.collective, step=step, are_alike=are_alike)
+    require_finite_values(job.step.named_variables, job.collective, step=step)
 
     def save_on_rank0() -> str:
         assert actions.writer is not None

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 BLOCKS = 1024
-COPIED_BYTES = 4 << 20
-SHARED_BYTES = 64 << 20
+COPIED_BYTES = 4 << 20  # slices of samples whose bytes are no multiple of 64 are copies
 SAMPLED_PIECES = 4096
 PIECE_BYTES = 4096
 GIVE_UP_SECONDS = 5.0
@@ -92,9 +91,7 @@ def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None)
     import tensorflow as tf
 
     bytes_per_sample = array.shape[1:].num_elements() * array.dtype.size
-    # Slices of samples whose bytes are no multiple of 64 are copies.
-    num_bytes = COPIED_BYTES if bytes_per_sample % 64 else SHARED_BYTES
-    step = size * max(1, num_bytes // max(1, size * bytes_per_sample))
+    step = size * max(1, COPIED_BYTES // max(1, size * bytes_per_sample))
     digests: list[str] = []
     with tf.device("CPU"):
         for first in range(0, len(array), step):
@@ -102,9 +99,7 @@ def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None)
                 break
             some = array[first : first + step]
             whole = len(some) // size
-            is_ragged = len(some) > whole * size
-            parts = ((some[: whole * size], whole), (some[whole * size :], 1)) if is_ragged else ((some, whole),)
-            for part, num_blocks in parts:
+            for part, num_blocks in ((some[: whole * size], whole), (some[whole * size :], 1)):
                 if len(part):
                     blocks = tf.reshape(part, [num_blocks, part.shape.num_elements() // num_blocks])
                     digests += [row.tobytes().hex() for row in tf.fingerprint(blocks).numpy()]

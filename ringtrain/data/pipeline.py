@@ -103,11 +103,7 @@ def in_own_threads(
 
 @tf.autograph.experimental.do_not_convert
 def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """The samples (x, y) that a method of the user's gave, as it is traced.
-
-    Args:
-        of: the samples that it was given, to change them.
-    """
+    """The samples (x, y) that a method of the user's gave, as it is traced; it was to change those ``of``."""
     if isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_holds_samples, tf.nest.flatten(given))):
         pair = (given[0], given[1])
         if of is None or has_structure_of(of, pair):

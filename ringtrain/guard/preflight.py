@@ -1,5 +1,7 @@
 """Preflight: are all ranks about to train the same? They compare what they have, and stop with the differences.
 
+Every rank must call what is named ``require_...`` here, and where something differs every rank raises the same error.
+
 How a rank was started is compared as the first thing that the ranks do together: which collectives follow, and how
 many, depends on it. Their data and their models are compared as soon as these exist, before any value travels.
 
@@ -51,22 +53,14 @@ MAX_VALUE_LENGTH = 160
 
 
 def require_same_start(collective: Collective, config: Config, *, command: str, environ: Mapping[str, str]) -> None:
-    """See that all ranks were started alike. It must be the first thing that the ranks do together.
-
-    Raises:
-        UsageError: on every rank, where they were not.
-    """
+    """See that all ranks were started alike. It must be the first thing that the ranks do together."""
     facts = {"command": command, "communication": collective.description, **describe_start(config, environ)}
     require_alike(collective, facts, UsageError, OTHER_START, name="preflight/start")
     require_same_code(collective, name="preflight/code")
 
 
 def require_same_code(collective: Collective, *, name: str) -> None:
-    """See that what of the user's code all ranks have loaded by now is the same. Every rank must call it.
-
-    Raises:
-        UsageError: on every rank, where a file, or a package that it imports, is not the same on all that have it.
-    """
+    """See that the user's code, and the packages that it imports, are the same on all ranks that have loaded them."""
     facts = describe_loaded_code()
     mine = {fact: digest([value] if isinstance(value, str) else value) for fact, value in facts.items()}
     whole = digest([f"{fact} {value}" for fact, value in mine.items()])
@@ -80,32 +74,20 @@ def require_same_code(collective: Collective, *, name: str) -> None:
 
 
 def require_same_sources(collective: Collective, sources: Sources) -> None:
-    """See that all ranks have as many samples, of the same kind. Whether they are the same: ``require_same_contents``.
-
-    Raises:
-        DataError: on every rank, where they have not.
-    """
+    """See that all ranks have as many samples, of the same kind; ``require_same_contents`` asks whether the same."""
     facts = dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items())))
     require_alike(collective, facts, DataError, OTHER_DATA, name="preflight/sources")
 
 
 def require_same_training(collective: Collective, facts: Facts) -> None:
-    """See that all ranks are about to train the same model, by the same steps (see ``describe_training``).
-
-    Raises:
-        UsageError: on every rank, where they are not.
-    """
+    """See that all ranks are about to train the same model, by the same steps (see ``describe_training``)."""
     require_alike(collective, facts, UsageError, OTHER_MODEL, name="preflight/training")
 
 
 def require_alike(
     collective: Collective, facts: Facts, kind: type[RingtrainError], headline: str, *, name: str
 ) -> None:
-    """See that all ranks hold the same facts. Every rank must call it.
-
-    Raises:
-        RingtrainError: of this kind, on every rank: the headline, and a line for each fact that differs.
-    """
+    """See that all ranks hold the same facts; the error has the headline, and a line for each fact that differs."""
     world = collective.world
     ranks = all_gather_object(collective, [world.node, summarize(facts)], name=name)
     nodes, summaries = [node for node, _ in ranks], [summary for _, summary in ranks]

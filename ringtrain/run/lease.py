@@ -47,11 +47,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """See that the lease still holds.
-
-        Raises:
-            LeaseLostError: another process has taken over, or this one was forked from the holder.
-        """
+        """See that the lease still holds, and that this process was not forked from its holder."""
         if os.getpid() != self._pid:
             raise LeaseLostError(
                 f"process {os.getpid()}, which the workload's code has forked, came back from there into the training, "

@@ -33,9 +33,7 @@ IMPORTED = ("horovod", "keras", "launch", "mpi4py", "numpy", "ringtrain", "tenso
 def check_workload_name(spec: str) -> None:
     """See that a workload's name can be right, without importing anything.
 
-    Args:
-        spec: a built-in name, ``package.module:Class``, ``path/file.py:Class``, or ``path/file.py`` where the file has
-            one workload.
+    It is a built-in name, ``package.module:Class``, ``path/file.py:Class``, or ``path/file.py`` of one workload.
     """
     if spec in BUILT_IN:
         return

@@ -48,9 +48,8 @@ def decode_batch(
 def decode_image(content: tf.Tensor, image_shape: tuple[int, int, int], *, is_resized: bool) -> tf.Tensor:
     """One JPEG or PNG image, uint8 [h, w, c].
 
-    Args:
-        is_resized: whether its middle square is resized to ``image_shape`` (which is a square then) and its channels
-            are converted, or it must have that shape.
+    Either its middle square is resized to ``image_shape``, a square, and its channels are converted, or it must have
+    that shape.
     """
     import tensorflow as tf
 

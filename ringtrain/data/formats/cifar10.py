@@ -115,14 +115,15 @@ _REMEDY = f"fetch it again from {ARCHIVE_URL}."
 
 
 def _read_file(path: Path) -> bytes:
-    if not os.path.lexists(path):
-        raise DataError(
-            f"there is no file {path}; CIFAR-10 has the six files {', '.join(FILES)}. Put it there: unpack "
-            f"{ARCHIVE_NAME} again, from {ARCHIVE_URL}.",
-            reach="node",
-        )
     with reading(path):
-        return path.read_bytes()
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise DataError(
+                f"there is no file {path}; CIFAR-10 has the six files {', '.join(FILES)}. Put it there: unpack "
+                f"{ARCHIVE_NAME} again, from {ARCHIVE_URL}.",
+                reach="node",
+            ) from None
 
 
 def _read_archive(path: Path) -> dict[str, bytes]:

@@ -46,7 +46,7 @@ def find_layout(source: FallibleSource) -> Layout:
 
 
 class CachedSource:
-    """A source whose decoded samples are read from arrays; one that they lack is decoded, and kept by this process."""
+    """A source whose decoded samples are read from arrays. What they lack is decoded, and kept if they are writable."""
 
     def __init__(
         self, source: FallibleSource, layout: Layout, is_kept: np.ndarray, arrays: Sequence[np.ndarray]
@@ -57,17 +57,25 @@ class CachedSource:
         self.num_bytes = layout.num_samples * layout.bytes_per_sample
         self._source, self._layout, self._arrays = source, layout, arrays
         self._is_kept, self._has_all = is_kept, bool(is_kept.all())
+        self._is_writable = all(array.flags.writeable for array in arrays)
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
         """The samples ``indices`` as (x, y); fails as the source does where one cannot be decoded."""
-        if not self._has_all:
+        import tensorflow as tf
+
+        if self._is_writable:
             indices = self._keep(indices, lambda missing: (missing, *self._source.gather(missing)))
-        return self._read(indices)
+        if self._is_writable or self._has_all:
+            return self._read(indices)
+        with tf.device("CPU"):
+            has_all = tf.equal(tf.size(self._missing(indices)), 0)
+            return tf.cond(has_all, lambda: self._read(indices), lambda: self._source.gather(indices))
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
         """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
-        if not self._has_all:
+        if self._is_writable:
             indices = self._keep(indices, self._source.gather_good)
+        if not self._has_all:
             indices = _choose(lambda places: places[self._is_kept[places]], indices)
         return (indices, *self._read(indices))
 
@@ -80,7 +88,7 @@ class CachedSource:
         import tensorflow as tf
 
         with tf.device("CPU"):
-            missing = _choose(lambda places: places[~self._is_kept[places]], indices)
+            missing = self._missing(indices)
 
             def decode() -> tf.Tensor:
                 found, x, y = gather(missing)
@@ -89,6 +97,9 @@ class CachedSource:
             kept = tf.cond(tf.size(missing) > 0, decode, lambda: tf.identity(indices))
             kept.set_shape([None])
             return kept
+
+    def _missing(self, indices: tf.Tensor) -> tf.Tensor:
+        return _choose(lambda places: places[~self._is_kept[places]], indices)
 
     def _store(self, indices: np.ndarray, found: np.ndarray, *values: np.ndarray) -> np.ndarray:
         for array, value in zip(self._arrays, values, strict=True):

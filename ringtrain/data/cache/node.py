@@ -170,7 +170,7 @@ class CacheFile:
         with _saying_where(self.path):
             with contextlib.suppress(PermissionError):  # another user's
                 os.utime(self.path)  # what is in use is not removed: see _make_room
-            is_good, *arrays = self._map(self.path, "c")  # what a process adds later stays its own
+            is_good, *arrays = self._map(self.path, "r")
             return np.array(is_good, bool), arrays
 
     def _map(self, path: Path, mode: Any) -> list[np.memmap[Any, Any]]:

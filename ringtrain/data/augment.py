@@ -7,6 +7,8 @@ counter-based generator of our own that takes a key for each sample.
 
 from __future__ import annotations
 
+import math
+
 import tensorflow as tf
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment (Steele, Lea and Flood, 2014)
@@ -39,9 +41,7 @@ def uniform(keys: tf.Tensor, draw: int, shape: tuple[int, ...] = ()) -> tf.Tenso
     Returns:
         float32 [n, *shape], multiples of 2**-24.
     """
-    count = 1
-    for extent in shape:
-        count *= extent
+    count = math.prod(shape)
     counters = tf.cast(tf.range(1, count + 1), tf.uint64) * tf.constant(_GOLDEN_GAMMA, tf.uint64)
     draw_keys = _mix(keys ^ tf.constant((draw + 1) * _GOLDEN_GAMMA % 2**64, tf.uint64))
     bits = tf.bitwise.right_shift(_mix(draw_keys[:, tf.newaxis] + counters), tf.constant(40, tf.uint64))  # [n, count]
@@ -56,13 +56,9 @@ def random_shift(images: tf.Tensor, keys: tf.Tensor, max_pixels: int, *, draw: i
         images: [n, h, w, c].
         keys: of ``sample_keys``, uint64 [n].
     """
-    height, width = images.shape[1], images.shape[2]
     padding = [max_pixels, max_pixels]
     padded = tf.pad(images, [[0, 0], padding, padding, [0, 0]])
-    offsets = tf.cast(uniform(keys, draw, (2,)) * (2 * max_pixels + 1), tf.int32)  # [n, 2]
-    rows = offsets[:, :1] + tf.range(height)  # [n, h]
-    columns = offsets[:, 1:] + tf.range(width)  # [n, w]
-    return tf.gather(tf.gather(padded, rows, batch_dims=1), columns, batch_dims=1, axis=2)
+    return random_crop(padded, keys, images.shape[1], images.shape[2], draw=draw)
 
 
 def random_crop(images: tf.Tensor, keys: tf.Tensor, height: int, width: int, *, draw: int = 0) -> tf.Tensor:

@@ -41,9 +41,8 @@ class SampleOrder:
     """The order of samples in training (shuffled) or evaluation (as stored).
 
     Attributes:
-        num_samples: size of the data set, at least 1.
         global_batch_size: samples of one step over all ranks, at least 1; the last step of an epoch may hold fewer.
-        seed: seed of the permutations.
+        seed: of the permutations.
         shuffle: False keeps the stored order.
     """
 
@@ -119,15 +118,10 @@ class StreamingOrder(SampleOrder):
 
 
 def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Map positions to samples by a pseudo-random permutation of ``range(domain_size)``.
+    """Map positions [n] to samples [n] by a pseudo-random permutation of ``range(domain_size)``, which ``key`` chooses.
 
     Args:
-        positions: int64 [n], each in ``range(domain_size)``.
-        domain_size: the number of samples.
-        key: chooses the permutation, such as (seed, epoch).
-
-    Returns:
-        int64 [n], each in ``range(domain_size)``; different positions give different samples.
+        key: such as (seed, epoch).
     """
     half_bits = max(1, (max(domain_size - 1, 1).bit_length() + 1) // 2)
     round_keys = _round_keys(key)

@@ -87,24 +87,23 @@ def local_batches(
     planned = tf.data.Dataset.from_generator(
         plan, output_signature=(tf.TensorSpec([None, None], tf.int64), numbers, numbers, numbers, numbers)
     ).unbatch()
+    with own_errors():
+        return in_own_threads(planned.map(read), num_threads)
+
+
+def in_own_threads(
+    dataset: tf.data.Dataset, num_threads: int, *, num_ahead: int = PREFETCHED_BATCHES
+) -> tf.data.Dataset:
+    """The dataset, computed by a thread pool of its own, ``num_ahead`` elements ahead."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = num_threads
-    with own_errors():
-        batches = planned.map(read)
-    return batches.prefetch(PREFETCHED_BATCHES).with_options(options)
+    return dataset.prefetch(num_ahead).with_options(options)
 
 
 @tf.autograph.experimental.do_not_convert
 def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """The samples (x, y) that a method of the user's gave, as it is traced.
-
-    Args:
-        of: the samples that it was given, to change them.
-
-    Raises:
-        UsageError: it gave something else.
-    """
+    """The samples (x, y) that a method of the user's gave, as it is traced; it was to change those ``of``."""
     if isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_holds_samples, tf.nest.flatten(given))):
         pair = (given[0], given[1])
         if of is None or has_structure_of(of, pair):

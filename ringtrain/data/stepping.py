@@ -1,6 +1,6 @@
 """The batches of a run, one step after the other, with the number of samples that all ranks together train in each.
 
-Where samples are numbered, a step's number is known from the order of samples alone (``PlannedBatches``). Where each
+Where samples are numbered, that is known from the order of samples alone (``Batches``). Where each
 rank is fed its own, or samples that cannot be read are left out, it is known only once every rank has its batch
 (``CountedBatches``): then each rank says in a step how many samples it has for the next one, and the sum of that
 travels in the control vector. Nobody waits for an answer: it is there with the step's own sums.
@@ -8,8 +8,9 @@ travels in the control vector. Nobody waits for an answer: it is there with the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,33 +27,14 @@ BAD_REMEDY = "Mend or remove what is damaged, or leave it out with --on_bad_samp
 FindBad = Callable[[np.ndarray], list[BadSample]]
 
 
-class Batches(Protocol):
-    """This rank's batches, from the first step to the last."""
+class Batches:
+    """This rank's batches, from the first step to the last; how many samples each step has is known before.
 
-    is_counted: bool
-    """whether ``note`` must be called before the next batch is asked for"""
-
-    element_spec: Batch
-    """tensor specs of a batch"""
-
-    next_local_count: int
-    """samples that this rank has for the step after the one that was given last"""
-
-    def begin(self) -> None:
-        """Learn what the first step has, before anything else. Every rank must call it."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        """One batch for each step. Every rank must iterate."""
-
-    def note(self, next_global_count: int) -> None:
-        """Take in the sum of all ranks' ``next_local_count``."""
-
-    def is_last(self, step: int) -> bool:
-        """Whether no step comes after this one (from 1), the last that was given: alike on every rank."""
-
-
-class PlannedBatches:
-    """Batches whose numbers of samples are known before."""
+    Attributes:
+        element_spec: tensor specs of a batch.
+        is_counted: whether ``note`` must be called before the next batch is asked for.
+        next_local_count: samples that this rank has for the step after the one that was given last.
+    """
 
     is_counted = False
     next_local_count = 0
@@ -71,25 +53,29 @@ class PlannedBatches:
         self._explain = explain
 
     def begin(self) -> None:
-        pass
+        """Learn what the first step has, before anything else. Every rank must call it."""
 
     def __iter__(self) -> Iterator[Batch]:
+        """One batch for each step. Every rank must iterate."""
         remaining = iter(self._dataset)
         for step in range(self._first_step, self._end_step):
-            try:
-                batch = next(remaining)
-            except tf.errors.OpError as error:
-                raise self._explain(error, step) from error
-            yield batch
+            yield self._next_of(remaining, step)
 
     def note(self, next_global_count: int) -> None:
-        raise AssertionError("planned batches are not counted")
+        """Take in the sum of all ranks' ``next_local_count``."""
 
     def is_last(self, step: int) -> bool:
+        """Whether no step comes after this one (from 1), the last that was given: alike on every rank."""
         return step == self._end_step
 
+    def _next_of(self, remaining: Iterator[Batch], step: int) -> Batch:
+        try:
+            return next(remaining)
+        except tf.errors.OpError as error:
+            raise self._explain(error, step) from error
 
-class CountedBatches:
+
+class CountedBatches(Batches):
     """Batches whose numbers of samples are known one step ahead."""
 
     is_counted = True
@@ -100,20 +86,16 @@ class CountedBatches:
         collective: Collective,
         order: SampleOrder,
         *,
-        first_step: int,
-        end_step: int,
-        explain: Callable[[Exception, int], Exception],
         find_bad: FindBad | None = None,
         print_line: Callable[[str], None] = lambda line: None,
+        **steps: Any,
     ) -> None:
         """``find_bad`` says which of the planned samples cannot be read; ``print_line`` shows a line to the user."""
-        self.element_spec = dataset.element_spec
-        self.next_local_count = 0
-        self._dataset, self._collective, self._order = dataset, collective, order
-        self._first_step, self._end_step = first_step, end_step
-        self._explain, self._find_bad, self._print_line = explain, find_bad, print_line
+        super().__init__(dataset, **steps)
+        self._collective, self._order = collective, order
+        self._find_bad, self._print_line = find_bad, print_line
         self._upcoming: Batch | None = None
-        self._next_step, self._global_count = first_step, 0
+        self._next_step, self._global_count = self._first_step, 0
         self._remaining: Iterator[Batch] = iter(())
 
     def begin(self) -> None:
@@ -127,7 +109,7 @@ class CountedBatches:
         while self._global_count:
             batch, step = self._upcoming, self._next_step
             if batch is None or int(batch.step) != step:
-                batch = _empty(self._dataset.element_spec, step)
+                batch = _empty(self.element_spec, step)
             else:
                 self._upcoming = None
             batch = batch._replace(global_count=tf.constant(self._global_count, tf.int64))
@@ -156,15 +138,13 @@ class CountedBatches:
             self._name_left_out(step, self._find_bad)
 
     def is_last(self, step: int) -> bool:
-        return step == self._end_step or not self._global_count
+        return super().is_last(step) or not self._global_count
 
     def _look_ahead(self, step: int) -> None:
         """Have the batch of a step at hand, where there is one for this rank."""
         if self._upcoming is None and step < self._end_step:
-            try:
-                self._upcoming = next(self._remaining, None)
-            except tf.errors.OpError as error:
-                raise self._explain(error, step) from error
+            with contextlib.suppress(StopIteration):
+                self._upcoming = self._next_of(self._remaining, step)
         upcoming = self._upcoming
         is_there = upcoming is not None and int(upcoming.step) == step
         self.next_local_count = int(upcoming.indices.shape[0]) if upcoming is not None and is_there else 0
@@ -213,8 +193,5 @@ def describe_bad(samples: list[BadSample]) -> str:
 
 def _empty(spec: Any, step: int) -> Batch:
     """A batch without samples."""
-
-    def zeros(tensor_spec: tf.TensorSpec) -> tf.Tensor:
-        return tf.zeros([extent or 0 for extent in tensor_spec.shape], tensor_spec.dtype)
-
-    return tf.nest.map_structure(zeros, spec)._replace(step=tf.constant(step, tf.int64))
+    zeros = tf.nest.map_structure(lambda part: tf.zeros([extent or 0 for extent in part.shape], part.dtype), spec)
+    return zeros._replace(step=tf.constant(step, tf.int64))

@@ -13,12 +13,12 @@ from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ra
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import (
-    PREFETCHED_BATCHES,
     Augment,
     Batch,
     change,
     describe_structure,
     explain_change,
+    in_own_threads,
     own_errors,
 )
 from ringtrain.data.sources import Feed
@@ -88,16 +88,12 @@ def streaming_batches(
 
     scalar = tf.TensorSpec([], tf.int64)
     fed = tf.data.Dataset.from_generator(read, output_signature=(scalar, tf.TensorSpec([None], tf.int64), *spec))
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    options.threading.private_threadpool_size = num_threads
 
     def trace() -> tf.data.Dataset:
         with own_errors():
-            return fed.map(to_batch)
+            return in_own_threads(fed.map(to_batch), num_threads)
 
-    batches = raise_on_all_ranks(collective, trace, name="fed batches")
-    return FedBatches(batches.prefetch(PREFETCHED_BATCHES).with_options(options), failures)
+    return FedBatches(raise_on_all_ranks(collective, trace, name="fed batches"), failures)
 
 
 def _open_steps(feed: Feed, *, rank: int, size: int, first_step: int, end_step: int) -> Iterator[tuple[int, Any, Any]]:
@@ -118,11 +114,7 @@ def _open_steps(feed: Feed, *, rank: int, size: int, first_step: int, end_step: 
 
 
 def _check(x: Any, y: Any, spec: Any, *, rank: int, step: int) -> int:
-    """The number of samples in a batch.
-
-    Raises:
-        DataError: it is none of the kind that the first batch was.
-    """
+    """The number of samples in a batch, which must be of the first one's kind."""
     try:
         found = tf.nest.map_structure(_spec_of, (x, y))
         tf.nest.assert_same_structure(found, spec)
@@ -157,11 +149,7 @@ def _spec_of(array: Any) -> tf.TensorSpec:
 
 
 def _agree_on_spec(collective: Collective, first: tuple[Any, Any] | None) -> Any:
-    """What a batch (x, y) looks like, from the first rank that has one.
-
-    Raises:
-        DataError: on every rank, where they differ, or no rank has a batch.
-    """
+    """What a batch (x, y) looks like, from the first rank that has one; an error on every rank where they differ."""
     mine = None if first is None else _to_json(tf.nest.map_structure(_spec_of, tuple(first)))
     all_ranks = all_gather_object(collective, mine, name="feed_spec")
     fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,9 +20,10 @@ def replacing(target: Path, *, may_write: Callable[[], None] = lambda: None) -> 
     Raises:
         OSError: it cannot be written, such as on a full disk.
     """
-    aside = target.with_name(f".writing-{os.getpid()}-{target.name}")
+    aside = target.with_name(f".writing-{socket.gethostname()}-{os.getpid()}-{target.name}")
     try:
-        with aside.open("wb") as file:
+        aside.unlink(missing_ok=True)  # left where a process of that number was killed
+        with aside.open("xb") as file:  # never through a link that another user put there
             yield file
             file.flush()
             flush(file.fileno())

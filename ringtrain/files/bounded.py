@@ -15,11 +15,7 @@ MAX_DEPTH = 32
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file to read it. A pipe, which could be waited for without end, a device or a directory is refused.
-
-    Raises:
-        OSError: it is missing, or no regular file.
-    """
+    """Open a file to read it. A pipe, which could be waited for without end, a device or a directory is an OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -29,11 +25,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """A file's bytes.
-
-    Raises:
-        OSError: it is missing, no regular file, or larger than ``max_bytes``.
-    """
+    """A file's bytes; an OSError where it is missing, no regular file, or larger than ``max_bytes``."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -42,11 +34,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """What JSON says, as far as it is nothing to choke on.
-
-    Raises:
-        ValueError: it is no JSON, or see ``require_plain``.
-    """
+    """What JSON says; a ValueError where it is none, or something to choke on (see ``require_plain``)."""
     try:
         value = json.loads(data)
     except RecursionError:

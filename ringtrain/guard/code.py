@@ -5,12 +5,11 @@ A module that only some ranks have loaded, such as one that draws curves on rank
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from ringtrain.messages.defects import INSTALLED, is_users_own
@@ -61,32 +60,17 @@ def _label(name: str, file: Path) -> str:
 
 
 def _read_lines(name: str, module: ModuleType, file: str) -> list[str] | None:
-    """A module's source; of one that comes without, a digest of its code; None of one that is not Python's."""
+    """A module's source, out of an archive as well; None of one that comes without, in compiled form."""
     path = Path(file)
     if path.suffix == ".py" and path.is_file():
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     spec = getattr(module, "__spec__", None)
     loader: Any = getattr(spec, "loader", None) or getattr(module, "__loader__", None)
-    try:  # out of an archive, or compiled to a .pyc
+    try:
         source = loader.get_source(spec.name if spec else name)
-        code = None if source is not None else loader.get_code(spec.name if spec else name)
     except (AttributeError, ImportError, OSError, SyntaxError, UnicodeDecodeError):
         return None
-    if source is not None:
-        return str(source).splitlines()
-    return None if code is None else [f"compiled to {_digest_code(code)}"]
-
-
-def _digest_code(code: CodeType) -> str:
-    """Equal for equal code, wherever its file lies and whenever it was compiled."""
-    digest = hashlib.sha256(code.co_code + repr((code.co_names, code.co_varnames)).encode())
-    for constant in code.co_consts:
-        digest.update((_digest_code(constant) if isinstance(constant, CodeType) else _constant(constant)).encode())
-    return digest.hexdigest()[:12]
-
-
-def _constant(value: object) -> str:
-    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)  # a set has no order
+    return None if source is None else str(source).splitlines()
 
 
 def _packages_in(module: ModuleType) -> Iterator[tuple[str, str]]:

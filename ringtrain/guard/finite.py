@@ -12,14 +12,8 @@ if TYPE_CHECKING:
     import keras
 
 
-def require_finite_values(
-    variables: Mapping[str, keras.Variable], collective: Collective, *, step: int, are_alike: bool
-) -> None:
+def require_finite_values(variables: Mapping[str, keras.Variable], collective: Collective, *, step: int) -> None:
     """See that no weight or slot is infinite or NaN when ``step`` steps are done. Every rank must call it.
-
-    Args:
-        are_alike: whether it is known that all ranks hold the same values. What one sees then all see, and nobody has
-            to be asked.
 
     Raises:
         DivergedError: on every rank, where one is.
@@ -36,10 +30,7 @@ def require_finite_values(
                 reach="run",
             )
 
-    if are_alike:
-        look()
-    else:
-        raise_on_all_ranks(collective, look, name="finite_values")
+    raise_on_all_ranks(collective, look, name="finite_values")
 
 
 def _is_finite(value: Any) -> bool:

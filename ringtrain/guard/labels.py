@@ -29,12 +29,8 @@ class Labels:
         """See that each label is one of the model's classes.
 
         Args:
-            y: of n samples.
-            indices: their numbers [n].
+            y: of n samples, whose numbers are ``indices`` [n].
             of: what the samples are for, in words.
-
-        Raises:
-            DataError: some label is not.
         """
         labels = np.asarray(tf.nest.flatten(y)[self.place])
         if not labels.size or (labels.min() >= 0 and labels.max() < self.num_classes):
@@ -49,11 +45,7 @@ class Labels:
 
 
 def find_labels(function: Any, batch_spec: Batch) -> Sequence[Labels]:
-    """Which parts of y a traced function gives to a sparse cross-entropy as they are.
-
-    Args:
-        function: a concrete function whose first argument is a batch.
-    """
+    """Which parts of y a concrete function of a batch gives to a sparse cross-entropy as they are."""
     first = len(tf.nest.flatten(batch_spec.x))
     inputs = {
         tensor.ref(): place

@@ -31,11 +31,7 @@ def note_lost(who: str) -> None:
 
 @contextlib.contextmanager
 def explaining_lost_ranks() -> Iterator[None]:
-    """Give Horovod's error after another rank's end, which shows where this rank was, words that say what it is.
-
-    Raises:
-        LostRanksError: in place of TensorFlow's and Horovod's own.
-    """
+    """Give Horovod's error after another rank's end, which shows where this rank was, words that say what it is."""
     try:
         yield
     except Exception as error:
@@ -43,15 +39,13 @@ def explaining_lost_ranks() -> Iterator[None]:
             raise
         place = activity.current()[0].words_of_one
         _is_known.wait(NAMED_SECONDS)
-        message = f"lost {_first_lost or 'the other ranks'} while this one {place}: "
+        why = (
+            "one of them has ended, or the network between them has failed. Look for the first error, which is another "
+            "rank's."
+        )
         if _first_lost:
-            message += (
+            why = (
                 "it has ended, or the network to it has failed. Look for its own error; where it wrote none, it was "
                 "killed, or its code left by sys.exit or os._exit."
             )
-        else:
-            message += (
-                "one of them has ended, or the network between them has failed. Look for the first error, which is "
-                "another rank's."
-            )
-        raise LostRanksError(message) from error
+        raise LostRanksError(f"lost {_first_lost or 'the other ranks'} while this one {place}: {why}") from error

@@ -28,11 +28,7 @@ class OutOfMemoryError(RingtrainError):
 
 @contextlib.contextmanager
 def explaining_memory(config: Config) -> Iterator[None]:
-    """Give whatever says that there is no memory left the words of a user's error.
-
-    Raises:
-        OutOfMemoryError: in place of TensorFlow's and Python's own.
-    """
+    """Give whatever says that there is no memory left the words of a user's error."""
     try:
         yield
     except Exception as error:

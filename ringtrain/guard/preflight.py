@@ -1,5 +1,7 @@
 """Preflight: are all ranks about to train the same? They compare what they have, and stop with the differences.
 
+Every rank must call what is named ``require_...`` here, and where something differs every rank raises the same error.
+
 How a rank was started is compared as the first thing that the ranks do together: which collectives follow, and how
 many, depends on it. Their data and their models are compared as soon as these exist, before any value travels.
 
@@ -37,40 +39,28 @@ Summary = Mapping[str, str | Mapping[str, Any]]
 # Nodes may keep the same data in different places; what is there is compared in their stead.
 SETTINGS_OF_A_NODE = {"data_dir"}
 NOT_SET = "nothing"
-START_REMEDY = "Start all with the same command, in the same environment, from the same files."
-OTHER_DATA = "the ranks have different data"
-DATA_REMEDY = "All nodes must see the same files."
+SAME_COMMAND = "nothing was trained. Start all with the same command, in the same environment, from the same files."
+OTHER_START = f"the ranks were not started alike; {SAME_COMMAND}"
+OTHER_CODE = f"the ranks run different code; {SAME_COMMAND}"
+OTHER_DATA = "the ranks have different data; nothing was trained. All nodes must see the same files."
+OTHER_MODEL = (
+    "the ranks would not train the same model; nothing was trained. Look at what in the workload depends on the rank, "
+    "the node or chance."
+)
 ENTRIES_PER_BLOCK = 1000
 MAX_LINES = 20
 MAX_VALUE_LENGTH = 160
 
 
 def require_same_start(collective: Collective, config: Config, *, command: str, environ: Mapping[str, str]) -> None:
-    """See that all ranks were started alike. It must be the first thing that the ranks do together.
-
-    Raises:
-        UsageError: on every rank, where they were not.
-    """
-    require_alike(
-        collective,
-        {"command": command, "communication": collective.description, **describe_start(config, environ)},
-        name="preflight/start",
-        kind=UsageError,
-        what="the ranks were not started alike",
-        remedy=START_REMEDY,
-    )
+    """See that all ranks were started alike. It must be the first thing that the ranks do together."""
+    facts = {"command": command, "communication": collective.description, **describe_start(config, environ)}
+    require_alike(collective, facts, UsageError, OTHER_START, name="preflight/start")
     require_same_code(collective, name="preflight/code")
 
 
 def require_same_code(collective: Collective, *, name: str) -> None:
-    """See that what of the user's code all ranks have loaded by now is the same. Every rank must call it.
-
-    Args:
-        name: of the comparison, unique in the run.
-
-    Raises:
-        UsageError: on every rank, where a file, or a package that it imports, is not the same on all that have it.
-    """
+    """See that the user's code, and the packages that it imports, are the same on all ranks that have loaded them."""
     facts = describe_loaded_code()
     mine = {fact: digest([value] if isinstance(value, str) else value) for fact, value in facts.items()}
     whole = digest([f"{fact} {value}" for fact, value in mine.items()])
@@ -79,90 +69,49 @@ def require_same_code(collective: Collective, *, name: str) -> None:
     ranks = all_gather_object(collective, mine, name=f"{name}/files")
     known = dict.fromkeys(itertools.chain.from_iterable(ranks))
     differing = [fact for fact in known if len({rank[fact] for rank in ranks if fact in rank}) > 1]
-    require_alike(
-        collective,
-        {fact: facts[fact] for fact in differing if fact in facts},
-        name=name,
-        kind=UsageError,
-        what="the ranks run different code",
-        remedy=START_REMEDY,
-    )
+    shown = {fact: facts[fact] for fact in differing if fact in facts}
+    require_alike(collective, shown, UsageError, OTHER_CODE, name=name)
 
 
 def require_same_sources(collective: Collective, sources: Sources) -> None:
-    """See that all ranks have as many samples, of the same kind. Whether they are the same: ``require_same_contents``.
-
-    Raises:
-        DataError: on every rank, where they have not.
-    """
-    require_alike(
-        collective,
-        dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items()))),
-        name="preflight/sources",
-        kind=DataError,
-        what=OTHER_DATA,
-        remedy=DATA_REMEDY,
-    )
+    """See that all ranks have as many samples, of the same kind; ``require_same_contents`` asks whether the same."""
+    facts = dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items())))
+    require_alike(collective, facts, DataError, OTHER_DATA, name="preflight/sources")
 
 
 def require_same_training(collective: Collective, facts: Facts) -> None:
-    """See that all ranks are about to train the same model, by the same steps (see ``describe_training``).
-
-    Raises:
-        UsageError: on every rank, where they are not.
-    """
-    require_alike(
-        collective,
-        facts,
-        name="preflight/training",
-        kind=UsageError,
-        what="the ranks would not train the same model",
-        remedy="Look at what in the workload depends on the rank, the node or chance.",
-    )
+    """See that all ranks are about to train the same model, by the same steps (see ``describe_training``)."""
+    require_alike(collective, facts, UsageError, OTHER_MODEL, name="preflight/training")
 
 
 def require_alike(
-    collective: Collective, facts: Facts, *, name: str, kind: type[RingtrainError], what: str, remedy: str
+    collective: Collective, facts: Facts, kind: type[RingtrainError], headline: str, *, name: str
 ) -> None:
-    """See that all ranks hold the same facts. Every rank must call it.
-
-    Args:
-        name: of the comparison, unique in the run.
-        kind: of the error.
-        what: goes wrong where they do not, in words.
-        remedy: what to do about it.
-
-    Raises:
-        RingtrainError: of this kind, on every rank, with a line for each fact that differs.
-    """
+    """See that all ranks hold the same facts; the error has the headline, and a line for each fact that differs."""
     world = collective.world
     ranks = all_gather_object(collective, [world.node, summarize(facts)], name=name)
     nodes, summaries = [node for node, _ in ranks], [summary for _, summary in ranks]
-    if all(summary == summaries[0] for summary in summaries):
+    differing = find_differing(summaries)
+    if not differing:
         return
     shown: dict[str, list[str]] = {}
-    for fact in find_differing(summaries):
+    for fact in differing:
         of_ranks = [summary.get(fact) for summary in summaries]
-        label, values = fact, [NOT_SET if value is None else str(value) for value in of_ranks]
         if any(isinstance(value, Mapping) for value in of_ranks):
             mine = facts.get(fact, ())
             entries = [mine] if isinstance(mine, str) else mine
             number, values = find_first_difference(collective, entries, of_ranks, name=f"{name}/{fact}")
-            label = f"{fact} {number}"
-        shown[label] = values
-    raise kind(describe_differences(nodes, shown, what=what, remedy=remedy), reach="run")
+            shown[f"{fact} {number}"] = values
+        else:
+            shown[fact] = [NOT_SET if value is None else str(value) for value in of_ranks]
+    raise kind(describe_differences(headline, shown, nodes), reach="run")
 
 
-def describe_differences(nodes: Sequence[str], shown: Mapping[str, Sequence[str]], *, what: str, remedy: str) -> str:
-    """What goes wrong and what to do about it, with a line for each difference.
-
-    Args:
-        nodes: the host of each rank.
-        shown: what each rank has, of all that differs.
-    """
-    lines = compare(nodes, [{label: values[rank] for label, values in shown.items()} for rank in range(len(nodes))])
+def describe_differences(headline: str, shown: Mapping[str, Sequence[str]], nodes: Sequence[str]) -> str:
+    """What goes wrong and what to do about it, with a line for what each rank has of all that differs."""
+    lines = [describe_difference(label, values, nodes) for label, values in shown.items()]
     more = [f"and {len(lines) - MAX_LINES} more differences"] if len(lines) > MAX_LINES else []
-    return "\n  ".join([f"{what}; nothing was trained. {remedy}", *lines[:MAX_LINES], *more])
+    return "\n  ".join([headline, *lines[:MAX_LINES], *more])
 
 
 def summarize(facts: Facts) -> dict[str, Any]:
@@ -179,21 +128,12 @@ def find_differing(summaries: Sequence[Summary]) -> list[str]:
     return [name for name in names if any(s.get(name) != summaries[0].get(name) for s in summaries)]
 
 
-def compare(nodes: Sequence[str], ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line for each fact that differs: who has what, those who stand alone first.
-
-    Args:
-        nodes: the host of each rank.
-        ranks: the facts of each rank.
-    """
-    lines = []
-    for name in find_differing(ranks):
-        groups = group_ranks([facts.get(name, NOT_SET) for facts in ranks])
-        (usual, others), *odd = groups.items()
-        said = [f"{name_ranks(few, nodes)} {_have(few)} {_shorten(value)}" for value, few in odd]
-        said.append(f"{name_ranks(others, None if len(others) > 1 else nodes)} {_have(others)} {_shorten(usual)}")
-        lines.append(f"{name}: {', '.join(said)}")
-    return lines
+def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str]) -> str:
+    """Who has which of the ranks' values, those who stand alone first."""
+    (usual, others), *odd = group_ranks(values).items()
+    said = [f"{name_ranks(few, nodes)} {_have(few)} {_shorten(value)}" for value, few in odd]
+    said.append(f"{name_ranks(others, None if len(others) > 1 else nodes)} {_have(others)} {_shorten(usual)}")
+    return f"{label}: {', '.join(said)}"
 
 
 def describe_start(config: Config, environ: Mapping[str, str]) -> dict[str, str | list[str]]:
@@ -267,7 +207,6 @@ def describe_training(
     """What the ranks are about to train.
 
     Args:
-        variables: weights, slots and the like by their names.
         batch_spec: (x, y) as structures of tensor specs.
         metrics, evaluation_metrics: names, in the order in which their sums travel.
         numbers: further ones to compare, such as ``steps_per_epoch=10``.

@@ -20,7 +20,6 @@ import numpy as np
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.messages.ranks import group_ranks, name_ranks
-from ringtrain.runtime import activity
 
 if TYPE_CHECKING:
     import keras
@@ -28,9 +27,8 @@ if TYPE_CHECKING:
 WORD_BYTES = 4
 WORDS_PER_BLOCK = 1 << 14  # 128 KiB of factors, which stay in a core's cache
 _MODULUS = 1 << 64
-_FACTORS = np.random.default_rng(20).integers(1 << 63, size=WORDS_PER_BLOCK, dtype=np.uint64) * np.uint64(
-    2
-) + np.uint64(1)
+_FACTORS = np.random.default_rng(20).integers(1 << 63, size=WORDS_PER_BLOCK, dtype=np.uint64) << np.uint64(1)
+_FACTORS |= np.uint64(1)  # odd
 _BLOCK_FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
 MAX_NAMED = 3
 
@@ -51,14 +49,13 @@ class ReplicaGuard:
         """
         if self._collective.world.size == 1 or self._equal_at == step:
             return
-        hashes = np.array([hash_bits(_values_of(v)) for v in self._variables.values()], np.uint64)
-        [of_all] = self._gather([hash_bits(hashes)], name="replicas").T
-        if (of_all == of_all[0]).all():
+        hashes = [hash_bits(_values_of(v)) for v in self._variables.values()]
+        of_all = hash_bits(np.array(hashes, np.uint64))
+        if len(set(all_gather_object(self._collective, of_all, name="replicas"))) == 1:
             self._equal_at = step
             return
-        by_rank = self._gather(hashes, name="replicas/variables")
-        nodes = all_gather_object(self._collective, self._collective.world.node, name="replicas/nodes")
-        drift = describe_drift(list(self._variables), by_rank.tolist(), nodes)
+        said = all_gather_object(self._collective, [self._collective.world.node, hashes], name="replicas/variables")
+        drift = describe_drift(list(self._variables), [of_rank for _, of_rank in said], [node for node, _ in said])
         before = "" if self._equal_at is None else f" (at step {self._equal_at} they were equal)"
         raise ReplicasDifferError(
             f"the ranks hold different values at step {step}{before}: {drift}. Nothing is saved of this step. Either a "
@@ -67,26 +64,13 @@ class ReplicaGuard:
             reach="run",
         )
 
-    def _gather(self, hashes: Sequence[int] | np.ndarray, *, name: str) -> np.ndarray:
-        """Hashes [n] of all ranks: [size, n]."""
-        import tensorflow as tf
-
-        mine = np.array(hashes, np.uint64).view(np.int64)
-        with activity.meeting():
-            return self._collective.all_gather(tf.constant(mine[np.newaxis]), name=name).numpy()
-
 
 def hash_bits(array: np.ndarray) -> int:
-    """A hash of an array's bits, below 2^64: another one wherever two arrays of one type and shape differ in one word.
-
-    Args:
-        array: of any type of fixed size, and of any shape.
-    """
+    """A hash of an array's bits, below 2^64: another one wherever arrays of one type and shape differ in one word."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     num_whole = data.size // WORD_BYTES * WORD_BYTES
-    rest = int.from_bytes(data[num_whole:].tobytes(), "little")
     words = data[:num_whole].view(np.uint32)
-    total = rest
+    total = int.from_bytes(data[num_whole:].tobytes(), "little")  # the rest
     for start in range(0, words.size, WORDS_PER_BLOCK):
         block = words[start : start + WORDS_PER_BLOCK].astype(np.uint64)
         total = (total * _BLOCK_FACTOR + int(np.dot(block, _FACTORS[: block.size]))) % _MODULUS
@@ -94,13 +78,7 @@ def hash_bits(array: np.ndarray) -> int:
 
 
 def describe_drift(names: Sequence[str], hashes: Sequence[Sequence[int]], nodes: Sequence[str]) -> str:
-    """Which ranks differ from most, and in which variables.
-
-    Args:
-        names: of the variables.
-        hashes: [ranks, variables].
-        nodes: the host of each rank.
-    """
+    """Which ranks differ from most, and in which variables; ``hashes`` are [ranks, variables]."""
     differing = [
         (name, group_ranks(values)) for name, values in zip(names, zip(*hashes, strict=True), strict=True)
         if len(set(values)) > 1

@@ -86,12 +86,7 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify a checkpoint.
-
-    Raises:
-        DamagedError: a file is missing, or not what was written; the message names it and what is wrong.
-        DataError: it was written by a newer version of ringtrain, or this process may not read it.
-    """
+    """Read and verify a checkpoint; for what it raises see ``read_manifest``."""
     content = read_manifest(path / MANIFEST_FILE)
     data = _read_verified(path / VARIABLES_FILE, content["files"][VARIABLES_FILE])
     names = [item["name"] for item in content["variables"]]
@@ -105,12 +100,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """What a checkpoint says about the run that wrote it, without reading its variables.
-
-    Raises:
-        DamagedError: its manifest is missing, or not what was written.
-        DataError: it was written by a newer version of ringtrain.
-    """
+    """What a checkpoint says about the run that wrote it, without reading its variables: see ``read_manifest``."""
     return dict(read_manifest(path / MANIFEST_FILE)["run"])
 
 

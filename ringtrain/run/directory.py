@@ -21,7 +21,7 @@ import yaml
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text, replacing
 from ringtrain.files.bounded import open_regular, parse_json, read_bounded, require_plain
-from ringtrain.run.identity import read_identity, write_identity
+from ringtrain.run.identity import IDENTITY_FILE, read_identity
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
@@ -48,7 +48,10 @@ class RunDirectoryError(RingtrainError):
 
 
 class RunDirectory:
-    """An open run directory: configuration and events of one run. Any thread may write events."""
+    """An open run directory: configuration and events of one run. Any thread may write events.
+
+    Each method raises RunDirectoryError where it cannot be written, such as on a full disk.
+    """
 
     def __init__(
         self,
@@ -59,51 +62,32 @@ class RunDirectory:
     ) -> None:
         """``may_write`` raises where another process has taken over; ``on_close`` lets go of the directory."""
         self.path, self.may_write = path, may_write
+        self.checkpoints, self.tensorboard = path / "checkpoints", path / "tensorboard"
         self._on_close = on_close
         self._lock = threading.Lock()
         self._is_cut_off = self._has_ended = False
         with self._explaining():
             self._metrics = _open_metrics(path)
 
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of the checkpoints (see ``ringtrain.run.checkpoint``)."""
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The directory of TensorBoard's event files."""
-        return self.path / "tensorboard"
-
     def write_config(self, values: Mapping[str, Any]) -> None:
-        """Keep the configuration; ``--config`` reads it back.
-
-        Raises:
-            RunDirectoryError: it cannot be written.
-        """
-        self.may_write()
-        with self._explaining():
-            replace_text(self.path / CONFIG_FILE, yaml.safe_dump(dict(values), sort_keys=False))
+        """Keep the configuration; ``--config`` reads it back."""
+        self._write(CONFIG_FILE, yaml.safe_dump(dict(values), sort_keys=False))
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
-        """Keep which run it is (see ``ringtrain.run.identity``), where it is not kept already.
-
-        Raises:
-            RunDirectoryError: it cannot be written.
-        """
+        """Keep which run it is (see ``ringtrain.run.identity``), where it is not kept already."""
         if read_identity(self.path) != identity:
-            self.may_write()
-            with self._explaining():
-                write_identity(self.path, identity)
+            self._write(IDENTITY_FILE, json.dumps(dict(identity)) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        self.may_write()
+        with self._explaining():
+            replace_text(self.path / name, text)
 
     def write_event(self, event: str, **values: Any) -> None:
         """Append one line to metrics.jsonl, with the time (seconds since 1970).
 
         JSON has no infinities or NaN: such numbers are written as strings. The end is the last event: a warning that
         comes later, of another thread whose console has gone for example, is left out.
-
-        Raises:
-            RunDirectoryError: it cannot be written, such as on a full disk.
         """
         line = _line_of(event, values).encode()
         with self._lock:
@@ -153,11 +137,7 @@ def _open_metrics(path: Path) -> io.FileIO:
 
 
 def append_event(path: Path, event: str, **values: Any) -> None:
-    """Append one line to metrics.jsonl of a run whose writer is gone, perhaps in the middle of a line.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Append one line to metrics.jsonl of a run whose writer is gone, perhaps in the middle of a line."""
     with (path / METRICS_FILE).open("rb+") as metrics:
         size = metrics.seek(0, os.SEEK_END)
         metrics.seek(max(0, size - 1))
@@ -171,9 +151,6 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
     Args:
         wanted: where the run is to be.
         is_anew: never take one that holds something: append a number until the name is free.
-
-    Raises:
-        UsageError: the directory holds something that is no run, or cannot be made.
     """
     named = wanted if wanted.name.strip(".") else wanted.resolve()  # '.' and '..' say no name
     others = (named.parent / f"{named.name or 'run'}-{number}" for number in range(2, 10_000))
@@ -204,11 +181,7 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
 
 
 def refuse_taken(output: Path) -> None:
-    """See that nothing will be overwritten.
-
-    Raises:
-        UsageError: something is there.
-    """
+    """See that nothing will be overwritten."""
     if output.exists() or output.is_symlink():
         raise UsageError(
             f"{str(output)!r} is there already, and is left as it is. Give another with --output, or remove it.",
@@ -217,11 +190,7 @@ def refuse_taken(output: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The configuration that a run directory keeps; None where it holds none.
-
-    Raises:
-        UsageError: the file is damaged.
-    """
+    """The configuration that a run directory keeps; None where it holds none."""
     file = path / CONFIG_FILE
     try:
         values = load_settings(file)
@@ -284,11 +253,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """The lines of a file of events; of one that is too long to be an event, its beginning.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file.
-    """
+    """The lines of a file of events; of one that is too long to be an event, its beginning."""
     with open_regular(file) as lines:
         while line := lines.readline(MAX_LINE_BYTES):
             yield line
@@ -314,11 +279,7 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def find_last_saved_step(path: Path) -> int | None:
-    """The newest step of which a run's events say that its checkpoint was saved; None where none was.
-
-    Raises:
-        OSError: they cannot be read.
-    """
+    """The newest step of which a run's events say that its checkpoint was saved; None where none was."""
     try:
         events = [parse_event(line) for line in read_lines(path / METRICS_FILE) if b'"checkpoint"' in line]
     except FileNotFoundError:
@@ -329,11 +290,7 @@ def find_last_saved_step(path: Path) -> int | None:
 
 
 def require_writable(directory: Path) -> None:
-    """See that files can be made in a directory of a run's. Where none has its name, it can still be made.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """See that files can be made in a directory of a run's. Where none has its name, it can still be made."""
     if not os.path.lexists(directory):
         return
     try:
@@ -353,9 +310,5 @@ def _is_kept(line: bytes, step: int) -> bool:
 
 
 def _line_of(event: str, values: Mapping[str, Any]) -> str:
-    plain = {key: _json_value(value) for key, value in values.items()}
-    return json.dumps({"event": event, **plain, "time": round(time.time(), 3)}) + "\n"
-
-
-def _json_value(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    odd = {key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({"event": event, **values, **odd, "time": round(time.time(), 3)}) + "\n"

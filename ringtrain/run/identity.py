@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import socket
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import UsageError
-from ringtrain.files.atomic import replace_text
 from ringtrain.files.bounded import parse_json, read_bounded
 from ringtrain.run.checkpoint import read_facts
 
@@ -49,25 +47,8 @@ def read_identity(run: Path) -> dict[str, Any] | None:
         return None
 
 
-def write_identity(run: Path, identity: Mapping[str, Any]) -> None:
-    """Keep the identity of a run.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    replace_text(run / IDENTITY_FILE, json.dumps(dict(identity)) + "\n")
-
-
 def require_own(run: Path, path: Path) -> Path:
-    """See that a checkpoint which lies in a run directory is that run's, as far as both say which they are.
-
-    Returns:
-        Its path.
-
-    Raises:
-        UsageError: it is another run's; the message says what both are.
-        DataError: it cannot be read.
-    """
+    """The path of a checkpoint in a run directory, which must be that run's, as far as both say which they are."""
     own, theirs = read_identity(run), as_identity(read_facts(path).get("identity"))
     if own and theirs and own["id"] != theirs["id"]:
         raise UsageError(

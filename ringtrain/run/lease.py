@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.files.atomic import replace_text
 from ringtrain.files.bounded import parse_json, read_bounded
 from ringtrain.runtime.processes import read_process
 
@@ -34,8 +35,6 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 class LeaseLostError(RingtrainError):
     """Another process has taken over the run directory."""
 
-    exit_code = 1
-
 
 class Lease:
     """The right to write into a run directory, until it is closed or taken over."""
@@ -49,11 +48,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """See that the lease still holds.
-
-        Raises:
-            LeaseLostError: another process has taken over, or this one was forked from the holder.
-        """
+        """See that the lease still holds, and that this process was not forked from its holder."""
         if os.getpid() != self._pid:
             raise LeaseLostError(
                 f"process {os.getpid()}, which the workload's code has forked, came back from there into the training, "
@@ -81,7 +76,7 @@ class Lease:
         self._thread.join()
         with contextlib.suppress(OSError):  # a directory that is gone has no holder
             if _newest_number(self._directory) == self.number:
-                _write(self._file, {**_read(self._file), "released": True})
+                _release(self._file)
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
@@ -97,23 +92,37 @@ def acquire_lease(
     """Become the writer of a run directory.
 
     Waits at most ``EXPIRY_SECONDS`` for a holder on another host that may be gone.
-
-    Raises:
-        UsageError: another process holds it and is alive, or nothing can be written there.
     """
+    directory = run / LEASE_DIRECTORY
     try:
-        return _acquire(run, environ, print_line)
+        directory.mkdir(parents=True, exist_ok=True)
+        for _ in range(100):
+            newest = _newest_number(directory)
+            if newest:
+                _wait_until_free(directory / _file_name(newest), run, environ, print_line)
+            if not _claim(directory, newest + 1, environ):
+                continue
+            if _newest_number(directory) != newest + 1:  # of a former holder; others have come and gone meanwhile
+                _remove(directory / _file_name(newest + 1))
+                continue
+            for number in range(newest, 0, -1):
+                if not _remove(directory / _file_name(number)):
+                    break
+            return Lease(directory, newest + 1)
     except OSError as error:
         raise UsageError(
             f"nothing can be written into the run directory {str(run)!r}: {error.strerror}. Give another with --out."
         ) from error
+    raise UsageError(
+        f"the run directory {str(run)!r} is wanted by too many runs at once, or something else wrote into "
+        f"{str(directory)!r}. Give each run its own --out; where none is running, remove that directory."
+    )
 
 
 def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
-    """End the lease of a holder of the same group that gives no sign of life, and let go of it for the next run.
+    """End the lease ``number`` of a holder of the same group that gives no sign of life, and let go of it.
 
-    Args:
-        number: the holder's, which writes nothing more from now on.
+    The holder writes nothing more from now on, and the next run need not wait.
 
     Returns:
         False where the holder has let go, or somebody else has been quicker.
@@ -126,30 +135,8 @@ def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
         return False
     if not _claim(directory, number + 1, environ):
         return False
-    mine = directory / _file_name(number + 1)
-    _write(mine, {**_read(mine), "released": True})
+    _release(directory / _file_name(number + 1))
     return True
-
-
-def _acquire(run: Path, environ: Mapping[str, str], print_line: Callable[[str], None]) -> Lease:
-    directory = run / LEASE_DIRECTORY
-    directory.mkdir(parents=True, exist_ok=True)
-    for _ in range(100):
-        newest = _newest_number(directory)
-        if newest:
-            _wait_until_free(directory / _file_name(newest), run, environ, print_line)
-        if _claim(directory, newest + 1, environ):
-            if _newest_number(directory) != newest + 1:  # of a former holder; others have come and gone meanwhile
-                _remove(directory / _file_name(newest + 1))
-                continue
-            for number in range(newest, 0, -1):
-                if not _remove(directory / _file_name(number)):
-                    break
-            return Lease(directory, newest + 1)
-    raise UsageError(
-        f"the run directory {str(run)!r} is wanted by too many runs at once, or something else wrote into "
-        f"{str(directory)!r}. Give each run its own --out; where none is running, remove that directory."
-    )
 
 
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
@@ -186,11 +173,7 @@ def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> b
 
 
 def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_line: Callable[[str], None]) -> None:
-    """Return once the holder has let go or is gone, or is no longer to write.
-
-    Raises:
-        UsageError: it is alive.
-    """
+    """Return once the holder has let go or is gone, or is no longer to write."""
     holder = _read(file)
     if not holder or holder.get("released"):
         return
@@ -278,10 +261,9 @@ def _read(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _write(file: Path, value: Mapping[str, Any]) -> None:
-    temporary = file.with_name(f".{file.name}-{os.getpid()}")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    temporary.replace(file)
+def _release(file: Path) -> None:
+    """Say in a lease's file that its holder has let go."""
+    replace_text(file, json.dumps({**_read(file), "released": True}))
 
 
 def _remove(file: Path) -> bool:

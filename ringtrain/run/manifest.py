@@ -24,7 +24,7 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 
 def require_sound(content: Mapping[str, Any], variables_file: str) -> None:
-    """See that the content of a manifest has the types that it must have, and that its variables fill their file.
+    """See that a manifest's content has the types that it must have, and that its variables fill their file.
 
     Raises:
         ValueError: it is not so; the message says what it is.

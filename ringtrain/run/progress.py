@@ -34,11 +34,7 @@ class Progress:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Progress:
-        """What a checkpoint remembers.
-
-        Raises:
-            ValueError: it is no run's progress.
-        """
+        """What a checkpoint remembers."""
         if unknown := values.keys() - {field.name for field in fields(cls)}:
             raise ValueError(f"its progress holds {min(unknown)!r}")
         progress = cls(**values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ class Start:
     """Where a run begins, told to every rank; all values are JSON values.
 
     Attributes:
-        path: the run directory.
         step: the steps done.
         global_batch_size: that of the run's first start, None for a fresh run.
         size: the number of ranks that wrote the checkpoint, None for a fresh run.
@@ -73,9 +72,6 @@ class OpenedRun:
 def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     """Open the run that the configuration names, and make it ready to be written.
 
-    Args:
-        print_line: shows a line to the user.
-
     Raises:
         UsageError: the directory holds something else, is being written, or its run has other settings.
         DataError: it holds checkpoints, and none is whole.
@@ -86,7 +82,8 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     try:
         checkpoint = find_start(directory, config, print_line=print_line)
         is_complete = checkpoint is not None and is_finished(checkpoint, config)
-        identity = find_identity(path, checkpoint) or draw_identity(config.seed)
+        known = (read_identity(path) or as_identity(checkpoint.run.get("identity"))) if checkpoint else None
+        identity = known or draw_identity(config.seed)  # what never saved anything begins as a new one
         if not is_complete:
             for name in ("checkpoints", "tensorboard", *(["profile"] if config.profile else [])):
                 require_writable(path / name)
@@ -97,27 +94,21 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     except BaseException:
         directory.close()
         raise
-    if checkpoint is None:
-        start = Start(path=str(path), fence=lease.number)
-        return OpenedRun(start=start, directory=directory, checkpoint=None, identity=identity)
-    start = Start(
-        path=str(path),
-        fence=lease.number,
-        step=checkpoint.step,
-        global_batch_size=checkpoint.run["global_batch_size"],
-        size=checkpoint.run["world_size"],
-        progress={**checkpoint.progress, "finished": None},
-        is_complete=is_complete,
-    )
+    start = Start(path=str(path), fence=lease.number)
+    if checkpoint is not None:
+        start = replace(
+            start,
+            step=checkpoint.step,
+            global_batch_size=checkpoint.run["global_batch_size"],
+            size=checkpoint.run["world_size"],
+            progress={**checkpoint.progress, "finished": None},
+            is_complete=is_complete,
+        )
     return OpenedRun(start=start, directory=directory, checkpoint=checkpoint, identity=identity)
 
 
 def choose_directory(config: Config) -> Path:
-    """The run's directory, made where it is not there.
-
-    Raises:
-        UsageError: it cannot be made, or holds something that is no run; or ``resume`` is must, and there is no run.
-    """
+    """The run's directory, made where it is not there."""
     name = Path(config.workload.rpartition(":")[2]).name.removesuffix(".py")
     wanted = config.out or Path("runs") / name.lower()
     if config.resume == "must" and not (wanted / CONFIG_FILE).is_file():
@@ -129,12 +120,7 @@ def choose_directory(config: Config) -> Path:
 
 
 def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint from which the run goes on; None where it begins.
-
-    Raises:
-        UsageError: the run has other settings; or ``resume`` is must, and there is no checkpoint.
-        DataError: it holds checkpoints, and none is whole; or those that it has saved are not there.
-    """
+    """The checkpoint from which the run goes on; None where it begins. It must be this run's, with these settings."""
     former = read_config(directory.path)
     if former is None:
         return None
@@ -155,10 +141,10 @@ def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[
 
 
 def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and what is wrong with those that are newer.
+    """The newest whole checkpoint of a run, and what is wrong with those that are newer; see ``find_newest``.
 
     Raises:
-        DataError: there are checkpoints, and none is whole; or the run has saved some, and they are not there.
+        DataError: the run has saved some, and they are not there.
     """
     root = directory.checkpoints
     try:
@@ -186,11 +172,7 @@ def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[s
 
 
 def require_resumable(checkpoint: Checkpoint) -> None:
-    """See that a checkpoint, besides being whole, says what a run goes on by.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """See that a checkpoint, besides being whole, says what a run goes on by."""
     for name in ("global_batch_size", "world_size"):
         if type(checkpoint.run.get(name)) is not int or not 0 < checkpoint.run[name] < MAX_SIZE:
             raise ValueError(f"its {name} is {checkpoint.run.get(name)!r}")
@@ -199,20 +181,10 @@ def require_resumable(checkpoint: Checkpoint) -> None:
     Progress.from_plain(checkpoint.progress)
 
 
-def find_identity(path: Path, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
-    """The identity of a run that goes on; None where it has none yet. What never saved anything begins as a new one."""
-    if checkpoint is None:
-        return None
-    return read_identity(path) or as_identity(checkpoint.run.get("identity"))
-
-
 def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Mapping[str, Any]) -> None:
     """See that the checkpoint from which a run goes on is its own.
 
     One that an older ringtrain wrote has no identity: its settings tell it from another run's.
-
-    Raises:
-        UsageError: it is another run's; the message says what both are.
     """
     own, theirs = read_identity(directory.path), as_identity(checkpoint.run.get("identity"))
     changed = [] if own and theirs else list_changed_settings(checkpoint.run["config"], former)
@@ -228,11 +200,7 @@ def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Ma
 
 
 def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """See that a run goes on as it began.
-
-    Raises:
-        UsageError: a setting that enters the training differs; the message lists each with both values.
-    """
+    """See that a run goes on as it began."""
     changed = list_changed_settings(former, wanted)
     if changed:
         raise UsageError(

@@ -104,14 +104,10 @@ def find_newest(
 
 
 def find_checkpoint(source: Path, which: str = BEST) -> Path:
-    """The checkpoint that a path means: itself, or one of a run directory.
+    """The checkpoint that a path means: itself, or of a run directory ``which``.
 
     Args:
-        source: a checkpoint, or a run directory.
-        which: of a run directory's: ``best`` (the newest where none is), ``newest``, or a name.
-
-    Raises:
-        DataError: there is none.
+        which: ``best`` (the newest where none is), ``newest``, or a name.
     """
     if (source / MANIFEST_FILE).exists():
         return source

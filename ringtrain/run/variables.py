@@ -22,11 +22,7 @@ def is_seed_state(variable: keras.Variable) -> bool:
 
 
 def require_gradients_that_add(variables: Sequence[keras.Variable]) -> None:
-    """Refuse variables whose "gradient" is their new value (Keras' float8): added over ranks it is another.
-
-    Raises:
-        UsageError: there are such.
-    """
+    """Refuse variables whose "gradient" is their new value (Keras' float8): added over ranks it is another."""
     names = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -83,12 +83,6 @@ class Training:
             + (f"the checkpoint of step {stands} stands." if stands else "there is no checkpoint yet.")
         )
 
-    def require_finite_values(self, step: int) -> None:
-        """See that what is about to be saved is finite. Every rank must call it, after ``CheckReplicas``."""
-        job = self.job
-        are_alike = job.config.check_replicas_every > 0
-        require_finite_values(job.step.named_variables, job.collective, step=step, are_alike=are_alike)
-
 
 class Ending(enum.Enum):
     """Why the training ends."""
@@ -240,7 +234,7 @@ class Save:
         as_step, as_best = self._job.is_checkpoint_due(step), progress.best_step == step
         if not (as_step or as_best):
             return
-        self._training.require_finite_values(step)
+        require_finite_values(self._job.step.named_variables, self._job.collective, step=step)
         if records is not None:
             activity.note(Phase.SAVE, step, takes_long=True)
             records.events.flush()

@@ -15,7 +15,7 @@ from ringtrain.collectives import Collective, run_on_rank0
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import BadSample, Source, is_fallible
-from ringtrain.data.stepping import Batches, PlannedBatches, explain_bad, name_bad
+from ringtrain.data.stepping import Batches, explain_bad, name_bad
 from ringtrain.errors import DataError
 from ringtrain.guard.labels import find_labels
 from ringtrain.runtime import activity
@@ -122,7 +122,7 @@ def evaluation_batches(
     )
 
     explain = functools.partial(explain_bad, source, order, world)
-    return PlannedBatches(dataset, first_step=0, end_step=end_step, explain=explain)
+    return Batches(dataset, first_step=0, end_step=end_step, explain=explain)
 
 
 class EvalStep:

@@ -15,6 +15,7 @@ from ringtrain.collectives import Collective, all_gather_object, run_on_rank0
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import Cause, PreemptedError, RingtrainError
+from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.labels import CHECKED_STEPS
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.preflight import package_versions
@@ -285,7 +286,7 @@ def finish(training: Training, step: int, ending: Ending) -> None:
     """
     job, requests, records = training.job, training.requests, training.records
     training.progress.finished = None if ending is Ending.PREEMPTED else ending.value
-    training.require_finite_values(step)
+    require_finite_values(job.step.named_variables, job.collective, step=step)
 
     def save_on_rank0() -> str:
         assert records is not None

@@ -12,7 +12,7 @@ from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, Config
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import local_batches
 from ringtrain.data.sources import FallibleSource, Feed, Source, is_fallible
-from ringtrain.data.stepping import Batches, CountedBatches, PlannedBatches, explain_bad
+from ringtrain.data.stepping import Batches, CountedBatches, explain_bad
 from ringtrain.data.streaming import streaming_batches
 from ringtrain.errors import UsageError
 from ringtrain.step.schedule import LearningRate
@@ -107,7 +107,7 @@ def create_batches(
     trace = functools.partial(local_batches, train, order, world, **steps, **read, skips_bad=skips)
     dataset = raise_on_all_ranks(collective, trace, name="batches")
     if not skips:
-        return PlannedBatches(dataset, **steps, explain=explain)
+        return Batches(dataset, **steps, explain=explain)
     find_bad = cast(FallibleSource, train).find_bad
     return CountedBatches(
         dataset, collective, order, **steps, explain=explain, find_bad=find_bad, print_line=print_line

@@ -33,12 +33,7 @@ IMPORTED = ("horovod", "keras", "launch", "mpi4py", "numpy", "ringtrain", "tenso
 def check_workload_name(spec: str) -> None:
     """See that a workload's name can be right, without importing anything.
 
-    Args:
-        spec: a built-in name, ``package.module:Class``, ``path/file.py:Class``, or ``path/file.py`` where the file has
-            one workload.
-
-    Raises:
-        UsageError: no such built-in workload, no such file, or no class named.
+    It is a built-in name, ``package.module:Class``, ``path/file.py:Class``, or ``path/file.py`` of one workload.
     """
     if spec in BUILT_IN:
         return
@@ -62,11 +57,7 @@ def check_workload_name(spec: str) -> None:
 def refuse_hiding(file: Path, *, is_new: bool = False) -> None:
     """See that a workload's file has no name by which training imports something else: it would get that file.
 
-    Args:
-        is_new: it is being written: then it takes the name of nothing that is installed.
-
-    Raises:
-        UsageError: it has.
+    One that is new, being written, takes the name of nothing that is installed.
     """
     elsewhere = [place for place in sys.path if Path(place).resolve() != file.parent.resolve()]
     is_taken = is_new and importlib.machinery.PathFinder.find_spec(file.stem, elsewhere) is not None
@@ -85,11 +76,7 @@ def is_file_within(spec: str, directory: Path) -> bool:
 
 
 def load_workload(spec: str) -> type[Workload]:
-    """Import the class of a workload. A user's file may import TensorFlow: pin the devices before.
-
-    Raises:
-        UsageError: the name is wrong, its module cannot be imported, or the class is no Workload.
-    """
+    """Import the class of a workload. A user's file may import TensorFlow: pin the devices before."""
     check_workload_name(spec)
     place, class_name = _split(BUILT_IN.get(spec, spec))
     try:
@@ -119,11 +106,7 @@ def load_workload(spec: str) -> type[Workload]:
 
 
 def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) -> Workload:
-    """A workload that reads these values, from the beginning, where its class declares its ``options``.
-
-    Raises:
-        UsageError: the class needs arguments, or its ``__init__`` fails.
-    """
+    """A workload that reads these values, from the beginning, where its class declares its ``options``."""
     workload = workload_class.__new__(workload_class)
     vars(workload)["options"] = options
     try:
@@ -178,11 +161,7 @@ def _workloads_in(module: object) -> list[str]:
 
 
 def _only_workload(module: object, spec: str) -> str:
-    """The workload of a file that has one.
-
-    Raises:
-        UsageError: it has none, or several.
-    """
+    """The workload of a file that has one."""
     own = [name for name in _workloads_in(module) if vars(module)[name].__module__ == vars(module)["__name__"]]
     if not own:
         raise UsageError(

@@ -44,9 +44,11 @@ class Autoencoder(Workload):
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         from ringtrain.data.sources import ArraySource
+        from ringtrain.workloads.cifar10 import read_sources
+        from ringtrain.workloads.digits import Digits
 
         image_shape(self.options["data"])  # a wrong name is found before anything is read
-        labelled = read_digits if self.options["data"] == "digits" else read_cifar10
+        labelled = Digits().create_sources if self.options["data"] == "digits" else read_sources
         train, evaluation = labelled(data_dir, synthetic=synthetic)
         assert isinstance(train, ArraySource)
         assert isinstance(evaluation, ArraySource)
@@ -114,29 +116,10 @@ class ImagesOf:
 
 
 def image_shape(data: str) -> tuple[int, int, int]:
-    """Height, width and channels of the images of ``data``.
-
-    Raises:
-        UsageError: there are no such data.
-    """
+    """Height, width and channels of the images of ``data``."""
     if data not in IMAGE_SHAPES:
         raise UsageError(f"options.data is {data!r}; it must be one of {', '.join(IMAGE_SHAPES)}.", reach="run")
     return IMAGE_SHAPES[data]
-
-
-def read_cifar10(data_dir: Path | None, *, synthetic: bool) -> Sources:
-    """CIFAR-10's images of bytes with their labels, or synthetic ones."""
-    from ringtrain.data.sources import from_arrays
-    from ringtrain.workloads.cifar10 import read_samples
-
-    return Sources(*(from_arrays(*samples) for samples in read_samples(data_dir, synthetic=synthetic)))
-
-
-def read_digits(data_dir: Path | None, *, synthetic: bool) -> Sources:
-    """scikit-learn's digits as the workload digits has them, in [0, 1]."""
-    from ringtrain.workloads.digits import Digits
-
-    return Digits().create_sources(data_dir, synthetic=synthetic)
 
 
 def plan_sides(side: int, levels: int) -> list[int]:
@@ -159,9 +142,6 @@ def create_autoencoder(shape: tuple[int, int, int], width: int) -> keras.Model:
     Args:
         shape: h, w and c; any size, also an odd one.
         width: channels of the first level; each further one has twice as many.
-
-    Raises:
-        UsageError: the width is below 1.
     """
     import keras
     from keras import layers

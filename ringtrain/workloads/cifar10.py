@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +21,7 @@ CROP_SIZE = 24
 MAX_BRIGHTNESS_DELTA = 63.0  # of pixels 0 to 255
 CONTRAST_RANGE = (0.2, 1.8)
 WEIGHT_DECAY = 0.004  # of tf.nn.l2_loss, half the sum of squares
-NUM_SYNTHETIC = {"train": 12_800, "evaluation": 1_280}
+NUM_SYNTHETIC = (12_800, 1_280)  # to train on and to evaluate on
 _EVALUATION_CHUNK = 1_000
 
 
@@ -70,7 +70,7 @@ class Cifar10(Workload):
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         from ringtrain.data.sources import from_arrays
 
-        train, (images, labels) = read_samples(data_dir, synthetic=synthetic)
+        train, (images, labels) = _read_samples(data_dir, synthetic=synthetic)
         return Sources(from_arrays(*train), from_arrays(prepare_for_evaluation(images), labels))
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
@@ -105,16 +105,20 @@ class Cifar10(Workload):
         inner = keras.Model(model.inputs, [model.get_layer(name).output for name in convolutions])
         return {
             "images": Images(rescale(np.asarray(x, np.float32))),
-            **{
-                f"kernels/{layer.name}": Histogram(np.asarray(layer.kernel, np.float32))
-                for layer in model.layers
-                if hasattr(layer, "kernel")
-            },
+            **trained_kernels(model),
             **{
                 f"activations/{name}": Histogram(np.asarray(values, np.float32))
                 for name, values in zip(convolutions, inner(x, training=False), strict=True)
             },
         }
+
+
+def trained_kernels(model: keras.Model) -> dict[str, Histogram]:
+    """The distribution of every kernel that is trained, for TensorBoard."""
+    from ringtrain.workloads.base import Histogram
+
+    layers = [layer for layer in model.layers if layer.trainable and hasattr(layer, "kernel")]
+    return {f"kernels/{layer.name}": Histogram(np.asarray(layer.kernel, np.float32)) for layer in layers}
 
 
 def initial(*, stddev: float, bias: float) -> dict[str, Any]:
@@ -143,25 +147,31 @@ def prepare_for_evaluation(images: np.ndarray) -> np.ndarray:
     start, end = (IMAGE_SIZE - CROP_SIZE) // 2, (IMAGE_SIZE + CROP_SIZE) // 2
     prepared = np.empty((len(images), CROP_SIZE, CROP_SIZE, 3), np.float32)
     with tf.device("CPU"):
-        for first in range(
-            0, len(images), _EVALUATION_CHUNK
-        ):  # what is computed in between needs several times the memory
+        for first in range(0, len(images), _EVALUATION_CHUNK):  # what is between needs several times the memory
             chunk = slice(first, first + _EVALUATION_CHUNK)
             prepared[chunk] = per_image_standardization(tf.cast(images[chunk, start:end, start:end], tf.float32))
     return prepared
 
 
-def read_samples(data_dir: Path | None, *, synthetic: bool) -> tuple[Samples, Samples]:
-    """CIFAR-10's samples to train on and to evaluate on, or synthetic ones."""
-    return (make_samples(), make_samples(evaluation=True)) if synthetic else load_cifar10(data_dir)
+def read_sources(data_dir: Path | None, *, synthetic: bool) -> Sources:
+    """CIFAR-10's images of bytes with their labels, to train on and to evaluate on, or synthetic ones."""
+    from ringtrain.data.sources import from_arrays
+
+    return Sources(*(from_arrays(*samples) for samples in _read_samples(data_dir, synthetic=synthetic)))
 
 
-def make_samples(*, evaluation: bool = False) -> Samples:
-    """Random images and labels, for measuring."""
-    count = NUM_SYNTHETIC["evaluation" if evaluation else "train"]
-    generator = np.random.default_rng(int(evaluation))
-    images = generator.integers(0, 256, (count, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
-    return images, generator.integers(0, NUM_CLASSES, count)
+def _read_samples(data_dir: Path | None, *, synthetic: bool) -> Sequence[Samples]:
+    return make_samples(NUM_SYNTHETIC, IMAGE_SIZE, NUM_CLASSES) if synthetic else load_cifar10(data_dir)
+
+
+def make_samples(counts: Sequence[int], image_size: int, num_classes: int) -> list[Samples]:
+    """Random images uint8 [n, h, w, 3] and labels, for measuring: ``counts`` to train on and to evaluate on."""
+    samples = []
+    for part, count in enumerate(counts):
+        generator = np.random.default_rng(part)
+        images = generator.integers(0, 256, (count, image_size, image_size, 3), np.uint8)
+        samples.append((images, generator.integers(0, num_classes, count)))
+    return samples
 
 
 def rescale(images: np.ndarray) -> np.ndarray:

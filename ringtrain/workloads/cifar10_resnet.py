@@ -66,10 +66,9 @@ class Cifar10Resnet(Workload):
         return create_network(self.options["width"])
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        from ringtrain.data.sources import from_arrays
-        from ringtrain.workloads.cifar10 import read_samples
+        from ringtrain.workloads.cifar10 import read_sources
 
-        return Sources(*(from_arrays(*samples) for samples in read_samples(data_dir, synthetic=synthetic)))
+        return read_sources(data_dir, synthetic=synthetic)
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
         import keras
@@ -95,16 +94,10 @@ class Cifar10Resnet(Workload):
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
         """The images, and every kernel that is trained."""
-        from ringtrain.workloads.base import Histogram, Images
+        from ringtrain.workloads.base import Images
+        from ringtrain.workloads.cifar10 import trained_kernels
 
-        return {
-            "images": Images(np.asarray(x, np.float32) / 255),
-            **{
-                f"kernels/{layer.name}": Histogram(np.asarray(layer.kernel, np.float32))
-                for layer in model.layers
-                if layer.trainable and hasattr(layer, "kernel")
-            },
-        }
+        return {"images": Images(np.asarray(x, np.float32) / 255), **trained_kernels(model)}
 
 
 def create_network(width: int) -> keras.Model:

@@ -32,7 +32,7 @@ WEIGHT_DECAY = 0.00004  # of tf.nn.l2_loss, half the sum of squares
 DROPOUT = 0.2
 MAX_SHIFT = 1 / 8  # of an image's size
 TOP = 5
-NUM_SYNTHETIC = {"train": 512, "evaluation": 64}
+NUM_SYNTHETIC = (512, 64)  # to train on and to evaluate on
 
 
 class Inception(Workload):
@@ -73,12 +73,17 @@ class Inception(Workload):
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         from ringtrain.data.sources import from_arrays
+        from ringtrain.workloads.cifar10 import make_samples
 
         image_size = check_image_size(self.options["image_size"])
         if synthetic:
-            size, self._num_classes = image_size or MIN_IMAGE_SIZE, check_classes(self.options["synthetic_classes"])
+            size, self._num_classes = image_size or MIN_IMAGE_SIZE, self.options["synthetic_classes"]
+            if self._num_classes < 1:
+                raise UsageError(
+                    f"options.synthetic_classes is {self._num_classes}; it must be at least 1.", reach="run"
+                )
             self._image_shape = (size, size, 3)
-            return Sources(*(from_arrays(*make_samples(part, size, self._num_classes)) for part in NUM_SYNTHETIC))
+            return Sources(*(from_arrays(*part) for part in make_samples(NUM_SYNTHETIC, size, self._num_classes)))
         if data_dir is None:
             raise UsageError(
                 "inception needs images: name a folder that holds train/<class>/*.jpg, or train-*.tfrecord, with "
@@ -128,11 +133,7 @@ class Inception(Workload):
 
 
 def check_image_size(image_size: Any) -> int | None:
-    """The option ``image_size``.
-
-    Raises:
-        UsageError: it is no whole number, or too small.
-    """
+    """The option ``image_size``."""
     if image_size is None or (type(image_size) is int and image_size >= MIN_IMAGE_SIZE):
         return image_size
     raise UsageError(
@@ -140,17 +141,6 @@ def check_image_size(image_size: Any) -> int | None:
         f"{MIN_IMAGE_SIZE}. The paper's is 299.",
         reach="run",
     )
-
-
-def check_classes(count: int) -> int:
-    """The option ``synthetic_classes``.
-
-    Raises:
-        UsageError: it is not positive.
-    """
-    if count < 1:
-        raise UsageError(f"options.synthetic_classes is {count}; it must be at least 1.", reach="run")
-    return count
 
 
 def build_inception(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:
@@ -221,11 +211,3 @@ def smoothed_cross_entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
 
     targets = tf.one_hot(y, logits.shape[-1], dtype=logits.dtype)
     return keras.losses.categorical_crossentropy(targets, logits, from_logits=True, label_smoothing=LABEL_SMOOTHING)
-
-
-def make_samples(part: str, image_size: int, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random images and labels, for measuring: of the ``train`` or the ``evaluation`` part."""
-    count = NUM_SYNTHETIC[part]
-    generator = np.random.default_rng(list(NUM_SYNTHETIC).index(part))
-    images = generator.integers(0, 256, (count, image_size, image_size, 3), np.uint8)
-    return images, generator.integers(0, num_classes, count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ringtrain.workloads import BUILT_IN, load_workload
 
@@ -46,21 +46,13 @@ def list_workloads() -> str:
     rows = [("workload", "model", "data", "batch", "length", "parameters")]
     for name in sorted(BUILT_IN):
         entry, defaults = ENTRIES[name], load_workload(name).defaults
-        rows.append((name, entry.what, entry.data, _batch(defaults), _length(defaults), f"{entry.parameters:,}"))
+        whole, steps = defaults.get("global_batch_size"), defaults.get("steps")
+        batch = f"{whole} in all" if whole else f"{defaults['batch_size']}/rank"
+        length = f"{steps} steps" if steps else f"{defaults['epochs']} epochs"
+        rows.append((name, entry.what, entry.data, batch, length, f"{entry.parameters:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join([*cells[:-1], f"{row[-1]:>{widths[-1]}}"]).rstrip())
     return "\n".join([*lines, "", NOTES])
-
-
-def _batch(defaults: Mapping[str, Any]) -> str:
-    """Samples of a step: of each rank, or of all together."""
-    whole = defaults.get("global_batch_size")
-    return f"{whole} in all" if whole else f"{defaults['batch_size']}/rank"
-
-
-def _length(defaults: Mapping[str, Any]) -> str:
-    steps = defaults.get("steps")
-    return f"{steps} steps" if steps else f"{defaults['epochs']} epochs"

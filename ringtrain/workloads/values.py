@@ -57,9 +57,6 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
     Args:
         y: its floats are made float64 where the outputs are, as in ``verify``: TensorFlow mixes no types.
         outputs: the model's; those of half precision are made float32 first, since a loss needs its range.
-
-    Raises:
-        UsageError: the workload gives something else than one value for each sample, or a metric a name that is taken.
     """
     outputs = tf.nest.map_structure(_at_least_float32, outputs)
     if any(tensor.dtype == tf.float64 for tensor in tf.nest.flatten(outputs)):
@@ -91,14 +88,7 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
 
 
 def _one_for_each(workload: str, name: str, value: Any, num_samples: int | None) -> tf.Tensor:
-    """A tensor [n] of numbers.
-
-    Args:
-        num_samples: n, where it is known while the step is traced.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """A tensor [n] of numbers; ``num_samples`` is n, where it is known while the step is traced."""
     what = f"{workload} gives {name!r} "
     try:
         tensor = tf.convert_to_tensor(value)

@@ -15,12 +15,14 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives.solo import Solo
-from ringtrain.data.cache import memory, with_cache
-from ringtrain.data.cache.layout import find_layout
-from ringtrain.data.cache.node import CacheFile, cache_directory, share_of
+from ringtrain.data import cache
+from ringtrain.data.cache import with_cache
+from ringtrain.data.cache.decoded import find_layout
+from ringtrain.data.cache.node import CacheFile, share_of
 from ringtrain.data.formats.image_folder import load_image_folder
 from ringtrain.data.sources import BadSample, from_arrays
 from ringtrain.errors import DataError
+from ringtrain.files import cache_directory
 from ringtrain.runtime.world import World
 
 NUM_SAMPLES = 23
@@ -62,7 +64,7 @@ class Decoding:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where files are cached."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return cache_directory("node")
+    return cache_directory("decoded", "node")
 
 
 def solo() -> Solo:
@@ -167,7 +169,7 @@ def test_samples_without_one_shape_are_refused(mode: Mode) -> None:
 
 def test_too_little_memory_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       1 kB\n")
-    monkeypatch.setattr(memory, "MEMORY_FILE", tmp_path / "meminfo")
+    monkeypatch.setattr(cache, "MEMORY_FILE", tmp_path / "meminfo")
     with pytest.raises(DataError, match=r"23 decoded samples .* need 1,564 bytes.* 1,024 bytes .*--cache node"):
         cached(Decoding(), "memory")
 

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -67,7 +68,7 @@ def test_all_that_is_written_is_on_the_disk_before_it_gets_its_name(
     monkeypatch.setattr(atomic, "flush", flush)
     path = save(tmp_path, 1, is_best=True)
     sizes = {name: (path / name).stat().st_size for name in FILES}
-    sizes[f".writing-{os.getpid()}-{BEST_FILE}"] = (tmp_path / BEST_FILE).stat().st_size
+    sizes[f".writing-{socket.gethostname()}-{os.getpid()}-{BEST_FILE}"] = (tmp_path / BEST_FILE).stat().st_size
     assert {name: flushed[name] for name in sizes} == sizes
     assert {f".writing-{path.name}", tmp_path.name} <= set(flushed)  # and the names themselves
 

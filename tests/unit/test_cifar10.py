@@ -22,10 +22,10 @@ from ringtrain.data.formats.cifar10 import (
     FOLDER_NAME,
     RECORD_BYTES,
     Download,
-    default_data_dir,
     load_cifar10,
 )
 from ringtrain.errors import DataError
+from ringtrain.files import cache_directory
 
 
 def make_contents(records_per_file: int = 3) -> dict[str, bytes]:
@@ -248,12 +248,12 @@ def test_what_is_nowhere_is_downloaded_once(tmp_path: Path, serve: Callable[...,
 
 def test_the_default_place_is_the_user_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_data_dir() == tmp_path / "ringtrain" / "cifar10"
-    write_folder(default_data_dir(), make_contents())
+    assert cache_directory("cifar10") == tmp_path / "ringtrain" / "cifar10"
+    write_folder(cache_directory("cifar10"), make_contents())
     assert_holds(load_cifar10(None), make_contents())
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_data_dir() == tmp_path / ".cache" / "ringtrain" / "cifar10"
+    assert cache_directory("cifar10") == tmp_path / ".cache" / "ringtrain" / "cifar10"
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import py_compile
-import shutil
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -78,21 +76,6 @@ def test_a_module_in_an_archive_is_told(place: Path, monkeypatch: pytest.MonkeyP
         archive.writestr("zipped.py", "a = 1\n")
     monkeypatch.syspath_prepend(place / "own.zip")
     assert load(place, "zipped", "", file="unused.txt") == {"zipped.py line": ["a = 1"]}
-
-
-def test_a_module_that_is_compiled_is_told_by_its_code_wherever_and_whenever_that_was_made(place: Path) -> None:
-    told = []
-    for number, value in enumerate((1, 1, 2)):
-        folder = place / str(number)
-        folder.mkdir()
-        (folder / "own.py").write_text(f"def f():\n    return [{value} for x in {{'a', 'b'}} if x in {{'b', 'c'}}]\n")
-        py_compile.compile(str(folder / "own.py"), cfile=str(folder / "compiled.pyc"))
-        shutil.move(folder / "compiled.pyc", place / "compiled.pyc")
-        sys.modules.pop("compiled", None)
-        told.append(load(place, "compiled", "", file="unused.txt"))
-    assert list(told[0]) == ["compiled.pyc line"]
-    assert told[0]["compiled.pyc line"][0].startswith("compiled to ")
-    assert told[0] == told[1] != told[2]
 
 
 def test_the_versions_of_what_the_user_s_modules_import_are_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ringtrain.config import Config, OptimizerConfig
 from ringtrain.data.sources import from_arrays
 from ringtrain.guard.preflight import (
     MAX_VALUE_LENGTH,
-    compare,
+    describe_difference,
     describe_package,
     describe_source,
     describe_start,
@@ -29,30 +29,27 @@ NODES = ["node3", "node3", "node7", "node7"]
 
 
 def test_the_odd_rank_is_named_with_its_host_and_the_others_with_what_they_have() -> None:
-    ranks = [{"seed": "0", "epochs": "2"} for _ in NODES]
-    ranks[2] = {"seed": "3", "epochs": "2"}
-    assert compare(NODES, ranks) == ["seed: rank 2 on node7 has 3, ranks 0, 1, 3 have 0"]
+    line = describe_difference("seed", ["0", "0", "3", "0"], NODES)
+    assert line == "seed: rank 2 on node7 has 3, ranks 0, 1, 3 have 0"
 
 
 def test_of_two_ranks_both_are_named_with_their_hosts() -> None:
-    lines = compare(["node3", "node7"], [{"seed": "0"}, {"seed": "3"}])
-    assert lines == ["seed: rank 1 on node7 has 3, rank 0 on node3 has 0"]
+    line = describe_difference("seed", ["0", "3"], ["node3", "node7"])
+    assert line == "seed: rank 1 on node7 has 3, rank 0 on node3 has 0"
 
 
 def test_each_value_is_told_with_its_ranks() -> None:
-    values = ["1.0", "2.0", "3.0", "1.0"]
-    lines = compare(NODES, [{"numpy": value} for value in values])
-    assert lines == ["numpy: rank 1 on node3 has 2.0, rank 2 on node7 has 3.0, ranks 0, 3 have 1.0"]
+    line = describe_difference("numpy", ["1.0", "2.0", "3.0", "1.0"], NODES)
+    assert line == "numpy: rank 1 on node3 has 2.0, rank 2 on node7 has 3.0, ranks 0, 3 have 1.0"
 
 
 def test_a_fact_that_a_rank_does_not_have_is_a_difference() -> None:
     ranks: list[dict[str, str]] = [{"seed": "0"}, {"seed": "0", "own.py line": "x"}]
     assert find_differing(ranks) == ["own.py line"]
-    assert compare(NODES[:2], ranks) == ["own.py line: rank 1 on node3 has x, rank 0 on node3 has nothing"]
 
 
 def test_long_values_are_cut() -> None:
-    [line] = compare(NODES[:2], [{"a": "x" * 1000}, {"a": "y"}])
+    line = describe_difference("a", ["x" * 1000, "y"], NODES[:2])
     assert "x" * MAX_VALUE_LENGTH + "..." in line
     assert len(line) < 300
 

@@ -17,9 +17,10 @@ import tensorflow as tf
 
 from ringtrain.data.formats import tfrecord_index
 from ringtrain.data.formats.example import make_example
-from ringtrain.data.formats.tfrecord import TFRecordSource, default_index_dir, load_tfrecords
+from ringtrain.data.formats.tfrecord import TFRecordSource, load_tfrecords
 from ringtrain.data.formats.tfrecord_index import masked_crc32c
 from ringtrain.errors import DataError
+from ringtrain.files import cache_directory
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 5, 7, 3), np.uint8)
 LABELS = np.arange(12) % 3
@@ -225,7 +226,7 @@ def test_a_stale_or_damaged_index_is_made_again(
     for _ in range(2):
         open_tfrecords(tmp_path)
         assert len(scanned) == 6
-    assert not list(tmp_path.glob(".*.index.*"))
+    assert not list(tmp_path.glob(".writing-*"))
 
 
 def test_where_no_index_can_be_kept_the_data_are_read_all_the_same(folder: Path) -> None:
@@ -396,7 +397,7 @@ def test_an_index_of_data_that_cannot_be_written_is_kept_in_the_user_s_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    caches = [Path("/dev/null/index"), default_index_dir() / "index"]
+    caches = [Path("/dev/null/index"), cache_directory("index") / "index"]
     paths = sorted(folder.glob("*.tfrecord"))
     index = tfrecord_index.load_index(paths, caches)
     assert caches[1].is_file()

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.data.cache import with_cache
-from ringtrain.data.cache.node import cache_directory
 from ringtrain.data.formats.image_folder import load_image_folder
+from ringtrain.files import cache_directory
 from tests.world.group import on_ranks
 
 NUM_IMAGES = 11
@@ -67,4 +67,4 @@ def test_each_rank_decodes_its_share_and_reads_all(collective: Collective, folde
         np.testing.assert_array_equal(x, images[order])
         np.testing.assert_array_equal(y, order >= 4)
     all_gather_object(collective, None, name="all have read")
-    assert [path.suffix for path in cache_directory(collective.world.node).iterdir()] == [".samples"]
+    assert [path.suffix for path in cache_directory("decoded", collective.world.node).iterdir()] == [".samples"]

@@ -95,17 +95,17 @@ def test_a_metric_that_is_no_number_stops_no_step(collective: Collective, accumu
     assert np.isnan(job.step.read(returned).metrics["precision"])
 
 
-@pytest.mark.parametrize("are_alike", [True, False])
+@pytest.mark.parametrize("on_all", [True, False])
 @on_ranks(2)
-def test_values_that_are_not_finite_are_refused_by_name(collective: Collective, are_alike: bool) -> None:
+def test_values_that_are_not_finite_are_refused_by_name(collective: Collective, on_all: bool) -> None:
     job = create_job(Line(), Config(steps=1), collective, num_threads=1)
     variables = job.step.named_variables
-    require_finite_values(variables, collective, step=3, are_alike=are_alike)
+    require_finite_values(variables, collective, step=3)
     name = next(name for name in variables if name.endswith("/bias"))
-    if are_alike or collective.world.rank == 1:
+    if on_all or collective.world.rank == 1:
         variables[name].assign([np.inf])
     with pytest.raises(DivergedError, match=f"after step 3 not all values of {name} are finite") as caught:
-        require_finite_values(variables, collective, step=3, are_alike=are_alike)
+        require_finite_values(variables, collective, step=3)
     assert caught.value.reach == "run"
 
 

@@ -198,12 +198,10 @@ def test_the_first_difference_of_long_lists_is_found(collective: Collective) -> 
             entries[place:] = ["other", *entries[place + 2 :]]  # one less
         message = refusal(
             collective,
-            lambda entries=entries: require_alike(
-                collective, {"file": entries}, name="long", kind=UsageError, what="what", remedy="Remedy."
-            ),
+            lambda entries=entries: require_alike(collective, {"file": entries}, UsageError, "what", name="long"),
         )
         line = expected_line(f"file {place + 1}", size - 1, size, "other", f"file {place}")
-        assert message == f"what; nothing was trained. Remedy.\n  {line}"
+        assert message == f"what\n  {line}"
 
 
 class ByRank(Digits):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from ringtrain.collectives import Collective, raise_on_all_ranks
-from ringtrain.data.cache.layout import find_layout
-from ringtrain.data.cache.memory import MemoryCachedSource, check_memory
+from ringtrain.data.cache.decoded import CachedSource, Layout, find_layout
 from ringtrain.data.cache.node import open_node_cache
 from ringtrain.data.sources import Source, is_fallible
+from ringtrain.errors import DataError
+
+MEMORY_FILE = Path("/proc/meminfo")
 
 
 def with_cache(
@@ -40,6 +45,23 @@ def with_cache(
     layout = find_layout(source)
     local_size = collective.world.local_size
     raise_on_all_ranks(
-        collective, lambda: check_memory(layout, local_size, reserved_bytes), name=f"cache/{name}/memory"
+        collective, lambda: _check_memory(layout, local_size, reserved_bytes), name=f"cache/{name}/memory"
     )
-    return MemoryCachedSource(source, layout)
+    # Not touched, these take no memory.
+    arrays = [np.empty((layout.num_samples, *shape), dtype) for shape, dtype in layout.tensors]
+    return CachedSource(source, layout, np.zeros(layout.num_samples, bool), arrays)
+
+
+def _check_memory(layout: Layout, local_size: int, reserved_bytes: int) -> None:
+    """See that all ranks of this node can keep all samples, by the kernel's estimate."""
+    needed = layout.num_samples * layout.bytes_per_sample * local_size
+    lines = MEMORY_FILE.read_text().splitlines()
+    kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
+    available = kilobytes * 1024 - reserved_bytes * local_size
+    if needed > available:
+        raise DataError(
+            f"cache is 'memory', but {layout.num_samples:,} decoded samples for each of {local_size} ranks need "
+            f"{needed:,} bytes, and this node has {available:,} bytes of memory available. Use --cache node, which "
+            "keeps them once, in a file, or --cache none.",
+            reach="node",
+        )

@@ -17,21 +17,19 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
-from ringtrain.data.cache.layout import Layout, find_layout, read_arrays
+from ringtrain.data.cache.decoded import CachedSource, Layout, find_layout
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
+from ringtrain.files import cache_directory
 from ringtrain.runtime import activity
 from ringtrain.runtime.world import World
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 ENDING = ".samples"
 PART_ENDING = ".part"
@@ -44,29 +42,12 @@ _CHUNK_BYTES = 32 << 20
 _CHUNK_SAMPLES = 1024
 
 
-def cache_directory(node: str) -> Path:
-    """``$XDG_CACHE_HOME/ringtrain/decoded/<node>``, or the same in ``~/.cache``.
-
-    With the node's name, since a home directory may be shared by nodes, and the ranks of one node fill a file.
-    """
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "ringtrain" / "decoded" / node
-
-
-def open_node_cache(source: FallibleSource, collective: Collective, *, name: str, num_threads: int) -> NodeCachedSource:
-    """The source with its samples in the node's file, which is filled first where it is not there. Every rank calls it.
-
-    Args:
-        name: of the source, unique in the run.
-        num_threads: processor threads for decoding.
-
-    Raises:
-        DataError: there is not enough space, the file cannot be written, or the ranks see different samples.
-    """
+def open_node_cache(source: FallibleSource, collective: Collective, *, name: str, num_threads: int) -> CachedSource:
+    """The source with its samples in the node's file, which is filled first where it is missing: see ``with_cache``."""
     world, label = collective.world, f"cache/{name}"
-    file = CacheFile(
-        cache_directory(world.node), find_layout(source), f"{source.fingerprint} {getattr(source, 'changed', '')}"
-    )
+    # With the node's name, since a home directory may be shared by nodes, and the ranks of one node fill a file.
+    directory = cache_directory("decoded", world.node)
+    file = CacheFile(directory, find_layout(source), f"{source.fingerprint} {getattr(source, 'changed', '')}")
     with contextlib.ExitStack() as stack:
 
         def begin() -> Filling | None:
@@ -83,11 +64,11 @@ def open_node_cache(source: FallibleSource, collective: Collective, *, name: str
         part = _part_of_node(collective, filling, name=f"{label}/part")
         raise_on_all_ranks(collective, fill, name=f"{label}/fill")
         raise_on_all_ranks(collective, lambda: filling.finish() if filling else None, name=f"{label}/finish")
-    return NodeCachedSource(source, file.layout, raise_on_all_ranks(collective, file.open, name=f"{label}/open"))
+    return CachedSource(source, file.layout, *raise_on_all_ranks(collective, file.open, name=f"{label}/open"))
 
 
 def share_of(world: World, num_samples: int) -> range:
-    """The samples that a rank decodes for its node: a part of them all."""
+    """The samples that a rank decodes for its node."""
     first, end = (num_samples * rank // world.local_size for rank in (world.local_rank, world.local_rank + 1))
     return range(first, end)
 
@@ -95,13 +76,9 @@ def share_of(world: World, num_samples: int) -> range:
 def _part_of_node(collective: Collective, filling: Filling | None, *, name: str) -> Path | None:
     """The file that this node's ranks have to fill: local rank 0's; None where there is nothing to do."""
     world = collective.world
-    mine = {
-        "node": world.node,
-        "local_rank": world.local_rank,
-        "part": str(filling.path) if filling else None,
-    }
+    mine = [world.node, world.local_rank, str(filling.path) if filling else None]
     ranks = all_gather_object(collective, mine, name=name)
-    part = next(other["part"] for other in ranks if other["node"] == world.node and other["local_rank"] == 0)
+    part = next(part for node, local_rank, part in ranks if (node, local_rank) == (world.node, 0))
     return None if part is None else Path(part)
 
 
@@ -110,13 +87,13 @@ class CacheFile:
 
     def __init__(self, directory: Path, layout: Layout, fingerprint: str) -> None:
         self.layout = layout
-        shapes = [[list(shape), dtype.str] for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)]
+        shapes = [[list(shape), dtype.str] for shape, dtype in layout.tensors]
         described = {"format": _FORMAT, "samples": layout.num_samples, "arrays": shapes, "fingerprint": fingerprint}
         self._header = json.dumps(described).encode().ljust(_HEADER_BYTES)
         self.path = directory / f"{hashlib.sha256(self._header).hexdigest()[:32]}{ENDING}"
         self._sections: list[tuple[int, tuple[int, ...], np.dtype[Any]]] = []
         place = _HEADER_BYTES
-        for shape, dtype in zip([(), *layout.shapes], [np.dtype(np.uint8), *layout.dtypes], strict=True):
+        for shape, dtype in (((), np.dtype(np.uint8)), *layout.tensors):
             self._sections.append((place, (layout.num_samples, *shape), dtype))
             place += -(-layout.num_samples * int(np.prod(shape)) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = place
@@ -135,61 +112,49 @@ class CacheFile:
         return len(source.find_bad(bad)) == len(bad)
 
     def begin(self, source: FallibleSource) -> Filling | None:
-        """A file to fill, with all of its space; None where the whole one is there.
-
-        Raises:
-            DataError: there is not enough space, or it cannot be written.
-        """
+        """A file to fill, with all of its space; None where the whole one is there."""
         if self.is_whole() and self.is_current(source):
             return None
-        with _saying_where(self.path.parent):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_left_over(self.path.parent)
-            self._make_room()
-            self._check_space()
+        directory = self.path.parent
+        with _saying_where(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            _remove_left_over(directory)
+            self._make_room(directory)
             filling = Filling(self.path)
             try:
-                os.posix_fallocate(
-                    filling.descriptor, 0, self.num_bytes
-                )  # a disk that fills up later kills with SIGBUS
+                # A disk that fills up later kills with SIGBUS.
+                os.posix_fallocate(filling.descriptor, 0, self.num_bytes)
                 os.pwrite(filling.descriptor, self._header, 0)
             except BaseException:
                 filling.close()
                 raise
             return filling
 
-    def _make_room(self) -> None:
-        """Remove files that no run has opened for long, the longest unused first."""
-        used = {path: path.stat().st_mtime for path in self.path.parent.glob(f"*{ENDING}")}
+    def _make_room(self, directory: Path) -> None:
+        """Remove files that no run has opened for long, the longest unused first, and see that there is space."""
+        used = {path: path.stat().st_mtime for path in directory.glob(f"*{ENDING}")}
         for path in sorted(used, key=lambda path: used[path]):
-            lacks_space = shutil.disk_usage(self.path.parent).free < self.num_bytes
+            lacks_space = shutil.disk_usage(directory).free < self.num_bytes
             if time.time() - used[path] > (UNUSED_SECONDS_WHERE_SPACE_LACKS if lacks_space else UNUSED_SECONDS):
                 path.unlink(missing_ok=True)
-
-    def _check_space(self) -> None:
-        free = shutil.disk_usage(self.path.parent).free
+        free = shutil.disk_usage(directory).free
         if self.num_bytes > free:
             raise DataError(
-                f"the decoded samples need {self.num_bytes:,} bytes in {self.path.parent}, where {free:,} are free. "
+                f"the decoded samples need {self.num_bytes:,} bytes in {directory}, where {free:,} are free. "
                 f"Remove what is not needed there (*{ENDING}), set XDG_CACHE_HOME to a larger disk, or use --cache "
                 "none.",
                 reach="node",
             )
 
     def fill(self, part: Path, source: FallibleSource, samples: range, num_threads: int) -> None:
-        """Decode samples and write them into their places in ``part``.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Decode samples and write them into their places in ``part``."""
         import tensorflow as tf
 
+        from ringtrain.data.pipeline import in_own_threads
+
         chunk = max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // self.layout.bytes_per_sample))
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        options.threading.private_threadpool_size = num_threads
-        chunks = tf.data.Dataset.range(samples.start, samples.stop).batch(chunk)
-        chunks = chunks.map(source.gather_good).prefetch(1).with_options(options)
+        chunks = tf.data.Dataset.range(samples.start, samples.stop).batch(chunk).map(source.gather_good)
+        chunks = in_own_threads(chunks, num_threads, num_ahead=1)
         with _saying_where(part):
             is_good, *arrays = self._map(part, "r+")
             for found, x, y in chunks.as_numpy_iterator():
@@ -201,11 +166,7 @@ class CacheFile:
                 array.flush()
 
     def open(self) -> tuple[np.ndarray, list[Any]]:
-        """Which samples are good [num_samples], and the arrays, mapped.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Which samples are good [num_samples], and the arrays, mapped."""
         with _saying_where(self.path):
             with contextlib.suppress(PermissionError):  # another user's
                 os.utime(self.path)  # what is in use is not removed: see _make_room
@@ -230,11 +191,7 @@ class Filling:
             os.close(self.descriptor)  # another run took it for left over before it was locked
 
     def finish(self) -> None:
-        """Put it in its place, whole.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Put it in its place, whole."""
         with _saying_where(self._target):
             os.fsync(self.descriptor)
             os.replace(self.path, self._target)
@@ -263,39 +220,3 @@ def _saying_where(path: Path) -> Iterator[None]:
             "free space, set XDG_CACHE_HOME to another, or use --cache none.",
             reach="node",
         ) from error
-
-
-class NodeCachedSource:
-    """A source whose decoded samples lie in a file that all ranks of the node map."""
-
-    def __init__(self, source: FallibleSource, layout: Layout, opened: tuple[np.ndarray, list[np.ndarray]]) -> None:
-        self.num_samples, self.fingerprint = source.num_samples, source.fingerprint
-        self.damaged = getattr(source, "damaged", ())
-        self._source, self._layout = source, layout
-        self._is_good, self._arrays = opened
-        self._are_all_good = bool(self._is_good.all())
-
-    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        """The samples ``indices`` as (x, y); fails as the source does where one cannot be decoded."""
-        import tensorflow as tf
-
-        if self._are_all_good:
-            return read_arrays(self._arrays, indices, self._layout)
-        with tf.device("CPU"):
-            return tf.cond(
-                tf.reduce_all(tf.gather(self._is_good, indices)),
-                lambda: read_arrays(self._arrays, indices, self._layout),
-                lambda: self._source.gather(indices),
-            )
-
-    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
-        import tensorflow as tf
-
-        with tf.device("CPU"):
-            found = indices[tf.gather(self._is_good, indices)]
-            return (found, *read_arrays(self._arrays, found, self._layout))
-
-    def find_bad(self, indices: Iterable[int]) -> list[Any]:
-        """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
-        return self._source.find_bad([index for index in map(int, indices) if not self._is_good[index]])

@@ -1,1 +1,20 @@
 """Data as they lie in files: CIFAR-10, image folders, TFRecord files with their index, and their conversion."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ringtrain.errors import DataError
+
+
+@contextlib.contextmanager
+def reading(path: str | Path, *, what: str = "the file") -> Iterator[None]:
+    """Say of what cannot be read where it is, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}. Check {what} and its permissions.", reach="node"
+        ) from error

@@ -24,7 +24,10 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from ringtrain.data.formats import reading
 from ringtrain.errors import DataError
+from ringtrain.files import cache_directory
+from ringtrain.files.atomic import replacing
 from ringtrain.runtime import activity
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -40,10 +43,8 @@ NUM_CLASSES = len(CLASS_NAMES)
 IMAGE_SIZE = 32
 RECORD_BYTES = 1 + 3 * IMAGE_SIZE * IMAGE_SIZE
 
-DOWNLOAD_LIMIT_S = 1800.0
-"""How long a download may take, and how long other processes of the node wait for it."""
-SILENCE_LIMIT_S = 30.0
-"""How long the server may say nothing."""
+DOWNLOAD_LIMIT_S = 1800.0  # of a download, and for other processes of the node that wait for it
+SILENCE_LIMIT_S = 30.0  # of the server
 _LOCK_POLL_S = 0.2
 _BLOCK_BYTES = 1 << 20
 
@@ -73,9 +74,10 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
     Raises:
         DataError: a file is missing or damaged, or the download failed.
     """
-    place = default_data_dir() if data_dir is None else data_dir
-    folder = _find_folder(place)
-    if folder is not None:
+    place = cache_directory("cifar10") if data_dir is None else data_dir
+    # Whole or not; a Path's own methods raise where a directory may not be searched.
+    folder = place / FOLDER_NAME if os.path.isdir(place / FOLDER_NAME) else place
+    if folder != place or any(os.path.exists(place / name) for name in FILES):
         contents = {name: _read_file(folder / name) for name in FILES}
         container = folder
     else:
@@ -88,21 +90,8 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
     return (np.concatenate(images), np.concatenate(labels)), samples[TEST_FILE]
 
 
-def default_data_dir() -> Path:
-    """Where the archive is kept when the user names no place."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "ringtrain" / "cifar10"
-
-
 def parse_records(data: bytes, path: Path) -> Samples:
-    """The samples in the content of one file.
-
-    Args:
-        path: where it comes from, for messages.
-
-    Raises:
-        DataError: it is empty, no whole number of records, or a label is above 9.
-    """
+    """The samples in the content of one file; ``path`` says where it comes from."""
     if not data or len(data) % RECORD_BYTES:
         raise DataError(
             f"{path} has {len(data):,} bytes; it must have a whole number of records of {RECORD_BYTES:,} bytes, and at "
@@ -125,34 +114,20 @@ def parse_records(data: bytes, path: Path) -> Samples:
 _REMEDY = f"fetch it again from {ARCHIVE_URL}."
 
 
-def _find_folder(place: Path) -> Path | None:
-    """The directory that holds the unpacked files, whole or not."""
-    if os.path.isdir(place / FOLDER_NAME):  # a Path's own methods raise where a directory may not be searched
-        return place / FOLDER_NAME
-    return place if any(os.path.exists(place / name) for name in FILES) else None
-
-
 def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise DataError(
-            f"there is no file {path}; CIFAR-10 has the six files {', '.join(FILES)}. Put it there: unpack "
-            f"{ARCHIVE_NAME} again, from {ARCHIVE_URL}.",
-            reach="node",
-        ) from None
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}. Check the file and its permissions.", reach="node"
-        ) from error
+    with reading(path):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise DataError(
+                f"there is no file {path}; CIFAR-10 has the six files {', '.join(FILES)}. Put it there: unpack "
+                f"{ARCHIVE_NAME} again, from {ARCHIVE_URL}.",
+                reach="node",
+            ) from None
 
 
 def _read_archive(path: Path) -> dict[str, bytes]:
-    """The content of the six files, which are taken by their names alone: nothing is written to disk.
-
-    Raises:
-        DataError: the archive cannot be read, or lacks one of them.
-    """
+    """The content of the six files, which are taken by their names alone: nothing is written to disk."""
     contents: dict[str, bytes] = {}
     try:
         with gzip.open(path) as stream:
@@ -197,9 +172,6 @@ def _download_once(archive: Path, download: Download) -> None:
     Every process may call it, at any time: the first takes a lock, which the system frees when that process ends,
     however it ends. Where it fails it leaves the reason in the lock's file, so that those which waited fail alike, at
     once.
-
-    Raises:
-        DataError: the download failed, here or in the process that did it, or took longer than its limit.
     """
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
@@ -234,9 +206,6 @@ def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
 
     Yields:
         The lock's file, and whether another process had the lock when this one came.
-
-    Raises:
-        _DownloadError: another process still has it after ``limit_s`` seconds.
     """
     deadline = time.monotonic() + limit_s
     has_waited = False
@@ -255,30 +224,19 @@ def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
 
 def _download_to(archive: Path, download: Download) -> None:
     """Download, check and put in place, so that the archive is there whole or not at all. The caller has the lock."""
-    partial = archive.with_name(f"{archive.name}.part")
-    try:
-        partial.unlink(missing_ok=True)  # left where a process was killed
-        with partial.open("xb") as file:  # never through a link that another user put there
-            md5 = _copy(download, file)
-            file.flush()
-            os.fsync(file.fileno())
+    for partial in archive.parent.glob(f".writing-*-{archive.name}"):  # left where a process was killed
+        partial.unlink()
+    with replacing(archive) as file:
+        md5 = _copy(download, file)
         if md5 != download.md5:
             raise _DownloadError(
-                f"{download.url} gave {_size_of(partial)} with the MD5 {md5}, but the published archive has "
+                f"{download.url} gave {file.tell():,} bytes with the MD5 {md5}, but the published archive has "
                 f"{download.md5}"
             )
-        partial.replace(archive)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _copy(download: Download, file: BinaryIO) -> str:
-    """Write what the address gives into a file, and return its MD5.
-
-    Raises:
-        OSError, http.client.HTTPException: the server does not answer.
-        _DownloadError: it answers with an error, or takes too long.
-    """
+    """Write what the address gives into a file, and return its MD5."""
     deadline = time.monotonic() + download.limit_s
     digest = hashlib.md5(usedforsecurity=False)  # what is published beside the archive
     try:

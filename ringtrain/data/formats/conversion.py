@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ringtrain.data.formats import reading
 from ringtrain.data.formats.cifar10 import ARCHIVE_NAME, CLASS_NAMES, FILES, FOLDER_NAME, load_cifar10
 from ringtrain.data.formats.example import make_example
 from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.data.formats.tfrecord import CLASSES_FILE
 from ringtrain.errors import DataError, UsageError
+from ringtrain.files.atomic import replace_text
 
 if TYPE_CHECKING:
     from ringtrain.data.formats.image_folder import ImageFolderSource
@@ -46,11 +48,8 @@ class Converted(NamedTuple):
 
     def __str__(self) -> str:
         samples = ", ".join(f"{count:,} {name}" for name, count in self.samples.items())
-        files = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
-        return (
-            f"{samples} samples of {self.num_classes} classes in {files}, {self.num_bytes:,} bytes, "
-            f"{self.seconds:.1f} s"
-        )
+        files = f"{self.num_files} file{'s' if self.num_files > 1 else ''}, {self.num_bytes:,} bytes"
+        return f"{samples} samples of {self.num_classes} classes in {files}, {self.seconds:.1f} s"
 
 
 def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: int | None = None) -> Converted:
@@ -81,7 +80,7 @@ def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: 
         try:
             for split in splits:
                 _write_split(partial, split, num_shards or -(-split.num_bytes // SHARD_BYTES))
-            _write_flushed(partial / CLASSES_FILE, "".join(f"{name}\n" for name in class_names))
+            replace_text(partial / CLASSES_FILE, "".join(f"{name}\n" for name in class_names))
             sizes = [path.stat().st_size for path in partial.glob("*.tfrecord")]
             partial.chmod(0o755)
             partial.rename(destination)  # an empty directory gives way
@@ -107,11 +106,7 @@ def _check_destination(source: Path, destination: Path) -> None:
 
 
 def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
-    """The names of the classes and the splits.
-
-    Raises:
-        DataError: it is not what ``kind`` says, or neither kind.
-    """
+    """The names of the classes and the splits."""
     if not source.is_dir():
         raise DataError(f"source {source} is no directory that can be read. Check the path.", reach="node")
     is_cifar10 = any((source / name).exists() for name in (FOLDER_NAME, ARCHIVE_NAME, *FILES))
@@ -123,29 +118,24 @@ def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
             f"CIFAR-10, which has {FOLDER_NAME} or {ARCHIVE_NAME}. Check the path, or say what it is with --kind.",
             reach="node",
         )
-    return _open_image_folder(source)
+    from ringtrain.data.formats.image_folder import load_image_folder
+
+    parts = load_image_folder(source, image_size=1, channels=3)  # of any size: no image is read
+    return parts[0].class_names, [_open_image_part(part) for part in parts if part is not None]
 
 
 def _open_cifar10(source: Path) -> list[Split]:
-    splits = []
-    for name, (images, labels) in zip(("train", "test"), load_cifar10(source), strict=True):
-        examples = (_raw_example(image, int(label)) for image, label in zip(images, labels, strict=True))
-        splits.append(Split(name, len(images), images.nbytes, examples))
-    return splits
+    def examples(images: np.ndarray, labels: np.ndarray) -> Iterator[bytes]:
+        for image, label in zip(images, labels.tolist(), strict=True):
+            yield make_example({"image/raw": image.tobytes(), **_described(image.shape, label, CLASS_NAMES[label])})
+
+    parts = zip(("train", "test"), load_cifar10(source), strict=True)
+    return [Split(name, len(images), images.nbytes, examples(images, labels)) for name, (images, labels) in parts]
 
 
-def _raw_example(image: np.ndarray, label: int) -> bytes:
-    height, width, channels = image.shape
-    return make_example(
-        {
-            "image/raw": image.tobytes(),
-            "image/height": height,
-            "image/width": width,
-            "image/channels": channels,
-            "image/class/label": label,
-            "image/class/text": CLASS_NAMES[label].encode(),
-        }
-    )
+def _described(shape: Sequence[int], label: int, class_name: str) -> dict[str, bytes | int]:
+    sizes = dict(zip(("image/height", "image/width", "image/channels"), shape, strict=True))
+    return {**sizes, "image/class/label": label, "image/class/text": class_name.encode()}
 
 
 def _write_split(directory: Path, split: Split, num_shards: int) -> None:
@@ -165,21 +155,6 @@ def _write_split(directory: Path, split: Split, num_shards: int) -> None:
             os.fsync(file.fileno())
 
 
-def _write_flushed(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _open_image_folder(source: Path) -> tuple[Sequence[str], list[Split]]:
-    from ringtrain.data.formats.image_folder import load_image_folder
-
-    train, evaluation = load_image_folder(source, image_size=1, channels=3)  # of any size: no image is read
-    parts = [part for part in (train, evaluation) if part is not None]
-    return train.class_names, [_open_image_part(part) for part in parts]
-
-
 def _open_image_part(part: ImageFolderSource) -> Split:
     files = [
         (Path(os.fsdecode(path)), int(label))
@@ -191,27 +166,18 @@ def _open_image_part(part: ImageFolderSource) -> Split:
 
 
 def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
-    """A file's bytes as they are, with what its header says.
-
-    Raises:
-        DataError: it cannot be read, or is no JPEG or PNG.
-    """
-    try:
+    """A file's bytes as they are, with what its header says."""
+    with reading(path):
         encoded = path.read_bytes()
-        height, width, channels = read_header(io.BytesIO(encoded))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. Check its permissions.", reach="node") from error
+    try:
+        header = read_header(io.BytesIO(encoded))
     except HeaderError as error:
         raise DataError(f"{path} is no image: {error}. Remove it or mend it.", reach="node") from error
     return make_example(
         {
             "image/encoded": encoded,
             "image/format": b"png" if encoded.startswith(b"\x89PNG") else b"jpeg",
-            "image/height": height,
-            "image/width": width,
-            "image/channels": channels,
-            "image/class/label": label,
-            "image/class/text": class_name.encode(),
             "image/filename": os.fsencode(path.name),
+            **_described(header, label, class_name),
         }
     )

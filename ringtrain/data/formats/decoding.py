@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import tensorflow as tf
 
-PARALLEL_DECODES = 16
-"""Images of a batch that may be decoded at once; the input pipeline's threads decide how many are."""
+PARALLEL_DECODES = 16  # at most; the input pipeline's threads decide how many of a batch are decoded at once
 
 
 def decode_batch(
@@ -49,9 +48,8 @@ def decode_batch(
 def decode_image(content: tf.Tensor, image_shape: tuple[int, int, int], *, is_resized: bool) -> tf.Tensor:
     """One JPEG or PNG image, uint8 [h, w, c].
 
-    Args:
-        is_resized: whether its middle square is resized to ``image_shape`` (which is a square then) and its channels
-            are converted, or it must have that shape.
+    Either its middle square is resized to ``image_shape``, a square, and its channels are converted, or it must have
+    that shape.
     """
     import tensorflow as tf
 

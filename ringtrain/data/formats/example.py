@@ -28,22 +28,12 @@ def feature_spec() -> dict[str, Any]:
     import tensorflow as tf
 
     texts = {name: tf.io.FixedLenFeature([], tf.string, b"") for name in ("image/encoded", "image/raw")}
-    numbers = {
-        name: tf.io.FixedLenFeature([], tf.int64, default)
-        for name, default in (("image/class/label", -1), ("image/height", 0), ("image/width", 0), ("image/channels", 0))
-    }
-    return texts | numbers
+    defaults = {"image/class/label": -1, "image/height": 0, "image/width": 0, "image/channels": 0}
+    return texts | {name: tf.io.FixedLenFeature([], tf.int64, value) for name, value in defaults.items()}
 
 
 def parse_features(records: list[Any], name_of: Callable[[int], str]) -> list[np.ndarray]:
-    """Encoded image, raw image, label, height, width and channels of records, [n] each.
-
-    Args:
-        name_of: gives the name of the record at a place, for messages.
-
-    Raises:
-        DataError: a record is no ``tf.train.Example``, or a feature has another type.
-    """
+    """Encoded image, raw image, label, height, width and channels of records, [n] each; ``name_of`` names one."""
     import tensorflow as tf
 
     spec = feature_spec()

@@ -7,6 +7,7 @@ whose share it falls into.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ringtrain.data.formats import reading
 from ringtrain.data.formats.decoding import decode_batch, decode_image
 from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
 from ringtrain.data.sources import BadSample
@@ -28,8 +30,7 @@ TRAIN_FOLDER = "train"
 EVALUATION_FOLDERS = ("validation", "val", "test")
 ENDINGS = (".jpg", ".jpeg", ".png")  # in any letter case
 
-IO_THREADS = 16
-"""Threads that list folders and read headers: they mostly wait for the disk."""
+IO_THREADS = 16  # for folders and headers: they mostly wait for the disk
 _HEADERS_PER_TASK = 256
 _HEADER_BUFFER_BYTES = 4096
 
@@ -68,11 +69,7 @@ class ImageFolderSource:
         return len(self.class_names)
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The samples ``indices`` as (x, y).
-
-        Raises:
-            tf.errors.OpError: one of them cannot be decoded; ``find_bad`` says which.
-        """
+        """The samples ``indices`` as (x, y); fails where one cannot be decoded, and ``find_bad`` says which."""
         _, x, y = self._collect(indices, skips_bad=False)
         return x, y
 
@@ -101,7 +98,7 @@ class ImageFolderSource:
                 try:
                     self._decode(path)
                 except (tf.errors.OpError, ValueError) as error:  # ValueError: of another shape
-                    found.append(BadSample(index, _as_text(path), _reason_of(error)))
+                    found.append(BadSample(index, path.numpy().decode(errors="replace"), _reason_of(error)))
         return found
 
     def _decode(self, path: tf.Tensor) -> tf.Tensor:
@@ -140,7 +137,7 @@ def load_image_folder(
     if image_size is None:
         headers = [_read_headers(part) for part in paths]
         image_shape = _common_shape(data_dir, paths, headers, channels)
-        damaged = [_find_damaged(part, part_headers) for part, part_headers in zip(paths, headers, strict=True)]
+        damaged = [_find_damaged(*part) for part in zip(paths, headers, strict=True)]
     else:
         image_shape = (image_size, image_size, channels)
     sources = [
@@ -178,8 +175,7 @@ class _File(NamedTuple):
     changed_ns: int
 
 
-_Listing = dict[str, list[_File]]
-"""The files of each class, both in the order of their names."""
+_Listing = dict[str, list[_File]]  # the files of each class, both in the order of their names
 
 
 def _files(listing: _Listing) -> Iterator[_File]:
@@ -242,13 +238,8 @@ _REMEDY = "Move what does not belong there to another place; names that begin wi
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
     """What is in a folder and not hidden, in the order of the names."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
-    except OSError as error:
-        raise DataError(
-            f"{folder} cannot be read: {error.strerror}. Check the folder and its permissions.", reach="node"
-        ) from error
+    with reading(folder, what="the folder"), os.scandir(folder) as entries:
+        return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 
 def _count_of(names: Sequence[str]) -> str:
@@ -273,22 +264,16 @@ def _read_headers(paths: Sequence[str]) -> list[ImageHeader | str]:
     """Each image's header, or the reason why it has none."""
     tasks = [paths[first : first + _HEADERS_PER_TASK] for first in range(0, len(paths), _HEADERS_PER_TASK)]
     with ThreadPoolExecutor(IO_THREADS) as threads:
-        return [
-            header for headers in threads.map(lambda task: list(map(_read_header, task)), tasks) for header in headers
-        ]
+        return list(itertools.chain(*threads.map(lambda task: list(map(_read_header, task)), tasks)))
 
 
 def _read_header(path: str) -> ImageHeader | str:
     activity.move()
     try:
-        with open(path, "rb", buffering=_HEADER_BUFFER_BYTES) as file:
+        with reading(path), open(path, "rb", buffering=_HEADER_BUFFER_BYTES) as file:
             return read_header(file)
     except HeaderError as error:
         return str(error)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}. Check the file and its permissions.", reach="node"
-        ) from error
 
 
 def _common_shape(
@@ -324,13 +309,6 @@ def _find_damaged(paths: Sequence[str], headers: Sequence[ImageHeader | str]) ->
         for index, (path, header) in enumerate(zip(paths, headers, strict=True))
         if isinstance(header, str)
     )
-
-
-# --- What is told of a bad sample ---
-
-
-def _as_text(path: tf.Tensor) -> str:
-    return path.numpy().decode(errors="replace")
 
 
 def _reason_of(error: Exception) -> str:

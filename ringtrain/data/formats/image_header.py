@@ -39,9 +39,6 @@ def read_header(file: BinaryIO) -> ImageHeader:
 
     Args:
         file: at its beginning; what lies between the parts of the header is skipped, not read.
-
-    Raises:
-        HeaderError: it has none.
     """
     start = file.read(len(_PNG_SIGNATURE))
     if start == _PNG_SIGNATURE:

@@ -13,10 +13,9 @@ import threading
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from ringtrain.data.formats.image_folder import Channels
 from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
 from ringtrain.data.sources import BadSample
 from ringtrain.errors import DataError
+from ringtrain.files import cache_directory
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -34,20 +34,6 @@ TRAIN_NAME = "train"
 EVALUATION_NAMES = ("validation", "val", "test")
 _PATTERNS = ("{}.tfrecord", "{}-*.tfrecord", "{}-*-of-*")
 _MAX_OPEN_FILES = 64
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """The files to train on, or those to evaluate on, and the index of their records."""
-
-    paths: tuple[Path, ...]
-    index: Index
-
-    def describe(self, sample: int) -> str:
-        """Where a sample lies, for messages."""
-        entry = self.index.entries[sample]
-        first = np.searchsorted(self.index.entries["file"], entry["file"])  # of its file, as entries follow the files
-        return f"record {sample - first} (at byte {entry['offset']:,}) of {self.paths[entry['file']]}"
 
 
 def load_tfrecords(
@@ -83,24 +69,19 @@ def load_tfrecords(
             reach="node",
         )
     place = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:12]
-    index_dirs = [index_dir] if index_dir else [data_dir, default_index_dir()]
+    index_dirs = [index_dir] if index_dir else [data_dir, cache_directory("index")]
     num_classes = len(class_names)
     sources: list[TFRecordSource] = []
     for name, paths in parts.items():
         if not paths:
             continue
         file_name = f".tfrecord-{name}-{place}.index"
-        part = Part(paths, load_index(paths, [directory / file_name for directory in index_dirs]))
-        num_classes = num_classes or 1 + int(part.index.entries["label"].max())  # of those to train on
-        _check_labels(part, num_classes, class_names, must_have_all=name == "train")
+        index = load_index(paths, [directory / file_name for directory in index_dirs])
+        num_classes = num_classes or 1 + int(index.entries["label"].max())  # of those to train on
+        _check_labels(index, num_classes, class_names, must_have_all=name == "train")
         train_shape = sources[0].image_shape if sources else None
-        sources.append(_create_source(part, image_size, channels, train_shape, num_classes))
+        sources.append(_create_source(index, image_size, channels, train_shape, num_classes))
     return sources[0], sources[1] if len(sources) > 1 else None
-
-
-def default_index_dir() -> Path:
-    """Where indices are kept of data whose own directory cannot be written."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ringtrain" / "index"
 
 
 def has_tfrecords(data_dir: Path) -> bool:
@@ -130,14 +111,14 @@ def read_class_names(data_dir: Path) -> list[str]:
         ) from error
 
 
-def _check_labels(part: Part, num_classes: int, class_names: list[str], *, must_have_all: bool) -> None:
-    entries = part.index.entries
+def _check_labels(index: Index, num_classes: int, class_names: list[str], *, must_have_all: bool) -> None:
+    entries = index.entries
     whole = np.flatnonzero(entries["kind"] != DAMAGED)
     labels = entries["label"][whole]
     wrong = whole[labels >= num_classes]
     if len(wrong):
         raise DataError(
-            f"{part.describe(wrong[0])} has the label {entries['label'][wrong[0]]}; with {num_classes} classes labels "
+            f"{index.describe(wrong[0])} has the label {entries['label'][wrong[0]]}; with {num_classes} classes labels "
             f"must be 0 to {num_classes - 1} ({len(wrong):,} of {len(entries):,} records are wrong). Mend the records, "
             f"or {CLASSES_FILE}.",
             reach="node",
@@ -146,27 +127,23 @@ def _check_labels(part: Part, num_classes: int, class_names: list[str], *, must_
     if must_have_all and len(empty):
         name = f" ({class_names[empty[0]]!r})" if empty[0] < len(class_names) else ""
         raise DataError(
-            f"no record of {part.paths[0].parent} has the label {empty[0]}{name}; each of the {num_classes} classes "
+            f"no record of {index.paths[0].parent} has the label {empty[0]}{name}; each of the {num_classes} classes "
             f"needs a sample to train on ({len(empty)} of them without). Labels count from 0.",
             reach="node",
         )
 
 
 def _create_source(
-    part: Part, image_size: int | None, channels: int, train_shape: tuple[int, int, int] | None, num_classes: int
+    index: Index, image_size: int | None, channels: int, train_shape: tuple[int, int, int] | None, num_classes: int
 ) -> TFRecordSource:
-    """The source of a part, once its images are known to be alike in what is not converted.
+    """The source of an index, once its images are known to be alike in what is not converted.
 
-    Args:
-        train_shape: that of the images to train on, which those to evaluate on must have; None for the former.
-
-    Raises:
-        DataError: they are not.
+    Those to evaluate on must have the ``train_shape``.
     """
-    entries = part.index.entries
+    entries = index.entries
     known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
     if not len(known):
-        raise DataError(f"no record of {part.paths[0].parent} holds an image that can be read.", reach="node")
+        raise DataError(f"no record of {index.paths[0].parent} holds an image that can be read.", reach="node")
     first = entries[known[0]]
     is_raw = bool(first["kind"] == RAW)
     fixed: dict[str, int] = {"kind": int(first["kind"])}
@@ -178,7 +155,7 @@ def _create_source(
         if len(wrong):
             rule = {"kind": "encoded, or all raw", "channels": f"with {channels} channels"}.get(name, "of one size")
             raise DataError(
-                f"{part.describe(wrong[0])} holds an image of {_shape_text(entries[wrong[0]])}, and the first is of "
+                f"{index.describe(wrong[0])} holds an image of {_shape_text(entries[wrong[0]])}, and the first is of "
                 f"{_shape_text(first)}; all must be {rule}. Bring them to one form, or have encoded ones resized and "
                 "converted with --options.image_size.",
                 reach="node",
@@ -187,7 +164,7 @@ def _create_source(
     image_shape = (image_size, image_size, channels) if image_size else stored_shape
     assert image_shape is not None  # one of both is known
     return TFRecordSource(
-        part, is_raw=is_raw, stored_shape=stored_shape, image_shape=image_shape, num_classes=num_classes
+        index, is_raw=is_raw, stored_shape=stored_shape, image_shape=image_shape, num_classes=num_classes
     )
 
 
@@ -210,7 +187,7 @@ class TFRecordSource:
 
     def __init__(
         self,
-        part: Part,
+        index: Index,
         *,
         is_raw: bool,
         stored_shape: tuple[int, int, int] | None,
@@ -219,36 +196,39 @@ class TFRecordSource:
     ) -> None:
         import tensorflow as tf
 
-        self.num_samples = len(part.index.entries)
+        self.num_samples = len(index.entries)
         self.image_shape, self.num_classes = image_shape, num_classes
-        self.fingerprint = hashlib.sha256(f"{part.index.fingerprint} {image_shape}".encode()).hexdigest()
-        self._part, self._is_raw, self._stored_shape = part, is_raw, stored_shape
-        self._files = _OpenFiles(part.paths)
+        self.fingerprint = hashlib.sha256(f"{index.fingerprint} {image_shape}".encode()).hexdigest()
+        self._index, self._is_raw, self._stored_shape = index, is_raw, stored_shape
+        self._files = _OpenFiles(index.paths)
         with tf.device("CPU"):
-            self.paths = tf.constant([os.fsencode(path) for path in part.paths])
-        self._labels = np.asarray(part.index.entries["label"], np.int64)
-        self.damaged = tuple(self.find_bad(np.flatnonzero(part.index.entries["kind"] == DAMAGED)))
+            self.paths = tf.constant([os.fsencode(path) for path in index.paths])
+        self._labels = np.asarray(index.entries["label"], np.int64)
+        self.damaged = tuple(self.find_bad(np.flatnonzero(index.entries["kind"] == DAMAGED)))
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The samples ``indices``; runs in a graph.
-
-        Raises:
-            tf.errors.OpError: one is damaged or cannot be decoded; ``find_bad`` says which.
-        """
-        import tensorflow as tf
-
-        with tf.device("CPU"):
-            (records,) = _call(self._read, indices, tf.string)
-            _, images = self._decode(records, indices, skips_bad=False)
-            return images, tf.gather(self._labels, indices)
+        """The samples ``indices`` as (x, y); fails where one is damaged, and ``find_bad`` says which."""
+        _, x, y = self._collect(indices, skips_bad=False)
+        return x, y
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Those of the samples ``indices`` that are whole, in their order, as (indices, x, y); runs in a graph."""
+        return self._collect(indices, skips_bad=True)
+
+    def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         import tensorflow as tf
 
+        def read(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return self._read(numbers, skips_bad=skips_bad)
+
         with tf.device("CPU"):
-            records, is_whole = _call(self._read_what_is_whole, indices, tf.string, tf.bool)
-            found, images = self._decode(records[is_whole], indices[is_whole], skips_bad=True)
+            records, is_whole = tf.numpy_function(read, [indices], (tf.string, tf.bool))
+            records.set_shape([None])
+            is_whole.set_shape([None])
+            if skips_bad:
+                records, indices = records[is_whole], indices[is_whole]
+            found, images = self._decode(records, indices, skips_bad=skips_bad)
+            found = found if skips_bad else indices  # whose shape is known
             return found, images, tf.gather(self._labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
@@ -263,17 +243,13 @@ class TFRecordSource:
                     self._decode(record, tf.constant([index], tf.int64), skips_bad=False)
             except (DataError, tf.errors.OpError) as error:
                 reason = f"cannot be decoded: {error.message}" if isinstance(error, tf.errors.OpError) else str(error)
-                found.append(BadSample(index, self._part.describe(index), reason))
+                found.append(BadSample(index, self._index.describe(index), reason))
         return found
 
     # --- Reading, on the host ---
 
-    def _read(self, indices: np.ndarray) -> np.ndarray:
-        """The records [n], as bytes."""
-        return np.array([self._read_record(int(index)) for index in indices], dtype=object)
-
-    def _read_what_is_whole(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The records [n], and which of them are whole [n]; the others are empty."""
+    def _read(self, indices: np.ndarray, *, skips_bad: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The records [n], and which of them are whole [n]; the others are empty, or fail."""
         records = np.full(len(indices), b"", object)
         is_whole = np.zeros(len(indices), bool)
         for place, index in enumerate(indices):
@@ -281,17 +257,13 @@ class TFRecordSource:
                 records[place] = self._read_record(int(index))
                 is_whole[place] = True
             except DataError:
-                continue
+                if not skips_bad:
+                    raise
         return records, is_whole
 
     def _read_record(self, index: int) -> bytes:
-        """The data of a record.
-
-        Raises:
-            DataError: they are damaged, or not what they were when the index was made.
-        """
-        entry = self._part.index.entries[index]
-        where = self._part.describe
+        """The data of a record."""
+        entry, where = self._index.entries[index], self._index.describe
         if entry["kind"] == DAMAGED:
             raise DataError(
                 f"{where(index)} is damaged: the checksum (CRC32C) of its data is wrong. Copy the file again, or make "
@@ -328,16 +300,6 @@ class TFRecordSource:
             image = tf.reshape(tf.io.decode_raw(stored, tf.uint8), self._stored_shape)
             return resize_middle(image, self.image_shape[0])
         return decode_image(stored, self.image_shape, is_resized=self._stored_shape is None)
-
-
-def _call(function: Callable[[np.ndarray], Any], indices: tf.Tensor, *dtypes: tf.DType) -> list[tf.Tensor]:
-    """Call a function of the indices [n] on the host, from a graph; it gives arrays [n]."""
-    import tensorflow as tf
-
-    results: list[tf.Tensor] = tf.numpy_function(function, [indices], dtypes)
-    for result in results:
-        result.set_shape([None])
-    return results
 
 
 class _OpenFiles:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import stat
 import struct
-import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,9 +24,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringtrain.data.formats import reading
 from ringtrain.data.formats.example import parse_features
 from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.errors import DataError
+from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import parse_json, read_bounded
 from ringtrain.runtime import activity
 
@@ -50,8 +52,7 @@ ENCODED, RAW, DAMAGED = 0, 1, 2
 
 _MAX_HEADER_BYTES = 4096  # of each file: its name, and numbers
 _MAGIC = b"ringtfr1"
-_PARSED_TOGETHER = 256
-_PARSED_BYTES = 32 << 20
+_PARSED_TOGETHER = 64
 
 
 class FileState(NamedTuple):
@@ -67,6 +68,13 @@ class Index(NamedTuple):
 
     files: tuple[FileState, ...]
     entries: np.ndarray
+    paths: tuple[Path, ...] = ()
+
+    def describe(self, sample: int) -> str:
+        """Where a sample lies, for messages."""
+        entry = self.entries[sample]
+        first = np.searchsorted(self.entries["file"], entry["file"])  # of its file, as entries follow the files
+        return _name(self.paths[entry["file"]], sample - first, entry["offset"])
 
     @property
     def fingerprint(self) -> str:
@@ -93,9 +101,9 @@ def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
     for cache in caches:
         index = _read_cache(cache, files)
         if index is not None:
-            return index
+            return index._replace(paths=tuple(paths))
     entries = [scan_file(path, number) for number, path in enumerate(paths)]
-    index = Index(files, np.concatenate(entries) if entries else np.empty(0, ENTRY))
+    index = Index(files, np.concatenate(entries), tuple(paths))
     for cache in caches:
         with contextlib.suppress(OSError):  # where none can be written, that costs time in the next run, no more
             _write_cache(cache, index)
@@ -104,12 +112,8 @@ def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
 
 
 def _state_of(path: Path) -> FileState:
-    try:
+    with reading(path):
         status = path.stat()
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}. Check the file and its permissions.", reach="node"
-        ) from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is no regular file. Remove it, or make it again with ringtrain convert.", reach="node")
     return FileState(path.name, status.st_size, status.st_mtime_ns)
@@ -122,17 +126,8 @@ def _write_cache(cache: Path, index: Index) -> None:
     header = json.dumps({"files": index.files, "entry": ENTRY.descr}).encode()
     body = struct.pack("<Q", len(header)) + header + index.entries.tobytes()
     cache.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{cache.name}.", dir=cache.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, cache)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with replacing(cache) as file:
+        file.write(_MAGIC + hashlib.sha256(body).digest() + body)
 
 
 def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
@@ -158,20 +153,19 @@ def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
 def _cover(entries: np.ndarray, files: tuple[FileState, ...]) -> bool:
     """Whether records follow each other from the beginning of each file to its end, as those of a scan do."""
     sizes = np.array([file.num_bytes for file in files], np.int64)
-    is_rank0 = np.diff(entries["file"], prepend=-1) != 0
-    if not np.array_equal(entries["file"][is_rank0], np.arange(len(files))):
+    is_first = np.diff(entries["file"], prepend=-1) != 0
+    if not np.array_equal(entries["file"][is_first], np.arange(len(files))):
         return False
     lengths = entries["length"]
     if ((lengths < 0) | (lengths > sizes[entries["file"]])).any() or (entries["kind"] > DAMAGED).any():
         return False
     ends = entries["offset"] + HEADER_BYTES + lengths + FOOTER_BYTES
-    starts = np.where(is_rank0, 0, np.roll(ends, 1))
+    starts = np.where(is_first, 0, np.roll(ends, 1))
     pixels = entries["height"].astype(np.float64) * entries["width"] * entries["channels"]
-    is_shaped = (
-        (entries["height"] >= 0) & (entries["width"] >= 0) & (entries["channels"] >= 0) & (entries["label"] >= 0)
-    )
-    is_shaped &= (entries["kind"] != RAW) | (pixels <= lengths)
-    is_last = np.roll(is_rank0, -1)
+    is_shaped = (entries["kind"] != RAW) | (pixels <= lengths)
+    for name in ("height", "width", "channels", "label"):
+        is_shaped &= entries[name] >= 0
+    is_last = np.roll(is_first, -1)
     return bool(is_shaped.all() and (entries["offset"] == starts).all() and (ends[is_last] == sizes).all())
 
 
@@ -179,40 +173,20 @@ def _cover(entries: np.ndarray, files: tuple[FileState, ...]) -> bool:
 
 
 def scan_file(path: Path, number: int) -> np.ndarray:
-    """The entries of one file's records, all of which are read.
-
-    Args:
-        number: the file's, for the entries.
+    """The entries of one file's records, all of which are read; ``number`` is the file's.
 
     Raises:
         DataError: it is empty, cut off, a length is wrong, or a record is no ``tf.train.Example`` with an image and a
             label. A record whose data alone are damaged is marked, since those after it can be read.
     """
-    parts = []
-    first = 0
-    for places, records in _batches(path):
-        parts.append(_describe(path, number, first, places, records))
-        first += len(places)
+    records = _read_records(path)
+    parts: list[np.ndarray] = []
+    while some := list(itertools.islice(records, _PARSED_TOGETHER)):
+        activity.move()
+        parts.append(_describe(path, number, _PARSED_TOGETHER * len(parts), *zip(*some, strict=True)))
     if not parts:
         raise DataError(f"{path} is empty; it must hold records. Remove it, or make it again.", reach="node")
     return np.concatenate(parts)
-
-
-def _batches(path: Path) -> Iterator[tuple[list[tuple[int, int]], list[bytes | None]]]:
-    """Offsets with lengths of data, and the data of some records at a time; None for damaged data."""
-    places: list[tuple[int, int]] = []
-    records: list[bytes | None] = []
-    num_bytes = 0
-    for offset, length, data in _read_records(path):
-        places.append((offset, length))
-        records.append(data)
-        num_bytes += length
-        if len(records) == _PARSED_TOGETHER or num_bytes > _PARSED_BYTES:
-            activity.move()
-            yield places, records
-            places, records, num_bytes = [], [], 0
-    if places:
-        yield places, records
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
@@ -254,7 +228,7 @@ def _length_of_damaged(path: Path, offset: int, count: int) -> int:
     Raises:
         DataError: the length itself is damaged, or the file ends within the record: nothing after it can be read.
     """
-    where = f"record {count} (at byte {offset:,}) of {path}"
+    where = _name(path, count, offset)
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         file.seek(offset)
@@ -277,18 +251,23 @@ def _length_of_damaged(path: Path, offset: int, count: int) -> int:
 
 
 def _describe(
-    path: Path, number: int, first: int, places: list[tuple[int, int]], records: list[bytes | None]
+    path: Path,
+    number: int,
+    first: int,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    records: Sequence[bytes | None],
 ) -> np.ndarray:
     """The entries of some records that follow each other in a file; ``first`` is the number of the first."""
-    entries = np.zeros(len(places), ENTRY)
-    entries["file"] = number
-    entries["offset"], entries["length"] = zip(*places, strict=True)
+
+    def name(place: int) -> str:
+        return _name(path, first + place, offsets[place])
+
+    entries = np.zeros(len(records), ENTRY)
+    entries["file"], entries["offset"], entries["length"] = number, offsets, lengths
     entries["kind"] = [DAMAGED if record is None else ENCODED for record in records]
-    whole = np.flatnonzero(entries["kind"] == ENCODED)
-    features = parse_features(
-        [records[place] for place in whole],
-        lambda place: _name(path, first + int(whole[place]), places[whole[place]][0]),
-    )
+    whole = np.flatnonzero(entries["kind"] == ENCODED).tolist()
+    features = parse_features([records[place] for place in whole], lambda place: name(whole[place]))
     for place, encoded, raw, label, *shape in zip(whole, *features, strict=True):
         entry = entries[place]
         entry["crc32"] = zlib.crc32(records[place] or b"")
@@ -298,7 +277,7 @@ def _describe(
         entry["height"], entry["width"], entry["channels"] = shape if raw else _shape_of(encoded)
         problem = _problem(encoded, raw, label, shape)
         if problem:
-            raise DataError(f"{_name(path, first + int(place), places[place][0])} {problem}", reach="node")
+            raise DataError(f"{name(place)} {problem}", reach="node")
     return entries
 
 

@@ -1,0 +1,133 @@
+"""Decoded samples as they lie in memory or in a file, and a source that keeps and reads them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringtrain.data.sources import FallibleSource
+from ringtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How decoded samples are laid out: one array for each tensor that the source gives."""
+
+    num_samples: int
+    tensors: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # of one sample, flat: shape and type
+    structure: Any  # (x, y) with any values
+
+    @property
+    def bytes_per_sample(self) -> int:
+        return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self.tensors)
+
+
+def find_layout(source: FallibleSource) -> Layout:
+    """What the samples of a source look like; none is read."""
+    import tensorflow as tf
+
+    empty = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64))
+    structure = empty.map(source.gather).element_spec
+    specs = tf.nest.flatten(structure)
+    for spec in specs:
+        if not (isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[1:].is_fully_defined()):
+            raise DataError(
+                f"a source gives {spec}, which cannot be cached: each sample must have one shape. Use --cache none.",
+                reach="run",
+            )
+    tensors = tuple((tuple(spec.shape[1:]), np.dtype(spec.dtype.as_numpy_dtype)) for spec in specs)
+    return Layout(source.num_samples, tensors, structure)
+
+
+class CachedSource:
+    """A source whose decoded samples are read from arrays. What they lack is decoded, and kept if they are writable."""
+
+    def __init__(
+        self, source: FallibleSource, layout: Layout, is_kept: np.ndarray, arrays: Sequence[np.ndarray]
+    ) -> None:
+        """``is_kept`` [num_samples] says which samples the ``arrays`` [num_samples, ...] have already."""
+        self.num_samples, self.fingerprint = source.num_samples, source.fingerprint
+        self.damaged = getattr(source, "damaged", ())
+        self.num_bytes = layout.num_samples * layout.bytes_per_sample
+        self._source, self._layout, self._arrays = source, layout, arrays
+        self._is_kept, self._has_all = is_kept, bool(is_kept.all())
+        self._is_writable = all(array.flags.writeable for array in arrays)
+
+    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
+        """The samples ``indices`` as (x, y); fails as the source does where one cannot be decoded."""
+        import tensorflow as tf
+
+        if self._is_writable:
+            indices = self._keep(indices, lambda missing: (missing, *self._source.gather(missing)))
+        if self._is_writable or self._has_all:
+            return self._read(indices)
+        with tf.device("CPU"):
+            has_all = tf.equal(tf.size(self._missing(indices)), 0)
+            return tf.cond(has_all, lambda: self._read(indices), lambda: self._source.gather(indices))
+
+    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
+        """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
+        if self._is_writable:
+            indices = self._keep(indices, self._source.gather_good)
+        if not self._has_all:
+            indices = _choose(lambda places: places[self._is_kept[places]], indices)
+        return (indices, *self._read(indices))
+
+    def find_bad(self, indices: Iterable[int]) -> list[Any]:
+        """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
+        return self._source.find_bad([index for index in map(int, indices) if not self._is_kept[index]])
+
+    def _keep(self, indices: tf.Tensor, gather: Any) -> tf.Tensor:
+        """The same indices, once those of the samples that were missing have been decoded and kept."""
+        import tensorflow as tf
+
+        with tf.device("CPU"):
+            missing = self._missing(indices)
+
+            def decode() -> tf.Tensor:
+                found, x, y = gather(missing)
+                return tf.numpy_function(self._store, [indices, found, *tf.nest.flatten((x, y))], tf.int64)
+
+            kept = tf.cond(tf.size(missing) > 0, decode, lambda: tf.identity(indices))
+            kept.set_shape([None])
+            return kept
+
+    def _missing(self, indices: tf.Tensor) -> tf.Tensor:
+        return _choose(lambda places: places[~self._is_kept[places]], indices)
+
+    def _store(self, indices: np.ndarray, found: np.ndarray, *values: np.ndarray) -> np.ndarray:
+        for array, value in zip(self._arrays, values, strict=True):
+            array[found] = value
+        self._is_kept[found] = True
+        return indices
+
+    def _read(self, indices: tf.Tensor) -> Any:
+        """(x, y) of samples that are kept.
+
+        By NumPy on the host: TensorFlow's own op for a mapped file, ImmutableConst, reads all of it into memory (seen).
+        """
+        import tensorflow as tf
+
+        def read(places: np.ndarray) -> list[np.ndarray]:
+            return [np.asarray(array[places]) for array in self._arrays]
+
+        with tf.device("CPU"):
+            tensors = tf.numpy_function(read, [indices], [tf.as_dtype(dtype) for _, dtype in self._layout.tensors])
+        for tensor, (shape, _) in zip(tensors, self._layout.tensors, strict=True):
+            tensor.set_shape([None, *shape])
+        return tf.nest.pack_sequence_as(self._layout.structure, tensors)
+
+
+def _choose(choose: Callable[[np.ndarray], np.ndarray], indices: tf.Tensor) -> tf.Tensor:
+    """Those of the indices that a function on the host chooses."""
+    import tensorflow as tf
+
+    chosen = tf.numpy_function(choose, [indices], tf.int64)
+    chosen.set_shape([None])
+    return chosen

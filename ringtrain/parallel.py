@@ -86,8 +86,7 @@ def make_parallel(
     if not callable(fn):
         raise UsageError(
             f"make_parallel got fn={fn!r}, which cannot be called; the function comes first. Call make_parallel(fn, "
-            "x=x).",
-            reach="run",
+            "x=x)."
         )
     parallel = _parallel(fn, combine, collective)
     return parallel(**inputs) if inputs else parallel
@@ -120,8 +119,7 @@ def _run(fn: Callable[..., Any], inputs: Any, combine: Any, collective: Collecti
     if (nested := _nested.get()) is not None:
         error = UsageError(
             "make_parallel was called within a function that it runs, where each rank has its own slice already, which "
-            "would be divided again. Call the inner function as it is, without make_parallel.",
-            reach="run",
+            "would be divided again. Call the inner function as it is, without make_parallel."
         )
         nested.append(error)
         raise error
@@ -156,8 +154,7 @@ def _read_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[s
     if not batches:
         raise UsageError(
             "a parallel function was called without inputs; its samples are divided among the ranks, so at least one "
-            "batched tensor is needed. Give it the whole batch, such as parallel(x).",
-            reach="run",
+            "batched tensor is needed. Give it the whole batch, such as parallel(x)."
         )
     lengths = [
         (label, tensor.shape[0]) for label, tensor in batches if tensor.shape.rank and tensor.shape[0] is not None
@@ -166,8 +163,7 @@ def _read_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[s
         raise UsageError(
             f"inputs of a parallel function have {', '.join(f'{length} ({label})' for label, length in lengths)} "
             "samples; the first dimension counts the samples and must be the same in all. Give all inputs of the "
-            "batch, and what is no batch to fn by functools.partial.",
-            reach="run",
+            "batch, and what is no batch to fn by functools.partial."
         )
     return leaves
 
@@ -178,14 +174,12 @@ def _to_batch(label: str, value: Any) -> tf.Tensor:
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"input {label} of a parallel function is {value!r}; inputs must be tensors or arrays, whose first "
-            "dimension counts the samples. Give anything else to fn by functools.partial.",
-            reach="run",
+            "dimension counts the samples. Give anything else to fn by functools.partial."
         ) from error
     if tensor.shape.rank == 0:
         raise UsageError(
             f"input {label} of a parallel function is a scalar ({value!r}); the first dimension of an input counts the "
-            "samples. Give what is the same for all samples to fn by functools.partial.",
-            reach="run",
+            "samples. Give what is the same for all samples to fn by functools.partial."
         )
     return tensor
 
@@ -289,8 +283,7 @@ def _check_words(combine: Any) -> None:
         if word not in RULES:
             raise UsageError(
                 f"combine has {word!r}; each word must be 'concat', 'mean' or 'sum'. Give one for all outputs, or a "
-                "structure of them that matches the outputs.",
-                reach="run",
+                "structure of them that matches the outputs."
             )
 
 
@@ -305,8 +298,7 @@ def _rules_of(combine: Any, outputs: Any) -> list[str]:
         return [rule for pair in zip(combine, outputs, strict=True) for rule in _rules_of(*pair)]
     raise UsageError(
         f"combine={combine!r} does not match the outputs, {tf.nest.map_structure(lambda t: t.shape, outputs)}; it must "
-        "be one word, or have the outputs' structure. Give a word for each output.",
-        reach="run",
+        "be one word, or have the outputs' structure. Give a word for each output."
     )
 
 
@@ -329,9 +321,7 @@ def _check_outputs(rules: Sequence[str], trace: Any, inputs: Tensors, size: int)
                 "its samples within fn, or use 'concat'"
             )
         if problem:
-            raise UsageError(
-                f"combine is {rule!r} for output {number} of a parallel function, which {problem}.", reach="run"
-            )
+            raise UsageError(f"combine is {rule!r} for output {number} of a parallel function, which {problem}.")
 
 
 def _combine(parts: Tensors, rules: Sequence[str], share: _Share, collective: Collective, name: str) -> Tensors:

@@ -44,8 +44,7 @@ def describe_environment(python: Path) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise UsageError(
             f"other_python {str(python)!r} is no interpreter with all of {', '.join(PACKAGES)} "
-            f"({type(error).__name__}). Give .venv/bin/python of a checkout after make setup.",
-            reach="run",
+            f"({type(error).__name__}). Give .venv/bin/python of a checkout after make setup."
         ) from None
     return finished.stdout.strip()
 

@@ -79,7 +79,7 @@ def _exchange(collective: Collective) -> Callable[[tf.Tensor], tf.Tensor]:
 def _raise_difference(inputs: Inputs, on_ranks: tf.Tensor, collective: Collective) -> None:
     numbers = on_ranks.numpy()
     if (numbers != numbers[0]).any():
-        error = UsageError(_difference_describer(inputs, collective)(*_shapes(inputs)), reach="run")
+        error = UsageError(_difference_describer(inputs, collective)(*_shapes(inputs)))
         error.is_agreed = True
         raise error from None
 

@@ -98,30 +98,28 @@ class BenchOptions:
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("size", 1), ("timeout", 1)):
             if getattr(self, name) < least:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.", reach="run")
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
         for word in self.model_names:
             if word not in MODELS:
-                raise UsageError(f"models names {word!r}; there are {', '.join(MODELS)}.", reach="run")
+                raise UsageError(f"models names {word!r}; there are {', '.join(MODELS)}.")
         for name, model in MODELS.items():
             if model.num_samples % (model.local_batch_size * self.size):
                 raise UsageError(
                     f"size is {self.size}; the {model.num_samples} samples of {name} must be whole batches of "
-                    f"{model.local_batch_size} for each rank. Choose 1, 2, 3, 4, 5, 6, 8, 10 or 12.",
-                    reach="run",
+                    f"{model.local_batch_size} for each rank. Choose 1, 2, 3, 4, 5, 6, 8, 10 or 12."
                 )
         if (self.steps is None) != (self.log_every is None):
-            raise UsageError("steps and log_every go together; give both, or none of them.", reach="run")
+            raise UsageError("steps and log_every go together; give both, or none of them.")
         steps, log_every = (2, 1) if self.steps is None or self.log_every is None else (self.steps, self.log_every)
         if log_every < 1 or steps % log_every or steps < 2 * log_every:
             raise UsageError(
                 f"steps is {steps} and log_every is {log_every}; steps must be a multiple of log_every, and at least "
-                "twice as many, because the first interval is not timed.",
-                reach="run",
+                "twice as many, because the first interval is not timed."
             )
         for name in ("data_dir", "image_folder", "records"):
             path = getattr(self, name)
             if path is not None and not path.is_dir():
-                raise UsageError(f"{name} {str(path)!r} is no directory that can be read. Check the path.", reach="run")
+                raise UsageError(f"{name} {str(path)!r} is no directory that can be read. Check the path.")
 
     @property
     def model_names(self) -> list[str]:
@@ -181,8 +179,7 @@ def main(arguments: Sequence[str], world: World) -> int:
     if options.mode not in (*MODES, "all") or options.file is not None:
         raise UsageError(
             f"there is nothing like bench {options.mode}{' FILE' if options.file else ''}; it is bench "
-            f"{', '.join(MODES)} or all, or bench show FILE or bench page.",
-            reach="run",
+            f"{', '.join(MODES)} or all, or bench show FILE or bench page."
         )
     return bench(options.mode, options, arguments, print_line)
 
@@ -190,9 +187,9 @@ def main(arguments: Sequence[str], world: World) -> int:
 def bench(mode: str, options: BenchOptions, arguments: Sequence[str], print_line: Callable[[str], None]) -> int:
     """Measure one mode, or all; the exit code is 1 where a contender failed or its result was wrong."""
     if mode == "all" and options.output is not None:
-        raise UsageError("bench all writes a file for each mode into results/; leave --output out.", reach="run")
+        raise UsageError("bench all writes a file for each mode into results/; leave --output out.")
     if mode == "all" and options.contenders:
-        raise UsageError("bench all measures all contenders; leave --contenders out.", reach="run")
+        raise UsageError("bench all measures all contenders; leave --contenders out.")
     modes = []
     for name in MODES if mode == "all" else [mode]:
         obstacle = find_obstacle(name, options)
@@ -201,7 +198,7 @@ def bench(mode: str, options: BenchOptions, arguments: Sequence[str], print_line
         elif mode == "all":
             print_line(f"{name} is left out: {obstacle}")
         else:
-            raise UsageError(obstacle, reach="run")
+            raise UsageError(obstacle)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # on whose way out children are ended
     print_line(f"the orders within the rounds are drawn with seed {options.seed}")
     for core in find_claimed_cores():
@@ -279,8 +276,7 @@ def show(path: Path, print_line: Callable[[str], None]) -> None:
         lines, picture = describe_result(result), draw_result(result)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{str(path)!r} is no result file of ringtrain bench ({type(error).__name__}: {error}). Check the path.",
-            reach="run",
+            f"{str(path)!r} is no result file of ringtrain bench ({type(error).__name__}: {error}). Check the path."
         ) from error
     plot = path.with_suffix(".svg")
     with explaining_files(plot):
@@ -301,13 +297,11 @@ def write_page(print_line: Callable[[str], None]) -> None:
         page = make_page(results)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"results/ holds a file that is no result of ringtrain bench ({type(error).__name__}: {error}).",
-            reach="run",
+            f"results/ holds a file that is no result of ringtrain bench ({type(error).__name__}: {error})."
         ) from error
     if not results:
         raise UsageError(
-            "there is no results/bench-MODE.json here. Measure first, or go to the directory of the repository.",
-            reach="run",
+            "there is no results/bench-MODE.json here. Measure first, or go to the directory of the repository."
         )
     with explaining_files(PAGE):
         PAGE.parent.mkdir(parents=True, exist_ok=True)
@@ -362,5 +356,5 @@ def explaining_files(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"{str(path)!r} cannot be written: {error.strerror}. Give another place with --output.", reach="run"
+            f"{str(path)!r} cannot be written: {error.strerror}. Give another place with --output."
         ) from error

@@ -146,7 +146,7 @@ def leave_alone(world: World, findings: list[Finding], said: threading.Event) ->
     else:
         broken = [item for item in findings if item.status == "broken"]
         message = " ".join(f"{item.subject}: {item.text.rstrip('.')}. {item.remedy}".strip() for item in broken)
-        report_end(UsageError(message, reach="run"), world)
+        report_end(UsageError(message), world)
     leave(2)
 
 

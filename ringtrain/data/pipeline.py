@@ -112,8 +112,7 @@ def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | Non
     got = "" if of is None else f" in the structure in which it got them, {describe_structure(of)}"
     raise UsageError(
         f"{name} gave {describe_structure(given)}; it must give the pair (x, y){got}: arrays [n, ...] of n samples, or "
-        f"tuples or dicts of such. {'Return unchanged what it does not change.' if of else 'Return x, y.'}",
-        reach="run",
+        f"tuples or dicts of such. {'Return unchanged what it does not change.' if of else 'Return x, y.'}"
     )
 
 

@@ -26,8 +26,7 @@ def require_finite_values(variables: Mapping[str, keras.Variable], collective: C
             raise DivergedError(
                 f"after step {step} not all values of {bad[0]}{more} are finite, though its loss and gradients were; "
                 "nothing is saved of it. Lower --optimizer.lr, or add --optimizer.clip_global_norm; what was saved "
-                "before is whole.",
-                reach="run",
+                "before is whole."
             )
 
     raise_on_all_ranks(collective, look, name="finite_values")

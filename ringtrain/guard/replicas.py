@@ -60,8 +60,7 @@ class ReplicaGuard:
         raise ReplicasDifferError(
             f"the ranks hold different values at step {step}{before}: {drift}. Nothing is saved of this step. Either a "
             "device or memory is faulty, or something changes variables on one rank alone. The same command goes on "
-            "from the last checkpoint, when all ranks still held the same.",
-            reach="run",
+            "from the last checkpoint, when all ranks still held the same."
         )
 
 

@@ -39,8 +39,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             if not isinstance(variable, (tf.Variable, keras.Variable)):
                 raise UsageError(
                     f"local_variables holds {variable!r}, which is no variable. Pass variables of the model, such as "
-                    "model.layers[0].variables.",
-                    reach="run",
+                    "model.layers[0].variables."
                 )
             self.register_local_var(variable)
 
@@ -147,7 +146,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """
         super().__init__()
         if initial_lr is None:
-            raise UsageError("initial_lr=None must be a number: the rate that is multiplied.", reach="run")
+            raise UsageError("initial_lr=None must be a number: the rate that is multiplied.")
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
@@ -159,15 +158,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             if not self.steps_per_epoch:
                 raise UsageError(
                     f"{type(self).__name__} needs the number of batches of an epoch, which the data do not tell. Pass "
-                    "steps_per_epoch.",
-                    reach="run",
+                    "steps_per_epoch."
                 )
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if hasattr(optimizer, "optimizers"):
             raise UsageError(
                 f"the optimizer {optimizer.name!r} has a learning rate for each of its parts, and "
-                f"{type(self).__name__} changes one. Give each part a schedule of Keras', and leave the callback out.",
-                reach="run",
+                f"{type(self).__name__} changes one. Give each part a schedule of Keras', and leave the callback out."
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -197,8 +194,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if not isinstance(optimizer._learning_rate, keras.Variable):
             raise UsageError(
                 f"the optimizer {optimizer.name!r} has a schedule of its own as its learning rate, which "
-                f"{type(self).__name__} cannot change. Create the optimizer with a number, or leave the callback out.",
-                reach="run",
+                f"{type(self).__name__} cannot change. Create the optimizer with a number, or leave the callback out."
             )
         before, now = self._learning_rate(), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = now

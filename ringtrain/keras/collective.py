@@ -64,8 +64,7 @@ def require_init(what: str) -> None:
     if not hvd.is_initialized():
         raise UsageError(
             f"{what} needs to know the ranks, and {NO_HOROVOD_SIGN}. Call ringtrain.keras.init() first: right after "
-            "the imports, before TensorFlow computes anything.",
-            reach="run",
+            "the imports, before TensorFlow computes anything."
         )
 
 
@@ -110,8 +109,7 @@ def _require_same_kinds(variables: list[Any], collective: ProcessSetCollective) 
         number, (first, other) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
         raise UsageError(
             f"rank 0 has {len(all_kinds[0])} variables to broadcast, rank {rank} has {len(others)}; they differ first "
-            f"at number {number}: {first} and {other}. Create the same model and optimizer on every rank, built alike.",
-            reach="run",
+            f"at number {number}: {first} and {other}. Create the same model and optimizer on every rank, built alike."
         )
 
 

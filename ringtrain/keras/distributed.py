@@ -58,7 +58,7 @@ class Distributed:
             with tape:
                 loss = loss()
         if tape is None:
-            raise UsageError("compute_gradients needs the tape that recorded the loss: pass tape=...", reach="run")
+            raise UsageError("compute_gradients needs the tape that recorded the loss: pass tape=...")
         gradients = self.exchange.reduce(tape.gradient(loss, list(var_list)), var_list)
         self.exchange.remember(gradients)
         return list(zip(gradients, var_list, strict=True))
@@ -138,6 +138,5 @@ def check_parts(optimizer: Any) -> None:
         raise UsageError(
             f"the optimizer {optimizer.name!r} holds optimizers that are distributed by themselves "
             f"({', '.join(names)}). Distribute it as a whole, and none of its parts: "
-            "hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(...)).",
-            reach="run",
+            "hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(...))."
         )

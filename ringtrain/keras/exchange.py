@@ -59,31 +59,27 @@ class Settings:
         if not (self.groups is None or isinstance(self.groups, (list, tuple)) or is_number):
             raise UsageError(
                 f"groups={self.groups!r} must be a whole number of groups, at least 1, a list of lists of variables, "
-                "or None to let ringtrain group them.",
-                reach="run",
+                "or None to let ringtrain group them."
             )
         if self.compression not in COMPRESSIONS:
             raise UsageError(
-                f"compression={self.compression!r} is not known. Pass hvd.Compression.none or hvd.Compression.fp16.",
-                reach="run",
+                f"compression={self.compression!r} is not known. Pass hvd.Compression.none or hvd.Compression.fp16."
             )
 
     def _check_op(self) -> None:
         if self.op not in (hvd.Average, hvd.Sum, hvd.Adasum):
-            raise UsageError(f"op={self.op!r} must be hvd.Average, hvd.Sum or hvd.Adasum.", reach="run")
+            raise UsageError(f"op={self.op!r} must be hvd.Average, hvd.Sum or hvd.Adasum.")
         if self.gradient_predivide_factor <= 0 or (self.gradient_predivide_factor != 1 and self.op != hvd.Average):
             raise UsageError(
                 f"gradient_predivide_factor={self.gradient_predivide_factor} must be positive, and splits the division "
-                "of op=hvd.Average; other operations divide by nothing. Leave it out, or use op=hvd.Average.",
-                reach="run",
+                "of op=hvd.Average; other operations divide by nothing. Leave it out, or use op=hvd.Average."
             )
         if self.op == hvd.Adasum:
             size = hvd.size()
             if self.process_set != hvd.global_process_set or size & (size - 1) or not hvd.mpi_enabled():
                 raise UsageError(
                     f"op=hvd.Adasum adds among all ranks, whose number must be a power of two, over MPI; this run has "
-                    f"{size} ranks{'' if hvd.mpi_enabled() else ' over Gloo'}. Use op=hvd.Average.",
-                    reach="run",
+                    f"{size} ranks{'' if hvd.mpi_enabled() else ' over Gloo'}. Use op=hvd.Average."
                 )
 
 
@@ -166,7 +162,7 @@ class Exchange:
         settings = self.settings
         is_adasum = settings.op == hvd.Adasum
         if is_adasum and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-            raise UsageError("op=hvd.Adasum cannot add sparse gradients. Pass sparse_as_dense=True.", reach="run")
+            raise UsageError("op=hvd.Adasum cannot add sparse gradients. Pass sparse_as_dense=True.")
         return GradientReduction(
             collective=ProcessSetCollective(
                 process_set=settings.process_set,
@@ -232,8 +228,7 @@ class Accumulation:
         if isinstance(gradient, tf.IndexedSlices):
             raise UsageError(
                 f"the gradient of {variable.name!r} is sparse, and backward_passes_per_step={self.passes} adds "
-                "gradients up in full. Pass sparse_as_dense=True.",
-                reach="run",
+                "gradients up in full. Pass sparse_as_dense=True."
             )
         key = variable_key(variable)
         if key not in self._sums:
@@ -254,8 +249,7 @@ def find_local_variables(local_layers: Any) -> list[Any]:
         if not isinstance(layer, keras.layers.Layer):
             raise UsageError(
                 f"local_layers holds {layer!r}, which is no Keras layer. Pass a layer or a list of layers, such as "
-                "model.layers[:1].",
-                reach="run",
+                "model.layers[:1]."
             )
     return [variable for layer in layers for variable in layer.trainable_weights]
 

@@ -36,8 +36,7 @@ def check_distributed(optimizer: Any) -> None:
         f"the optimizer {optimizer.name!r} ({type(optimizer).__name__}) is not distributed: each of the {hvd.size()} "
         "ranks would train a model of its own. Wrap it before compile() or the first step: "
         "optimizer = hvd.DistributedOptimizer(optimizer). If each rank is to have its own model, say so: "
-        "hvd.PartialDistributedOptimizer(optimizer, local_layers=model.layers, scale_local_gradients=False).",
-        reach="run",
+        "hvd.PartialDistributedOptimizer(optimizer, local_layers=model.layers, scale_local_gradients=False)."
     )
 
 
@@ -143,8 +142,7 @@ class TrainingGuard(keras.callbacks.Callback):
             ended = [rank for rank, ends in enumerate(are_at_end) if ends]
             raise UsageError(
                 f"{name_ranks(ended)} stopped after {self._num_epochs} epochs of fit(), and the others go on: they "
-                f"would wait for ever. {_STOP_REMEDY}",
-                reach="run",
+                f"would wait for ever. {_STOP_REMEDY}"
             )
 
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
@@ -164,8 +162,7 @@ class TrainingGuard(keras.callbacks.Callback):
                 raise ReplicasDifferError(
                     f"after epoch {epoch + 1}, rank {rank} has other weights than rank 0: {different[0]}{more}. Start "
                     "all ranks from the same ones: pass hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit(). "
-                    "Layers that are to differ are named by hvd.PartialDistributedOptimizer(local_layers=...).",
-                    reach="run",
+                    "Layers that are to differ are named by hvd.PartialDistributedOptimizer(local_layers=...)."
                 )
 
     def _shared_weights(self) -> list[keras.Variable]:
@@ -189,4 +186,4 @@ _BATCHES_REMEDY = (
 def _require_equal(values: Sequence[Any], what: str, remedy: str) -> None:
     if len(set(values)) > 1:
         listed = ", ".join(f"rank {rank}: {'unknown' if v is None else v}" for rank, v in enumerate(values))
-        raise UsageError(f"the ranks have different numbers of {what} ({listed}). {remedy}", reach="run")
+        raise UsageError(f"the ranks have different numbers of {what} ({listed}). {remedy}")

@@ -29,8 +29,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     def __init__(self, fused: bool | None = False, **options: Any) -> None:
         if fused is not False:
             raise UsageError(
-                f"SyncBatchNormalization(fused={fused!r}): a fused operation cannot ask the other ranks. Leave it out.",
-                reach="run",
+                f"SyncBatchNormalization(fused={fused!r}): a fused operation cannot ask the other ranks. Leave it out."
             )
         super().__init__(**options)
 

@@ -109,7 +109,7 @@ def load_model(
         legacy_opts: of Keras 2; must be False.
     """
     if legacy_opts:
-        raise UsageError("legacy_opts=True, but Keras 3 has no legacy optimizers. Leave it out.", reach="run")
+        raise UsageError("legacy_opts=True, but Keras 3 has no legacy optimizers. Leave it out.")
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects, safe_mode=True)
     if model.optimizer is not None:
@@ -122,26 +122,21 @@ def _check_optimizer(optimizer: Any, backward_passes_per_step: int) -> None:
         remedy = f"keras.optimizers.get({optimizer!r})" if isinstance(optimizer, str) else "keras.optimizers.Adam(1e-3)"
         raise UsageError(
             f"optimizer={optimizer!r} must be an optimizer of Keras 3, not {type(optimizer).__name__}. Pass one, such "
-            f"as {remedy}.",
-            reach="run",
+            f"as {remedy}."
         )
     if find_distributed(optimizer) is not None:
         raise UsageError(
             f"the optimizer {optimizer.name!r} is distributed already. Use it as it is: wrapped twice, its gradients "
-            "would be reduced twice.",
-            reach="run",
+            "would be reduced twice."
         )
     check_parts(getattr(optimizer, "inner_optimizer", optimizer))
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise UsageError(
-            f"backward_passes_per_step={backward_passes_per_step!r} must be a whole number, at least 1.", reach="run"
-        )
+        raise UsageError(f"backward_passes_per_step={backward_passes_per_step!r} must be a whole number, at least 1.")
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     parts = [inner, *getattr(inner, "optimizers", ())]
     accumulates = next((part.gradient_accumulation_steps for part in parts if part.gradient_accumulation_steps), None)
     if backward_passes_per_step > 1 and accumulates:
         raise UsageError(
             f"backward_passes_per_step={backward_passes_per_step} and the optimizer's gradient_accumulation_steps="
-            f"{accumulates} both add up gradients. Leave one of them out.",
-            reach="run",
+            f"{accumulates} both add up gradients. Leave one of them out."
         )

@@ -39,8 +39,7 @@ def init(comm: Any = None, process_sets: Any = None, *, exit_timeout: float = Co
     if keras.config.backend() != "tensorflow":
         raise UsageError(
             f"Keras runs on {keras.config.backend()!r}, but Horovod's Keras interface needs TensorFlow. Set "
-            "KERAS_BACKEND=tensorflow.",
-            reach="run",
+            "KERAS_BACKEND=tensorflow."
         )
     world = read_world(os.environ)
     if not hvd.is_initialized():

@@ -75,7 +75,7 @@ def DistributedGradientTape(  # noqa: N802 (upstream's name)
     """
     arguments = locals() | {"name": "DistributedGradientTape"}
     if not isinstance(gradtape, tf.GradientTape) or isinstance(gradtape, Distributed):
-        raise UsageError(f"gradtape={gradtape!r} must be a tf.GradientTape that is not distributed yet.", reach="run")
+        raise UsageError(f"gradtape={gradtape!r} must be a tf.GradientTape that is not distributed yet.")
     settings = Settings.among(arguments)
     plain_class = type(gradtape)
     gradtape.__class__ = type(plain_class.__name__, (Distributed, plain_class), {})

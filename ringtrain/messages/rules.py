@@ -24,7 +24,7 @@ def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "") -> str:
 def one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) -> None:
     """See that a value is one of these."""
     if value not in values:
-        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(values)}.", reach="run")
+        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(values)}.")
 
 
 def at_least(name: str, value: float, least: int, most: float = MAX_FLOAT) -> None:
@@ -42,14 +42,14 @@ def above(name: str, value: float, bound: int, most: float = MAX_FLOAT) -> None:
 def _require(name: str, value: float, holds: bool, rule: str) -> None:
     if not (holds and math.isfinite(value)):
         finite = "" if math.isfinite(value) else "a finite number, "
-        raise UsageError(f"{name} is {value}; it must be {finite}{rule}.", reach="run")
+        raise UsageError(f"{name} is {value}; it must be {finite}{rule}.")
 
 
 def at_most(name: str, value: float, most: float) -> None:
     """See that a number is not above this one."""
     if value > most:
         limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
-        raise UsageError(f"{name} is {shorten(value)}; it must be at most {limit}.", reach="run")
+        raise UsageError(f"{name} is {shorten(value)}; it must be at most {limit}.")
 
 
 def shorten(value: Any) -> str:
@@ -62,9 +62,7 @@ def range_of_steps(name: str, value: str) -> None:
     """See that a text is two steps, such as ``100:110``."""
     found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", str(value), re.ASCII)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise UsageError(
-            f"{name} is {value!r}; it must be START:STOP, two steps from 1 on, such as 100:110.", reach="run"
-        )
+        raise UsageError(f"{name} is {value!r}; it must be START:STOP, two steps from 1 on, such as 100:110.")
 
 
 def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,8 +72,7 @@ def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> d
         if name not in declared:
             raise UsageError(
                 f"the workload has no option {name!r}. {did_you_mean(name, declared)}"
-                f"Its options: {', '.join(sorted(declared)) or 'none'}.",
-                reach="run",
+                f"Its options: {', '.join(sorted(declared)) or 'none'}."
             )
         merged[name] = as_declared(f"options.{name}", value, declared[name])
     return merged
@@ -88,7 +85,7 @@ def as_declared(name: str, value: Any, default: Any) -> Any:
     if default is not None and type(value) is not type(default):
         words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
         rule = words.get(type(default), f"a {type(default).__name__}")
-        raise UsageError(f"{name} is {value!r}; it must be {rule}, such as {default!r}.", reach="run")
+        raise UsageError(f"{name} is {value!r}; it must be {rule}, such as {default!r}.")
     return value
 
 
@@ -100,7 +97,7 @@ def check_types(settings: Any, prefix: str = "") -> None:
             continue
         kinds = (int, float) if kind is float else kind
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-            raise UsageError(f"{prefix}{name} is {shorten(repr(value))}; it must be {rule_of(hint)}.", reach="run")
+            raise UsageError(f"{prefix}{name} is {shorten(repr(value))}; it must be {rule_of(hint)}.")
         if get_origin(hint) is Literal:
             one_of(f"{prefix}{name}", str(value), get_args(hint))
 

@@ -28,7 +28,6 @@ def write_report(runs: Sequence[Path], target: Path, *, may_write: Callable[[], 
         page = make_page([read_run(run) for run in runs])
     except OSError as error:
         raise UsageError(
-            f"{str(error.filename)!r} cannot be read: {error.strerror}. Check the file and its permissions.",
-            reach="run",
+            f"{str(error.filename)!r} cannot be read: {error.strerror}. Check the file and its permissions."
         ) from error
     replace_text(target, page, may_write=may_write)

@@ -60,21 +60,17 @@ def read_run(path: Path) -> RunRecord:
         lines = read_lines(path / METRICS_FILE) if config is not None else ()
         events, num_unreadable = parse_events(lines)
     except OSError as error:
-        raise UsageError(
-            f"{error.filename!r} cannot be read: {error.strerror}. Give the directory of a run.", reach="run"
-        ) from None
+        raise UsageError(f"{error.filename!r} cannot be read: {error.strerror}. Give the directory of a run.") from None
     if config is None:
         raise UsageError(
             f"{str(path)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run, such as "
-            "runs/digits.",
-            reach="run",
+            "runs/digits."
         )
     if not events:
         why = "none of its lines is an event" if num_unreadable else "it is empty"
         raise UsageError(
             f"{str(path / METRICS_FILE)!r} holds nothing to report: {why}. Report a run that has begun, or bring the "
-            "file back.",
-            reach="run",
+            "file back."
         )
     return RunRecord(
         path=path,

@@ -184,8 +184,7 @@ def refuse_taken(output: Path) -> None:
     """See that nothing will be overwritten."""
     if output.exists() or output.is_symlink():
         raise UsageError(
-            f"{str(output)!r} is there already, and is left as it is. Give another with --output, or remove it.",
-            reach="run",
+            f"{str(output)!r} is there already, and is left as it is. Give another with --output, or remove it."
         )
 
 

@@ -28,8 +28,7 @@ def require_gradients_that_add(variables: Sequence[keras.Variable]) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise UsageError(
             f"the variable {names[0]}{more} of Keras' float8 training takes what backpropagation gives for it as its "
-            "new value, which cannot be summed over ranks. Train without float8, such as in mixed_bfloat16.",
-            reach="run",
+            "new value, which cannot be summed over ranks. Train without float8, such as in mixed_bfloat16."
         )
 
 

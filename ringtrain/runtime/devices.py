@@ -205,8 +205,7 @@ def apply_plan(plan: DevicePlan) -> None:
     set_environment(plan)
     if os.environ["KERAS_BACKEND"] != "tensorflow":
         raise UsageError(
-            f"KERAS_BACKEND={os.environ['KERAS_BACKEND']!r}, but ringtrain trains on TensorFlow. Unset the variable.",
-            reach="run",
+            f"KERAS_BACKEND={os.environ['KERAS_BACKEND']!r}, but ringtrain trains on TensorFlow. Unset the variable."
         )
     if plan.own_cores:
         os.sched_setaffinity(0, plan.cores)
@@ -236,8 +235,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
     if not tf.executing_eagerly():
         raise UsageError(
             "TensorFlow's eager execution is off: the workload's code, or what it imports, has called "
-            "tf.compat.v1.disable_eager_execution(). Leave it on; ringtrain compiles each step itself.",
-            reach="run",
+            "tf.compat.v1.disable_eager_execution(). Leave it on; ringtrain compiles each step itself."
         )
     gpus = tf.config.list_physical_devices("GPU")
     if "TF_NUM_INTRAOP_THREADS" not in os.environ:

@@ -54,8 +54,7 @@ def choose_optimizer(workload: Workload, config: Config, first_learning_rate: fl
     method = f"{type(workload).__name__}.create_optimizer"
     reduces_itself = UsageError(
         f"{method} gave a DistributedOptimizer, but the training step reduces gradients itself: give the plain "
-        "optimizer, such as keras.optimizers.Adam(learning_rate).",
-        reach="run",
+        "optimizer, such as keras.optimizers.Adam(learning_rate)."
     )
     try:
         own = workload.create_optimizer(first_learning_rate)
@@ -64,8 +63,7 @@ def choose_optimizer(workload: Workload, config: Config, first_learning_rate: fl
     if own is not None and not isinstance(own, keras.optimizers.Optimizer):
         raise UsageError(
             f"{method} gave a {type(own).__name__}; it must give a Keras 3 optimizer, such as "
-            "keras.optimizers.Adam(learning_rate), or None for that of the settings.",
-            reach="run",
+            "keras.optimizers.Adam(learning_rate), or None for that of the settings."
         )
     optimizer = own or create_optimizer(config.optimizer)
     if any(hasattr(optimizer, name) for name in MARKS_OF_DISTRIBUTED):

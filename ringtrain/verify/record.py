@@ -94,8 +94,7 @@ def create_recorded_job(
     if isinstance(job.plan.order, StreamingOrder):
         raise UsageError(
             "each rank of this workload is fed its own samples, so other world sizes train other batches: there is "
-            "nothing to compare. Give the same samples by number (from_arrays, or a Source of your own) to verify it.",
-            reach="run",
+            "nothing to compare. Give the same samples by number (from_arrays, or a Source of your own) to verify it."
         )
     if not collective.world.is_rank0:
         fill_with_noise(job.step.variables, seed=collective.world.rank)
@@ -121,8 +120,7 @@ def explaining_float64(config: Config) -> Iterator[None]:
                 "Take types from what is given, such as tf.cast(value, outputs.dtype)."
                 if place
                 else "Verify the model without that layer."
-            ),
-            reach="run",
+            )
         ) from error
 
 
@@ -212,8 +210,7 @@ def call_without_training(layer: keras.layers.Layer) -> None:
         raise UsageError(
             f"the layer {layer.name!r} ({type(layer).__name__}) draws random numbers in every call, so other world "
             "sizes train other things: there is nothing to compare. Give its call() a `training` argument, and let it "
-            "draw only where that is true.",
-            reach="run",
+            "draw only where that is true."
         )
 
     @functools.wraps(call)

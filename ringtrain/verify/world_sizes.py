@@ -65,8 +65,7 @@ def parse_world_sizes(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,5}", word) for word in words) or len(set(words)) < 2:
         raise UsageError(
-            f"world_sizes is {text!r}; it must be at least two different numbers of processes, such as 1,2,3.",
-            reach="run",
+            f"world_sizes is {text!r}; it must be at least two different numbers of processes, such as 1,2,3."
         )
     return list(dict.fromkeys(int(word) for word in words))
 
@@ -120,5 +119,5 @@ def verify(
         lines, passed = lines + more, passed and is_right
     if not passed:
         named = ", ".join(map(str, sizes))
-        raise ReplicasDifferError("\n  ".join([f"the world sizes {named} do not train the same.", *lines]), reach="run")
+        raise ReplicasDifferError("\n  ".join([f"the world sizes {named} do not train the same.", *lines]))
     return lines

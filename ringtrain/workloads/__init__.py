@@ -41,13 +41,11 @@ def check_workload_name(spec: str) -> None:
     if not place and "." not in spec and "/" not in spec:
         raise UsageError(
             f"there is no workload {spec!r}. {did_you_mean(spec, BUILT_IN)}"
-            f"Built in: {', '.join(sorted(BUILT_IN))}. Your own: path/file.py or package.module:Class.",
-            reach="run",
+            f"Built in: {', '.join(sorted(BUILT_IN))}. Your own: path/file.py or package.module:Class."
         )
     if not place or not (class_name.isidentifier() or spec.endswith(".py")):
         raise UsageError(
-            f"workload is {spec!r}; name a file, path/file.py or path/file.py:Class, or a class, package.module:Class.",
-            reach="run",
+            f"workload is {spec!r}; name a file, path/file.py or path/file.py:Class, or a class, package.module:Class."
         )
     if place.endswith(".py") and not os.path.isfile(place):  # Path.is_file raises on a name that is too long
         raise UsageError(f"workload is {spec!r}, but there is no file {place!r}. Check the path.", reach="node")
@@ -64,8 +62,7 @@ def refuse_hiding(file: Path, *, is_new: bool = False) -> None:
     if file.suffix == ".py" and (file.stem in IMPORTED or is_taken):
         raise UsageError(
             f"{str(file)!r} would be imported in place of {file.stem}, which training needs. Give the file another "
-            f"name, such as my_{file.name}.",
-            reach="run",
+            f"name, such as my_{file.name}."
         )
 
 
@@ -82,25 +79,21 @@ def load_workload(spec: str) -> type[Workload]:
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # whatever a user's module may raise
-        raise UsageError(f"workload {spec!r} cannot be imported: {_describe(error)}.", reach="run") from error
+        raise UsageError(f"workload {spec!r} cannot be imported: {_describe(error)}.") from error
     workload = getattr(module, class_name or _only_workload(module, spec), None)
     if not (isinstance(workload, type) and issubclass(workload, Workload)):
         own = ", ".join(_workloads_in(module)) or "none"
-        raise UsageError(
-            f"{place!r} has no class {class_name!r} derived from ringtrain.Workload; it has: {own}.",
-            reach="run",
-        )
+        raise UsageError(f"{place!r} has no class {class_name!r} derived from ringtrain.Workload; it has: {own}.")
     missing = sorted(getattr(workload, "__abstractmethods__", ()))
     if missing:
-        raise UsageError(f"{spec!r} lacks {', '.join(missing)}: see ringtrain/workloads/base.py.", reach="run")
+        raise UsageError(f"{spec!r} lacks {', '.join(missing)}: see ringtrain/workloads/base.py.")
     for name in ("defaults", "options"):
         settings = getattr(workload, name)
         is_named = isinstance(settings, Mapping) and all(isinstance(key, str) for key in settings)
         if not is_named or (name == "options" and not all(map(_is_plain, settings.values()))):
             raise UsageError(
                 f"{workload.__name__}.{name} is {settings!r}; it must be a mapping of names to plain values "
-                "(numbers, texts, true or false, lists and mappings of them), such as {'epochs': 5}.",
-                reach="run",
+                "(numbers, texts, true or false, lists and mappings of them), such as {'epochs': 5}."
             )
     return workload
 
@@ -116,8 +109,7 @@ def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) 
     except Exception as error:  # whatever a user's code may raise
         raise UsageError(
             f"{workload_class.__name__}() cannot be made: {_describe(error)}. It is called without arguments; what the "
-            "user may set belongs into options, and is in self.options.",
-            reach="run",
+            "user may set belongs into options, and is in self.options."
         ) from error
     return workload
 
@@ -166,13 +158,11 @@ def _only_workload(module: object, spec: str) -> str:
     if not own:
         raise UsageError(
             f"workload is {spec!r}, a file without a workload: write a class derived from ringtrain.Workload in it, or "
-            "begin with python -m ringtrain init.",
-            reach="run",
+            "begin with python -m ringtrain init."
         )
     if len(own) > 1:
         raise UsageError(
-            f"workload is {spec!r}, a file with the workloads {', '.join(own)}; name one, as in {spec}:{own[0]}.",
-            reach="run",
+            f"workload is {spec!r}, a file with the workloads {', '.join(own)}; name one, as in {spec}:{own[0]}."
         )
     return own[0]
 

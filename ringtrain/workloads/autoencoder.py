@@ -118,7 +118,7 @@ class ImagesOf:
 def image_shape(data: str) -> tuple[int, int, int]:
     """Height, width and channels of the images of ``data``."""
     if data not in IMAGE_SHAPES:
-        raise UsageError(f"options.data is {data!r}; it must be one of {', '.join(IMAGE_SHAPES)}.", reach="run")
+        raise UsageError(f"options.data is {data!r}; it must be one of {', '.join(IMAGE_SHAPES)}.")
     return IMAGE_SHAPES[data]
 
 
@@ -147,7 +147,7 @@ def create_autoencoder(shape: tuple[int, int, int], width: int) -> keras.Model:
     from keras import layers
 
     if width < 1:
-        raise UsageError(f"options.width is {width}; it must be at least 1.", reach="run")
+        raise UsageError(f"options.width is {width}; it must be at least 1.")
     height, breadth, channels = shape
     levels = choose_levels(height, breadth)
     heights, breadths = plan_sides(height, levels), plan_sides(breadth, levels)

@@ -79,16 +79,13 @@ class Inception(Workload):
         if synthetic:
             size, self._num_classes = image_size or MIN_IMAGE_SIZE, self.options["synthetic_classes"]
             if self._num_classes < 1:
-                raise UsageError(
-                    f"options.synthetic_classes is {self._num_classes}; it must be at least 1.", reach="run"
-                )
+                raise UsageError(f"options.synthetic_classes is {self._num_classes}; it must be at least 1.")
             self._image_shape = (size, size, 3)
             return Sources(*(from_arrays(*part) for part in make_samples(NUM_SYNTHETIC, size, self._num_classes)))
         if data_dir is None:
             raise UsageError(
                 "inception needs images: name a folder that holds train/<class>/*.jpg, or train-*.tfrecord, with "
-                "--data_dir, or take synthetic data with --synthetic true.",
-                reach="run",
+                "--data_dir, or take synthetic data with --synthetic true."
             )
         load = load_tfrecords if has_tfrecords(data_dir) else load_image_folder
         train, evaluation = load(data_dir, image_size=image_size, channels=3)
@@ -138,8 +135,7 @@ def check_image_size(image_size: Any) -> int | None:
         return image_size
     raise UsageError(
         f"options.image_size is {image_size!r}; Inception v3 needs a whole number of pixels, at least "
-        f"{MIN_IMAGE_SIZE}. The paper's is 299.",
-        reach="run",
+        f"{MIN_IMAGE_SIZE}. The paper's is 299."
     )
 
 

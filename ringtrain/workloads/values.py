@@ -39,14 +39,12 @@ def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool
         raise UsageError(
             f"the model of {type(workload).__name__}.create_model does not take the x of the {which} samples, "
             f"{describe_structure(x)}: {describe_defect(error)}. Let create_model's keras.Input and what "
-            "create_sources gives fit each other.",
-            reach="run",
+            "create_sources gives fit each other."
         ) from error
     if not all(tf.is_tensor(output) for output in tf.nest.flatten(outputs)):
         raise UsageError(
             f"the model of {type(workload).__name__}.create_model gave {describe_structure(outputs)}; its call must "
-            "give a tensor, or a structure of tensors.",
-            reach="run",
+            "give a tensor, or a structure of tensors."
         )
     return outputs
 
@@ -66,23 +64,20 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
     losses = _one_for_each(name, "loss", workload.loss(y, outputs), num_samples)
     if not losses.dtype.is_floating:
         raise UsageError(
-            f"{name}.loss gave {describe_structure(losses)}, which has no gradient; it must be floating-point.",
-            reach="run",
+            f"{name}.loss gave {describe_structure(losses)}, which has no gradient; it must be floating-point."
         )
     metrics = workload.metrics(y, outputs)
     if not isinstance(metrics, Mapping) or not all(isinstance(key, str) for key in metrics):
         given = FORGOTTEN if metrics is None else f"{metrics!r:.80}."
         raise UsageError(
             f"{name}.metrics gave {given} It must give a dict of names and values, such as {{'accuracy': values}}; "
-            "{} for none.",
-            reach="run",
+            "{} for none."
         )
     taken = sorted(RESERVED_NAMES & set(metrics))
     if taken:
         raise UsageError(
             f"{name}.metrics gives {taken[0]!r}, but metrics.jsonl keeps something else by that name. Give it another, "
-            f"such as {'my_' + taken[0]!r}; taken are {', '.join(sorted(RESERVED_NAMES))}.",
-            reach="run",
+            f"such as {'my_' + taken[0]!r}; taken are {', '.join(sorted(RESERVED_NAMES))}."
         )
     return losses, {key: _one_for_each(name, key, value, num_samples) for key, value in metrics.items()}
 
@@ -94,7 +89,7 @@ def _one_for_each(workload: str, name: str, value: Any, num_samples: int | None)
         tensor = tf.convert_to_tensor(value)
     except (TypeError, ValueError):
         given = f"as {FORGOTTEN}" if value is None else f"as a Python object of type {type(value).__name__}."
-        raise UsageError(f"{what}{given} Each sample needs one value: a tensor [n].", reach="run") from None
+        raise UsageError(f"{what}{given} Each sample needs one value: a tensor [n].") from None
     shape = tensor.shape
     if shape.rank != 1 or (None not in (shape[0], num_samples) and shape[0] != num_samples):
         remedy = "Take the mean over the other dimensions."
@@ -104,9 +99,9 @@ def _one_for_each(workload: str, name: str, value: Any, num_samples: int | None)
             remedy = "Say it of what TensorFlow cannot know: tf.ensure_shape(values, [None])."
         elif shape.rank == 1:
             remedy = f"The batch has {num_samples} samples: take means over the other dimensions, and not over these."
-        raise UsageError(f"{what}the shape {shape}, but each sample needs one value: [n]. {remedy}", reach="run")
+        raise UsageError(f"{what}the shape {shape}, but each sample needs one value: [n]. {remedy}")
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
-        raise UsageError(f"{what}as {tensor.dtype.name}; it must be numbers.", reach="run")
+        raise UsageError(f"{what}as {tensor.dtype.name}; it must be numbers.")
     return tensor
 
 

@@ -98,11 +98,9 @@ def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: 
 def _check_destination(source: Path, destination: Path) -> None:
     if os.path.lexists(destination) and not (destination.is_dir() and not any(destination.iterdir())):
         what = "is not empty" if destination.is_dir() else "is a file"
-        raise UsageError(f"destination {destination} {what}; name a directory that does not exist yet.", reach="run")
+        raise UsageError(f"destination {destination} {what}; name a directory that does not exist yet.")
     if source.resolve() == destination.resolve() or source.resolve() in destination.resolve().parents:
-        raise UsageError(
-            f"destination {destination} lies in the source {source}; name a place outside of it.", reach="run"
-        )
+        raise UsageError(f"destination {destination} lies in the source {source}; name a place outside of it.")
 
 
 def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ringtrain.errors import DataError
 from ringtrain.guard.preflight import (
     OTHER_DATA,
     describe_differences,
+    digest,
     find_differing,
     find_first_difference,
     summarize,
@@ -64,6 +65,21 @@ def require_same_contents(collective: Collective, contents: Contents, print_line
         f"warning: the ranks' data are the same but for rounding ({'; '.join(rounded)}), as processors of different "
         "kinds compute them."
     )
+
+
+def digest_contents(contents: Contents) -> dict[str, str]:
+    """What a run notes of the data that it trains on, by the names of its arrays and files."""
+    return {name: digest(each) for name, each in contents.facts().items()}
+
+
+def find_other_contents(former: Any, current: Mapping[str, str]) -> list[str]:
+    """The names of the arrays and files that are not what a run noted of them; nothing is known of other names.
+
+    Args:
+        former: what it noted, as it was read from its ``metrics.jsonl``.
+    """
+    known = former if isinstance(former, dict) else {}
+    return [name for name, value in current.items() if known.get(name, value) != value]
 
 
 def _find_first_value(

@@ -279,13 +279,19 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 def find_last_saved_step(path: Path) -> int | None:
     """The newest step of which a run's events say that its checkpoint was saved; None where none was."""
-    try:
-        events = [parse_event(line) for line in read_lines(path / METRICS_FILE) if b'"checkpoint"' in line]
-    except FileNotFoundError:
-        return None
-    saved = [event for event in events if event and event["event"] == "checkpoint"]
+    saved = find_events(path, "checkpoint")
     # The best one alone is nothing to go on from.
     return max((event["step"] for event in saved if "/best-" not in str(event.get("path"))), default=None)
+
+
+def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
+    """A run's events of one kind, in their order; none where it has no metrics.jsonl."""
+    word = f'"{kind}"'.encode()
+    try:
+        events = [parse_event(line) for line in read_lines(path / METRICS_FILE) if word in line]
+    except FileNotFoundError:
+        return []
+    return [event for event in events if event and event["event"] == kind]
 
 
 def require_writable(directory: Path) -> None:

@@ -53,6 +53,7 @@ class Job:
     labels_to_check: Sequence[Labels]  # of the first batches: those that were not looked at before
     num_threads: int
     times: StepTimes
+    contents: Contents
 
     def evaluate(self, is_stop_wanted: Callable[[], bool] = lambda: False) -> EvalReport | None:
         """Evaluate on all ranks; None where there is nothing to evaluate on, or a rank wanted to stop meanwhile."""
@@ -143,20 +144,20 @@ def create_job(
         labels_to_check=() if is_given_as_it_lies(workload, sources.train) else step.labels,
         num_threads=num_threads,
         times=StepTimes(times_communication=step.times_communication),
+        contents=contents,
     )
-    require_same_job(job, sources, contents, print_line)
+    require_same_job(job, sources, print_line)
     return job
 
 
-def require_same_job(job: Job, sources: Sources, contents: Contents | None, print_line: Callable[[str], None]) -> None:
+def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], None]) -> None:
     """See that all ranks have the same code, model and data, and labels that the model knows. Every rank calls it."""
     collective = job.collective
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have loaded by now
     require_same_training(collective, describe_job(job))
     raise_on_all_ranks(collective, lambda: check_labels(job, sources), name="labels")
-    if contents is not None:
-        activity.note(Phase.PREPARE, takes_long=True)
-        require_same_contents(collective, contents, print_line)
+    activity.note(Phase.PREPARE, takes_long=True)
+    require_same_contents(collective, job.contents, print_line)
 
 
 def check_labels(job: Job, sources: Sources) -> None:

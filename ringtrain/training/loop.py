@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +15,12 @@ from ringtrain.collectives import Collective, all_gather_object, run_on_rank0
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import Cause, PreemptedError, RingtrainError
+from ringtrain.guard.contents import digest_contents, find_other_contents
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.labels import CHECKED_STEPS
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.preflight import package_versions
+from ringtrain.run.directory import find_events
 from ringtrain.run.progress import Progress
 from ringtrain.run.resume import OpenedRun, Start, describe_way_on
 from ringtrain.run.variables import broadcast_variables
@@ -28,6 +30,7 @@ from ringtrain.runtime.stopping import StopRequests
 from ringtrain.step.report import communication_seconds, next_samples, wants_stop
 from ringtrain.terminal.console import Console
 from ringtrain.training.actions import Action, CheckReplicas, Ending, Evaluate, Log, Records, Save, Training
+from ringtrain.training.ending import write_warning
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.joining import Prepared
@@ -149,6 +152,8 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
     if job.plan.first_step:
         console.line(f"going on from the checkpoint of step {job.plan.first_step}")
     if opened is not None:
+        data = digest_contents(job.contents)
+        warn_of_other_data(job, data, opened, console)
         opened.directory.write_event(
             "start",
             workload=job.config.workload,
@@ -162,6 +167,20 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
             node=job.collective.world.node,
             launcher=job.collective.world.launcher,
             versions=package_versions(),
+            data=data,
+        )
+
+
+def warn_of_other_data(job: Job, data: Mapping[str, str], opened: OpenedRun, console: Console) -> None:
+    """Say where a run goes on with other samples than those that it has trained on so far."""
+    starts = find_events(opened.directory.path, "start") if job.plan.first_step else []
+    if others := find_other_contents(starts[-1].get("data") if starts else None, data):
+        write_warning(
+            opened.directory,
+            console,
+            f"{', '.join(others)}: not what this run has trained on up to step {job.plan.first_step}, or rounded "
+            "otherwise; it goes on with what is there now. To train a run of its own on other data from these weights: "
+            f"--init_from {opened.directory.path} with another --out.",
         )
 
 

@@ -17,16 +17,16 @@ from ringtrain.workloads.base import Sources, Workload
 
 def open_sources(
     workload: Workload, config: Config, collective: Collective, *, num_threads: int, former_size: int | None
-) -> tuple[Sources, Contents | None]:
+) -> tuple[Sources, Contents]:
     """The workload's data, with the cache of the settings. Every rank must call it.
 
     They are as many on every rank, and of the same kind. Whether they are the same is being found out meanwhile: see
-    ``require_same_contents``; None where this is the only rank.
+    ``require_same_contents``.
     """
     sources = raise_on_all_ranks(collective, lambda: read_sources(workload, config), name="sources")
     require_same_sources(collective, sources)
     refuse_other_size(sources.train, collective.world.size, former_size)
-    contents = Contents(sources._asdict()) if collective.world.size > 1 else None
+    contents = Contents(sources._asdict())
     return cache_sources(sources, config, collective, num_threads=num_threads), contents
 
 

@@ -21,7 +21,7 @@ from ringtrain.data.contents import (
     sample_files,
 )
 from ringtrain.data.sources import from_arrays, from_callable
-from ringtrain.guard.contents import _as_text, _from_text
+from ringtrain.guard.contents import _as_text, _from_text, digest_contents, find_other_contents
 
 NUM_SAMPLES = 3000
 RNG = np.random.default_rng(1)
@@ -190,3 +190,16 @@ def test_the_values_of_a_block_travel_as_they_are(values: Any) -> None:
     arrived = _from_text(json.loads(json.dumps(_as_text(block))), block)
     assert arrived.dtype == block.dtype
     np.testing.assert_array_equal(arrived, block)
+
+
+def test_data_are_known_again_by_what_was_noted_of_them() -> None:
+    noted = json.loads(json.dumps(digest_contents(Contents({"train": from_arrays(X, X[:, 0]), "evaluation": None}))))
+    assert noted.keys() == {"train x", "train y"}
+    other = digest_contents(Contents({"train": from_arrays(with_value(X, (7, 1), 0.5), X[:, 0])}))
+    assert find_other_contents(noted, other) == ["train x"]
+    assert find_other_contents(noted, noted) == []
+
+
+@pytest.mark.parametrize("former", [None, [], "x", {}, {"train x": None}])
+def test_nothing_is_said_of_data_of_which_nothing_was_noted(former: Any) -> None:
+    assert find_other_contents(former, {"train y": "1"}) == []

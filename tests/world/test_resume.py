@@ -158,6 +158,40 @@ def test_a_checkpoint_of_another_run_and_checkpoints_that_have_gone_are_refused(
     assert (out / "metrics.jsonl").read_bytes() == history
 
 
+READING = """
+import keras, numpy as np
+from ringtrain import Sources, Workload, from_arrays
+
+class Reading(Workload):
+    def create_model(self):
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    def create_sources(self, data_dir, *, synthetic):
+        x = np.load(data_dir / "x.npy")
+        return Sources(train=from_arrays(x, x[:, :1]))
+
+    def loss(self, y, outputs):
+        return (y - outputs)[:, 0] ** 2
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_other_data_of_the_same_size_says_so(tmp_path: Path) -> None:
+    out, workload = tmp_path / "run", tmp_path / "reading.py"
+    workload.write_text(READING)
+    x = np.ones((8, 2), np.float32)
+    for steps, scale in ((1, 1), (2, 1), (3, 2)):
+        np.save(tmp_path / "x.npy", scale * x)
+        flags = ("--data_dir", str(tmp_path), "--batch_size", "4", "--steps", str(steps))
+        text = run_to_end(out, *flags, np=1, workload=str(workload)).text()
+        assert ("warning: train x, train y: not what this run has trained on up to step 2" in text) == (scale == 2)
+    [warning] = events(out, "warning")
+    assert warning["message"].startswith("train x, train y")
+    first, second, third = (event["data"] for event in events(out, "start"))
+    assert first == second
+    assert first.keys() == third.keys() == {"train x", "train y"}
+
+
 @pytest.mark.slow
 def test_another_workloads_checkpoint_is_refused(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"

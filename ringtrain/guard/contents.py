@@ -27,13 +27,8 @@ if TYPE_CHECKING:
 def require_same_contents(collective: Collective, contents: Contents, print_line: Callable[[str], None]) -> None:
     """See that all ranks hold the same samples: arrays byte by byte, files by samples of them. Every rank must call it.
 
-    Floating-point values that were rounded otherwise, as on a processor of another kind, are a warning.
-
-    Args:
-        contents: of sources that ``require_same_sources`` found alike.
-
-    Raises:
-        DataError: on every rank, where they do not.
+    Floating-point values that were rounded otherwise, as on a processor of another kind, are a warning. The
+    ``contents`` are of sources that ``require_same_sources`` found alike.
     """
     name = "preflight/contents"
     facts = raise_on_all_ranks(collective, contents.facts, name=name)
@@ -71,10 +66,8 @@ def _find_first_value(
 ) -> tuple[str, list[str]] | None:
     """Where the first value lies that differs by more than rounding, and what each rank has there; None: nowhere.
 
-    The blocks whose digests differ travel, one after the other, until one holds such a value.
-
-    Args:
-        speakers: for each rank, the first that holds the same as it.
+    The blocks whose digests differ travel, one after the other, until one holds such a value. ``speakers`` are, for
+    each rank, the first that holds the same as it.
     """
     size, of_ranks = block_size(len(array)), sorted(set(speakers))
     is_speaker = collective.world.rank in of_ranks

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def require_finite_values(variables: Mapping[str, keras.Variable], collective: Collective, *, step: int) -> None:
-    """See that no weight or slot is infinite or NaN when ``step`` steps are done. Every rank must call it.
-
-    Raises:
-        DivergedError: on every rank, where one is.
-    """
+    """See that no weight or slot is infinite or NaN when ``step`` steps are done. Every rank must call it."""
 
     def look() -> None:
         bad = [name for name, variable in variables.items() if not _is_finite(variable.value)]

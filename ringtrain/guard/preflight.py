@@ -204,12 +204,9 @@ def describe_training(
     evaluation_metrics: Sequence[str],
     **numbers: int,
 ) -> dict[str, str | list[str]]:
-    """What the ranks are about to train.
+    """What the ranks are about to train; ``numbers`` are further ones to compare, such as ``steps_per_epoch=10``.
 
-    Args:
-        batch_spec: (x, y) as structures of tensor specs.
-        metrics, evaluation_metrics: names, in the order in which their sums travel.
-        numbers: further ones to compare, such as ``steps_per_epoch=10``.
+    Of the ``batch_spec`` (x, y) are structures of tensor specs; metrics' names are in the order in which sums travel.
     """
     import tensorflow as tf
 
@@ -238,10 +235,8 @@ def find_first_difference(
 ) -> tuple[int, list[str]]:
     """The number (from 1) of the first entry that differs, and what each rank has there. Every rank must call it.
 
-    Of the ranks whose lists are alike one speaks: the first. Two lists that differ are looked at before a missing one.
-
-    Args:
-        summaries: of each rank's list; None where it has none.
+    Of the ranks whose lists are alike one speaks: the first. Two lists that differ are looked at before a missing one,
+    whose summary is None.
     """
     speakers = [summaries.index(summary) for summary in summaries]
     compared = [speaker for speaker in speakers if summaries[speaker] is not None]

@@ -42,11 +42,7 @@ class ReplicaGuard:
         self._equal_at: int | None = None
 
     def check(self, step: int) -> None:
-        """Compare the values as they are when ``step`` steps are done. Every rank must call it.
-
-        Raises:
-            ReplicasDifferError: on every rank, where one bit on one of them is another.
-        """
+        """Compare the values as they are when ``step`` steps are done. Every rank must call it."""
         if self._collective.world.size == 1 or self._equal_at == step:
             return
         hashes = [hash_bits(_values_of(v)) for v in self._variables.values()]

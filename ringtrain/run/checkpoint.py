@@ -37,18 +37,12 @@ NO_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """All that a run needs to go on bit for bit.
+    """All that a run needs to go on bit for bit."""
 
-    Attributes:
-        step: the steps done.
-        variables: name to value: weights, optimizer slots, averages, loss scale.
-        progress: what the run remembers besides (see ``ringtrain.run.progress``); JSON values.
-        run: what the run is: workload, world size, global batch size, versions, command, configuration; JSON values.
-    """
-
-    step: int
-    variables: Mapping[str, npt.NDArray[Any]]
-    progress: Mapping[str, Any]
+    step: int  # the steps done
+    variables: Mapping[str, npt.NDArray[Any]]  # by name: weights, optimizer slots, averages, loss scale
+    progress: Mapping[str, Any]  # what the run remembers besides (see ``ringtrain.run.progress``); JSON values
+    # What the run is: workload, world size, global batch size, versions, command, configuration; JSON values.
     run: Mapping[str, Any]
 
 

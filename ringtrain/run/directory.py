@@ -148,9 +148,7 @@ def append_event(path: Path, event: str, **values: Any) -> None:
 def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
     """Make the directory of a run where there is none, and return its path.
 
-    Args:
-        wanted: where the run is to be.
-        is_anew: never take one that holds something: append a number until the name is free.
+    One ``is_anew`` never takes one that is there: a number is appended until the name is free.
     """
     named = wanted if wanted.name.strip(".") else wanted.resolve()  # '.' and '..' say no name
     others = (named.parent / f"{named.name or 'run'}-{number}" for number in range(2, 10_000))
@@ -228,12 +226,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_settings(file: Path) -> Any:
-    """What a YAML file of settings holds.
+    """What a YAML file of settings holds; its aliases count as often as they are used.
 
-    Raises:
-        OSError: it is missing, cannot be read, or is too large to be one.
-        yaml.YAMLError: it is no YAML.
-        ValueError: it is no text, or see ``require_plain``; its aliases count as often as they are used.
+    An OSError where it cannot be read, a yaml.YAMLError where it is no YAML, a ValueError where it is no text, or not
+    plain (see ``require_plain``).
     """
     text = read_bounded(file, MAX_CONFIG_BYTES).decode()
     try:

@@ -122,13 +122,8 @@ def acquire_lease(
 def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
     """End the lease ``number`` of a holder of the same group that gives no sign of life, and let go of it.
 
-    The holder writes nothing more from now on, and the next run need not wait.
-
-    Returns:
-        False where the holder has let go, or somebody else has been quicker.
-
-    Raises:
-        OSError: the run directory cannot be reached.
+    The holder writes nothing more from now on, and the next run need not wait. False where the holder has let go, or
+    somebody else has been quicker; an OSError where the run directory cannot be reached.
     """
     directory = run / LEASE_DIRECTORY
     if _newest_number(directory) != number or _read(directory / _file_name(number)).get("released"):

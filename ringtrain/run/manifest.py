@@ -24,11 +24,7 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 
 def require_sound(content: Mapping[str, Any], variables_file: str) -> None:
-    """See that a manifest's content has the types that it must have, and that its variables fill their file.
-
-    Raises:
-        ValueError: it is not so; the message says what it is.
-    """
+    """See that a manifest's content has the types that it must have, and that its variables fill their file."""
     _require("format", content.get("format"), lambda value: _is_count(value) and value > 0)
     _require("step", content.get("step"), _is_count)
     for name in ("progress", "run"):
@@ -36,7 +32,8 @@ def require_sound(content: Mapping[str, Any], variables_file: str) -> None:
     files = content.get("files")
     file = files.get(variables_file) if isinstance(files, dict) else None
     _require(variables_file, file, lambda value: isinstance(value, dict) and _is_count(value.get("bytes")))
-    _require("checksum", file.get("sha256") if file else None, _is_digest)
+    digest = file.get("sha256") if file else None
+    _require("checksum", digest, lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value))
     variables = content.get("variables")
     _require("list of variables", variables, lambda value: isinstance(value, list))
     end, names = 0, set()
@@ -49,17 +46,13 @@ def require_sound(content: Mapping[str, Any], variables_file: str) -> None:
     _require("size of all variables", end, lambda size: file is not None and size == file["bytes"])
 
 
-def _require(what: str, value: Any, rule: Callable[[Any], bool]) -> None:
+def _require(what: str, value: Any, rule: Callable[[Any], object]) -> None:
     if not rule(value):
         raise ValueError(f"its {what} is {repr(value)[:80]}")
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MAX_NUMBER
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _is_variable(item: Any) -> bool:

@@ -37,14 +37,10 @@ def step_name(step: int) -> str:
 def write_checkpoint(
     root: Path, checkpoint: Checkpoint, *, is_best: bool, may_write: Callable[[], None] = lambda: None
 ) -> Path:
-    """Write a checkpoint below ``root``; it is there once this returns, and whole.
+    """Write a checkpoint below ``root``; it is there once this returns, and whole. The best one is ``best-step-N``.
 
-    Args:
-        is_best: write it as ``best-step-N``, and let ``best`` mean it.
-        may_write: called just before the checkpoint becomes visible; raises where another process has taken over.
-
-    Raises:
-        OSError: it cannot be written, such as on a full disk. What was there before is untouched.
+    ``may_write`` is called just before it becomes visible, and raises where another process has taken over. Where it
+    cannot be written, such as on a full disk (an OSError), what was there before is untouched.
     """
     name = (f"{BEST}-" if is_best else "") + step_name(checkpoint.step)
     temporary = root / f".writing-{name}"
@@ -74,13 +70,9 @@ def list_steps(root: Path) -> list[int]:
 def find_newest(
     root: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and what is wrong with those that are newer.
+    """The newest whole checkpoint of a run, and what is wrong with those that are newer; a DataError: none is whole.
 
-    Args:
-        check: what else must hold of a whole one; raises ValueError where it does not.
-
-    Raises:
-        DataError: there are checkpoints, and none is whole.
+    ``check`` raises ValueError where something else that must hold of a whole one does not.
     """
     damages: list[str] = []
     for step in reversed(list_steps(root)):
@@ -104,11 +96,7 @@ def find_newest(
 
 
 def find_checkpoint(source: Path, which: str = BEST) -> Path:
-    """The checkpoint that a path means: itself, or of a run directory ``which``.
-
-    Args:
-        which: ``best`` (the newest where none is), ``newest``, or a name.
-    """
+    """The checkpoint that a path means: itself, or of a run ``best`` (the newest where none is), ``newest``, a name."""
     if (source / MANIFEST_FILE).exists():
         return source
     root = source / "checkpoints"

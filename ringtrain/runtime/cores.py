@@ -11,14 +11,11 @@ _claims: list[socket.socket] = []  # open until the process ends
 
 
 def claim_cores(cores: tuple[int, ...]) -> bool:
-    """Take cores for this process, until it ends, against other runs of ringtrain on this machine.
+    """Take cores for this process, until it ends; False, and none taken, where another run on this machine has one.
 
     A core's name is an address of Linux's abstract socket name space (unix(7)): taken by one process at a time, freed
     by the system however that process ends, and without a file that could be left behind. Any user can take a name, so
     that a name alone is not believed: see ``is_run_on_core``.
-
-    Returns:
-        False, and nothing taken, where another run has one of them.
     """
     claims: list[socket.socket] = []
     for core in cores:
@@ -55,8 +52,6 @@ def is_run_on_core(address: str, core: int) -> bool:
 
 def format_cores(cores: tuple[int, ...]) -> str:
     """Cores as a list of ranges, such as ``0-3,8``."""
-    by_run = itertools.groupby(
-        enumerate(sorted(cores)), key=lambda place_and_core: place_and_core[1] - place_and_core[0]
-    )
+    by_run = itertools.groupby(enumerate(sorted(cores)), key=lambda numbered: numbered[1] - numbered[0])
     runs = [[core for _, core in run] for _, run in by_run]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

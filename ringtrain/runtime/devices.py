@@ -86,12 +86,7 @@ def plan_devices(
     *,
     claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
 ) -> DevicePlan:
-    """Plan the cores, thread pools and settings of this rank.
-
-    Args:
-        environ: what the user already set; it wins.
-        claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
-    """
+    """Plan the cores, thread pools and settings of this rank; what the user already set in ``environ`` wins."""
     own_cores: tuple[int, ...] = ()
     cores, cores_source = machine.cores, "launcher" if machine.bound_by_launcher else "environment"
     limit: float = len(machine.cores)
@@ -196,9 +191,8 @@ def is_on(value: str) -> bool:
 def apply_plan(plan: DevicePlan) -> None:
     """Pin this process and set the environment. Call before TensorFlow, MPI or Horovod is imported.
 
-    Raises:
-        UsageError: the environment asks for another Keras backend than TensorFlow, holds what would end Horovod or
-            TensorFlow, or gives too little memory.
+    A UsageError where the environment asks for another Keras backend, would end Horovod or TensorFlow, or gives too
+    little memory.
     """
     check_environment(os.environ)
     check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0])
@@ -221,14 +215,7 @@ def set_environment(plan: DevicePlan, before: DevicePlan | None = None) -> None:
 
 
 def start_tensorflow(plan: DevicePlan, world: World) -> str:
-    """Import TensorFlow with this rank's GPU and thread pools.
-
-    Returns:
-        What this rank computes on, such as ``"GPU 1"`` or ``"core 0"``.
-
-    Raises:
-        UsageError: the node has fewer GPUs than ranks, or TensorFlow's eager execution is off.
-    """
+    """Import TensorFlow with this rank's thread pools and GPU; says what it computes on: ``"GPU 1"``, ``"core 0"``."""
     with explaining_import():
         import tensorflow as tf
 

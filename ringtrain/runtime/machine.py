@@ -76,9 +76,7 @@ def read_memory_limits(root: Path) -> list[tuple[int, Path]]:
 def cgroup_directories(root: Path, controller: str) -> list[Path]:
     """Where the limits of this process are: the directories of its cgroup and of all groups above it.
 
-    Args:
-        root: the file system's root (a made one in tests).
-        controller: of version 1, such as ``"cpu"``; empty for version 2, which has one hierarchy for all.
+    ``controller`` is one of version 1, such as ``"cpu"``; empty for version 2, which has one hierarchy for all.
     """
     directories = []
     for line in _read_lines(root / "proc/self/cgroup"):

@@ -65,8 +65,7 @@ def read_words(pid: int | None, file: Literal["cmdline", "environ"]) -> list[str
 def ask(command: Sequence[str], *, seconds: float, **options: Any) -> tuple[int | None, str]:
     """A command's exit code and all that it prints; None, and why, where it does not end in time or cannot be started.
 
-    Args:
-        options: of ``subprocess.run``, in place of these.
+    ``options`` are those of ``subprocess.run``, in place of these.
     """
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, **options}
     try:

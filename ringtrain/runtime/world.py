@@ -43,9 +43,6 @@ def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
     """Read the world from the variables that the launcher set.
 
     The innermost launcher wins: inside a Slurm job, ``mpirun`` and ``horovodrun`` leave Slurm's variables in place.
-
-    Raises:
-        UsageError: a launcher's variable is missing or no number.
     """
     names: tuple[str, ...]
     if environ.get("HOROVOD_CONTROLLER") == "gloo" and "HOROVOD_RANK" in environ:

@@ -60,9 +60,7 @@ class Stragglers:
     def compare(self, looks: Mapping[int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
         """Those that are slow and were not told before, with their share of looks when they could run, and the rest's.
 
-        Args:
-            looks: for each rank how often it was looked at, and how often it could run then; empty where the ranks do
-                not train.
+        ``looks``: how often each rank was looked at, and how often it could run then; empty where they do not train.
         """
         if set(looks) != set(self._begun):
             self._begun = dict(looks)

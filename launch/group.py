@@ -72,10 +72,8 @@ class Requests:
     """The signals that this process has got, in order. Create it in the main thread; it unblocks them."""
 
     def __init__(self) -> None:
-        self.signals: list[signal.Signals] = []
-        """those for the ranks: they save and leave"""
-        self.is_end_wanted = False
-        """a second SIGINT: nobody waits for a save"""
+        self.signals: list[signal.Signals] = []  # those for the ranks: they save and leave
+        self.is_end_wanted = False  # a second SIGINT: nobody waits for a save
         for number in FORWARDED:
             if not is_ignored(number):
                 signal.signal(number, self._take)
@@ -113,17 +111,18 @@ class Group:
         for rank, streams in enumerate(zip(self._output, self._errors, strict=True)):
             for name, lines in zip(fifo_names(rank), streams, strict=True):
                 self._listen(_make_fifo(listener / name), lines.feed)
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        self._listen(reader, self._launcher_lines.feed)
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=writer,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        assert self._popen.stdout is not None
-        os.set_blocking(self._popen.stdout.fileno(), False)
-        self._listen(self._popen.stdout.fileno(), self._launcher_lines.feed)
+        os.close(writer)
 
     def run(self) -> GroupEnd:
         """Wait until the group has ended, by itself or by what the user wants; nothing of it is left afterwards."""
@@ -201,15 +200,13 @@ class Group:
                 heard = True
             else:
                 self._selector.unregister(key.fd)
+                os.close(key.fd)
         return heard
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
-            if key.data != self._launcher_lines.feed:
-                os.close(key.fd)
+            os.close(key.fd)
         self._selector.close()
-        assert self._popen.stdout is not None
-        self._popen.stdout.close()
 
 
 def _make_fifo(path: Path) -> int:

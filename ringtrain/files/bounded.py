@@ -12,6 +12,7 @@ from typing import Any
 
 PLAIN = (str, int, float, type(None))  # a bool is an int
 MAX_DEPTH = 32
+MAX_RECORD_BYTES = 4096
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -41,6 +42,15 @@ def parse_json(data: bytes) -> Any:
         raise ValueError("it is nested too deep") from None
     require_plain(value)
     return value
+
+
+def read_small(path: Path) -> dict[str, Any]:
+    """The object of a small JSON file; empty where there is none."""
+    try:
+        value = parse_json(read_bounded(path, MAX_RECORD_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def require_plain(value: Any, *, max_values: int = 10_000_000) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.contents import Contents, block_size, find_other_values
@@ -19,9 +20,6 @@ from ringtrain.guard.preflight import (
     summarize,
 )
 from ringtrain.messages.ranks import group_ranks, name_ranks
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 
 def require_same_contents(collective: Collective, contents: Contents, print_line: Callable[[str], None]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ringtrain.errors import DataError
 from ringtrain.files.atomic import flush_directory, replace_text
-from ringtrain.files.bounded import parse_json, read_bounded
+from ringtrain.files.bounded import read_small
 from ringtrain.run.checkpoint import (
     MANIFEST_FILE,
     Checkpoint,
@@ -24,7 +24,6 @@ from ringtrain.run.checkpoint import (
 
 BEST = "best"
 BEST_FILE = "best.json"
-MAX_BEST_BYTES = 4096
 STEP_NAME = re.compile(r"step-(\d+)", re.ASCII)
 BEST_NAME = re.compile(rf"{BEST}-{STEP_NAME.pattern}", re.ASCII)
 
@@ -203,11 +202,7 @@ def _delete(path: Path) -> None:
 
 def _named_best(root: Path) -> str | None:
     """The name in ``best.json``; None where it is none of a best checkpoint."""
-    try:
-        content = parse_json(read_bounded(root / BEST_FILE, MAX_BEST_BYTES))
-    except (OSError, ValueError):
-        return None
-    name = content.get("checkpoint") if isinstance(content, dict) else None
+    name = read_small(root / BEST_FILE).get("checkpoint")
     return name if isinstance(name, str) and BEST_NAME.fullmatch(name) and (root / name).is_dir() else None
 
 
@@ -216,19 +211,15 @@ def _point_best_to(root: Path, name: str) -> None:
 
     What counts is the file: a link does not survive every copy, and not every file system has links.
     """
+    best, link = root / BEST, root / f".writing-{BEST}"
     replace_text(root / BEST_FILE, json.dumps({"checkpoint": name}))
     with contextlib.suppress(OSError):
-        _link_best_to(root, name)
+        if not best.is_symlink() and best.is_dir():  # a copy's; what it holds is there under its name, or was worse
+            if (best / MANIFEST_FILE).is_file():
+                _remove(best)
+            else:
+                best.rmdir()  # fails where the user keeps something else in it, and then it stays
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+        link.replace(best)
     flush_directory(root)
-
-
-def _link_best_to(root: Path, name: str) -> None:
-    best, link = root / BEST, root / f".writing-{BEST}"
-    if not best.is_symlink() and best.is_dir():  # a copy's; what it holds is there under its name, or was worse
-        if (best / MANIFEST_FILE).is_file():
-            _remove(best)
-        else:
-            best.rmdir()  # fails where the user keeps something else in it, and then it stays
-    link.unlink(missing_ok=True)
-    link.symlink_to(name)
-    link.replace(best)

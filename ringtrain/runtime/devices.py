@@ -175,9 +175,7 @@ def plan_settings(
             "TF_DETERMINISTIC_OPS": "1",
         }
     return tuple(
-        Setting(name=name, value=environ[name], source="environment")
-        if name in environ
-        else Setting(name=name, value=value, source="ringtrain")
+        Setting(name=name, value=environ.get(name, value), source="environment" if name in environ else "ringtrain")
         for name, value in wanted.items()
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringtrain.runtime.launcher import LAUNCHERS
+from ringtrain.runtime.processes import LAUNCHERS
 
 from .family import FORWARDED, die_with_parent, end_descendants, is_ignored, reap, send
 from .lines import LabelledLines, print_line

@@ -109,13 +109,7 @@ def supervise(
 
 
 def plan_group(
-    num_ranks: int,
-    controller: Controller,
-    flags: Sequence[str],
-    *,
-    listener: Path,
-    python: str,
-    is_root: bool,
+    num_ranks: int, controller: Controller, flags: Sequence[str], *, listener: Path, python: str, is_root: bool
 ) -> list[str]:
     """The argv of a launcher with ``num_ranks`` ranks, each of which runs ``python -m ringtrain FLAGS``.
 

@@ -12,13 +12,7 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.contents import Contents, block_size, find_other_values
 from ringtrain.errors import DataError
-from ringtrain.guard.preflight import (
-    OTHER_DATA,
-    describe_differences,
-    find_differing,
-    find_first_difference,
-    summarize,
-)
+from ringtrain.guard.preflight import OTHER_DATA, describe_differences, find_differing, find_first_difference, summarize
 from ringtrain.messages.ranks import group_ranks, name_ranks
 
 

@@ -54,11 +54,7 @@ class RunDirectory:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        may_write: Callable[[], None] = lambda: None,
-        on_close: Callable[[], None] = lambda: None,
+        self, path: Path, *, may_write: Callable[[], None] = lambda: None, on_close: Callable[[], None] = lambda: None
     ) -> None:
         """``may_write`` raises where another process has taken over; ``on_close`` lets go of the directory."""
         self.path, self.may_write = path, may_write

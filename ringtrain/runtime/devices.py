@@ -17,9 +17,8 @@ from typing import Literal
 
 from ringtrain.errors import UsageError
 from ringtrain.runtime.activity import limit_seconds
-from ringtrain.runtime.cores import format_cores
 from ringtrain.runtime.environment import check_address_space, check_environment, explaining_import
-from ringtrain.runtime.machine import Machine
+from ringtrain.runtime.machine import Machine, format_cores
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 Source = Literal["ringtrain", "environment", "launcher"]

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from ringtrain.errors import Cause, PreemptedError, UsageError
-from ringtrain.runtime.launcher import Lineage
+from ringtrain.runtime.processes import Lineage
 from ringtrain.runtime.time_limit import TimeLimit
 
 EXIT_CODE = PreemptedError.exit_code

@@ -30,7 +30,7 @@ class World:
             if not 0 <= value < bound:
                 raise UsageError(
                     f"{self.launcher} says {name} {value} of {bound}; a {name} must be from 0 to {bound - 1}. "
-                    "Start the run again in a clean shell: variables of another launcher may be left in this one.",
+                    "Start the run again in a clean shell: variables of another launcher may be left in this one."
                 )
 
     @property
@@ -83,7 +83,7 @@ def _read_text(environ: Mapping[str, str], name: str) -> str:
     if name not in environ:
         raise UsageError(
             f"the launcher did not set {name}, though it set its other variables. Start the run again in a clean "
-            "shell with horovodrun, mpirun or srun.",
+            "shell with horovodrun, mpirun or srun."
         )
     return environ[name]
 

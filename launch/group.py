@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ringtrain.runtime.processes import LAUNCHERS
 
@@ -23,7 +22,6 @@ from .rank import STATUS_FIFO, fifo_names
 POLL_SECONDS = 0.2
 # Once a rank has failed, the launcher has this long to end the others; so has it to end once all have.
 LAUNCHER_GRACE_SECONDS = 10.0
-READ_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +57,10 @@ class GroupEnd:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has ended without a failure."""
         return len(self.ends) == self.num_ranks and self.first_failure is None
 
     @property
     def first_failure(self) -> RankEnd | None:
-        """The rank that failed first; None where none has."""
         return next((end for end in self.ends if end.failed), None)
 
 
@@ -152,7 +148,6 @@ class Group:
         )
 
     def _is_over(self) -> bool:
-        """Whether there is nothing left to wait for."""
         if self._requests.is_end_wanted:
             return True
         if self._deadline is None and (
@@ -170,19 +165,16 @@ class Group:
             send(self._pids.values(), number)
 
     def _hear(self, data: bytes) -> None:
-        *lines, self._status = (self._status + data).split(b"\n")
-        for line in lines:
-            self._take(json.loads(line))
-
-    def _take(self, told: dict[str, Any]) -> None:
         """What ``launch.rank`` tells."""
-        rank = told["rank"]
-        if told.pop("event") == "ended":
-            self._ends.append(RankEnd(host=self._hosts[rank], pid=self._pids.pop(rank), **told))
-            return
-        self._pids[rank], self._hosts[rank] = told["pid"], told["host"]
-        for number in self._requests.signals[: self._num_signals_sent]:
-            send([told["pid"]], number)
+        *lines, self._status = (self._status + data).split(b"\n")
+        for told in map(json.loads, lines):
+            rank = told["rank"]
+            if told.pop("event") == "ended":
+                self._ends.append(RankEnd(host=self._hosts[rank], pid=self._pids.pop(rank), **told))
+                continue
+            self._pids[rank], self._hosts[rank] = told["pid"], told["host"]
+            for number in self._requests.signals[: self._num_signals_sent]:
+                send([told["pid"]], number)
 
     def _listen(self, descriptor: int, hear: Callable[[bytes], None]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, hear)
@@ -192,7 +184,7 @@ class Group:
         heard = False
         for key, _ in self._selector.select(timeout):
             try:
-                data = os.read(key.fd, READ_BYTES)
+                data = os.read(key.fd, 2**16)
             except BlockingIOError:
                 continue
             if data:

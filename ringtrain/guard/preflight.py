@@ -130,9 +130,14 @@ def find_differing(summaries: Sequence[Summary]) -> list[str]:
 
 def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str]) -> str:
     """Who has which of the ranks' values, those who stand alone first."""
-    (usual, others), *odd = group_ranks(values).items()
-    said = [f"{name_ranks(few, nodes)} {_have(few)} {_shorten(value)}" for value, few in odd]
-    said.append(f"{name_ranks(others, None if len(others) > 1 else nodes)} {_have(others)} {_shorten(usual)}")
+    usual, *odd = group_ranks(values).items()
+    said = []
+    for value, ranks in [*odd, usual]:
+        text = value.strip() or "''"
+        short = text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."
+        are_many = len(ranks) > 1
+        who = name_ranks(ranks, None if are_many and value == usual[0] else nodes)
+        said.append(f"{who} {'have' if are_many else 'has'} {short}")
     return f"{label}: {', '.join(said)}"
 
 
@@ -255,15 +260,6 @@ def _first_place(said: Sequence[Sequence[str]], speakers: Sequence[int]) -> int:
     """Where the lists of those who speak first differ."""
     places = itertools.zip_longest(*(said[speaker] for speaker in dict.fromkeys(speakers)))
     return next(number for number, values in enumerate(places) if len(set(values)) > 1)
-
-
-def _have(ranks: Sequence[int]) -> str:
-    return "have" if len(ranks) > 1 else "has"
-
-
-def _shorten(value: str) -> str:
-    value = value.strip() or "''"
-    return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."
 
 
 def _plain(value: Any) -> str:

@@ -134,7 +134,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
-    """A file's bytes, held against size and checksum."""
     digest = hashlib.sha256()
     try:
         with open_regular(path) as file:

@@ -120,7 +120,6 @@ class RunDirectory:
             raise RunDirectoryError(self.path, error.strerror or str(error)) from error
 
     def close(self) -> None:
-        """Write no more, and let go of the directory."""
         self._metrics.close()
         self._on_close()
 
@@ -238,9 +237,8 @@ def load_settings(file: Path) -> Any:
 
 def _holds_something(path: Path) -> bool:
     """Whether a directory holds more than the lease of a run that has not begun to write."""
-    return any(not entry.name.startswith(".") and entry.name != METRICS_FILE for entry in path.iterdir()) or (
-        (path / METRICS_FILE).exists() and (path / METRICS_FILE).stat().st_size > 0
-    )
+    entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
+    return any(entry.name != METRICS_FILE or (entry.exists() and entry.stat().st_size > 0) for entry in entries)
 
 
 def read_lines(file: Path) -> Iterator[bytes]:

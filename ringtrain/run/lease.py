@@ -79,10 +79,8 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
-            try:
+            with contextlib.suppress(OSError):  # taken over, or a file system that is away for now: check() tells
                 os.utime(self._file)
-            except OSError:  # taken over, or a file system that is away for now: check() tells
-                continue
 
 
 def acquire_lease(

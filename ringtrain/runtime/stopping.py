@@ -92,7 +92,6 @@ class StopRequests:
 
     @property
     def is_pending(self) -> bool:
-        """Whether this rank has been told to stop."""
         return self.reason is not None
 
     def watch_file(self, run: Path) -> None:

@@ -35,7 +35,6 @@ class World:
 
     @property
     def is_rank0(self) -> bool:
-        """True on rank 0, which writes the logs."""
         return self.rank == 0
 
 

@@ -220,7 +220,6 @@ class Watchdog:
         self._outside.tell(mine.limit, mine.note.words_of_one)
 
     def _judge(self, seconds: float) -> None:
-        """End what hangs."""
         if self._seconds_to_leave is not None:
             self._seconds_to_leave -= seconds
             if self._seconds_to_leave <= 0:
@@ -248,7 +247,6 @@ class Watchdog:
                 )
 
     def _look_for_stragglers(self) -> None:
-        """Warn of ranks for whose computing the others wait."""
         notes = [activity.current()[0], *(state.note for state in self._states.values())]
         ranks = [self._world.rank, *self._states] if all(note.step for note in notes) else []
         looks = {rank: self._looks_at[rank] for rank in ranks if rank in self._looks_at}

@@ -54,12 +54,7 @@ def read_small(path: Path) -> dict[str, Any]:
 
 
 def require_plain(value: Any, *, max_values: int = 10_000_000) -> None:
-    """See that a value is of plain types, such as JSON has, and small once all that it refers to is written out.
-
-    Raises:
-        ValueError: a type is another, a key is no text, or there are more than ``max_values`` values, or nested deeper
-            than ``MAX_DEPTH``.
-    """
+    """See that a value is of plain types, such as JSON has, and small once all that it refers to is written out."""
     count, level = 0, [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []

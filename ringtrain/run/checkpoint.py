@@ -106,11 +106,9 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of a manifest, verified.
+    """The content of a manifest, verified: a DamagedError where it is missing, or not what was written.
 
-    Raises:
-        DamagedError: it is missing, or not what was written.
-        DataError: it was written by a newer version of ringtrain, or this process may not read it.
+    Another DataError where a newer ringtrain wrote it, or this process may not read it.
     """
     try:
         manifest = parse_json(read_bounded(path, MAX_MANIFEST_BYTES))

@@ -221,11 +221,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_settings(file: Path) -> Any:
-    """What a YAML file of settings holds; its aliases count as often as they are used.
-
-    An OSError where it cannot be read, a yaml.YAMLError where it is no YAML, a ValueError where it is no text, or not
-    plain (see ``require_plain``).
-    """
+    """What a YAML file of settings holds: plain values, of which an alias counts as often as it is used."""
     text = read_bounded(file, MAX_CONFIG_BYTES).decode()
     try:
         values = _Loader(text).get_single_data()

@@ -61,11 +61,7 @@ class OpenedRun:
 
 
 def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
-    """Open the run that the configuration names, and make it ready to be written.
-
-    A UsageError where the directory holds something else, is being written, or its run has other settings; a DataError
-    where it holds checkpoints, and none is whole.
-    """
+    """Open the run that the configuration names, and make it ready to be written."""
     path = choose_directory(config)
     lease = acquire_lease(path, environ=os.environ, print_line=print_line)
     directory = RunDirectory(path, may_write=lease.check, on_close=lease.close)

@@ -69,10 +69,7 @@ def list_steps(root: Path) -> list[int]:
 def find_newest(
     root: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and what is wrong with those that are newer; a DataError: none is whole.
-
-    ``check`` raises ValueError where something else that must hold of a whole one does not.
-    """
+    """The newest whole checkpoint of a run that passes ``check``, and what is wrong with those that are newer."""
     damages: list[str] = []
     for step in reversed(list_steps(root)):
         path = root / step_name(step)

@@ -186,11 +186,7 @@ def is_on(value: str) -> bool:
 
 
 def apply_plan(plan: DevicePlan) -> None:
-    """Pin this process and set the environment. Call before TensorFlow, MPI or Horovod is imported.
-
-    A UsageError where the environment asks for another Keras backend, would end Horovod or TensorFlow, or gives too
-    little memory.
-    """
+    """Pin this process and set the environment. Call before TensorFlow, MPI or Horovod is imported."""
     check_environment(os.environ)
     check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0])
     set_environment(plan)

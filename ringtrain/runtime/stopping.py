@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from ringtrain.errors import Cause, PreemptedError, UsageError
 from ringtrain.runtime.processes import Lineage
@@ -65,9 +65,7 @@ class StopRequests:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         os.write(self._writer, b"\0")  # it need not wait for its next look at the file
         self._thread.join()

@@ -370,7 +370,7 @@ def test_the_reader_of_manifests(pristine: Path, changes: list[tuple[tuple[Any, 
         with contextlib.suppress(KeyError, TypeError, IndexError):
             change_at(content, keys, value)
     with in_time(), contextlib.suppress(ValueError):
-        require_sound(content, "variables.bin")
+        require_sound(content)
         assert type(content["step"]) is int
         assert [item["offset"] + item["bytes"] for item in content["variables"]] == [20]
 

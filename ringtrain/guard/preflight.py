@@ -211,7 +211,7 @@ def describe_training(
 ) -> dict[str, str | list[str]]:
     """What the ranks are about to train; ``numbers`` are further ones to compare, such as ``steps_per_epoch=10``.
 
-    Of the ``batch_spec`` (x, y) are structures of tensor specs; metrics' names are in the order in which sums travel.
+    ``batch_spec`` is (x, y) as structures of tensor specs; metrics are names, in the order in which their sums travel.
     """
     import tensorflow as tf
 

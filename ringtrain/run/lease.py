@@ -86,10 +86,7 @@ class Lease:
 def acquire_lease(
     run: Path, *, environ: Mapping[str, str], print_line: Callable[[str], None] = lambda line: None
 ) -> Lease:
-    """Become the writer of a run directory.
-
-    Waits at most ``EXPIRY_SECONDS`` for a holder on another host that may be gone.
-    """
+    """Become the writer of a run directory; waits ``EXPIRY_SECONDS`` at most for one elsewhere that may be gone."""
     directory = run / LEASE_DIRECTORY
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -204,10 +204,7 @@ def _named_best(root: Path) -> str | None:
 
 
 def _point_best_to(root: Path, name: str) -> None:
-    """Let ``best`` mean this checkpoint: by a file, and a link for people, for tools and for an older ringtrain.
-
-    What counts is the file: a link does not survive every copy, and not every file system has links.
-    """
+    """Let ``best`` mean this checkpoint: by a file, which counts, and a link for people, tools and older ringtrains."""
     best, link = root / BEST, root / f".writing-{BEST}"
     replace_text(root / BEST_FILE, json.dumps({"checkpoint": name}))
     with contextlib.suppress(OSError):

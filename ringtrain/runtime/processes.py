@@ -109,10 +109,7 @@ def _read_birth(pid: int) -> int | None:
 
 
 def ask(command: Sequence[str], *, seconds: float, **options: Any) -> tuple[int | None, str]:
-    """A command's exit code and all that it prints; None, and why, where it does not end in time or cannot be started.
-
-    ``options`` are those of ``subprocess.run``, in place of these.
-    """
+    """A command's exit code and all that it prints; None, and why, where it ends too late or cannot be started."""
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, **options}
     try:
         finished = subprocess.run(

@@ -33,15 +33,9 @@ def find_command(name: str, commands: Mapping[str, Found], *, of: str = "") -> F
 class Parser(argparse.ArgumentParser):
     """A parser of one command's options, whose errors are ours to tell."""
 
-    def __init__(self, prog: str, *, usage: str, description: str, examples: str) -> None:
-        super().__init__(
-            prog=prog,
-            usage=usage,
-            description=description,
-            epilog=examples,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+    def __init__(self, prog: str, **texts: str) -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, formatter_class=raw, allow_abbrev=False, **texts)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
         """A wrong option, as one line that the user reads."""

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ringtrain.runtime.launcher import LAUNCHERS
+from ringtrain.runtime.processes import LAUNCHERS
 
 from .family import FORWARDED, die_with_parent, end_descendants, is_ignored, reap, send
 from .lines import LabelledLines, print_line
@@ -23,7 +22,6 @@ from .rank import STATUS_FIFO, fifo_names
 POLL_SECONDS = 0.2
 # Once a rank has failed, the launcher has this long to end the others; so has it to end once all have.
 LAUNCHER_GRACE_SECONDS = 10.0
-READ_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +57,10 @@ class GroupEnd:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has ended without a failure."""
         return len(self.ends) == self.num_ranks and self.first_failure is None
 
     @property
     def first_failure(self) -> RankEnd | None:
-        """The rank that failed first; None where none has."""
         return next((end for end in self.ends if end.failed), None)
 
 
@@ -72,10 +68,8 @@ class Requests:
     """The signals that this process has got, in order. Create it in the main thread; it unblocks them."""
 
     def __init__(self) -> None:
-        self.signals: list[signal.Signals] = []
-        """those for the ranks: they save and leave"""
-        self.is_end_wanted = False
-        """a second SIGINT: nobody waits for a save"""
+        self.signals: list[signal.Signals] = []  # those for the ranks: they save and leave
+        self.is_end_wanted = False  # a second SIGINT: nobody waits for a save
         for number in FORWARDED:
             if not is_ignored(number):
                 signal.signal(number, self._take)
@@ -113,17 +107,18 @@ class Group:
         for rank, streams in enumerate(zip(self._output, self._errors, strict=True)):
             for name, lines in zip(fifo_names(rank), streams, strict=True):
                 self._listen(_make_fifo(listener / name), lines.feed)
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        self._listen(reader, self._launcher_lines.feed)
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=writer,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        assert self._popen.stdout is not None
-        os.set_blocking(self._popen.stdout.fileno(), False)
-        self._listen(self._popen.stdout.fileno(), self._launcher_lines.feed)
+        os.close(writer)
 
     def run(self) -> GroupEnd:
         """Wait until the group has ended, by itself or by what the user wants; nothing of it is left afterwards."""
@@ -153,7 +148,6 @@ class Group:
         )
 
     def _is_over(self) -> bool:
-        """Whether there is nothing left to wait for."""
         if self._requests.is_end_wanted:
             return True
         if self._deadline is None and (
@@ -171,19 +165,16 @@ class Group:
             send(self._pids.values(), number)
 
     def _hear(self, data: bytes) -> None:
-        *lines, self._status = (self._status + data).split(b"\n")
-        for line in lines:
-            self._take(json.loads(line))
-
-    def _take(self, told: dict[str, Any]) -> None:
         """What ``launch.rank`` tells."""
-        rank = told["rank"]
-        if told.pop("event") == "ended":
-            self._ends.append(RankEnd(host=self._hosts[rank], pid=self._pids.pop(rank), **told))
-            return
-        self._pids[rank], self._hosts[rank] = told["pid"], told["host"]
-        for number in self._requests.signals[: self._num_signals_sent]:
-            send([told["pid"]], number)
+        *lines, self._status = (self._status + data).split(b"\n")
+        for told in map(json.loads, lines):
+            rank = told["rank"]
+            if told.pop("event") == "ended":
+                self._ends.append(RankEnd(host=self._hosts[rank], pid=self._pids.pop(rank), **told))
+                continue
+            self._pids[rank], self._hosts[rank] = told["pid"], told["host"]
+            for number in self._requests.signals[: self._num_signals_sent]:
+                send([told["pid"]], number)
 
     def _listen(self, descriptor: int, hear: Callable[[bytes], None]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, hear)
@@ -193,7 +184,7 @@ class Group:
         heard = False
         for key, _ in self._selector.select(timeout):
             try:
-                data = os.read(key.fd, READ_BYTES)
+                data = os.read(key.fd, 2**16)
             except BlockingIOError:
                 continue
             if data:
@@ -201,15 +192,13 @@ class Group:
                 heard = True
             else:
                 self._selector.unregister(key.fd)
+                os.close(key.fd)
         return heard
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
-            if key.data != self._launcher_lines.feed:
-                os.close(key.fd)
+            os.close(key.fd)
         self._selector.close()
-        assert self._popen.stdout is not None
-        self._popen.stdout.close()
 
 
 def _make_fifo(path: Path) -> int:

@@ -44,7 +44,9 @@ examples:
 def main(arguments: Sequence[str]) -> int:
     """Train, and return the run's exit code (see ``ringtrain.errors``)."""
     options, flags = parse(arguments)
-    find_launcher(options.controller)
+    program, remedy = LAUNCHERS[options.controller]
+    if shutil.which(program) is None:
+        raise UsageError(f"{program} is not on PATH, and controller {options.controller!r} needs it. {remedy}.")
     with tempfile.TemporaryDirectory(prefix="ringtrain-launch-") as directory:
         os.environ[DIRECTORY_VARIABLE] = directory
         return run_guarded(
@@ -58,7 +60,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         f"{PROGRAM} local",
         usage="%(prog)s -np N [OPTIONS] -- FLAGS OF RINGTRAIN",
         description=DESCRIPTION,
-        examples=EXAMPLES,
+        epilog=EXAMPLES,
     )
     parser.add_argument("-np", type=int, required=True, metavar="N", help="ranks to start, one for each GPU")
     parser.add_argument(
@@ -79,13 +81,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if not least <= value <= MAX_NUMBER:
             raise UsageError(f"{name} is {value}; it must be from {least} to {MAX_NUMBER:,}.")
     return options, flags
-
-
-def find_launcher(controller: Controller) -> None:
-    """See that the launcher is there."""
-    program, remedy = LAUNCHERS[controller]
-    if shutil.which(program) is None:
-        raise UsageError(f"{program} is not on PATH, and controller {controller!r} needs it. {remedy}.")
 
 
 def supervise(
@@ -114,13 +109,7 @@ def supervise(
 
 
 def plan_group(
-    num_ranks: int,
-    controller: Controller,
-    flags: Sequence[str],
-    *,
-    listener: Path,
-    python: str,
-    is_root: bool,
+    num_ranks: int, controller: Controller, flags: Sequence[str], *, listener: Path, python: str, is_root: bool
 ) -> list[str]:
     """The argv of a launcher with ``num_ranks`` ranks, each of which runs ``python -m ringtrain FLAGS``.
 

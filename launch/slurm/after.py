@@ -20,8 +20,8 @@ from .. import PROGRAM
 from ..lines import print_line
 from .controller import describe_job, requeue, submit, without_job
 
+# Restarts under former numbers, where this site refuses to requeue and each restart is a job of its own.
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
-"""restarts under former numbers, where this site refuses to requeue and each restart is a job of its own"""
 TAIL_BYTES = 256 * 1024
 START_LINE = re.compile(r"^launch: job \d+, restart \d+, on ", re.MULTILINE)
 FAILED = (

@@ -105,7 +105,6 @@ def after(arguments: Sequence[str]) -> int:
         usage=SUPPRESS,
         description="The last line of a batch script: requeue the job whose run has saved and is to\n"
         "go on, or say how the run ended and return its exit code.",
-        examples="",
     )
     parser.add_argument("--status", type=int, required=True, help="exit code of srun or horovodrun")
     parser.add_argument("--script", type=Path, required=True, help="the batch script itself")
@@ -121,7 +120,7 @@ def create_request_parser(command: str, description: str) -> Parser:
         f"{PROGRAM} slurm {command}",
         usage="%(prog)s --nodes M [OPTIONS] -- FLAGS",
         description=description,
-        examples=f"example:\n  {PROGRAM} slurm {command} --nodes 2 --gpus_per_node 4 \\\n"
+        epilog=f"example:\n  {PROGRAM} slurm {command} --nodes 2 --gpus_per_node 4 \\\n"
         "      --cpus_per_rank 8 --time 12:00:00 -- --workload cifar10",
     )
     add = parser.add_argument

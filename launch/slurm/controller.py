@@ -19,8 +19,7 @@ class Answer(NamedTuple):
     """What one of Slurm's programs said."""
 
     is_good: bool
-    text: str
-    """what it printed where it did as told, else why not, in one line"""
+    text: str  # what it printed where it did as told, else why not, in one line
 
 
 def describe_job(job: str) -> str | None:

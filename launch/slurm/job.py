@@ -62,17 +62,14 @@ class JobRequest:
 
     @property
     def num_gpus_per_node(self) -> int:
-        """GPUs of each node; 0 where the ranks compute on cores."""
         return self.gpus_per_node or 0
 
     @property
     def num_ranks_per_node(self) -> int:
-        """Ranks on each node: as many as GPUs where no number is given."""
         return self.ranks_per_node or self.num_gpus_per_node
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole job."""
         return self.nodes * self.num_ranks_per_node
 
     def _check_shape(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from ringtrain.doctor.facts import Facts, Stack
-from ringtrain.runtime.cores import format_cores
+from ringtrain.runtime.machine import format_cores
 from ringtrain.runtime.srun import HOROVODRUN
 from ringtrain.runtime.world import GLOO_LAUNCHER
 

@@ -58,7 +58,10 @@ def gather_facts(world: World, environ: Mapping[str, str], *, keras_backend: str
 def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stack:
     """The packages: their versions here, and whether they load in a process of its own."""
     found, failures = load_packages([sys.executable, "-m", "ringtrain.doctor.inside"], LOAD_SECONDS)
-    versions = {name: version for name in STEPS if (version := _installed_version(name))}
+    versions: dict[str, str] = {}
+    for name in STEPS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     versions |= {name: values["version"] for name, values in found.items() if values.get("version")}
     parts = {name: value for values in found.values() for name, value in values.items() if name != "version"}
     return Stack(
@@ -167,13 +170,6 @@ def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
         srun_mpi=None if listing is None else choose_mpi(listing),
         refuses_root=os.geteuid() == 0 and not allowed and (version or "").startswith("Open MPI"),
     )
-
-
-def _installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _horovod_built_for() -> str | None:

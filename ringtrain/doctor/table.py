@@ -47,6 +47,6 @@ def _wrap(text: str, head: str) -> list[str]:
     """Lines that begin below the end of ``head``. A word longer than a line, such as a path, stays whole."""
     lines = textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
-        break_on_hyphens=False, drop_whitespace=True,
+        break_on_hyphens=False,
     )  # fmt: skip
     return [escape(line) for line in lines]

@@ -14,11 +14,7 @@ from typing import BinaryIO
 def replacing(target: Path, *, may_write: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``target`` once this ends, and is gone where it ends with an error.
 
-    Args:
-        may_write: called just before the file becomes visible; raises where another process has taken over.
-
-    Raises:
-        OSError: it cannot be written, such as on a full disk.
+    ``may_write`` is called just before it becomes visible, and raises where another process has taken over.
     """
     aside = target.with_name(f".writing-{socket.gethostname()}-{os.getpid()}-{target.name}")
     try:

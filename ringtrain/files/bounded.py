@@ -12,6 +12,7 @@ from typing import Any
 
 PLAIN = (str, int, float, type(None))  # a bool is an int
 MAX_DEPTH = 32
+MAX_RECORD_BYTES = 4096
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -43,13 +44,17 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
-def require_plain(value: Any, *, max_values: int = 10_000_000) -> None:
-    """See that a value is of plain types, such as JSON has, and small once all that it refers to is written out.
+def read_small(path: Path) -> dict[str, Any]:
+    """The object of a small JSON file; empty where there is none."""
+    try:
+        value = parse_json(read_bounded(path, MAX_RECORD_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
-    Raises:
-        ValueError: a type is another, a key is no text, or there are more than ``max_values`` values, or nested deeper
-            than ``MAX_DEPTH``.
-    """
+
+def require_plain(value: Any, *, max_values: int = 10_000_000) -> None:
+    """See that a value is of plain types, such as JSON has, and small once all that it refers to is written out."""
     count, level = 0, [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.contents import Contents, block_size, find_other_values
@@ -21,20 +22,12 @@ from ringtrain.guard.preflight import (
 )
 from ringtrain.messages.ranks import group_ranks, name_ranks
 
-if TYPE_CHECKING:
-    import tensorflow as tf
-
 
 def require_same_contents(collective: Collective, contents: Contents, print_line: Callable[[str], None]) -> None:
     """See that all ranks hold the same samples: arrays byte by byte, files by samples of them. Every rank must call it.
 
-    Floating-point values that were rounded otherwise, as on a processor of another kind, are a warning.
-
-    Args:
-        contents: of sources that ``require_same_sources`` found alike.
-
-    Raises:
-        DataError: on every rank, where they do not.
+    Floating-point values that were rounded otherwise, as on a processor of another kind, are a warning. The
+    ``contents`` are of sources that ``require_same_sources`` found alike.
     """
     name = "preflight/contents"
     facts = raise_on_all_ranks(collective, contents.facts, name=name)
@@ -87,10 +80,8 @@ def _find_first_value(
 ) -> tuple[str, list[str]] | None:
     """Where the first value lies that differs by more than rounding, and what each rank has there; None: nowhere.
 
-    The blocks whose digests differ travel, one after the other, until one holds such a value.
-
-    Args:
-        speakers: for each rank, the first that holds the same as it.
+    The blocks whose digests differ travel, one after the other, until one holds such a value. ``speakers`` are, for
+    each rank, the first that holds the same as it.
     """
     size, of_ranks = block_size(len(array)), sorted(set(speakers))
     is_speaker = collective.world.rank in of_ranks

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.errors import DivergedError
 
-if TYPE_CHECKING:
-    import keras
-
 
 def require_finite_values(variables: Mapping[str, keras.Variable], collective: Collective, *, step: int) -> None:
-    """See that no weight or slot is infinite or NaN when ``step`` steps are done. Every rank must call it.
-
-    Raises:
-        DivergedError: on every rank, where one is.
-    """
+    """See that no weight or slot is infinite or NaN when ``step`` steps are done. Every rank must call it."""
 
     def look() -> None:
         bad = [name for name, variable in variables.items() if not _is_finite(variable.value)]
@@ -32,7 +27,5 @@ def require_finite_values(variables: Mapping[str, keras.Variable], collective: C
     raise_on_all_ranks(collective, look, name="finite_values")
 
 
-def _is_finite(value: Any) -> bool:
-    import tensorflow as tf
-
+def _is_finite(value: tf.Tensor) -> bool:
     return not tf.as_dtype(value.dtype).is_floating or bool(tf.reduce_all(tf.math.is_finite(value)))

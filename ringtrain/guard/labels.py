@@ -26,12 +26,7 @@ class Labels:
     num_classes: int
 
     def check(self, y: Any, indices: Any, *, of: str) -> None:
-        """See that each label is one of the model's classes.
-
-        Args:
-            y: of n samples, whose numbers are ``indices`` [n].
-            of: what the samples are for, in words.
-        """
+        """See that each label in the ``y`` of the samples ``indices`` [n] is one of the model's classes."""
         labels = np.asarray(tf.nest.flatten(y)[self.place])
         if not labels.size or (labels.min() >= 0 and labels.max() < self.num_classes):
             return

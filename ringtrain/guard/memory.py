@@ -52,18 +52,15 @@ def in_smaller_pieces(config: Config) -> str:
 def explain(error: Exception, config: Config) -> str | None:
     """What ran out of memory and what helps; None where an error says something else."""
     text = str(error)
-    is_ours = isinstance(error, RingtrainError)
-    if is_ours or not (isinstance(error, MemoryError) or SIGNS.search(text)):
+    if isinstance(error, RingtrainError) or not (isinstance(error, MemoryError) or SIGNS.search(text)):
         return None
     is_gpu = bool(ON_GPU.search(text))
     request = REQUEST.search(text)
     size = f"{config.batch_size or DEFAULT_BATCH_SIZE} samples a rank and micro-batch"
     if config.global_batch_size:
         size = f"{config.global_batch_size} samples in the global batch"
-    more = ["--precision mixed_bfloat16"]
-    if not is_gpu:
-        more = ["fewer ranks on a node", "--cache none or node instead of memory"]
-    remedies = "; ".join([in_smaller_pieces(config), *more])
+    on_host = ["fewer ranks on a node", "--cache none or node instead of memory"]
+    remedies = "; ".join([in_smaller_pieces(config), *(["--precision mixed_bfloat16"] if is_gpu else on_host)])
     return (
         f"out of memory {'on the GPU' if is_gpu else 'on the host'} while it {activity.current()[0].words_of_one}, "
         f"with {size}{f' ({request[0]})' if request else ''}. What helps: {remedies}."

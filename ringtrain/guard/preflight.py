@@ -130,9 +130,14 @@ def find_differing(summaries: Sequence[Summary]) -> list[str]:
 
 def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str]) -> str:
     """Who has which of the ranks' values, those who stand alone first."""
-    (usual, others), *odd = group_ranks(values).items()
-    said = [f"{name_ranks(few, nodes)} {_have(few)} {_shorten(value)}" for value, few in odd]
-    said.append(f"{name_ranks(others, None if len(others) > 1 else nodes)} {_have(others)} {_shorten(usual)}")
+    usual, *odd = group_ranks(values).items()
+    said = []
+    for value, ranks in [*odd, usual]:
+        text = value.strip() or "''"
+        short = text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."
+        are_many = len(ranks) > 1
+        who = name_ranks(ranks, None if are_many and value == usual[0] else nodes)
+        said.append(f"{who} {'have' if are_many else 'has'} {short}")
     return f"{label}: {', '.join(said)}"
 
 
@@ -204,12 +209,9 @@ def describe_training(
     evaluation_metrics: Sequence[str],
     **numbers: int,
 ) -> dict[str, str | list[str]]:
-    """What the ranks are about to train.
+    """What the ranks are about to train; ``numbers`` are further ones to compare, such as ``steps_per_epoch=10``.
 
-    Args:
-        batch_spec: (x, y) as structures of tensor specs.
-        metrics, evaluation_metrics: names, in the order in which their sums travel.
-        numbers: further ones to compare, such as ``steps_per_epoch=10``.
+    ``batch_spec`` is (x, y) as structures of tensor specs; metrics are names, in the order in which their sums travel.
     """
     import tensorflow as tf
 
@@ -238,10 +240,8 @@ def find_first_difference(
 ) -> tuple[int, list[str]]:
     """The number (from 1) of the first entry that differs, and what each rank has there. Every rank must call it.
 
-    Of the ranks whose lists are alike one speaks: the first. Two lists that differ are looked at before a missing one.
-
-    Args:
-        summaries: of each rank's list; None where it has none.
+    Of the ranks whose lists are alike one speaks: the first. Two lists that differ are looked at before a missing one,
+    whose summary is None.
     """
     speakers = [summaries.index(summary) for summary in summaries]
     compared = [speaker for speaker in speakers if summaries[speaker] is not None]
@@ -260,15 +260,6 @@ def _first_place(said: Sequence[Sequence[str]], speakers: Sequence[int]) -> int:
     """Where the lists of those who speak first differ."""
     places = itertools.zip_longest(*(said[speaker] for speaker in dict.fromkeys(speakers)))
     return next(number for number, values in enumerate(places) if len(set(values)) > 1)
-
-
-def _have(ranks: Sequence[int]) -> str:
-    return "have" if len(ranks) > 1 else "has"
-
-
-def _shorten(value: str) -> str:
-    value = value.strip() or "''"
-    return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."
 
 
 def _plain(value: Any) -> str:

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.messages.ranks import group_ranks, name_ranks
-
-if TYPE_CHECKING:
-    import keras
 
 WORD_BYTES = 4
 WORDS_PER_BLOCK = 1 << 14  # 128 KiB of factors, which stay in a core's cache
@@ -42,11 +41,7 @@ class ReplicaGuard:
         self._equal_at: int | None = None
 
     def check(self, step: int) -> None:
-        """Compare the values as they are when ``step`` steps are done. Every rank must call it.
-
-        Raises:
-            ReplicasDifferError: on every rank, where one bit on one of them is another.
-        """
+        """Compare the values as they are when ``step`` steps are done. Every rank must call it."""
         if self._collective.world.size == 1 or self._equal_at == step:
             return
         hashes = [hash_bits(_values_of(v)) for v in self._variables.values()]
@@ -101,6 +96,4 @@ def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str]) -> st
 
 def _values_of(variable: keras.Variable) -> Any:
     """A variable's values on the host, flat: of a bfloat16 scalar TensorFlow makes no array."""
-    import tensorflow as tf
-
     return np.asarray(tf.reshape(variable.value, [-1]))

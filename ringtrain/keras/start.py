@@ -13,10 +13,9 @@ from ringtrain.collectives.horovod import connect_horovod, require_same_settings
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.keras import hooks
-from ringtrain.runtime.cores import claim_cores
 from ringtrain.runtime.devices import apply_plan, plan_devices, start_tensorflow
 from ringtrain.runtime.leaving import allow, watch_end
-from ringtrain.runtime.machine import read_machine
+from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.world import GLOO_LAUNCHER, World, read_world
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,6 @@ import numpy.typing as npt
 from ringtrain.errors import DataError
 from ringtrain.files import atomic
 from ringtrain.files.bounded import open_regular, parse_json, read_bounded
-from ringtrain.run.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
-from ringtrain.run.manifest import digest_of, require_sound
 from ringtrain.run.names import modernise
 from ringtrain.runtime import activity
 
@@ -31,24 +31,25 @@ FORMAT = 2  # in the first, slots have the name of their optimizer, such as slot
 MANIFEST_FILE = "manifest.json"
 VARIABLES_FILE = "variables.bin"
 HASHED_CHUNK_BYTES = 16 * 2**20
+MAX_MANIFEST_BYTES = 32 * 2**20  # about 100,000 variables
+MAX_NUMBER = 2**62
+MAX_NAME = 4096
+DTYPES = {
+    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
 # Of this process and of the way to the disk; they say nothing about what lies there.
 NO_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """All that a run needs to go on bit for bit.
+    """All that a run needs to go on bit for bit."""
 
-    Attributes:
-        step: the steps done.
-        variables: name to value: weights, optimizer slots, averages, loss scale.
-        progress: what the run remembers besides (see ``ringtrain.run.progress``); JSON values.
-        run: what the run is: workload, world size, global batch size, versions, command, configuration; JSON values.
-    """
-
-    step: int
-    variables: Mapping[str, npt.NDArray[Any]]
-    progress: Mapping[str, Any]
+    step: int  # the steps done
+    variables: Mapping[str, npt.NDArray[Any]]  # by name: weights, optimizer slots, averages, loss scale
+    progress: Mapping[str, Any]  # what the run remembers besides (see ``ringtrain.run.progress``); JSON values
+    # What the run is: workload, world size, global batch size, versions, command, configuration; JSON values.
     run: Mapping[str, Any]
 
 
@@ -105,11 +106,9 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of a manifest, verified.
+    """The content of a manifest, verified: a DamagedError where it is missing, or not what was written.
 
-    Raises:
-        DamagedError: it is missing, or not what was written.
-        DataError: it was written by a newer version of ringtrain, or this process may not read it.
+    Another DataError where a newer ringtrain wrote it, or this process may not read it.
     """
     try:
         manifest = parse_json(read_bounded(path, MAX_MANIFEST_BYTES))
@@ -126,14 +125,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         raise DamagedError(f"{str(path)!r} is no manifest of a checkpoint (cut off, or overwritten).") from None
     try:
-        require_sound(content, VARIABLES_FILE)
+        require_sound(content)
     except ValueError as error:
         raise DamagedError(f"{str(path)!r} is no manifest that ringtrain wrote: {error}.") from None
     return dict(content)
 
 
 def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
-    """A file's bytes, held against size and checksum."""
     digest = hashlib.sha256()
     try:
         with open_regular(path) as file:
@@ -155,6 +153,54 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
             f"{str(path)!r} does not have the checksum that its manifest states: its bytes have changed."
         )
     return data
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """The checksum that a manifest states of its content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def require_sound(content: Mapping[str, Any]) -> None:
+    """See that a manifest's content has the types that it must have, and that its variables fill their file."""
+    _require("format", content.get("format"), lambda value: _is_count(value) and value > 0)
+    _require("step", content.get("step"), _is_count)
+    for name in ("progress", "run"):
+        _require(name, content.get(name), lambda value: isinstance(value, dict))
+    files = content.get("files")
+    file = files.get(VARIABLES_FILE) if isinstance(files, dict) else None
+    _require(VARIABLES_FILE, file, lambda value: isinstance(value, dict) and _is_count(value.get("bytes")))
+    digest = file.get("sha256") if file else None
+    _require("checksum", digest, lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value))
+    variables = content.get("variables")
+    _require("list of variables", variables, lambda value: isinstance(value, list))
+    end, names = 0, set()
+    for item in variables or ():
+        _require("variable", item, _is_variable)
+        _require(f"place of {item['name'][:80]!r}", item["offset"], lambda offset: offset == end)  # noqa: B023
+        _require("name, a second time,", item["name"], lambda name: name not in names)
+        names.add(item["name"])
+        end += item["bytes"]
+    _require("size of all variables", end, lambda size: file is not None and size == file["bytes"])
+
+
+def _require(what: str, value: Any, rule: Callable[[Any], object]) -> None:
+    if not rule(value):
+        raise ValueError(f"its {what} is {repr(value)[:80]}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_NUMBER
+
+
+def _is_variable(item: Any) -> bool:
+    """Whether it has a name, a type and a shape, and as many bytes as these take."""
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str) or len(item["name"]) > MAX_NAME:
+        return False
+    dtype, shape = item.get("dtype"), item.get("shape")
+    if not isinstance(dtype, str) or dtype not in DTYPES or not isinstance(shape, list) or len(shape) > 32:
+        return False
+    counts = (item.get("offset"), item.get("bytes"), *shape)
+    return all(map(_is_count, counts)) and item["bytes"] == math.prod(shape) * DTYPES[dtype]
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

@@ -54,11 +54,7 @@ class RunDirectory:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        may_write: Callable[[], None] = lambda: None,
-        on_close: Callable[[], None] = lambda: None,
+        self, path: Path, *, may_write: Callable[[], None] = lambda: None, on_close: Callable[[], None] = lambda: None
     ) -> None:
         """``may_write`` raises where another process has taken over; ``on_close`` lets go of the directory."""
         self.path, self.may_write = path, may_write
@@ -124,7 +120,6 @@ class RunDirectory:
             raise RunDirectoryError(self.path, error.strerror or str(error)) from error
 
     def close(self) -> None:
-        """Write no more, and let go of the directory."""
         self._metrics.close()
         self._on_close()
 
@@ -148,9 +143,7 @@ def append_event(path: Path, event: str, **values: Any) -> None:
 def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
     """Make the directory of a run where there is none, and return its path.
 
-    Args:
-        wanted: where the run is to be.
-        is_anew: never take one that holds something: append a number until the name is free.
+    One ``is_anew`` never takes one that is there: a number is appended until the name is free.
     """
     named = wanted if wanted.name.strip(".") else wanted.resolve()  # '.' and '..' say no name
     others = (named.parent / f"{named.name or 'run'}-{number}" for number in range(2, 10_000))
@@ -228,13 +221,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_settings(file: Path) -> Any:
-    """What a YAML file of settings holds.
-
-    Raises:
-        OSError: it is missing, cannot be read, or is too large to be one.
-        yaml.YAMLError: it is no YAML.
-        ValueError: it is no text, or see ``require_plain``; its aliases count as often as they are used.
-    """
+    """What a YAML file of settings holds: plain values, of which an alias counts as often as it is used."""
     text = read_bounded(file, MAX_CONFIG_BYTES).decode()
     try:
         values = _Loader(text).get_single_data()
@@ -246,9 +233,8 @@ def load_settings(file: Path) -> Any:
 
 def _holds_something(path: Path) -> bool:
     """Whether a directory holds more than the lease of a run that has not begun to write."""
-    return any(not entry.name.startswith(".") and entry.name != METRICS_FILE for entry in path.iterdir()) or (
-        (path / METRICS_FILE).exists() and (path / METRICS_FILE).stat().st_size > 0
-    )
+    entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
+    return any(entry.name != METRICS_FILE or (entry.exists() and entry.stat().st_size > 0) for entry in entries)
 
 
 def read_lines(file: Path) -> Iterator[bytes]:

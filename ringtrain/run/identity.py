@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import UsageError
-from ringtrain.files.bounded import parse_json, read_bounded
+from ringtrain.files.bounded import read_small
 from ringtrain.run.checkpoint import read_facts
 
 IDENTITY_FILE = "run.json"
-MAX_BYTES = 4096
 RULES = {
     "id": r"[0-9a-f]{16}",
     "started": r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ",
@@ -41,10 +40,7 @@ def as_identity(value: Any) -> dict[str, Any] | None:
 
 def read_identity(run: Path) -> dict[str, Any] | None:
     """The identity that a run directory keeps; None where it keeps none."""
-    try:
-        return as_identity(parse_json(read_bounded(run / IDENTITY_FILE, MAX_BYTES)))
-    except (OSError, ValueError):
-        return None
+    return as_identity(read_small(run / IDENTITY_FILE))
 
 
 def require_own(run: Path, path: Path) -> Path:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text
-from ringtrain.files.bounded import parse_json, read_bounded
+from ringtrain.files.bounded import read_small
 from ringtrain.runtime.processes import read_process
 
 LEASE_DIRECTORY = ".lease"
@@ -28,7 +28,6 @@ BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 45.0  # without a beat; on the same host a process that is gone is seen at once
 RESTART_VARIABLE = "SLURM_RESTART_COUNT"
 NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # the names of leases; what else lies there is nobody's
-MAX_BYTES = 4096
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
@@ -63,7 +62,7 @@ class Lease:
             ) from error
         if newest == self.number:
             return
-        holder = _read(self._directory / _file_name(newest))
+        holder = read_small(self._directory / _file_name(newest))
         raise LeaseLostError(
             f"the run directory {str(self._directory.parent)!r} has been taken over by {_describe(holder)}; this "
             "process writes nothing more. Slurm has started the job again, or this process had given no sign of life "
@@ -80,19 +79,14 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
-            try:
+            with contextlib.suppress(OSError):  # taken over, or a file system that is away for now: check() tells
                 os.utime(self._file)
-            except OSError:  # taken over, or a file system that is away for now: check() tells
-                continue
 
 
 def acquire_lease(
     run: Path, *, environ: Mapping[str, str], print_line: Callable[[str], None] = lambda line: None
 ) -> Lease:
-    """Become the writer of a run directory.
-
-    Waits at most ``EXPIRY_SECONDS`` for a holder on another host that may be gone.
-    """
+    """Become the writer of a run directory; waits ``EXPIRY_SECONDS`` at most for one elsewhere that may be gone."""
     directory = run / LEASE_DIRECTORY
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -122,16 +116,11 @@ def acquire_lease(
 def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
     """End the lease ``number`` of a holder of the same group that gives no sign of life, and let go of it.
 
-    The holder writes nothing more from now on, and the next run need not wait.
-
-    Returns:
-        False where the holder has let go, or somebody else has been quicker.
-
-    Raises:
-        OSError: the run directory cannot be reached.
+    The holder writes nothing more from now on, and the next run need not wait. False where the holder has let go, or
+    somebody else has been quicker; an OSError where the run directory cannot be reached.
     """
     directory = run / LEASE_DIRECTORY
-    if _newest_number(directory) != number or _read(directory / _file_name(number)).get("released"):
+    if _newest_number(directory) != number or read_small(directory / _file_name(number)).get("released"):
         return False
     if not _claim(directory, number + 1, environ):
         return False
@@ -174,7 +163,7 @@ def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> b
 
 def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_line: Callable[[str], None]) -> None:
     """Return once the holder has let go or is gone, or is no longer to write."""
-    holder = _read(file)
+    holder = read_small(file)
     if not holder or holder.get("released"):
         return
     if _is_former_start(holder, environ):
@@ -213,7 +202,7 @@ def _beats(file: Path, holder: Mapping[str, Any], print_line: Callable[[str], No
     while time.monotonic() < end:
         time.sleep(min(1.0, max(0.0, end - time.monotonic())))
         if _modified(file) != first:
-            now = _read(file)
+            now = read_small(file)
             return bool(now) and not now.get("released")  # a file that is gone was another's who took over
     return False
 
@@ -253,17 +242,9 @@ def _file_name(number: int) -> str:
     return f"{number:06d}"
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(read_bounded(file, MAX_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _release(file: Path) -> None:
     """Say in a lease's file that its holder has let go."""
-    replace_text(file, json.dumps({**_read(file), "released": True}))
+    replace_text(file, json.dumps({**read_small(file), "released": True}))
 
 
 def _remove(file: Path) -> bool:

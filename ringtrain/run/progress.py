@@ -12,25 +12,15 @@ MAX_COUNT = 2**63
 
 @dataclass(kw_only=True)
 class Progress:
-    """Counters that a run needs to go on as if it had never stopped.
+    """Counters that a run needs to go on as if it had never stopped."""
 
-    Attributes:
-        evaluated_step: the step of the last evaluation, -1 before the first.
-        best: the best value of ``best_metric`` so far, None before the first evaluation.
-        best_step: where it was seen.
-        evaluations_without_best: evaluations since then.
-        samples_seen: samples of all ranks so far, where that does not follow from the step.
-        skipped_in_a_row: steps that were not finite, up to now without an interruption.
-        finished: how the run came to its end, or None while it has not.
-    """
-
-    evaluated_step: int = -1
-    best: float | None = None
-    best_step: int = -1
-    evaluations_without_best: int = 0
-    samples_seen: int = 0
-    skipped_in_a_row: int = 0
-    finished: Literal["completed", "stopped early"] | None = None
+    evaluated_step: int = -1  # of the last evaluation; -1 before the first
+    best: float | None = None  # of ``best_metric`` so far; None before the first evaluation
+    best_step: int = -1  # where it was seen
+    evaluations_without_best: int = 0  # since then
+    samples_seen: int = 0  # of all ranks so far, where that does not follow from the step
+    skipped_in_a_row: int = 0  # steps that were not finite, up to now without an interruption
+    finished: Literal["completed", "stopped early"] | None = None  # how the run came to its end, if it has
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Progress:
@@ -38,9 +28,8 @@ class Progress:
         if unknown := values.keys() - {field.name for field in fields(cls)}:
             raise ValueError(f"its progress holds {min(unknown)!r}")
         progress = cls(**values)
-        for name in ("evaluated_step", "best_step", "evaluations_without_best", "samples_seen", "skipped_in_a_row"):
-            value = getattr(progress, name)
-            if type(value) is not int or not -1 <= value < MAX_COUNT:
+        for name, value in vars(progress).items():
+            if name not in ("best", "finished") and (type(value) is not int or not -1 <= value < MAX_COUNT):
                 raise ValueError(f"its {name} is {value!r}")
         if progress.best is not None and type(progress.best) not in (int, float):
             raise ValueError(f"its best is {progress.best!r}")

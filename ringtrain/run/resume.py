@@ -39,24 +39,15 @@ MAX_SIZE = 2**53  # of a batch, or of a world
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins, told to every rank; all values are JSON values.
-
-    Attributes:
-        step: the steps done.
-        global_batch_size: that of the run's first start, None for a fresh run.
-        size: the number of ranks that wrote the checkpoint, None for a fresh run.
-        progress: what a checkpoint remembers (see ``ringtrain.run.progress``).
-        is_complete: nothing is left to be done.
-        fence: the number of rank 0's lease (see ``ringtrain.run.lease``).
-    """
+    """Where a run begins, told to every rank; all values are JSON values."""
 
     path: str
-    fence: int = field(default=0, compare=False)  # of this opening; the run begins at the same place
-    step: int = 0
-    global_batch_size: int | None = None
-    size: int | None = None
-    progress: dict[str, Any] = field(default_factory=dict)
-    is_complete: bool = False
+    fence: int = field(default=0, compare=False)  # the number of rank 0's lease; the run begins at the same place
+    step: int = 0  # the steps done
+    global_batch_size: int | None = None  # that of the run's first start, None for a fresh run
+    size: int | None = None  # the number of ranks that wrote the checkpoint, None for a fresh run
+    progress: dict[str, Any] = field(default_factory=dict)  # what a checkpoint remembers: ``ringtrain.run.progress``
+    is_complete: bool = False  # nothing is left to be done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +61,7 @@ class OpenedRun:
 
 
 def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
-    """Open the run that the configuration names, and make it ready to be written.
-
-    Raises:
-        UsageError: the directory holds something else, is being written, or its run has other settings.
-        DataError: it holds checkpoints, and none is whole.
-    """
+    """Open the run that the configuration names, and make it ready to be written."""
     path = choose_directory(config)
     lease = acquire_lease(path, environ=os.environ, print_line=print_line)
     directory = RunDirectory(path, may_write=lease.check, on_close=lease.close)
@@ -141,11 +127,7 @@ def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[
 
 
 def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and what is wrong with those that are newer; see ``find_newest``.
-
-    Raises:
-        DataError: the run has saved some, and they are not there.
-    """
+    """As ``find_newest``; it is a DataError, too, where the run has saved some, and they are not there."""
     root = directory.checkpoints
     try:
         remove_unfinished(root)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ringtrain.errors import DataError
 from ringtrain.files.atomic import flush_directory, replace_text
-from ringtrain.files.bounded import parse_json, read_bounded
+from ringtrain.files.bounded import read_small
 from ringtrain.run.checkpoint import (
     MANIFEST_FILE,
     Checkpoint,
@@ -24,7 +24,6 @@ from ringtrain.run.checkpoint import (
 
 BEST = "best"
 BEST_FILE = "best.json"
-MAX_BEST_BYTES = 4096
 STEP_NAME = re.compile(r"step-(\d+)", re.ASCII)
 BEST_NAME = re.compile(rf"{BEST}-{STEP_NAME.pattern}", re.ASCII)
 
@@ -37,14 +36,10 @@ def step_name(step: int) -> str:
 def write_checkpoint(
     root: Path, checkpoint: Checkpoint, *, is_best: bool, may_write: Callable[[], None] = lambda: None
 ) -> Path:
-    """Write a checkpoint below ``root``; it is there once this returns, and whole.
+    """Write a checkpoint below ``root``; it is there once this returns, and whole. The best one is ``best-step-N``.
 
-    Args:
-        is_best: write it as ``best-step-N``, and let ``best`` mean it.
-        may_write: called just before the checkpoint becomes visible; raises where another process has taken over.
-
-    Raises:
-        OSError: it cannot be written, such as on a full disk. What was there before is untouched.
+    ``may_write`` is called just before it becomes visible, and raises where another process has taken over. Where it
+    cannot be written, such as on a full disk (an OSError), what was there before is untouched.
     """
     name = (f"{BEST}-" if is_best else "") + step_name(checkpoint.step)
     temporary = root / f".writing-{name}"
@@ -74,14 +69,7 @@ def list_steps(root: Path) -> list[int]:
 def find_newest(
     root: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and what is wrong with those that are newer.
-
-    Args:
-        check: what else must hold of a whole one; raises ValueError where it does not.
-
-    Raises:
-        DataError: there are checkpoints, and none is whole.
-    """
+    """The newest whole checkpoint of a run that passes ``check``, and what is wrong with those that are newer."""
     damages: list[str] = []
     for step in reversed(list_steps(root)):
         path = root / step_name(step)
@@ -104,11 +92,7 @@ def find_newest(
 
 
 def find_checkpoint(source: Path, which: str = BEST) -> Path:
-    """The checkpoint that a path means: itself, or of a run directory ``which``.
-
-    Args:
-        which: ``best`` (the newest where none is), ``newest``, or a name.
-    """
+    """The checkpoint that a path means: itself, or of a run ``best`` (the newest where none is), ``newest``, a name."""
     if (source / MANIFEST_FILE).exists():
         return source
     root = source / "checkpoints"
@@ -215,32 +199,21 @@ def _delete(path: Path) -> None:
 
 def _named_best(root: Path) -> str | None:
     """The name in ``best.json``; None where it is none of a best checkpoint."""
-    try:
-        content = parse_json(read_bounded(root / BEST_FILE, MAX_BEST_BYTES))
-    except (OSError, ValueError):
-        return None
-    name = content.get("checkpoint") if isinstance(content, dict) else None
+    name = read_small(root / BEST_FILE).get("checkpoint")
     return name if isinstance(name, str) and BEST_NAME.fullmatch(name) and (root / name).is_dir() else None
 
 
 def _point_best_to(root: Path, name: str) -> None:
-    """Let ``best`` mean this checkpoint: by a file, and a link for people, for tools and for an older ringtrain.
-
-    What counts is the file: a link does not survive every copy, and not every file system has links.
-    """
+    """Let ``best`` mean this checkpoint: by a file, which counts, and a link for people, tools and older ringtrains."""
+    best, link = root / BEST, root / f".writing-{BEST}"
     replace_text(root / BEST_FILE, json.dumps({"checkpoint": name}))
     with contextlib.suppress(OSError):
-        _link_best_to(root, name)
+        if not best.is_symlink() and best.is_dir():  # a copy's; what it holds is there under its name, or was worse
+            if (best / MANIFEST_FILE).is_file():
+                _remove(best)
+            else:
+                best.rmdir()  # fails where the user keeps something else in it, and then it stays
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+        link.replace(best)
     flush_directory(root)
-
-
-def _link_best_to(root: Path, name: str) -> None:
-    best, link = root / BEST, root / f".writing-{BEST}"
-    if not best.is_symlink() and best.is_dir():  # a copy's; what it holds is there under its name, or was worse
-        if (best / MANIFEST_FILE).is_file():
-            _remove(best)
-        else:
-            best.rmdir()  # fails where the user keeps something else in it, and then it stays
-    link.unlink(missing_ok=True)
-    link.symlink_to(name)
-    link.replace(best)

@@ -17,9 +17,8 @@ from typing import Literal
 
 from ringtrain.errors import UsageError
 from ringtrain.runtime.activity import limit_seconds
-from ringtrain.runtime.cores import format_cores
 from ringtrain.runtime.environment import check_address_space, check_environment, explaining_import
-from ringtrain.runtime.machine import Machine
+from ringtrain.runtime.machine import Machine, format_cores
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 Source = Literal["ringtrain", "environment", "launcher"]
@@ -86,12 +85,7 @@ def plan_devices(
     *,
     claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
 ) -> DevicePlan:
-    """Plan the cores, thread pools and settings of this rank.
-
-    Args:
-        environ: what the user already set; it wins.
-        claim_cores: takes cores for this process alone; False where another run on this machine has one of them.
-    """
+    """Plan the cores, thread pools and settings of this rank; what the user already set in ``environ`` wins."""
     own_cores: tuple[int, ...] = ()
     cores, cores_source = machine.cores, "launcher" if machine.bound_by_launcher else "environment"
     limit: float = len(machine.cores)
@@ -180,9 +174,7 @@ def plan_settings(
             "TF_DETERMINISTIC_OPS": "1",
         }
     return tuple(
-        Setting(name=name, value=environ[name], source="environment")
-        if name in environ
-        else Setting(name=name, value=value, source="ringtrain")
+        Setting(name=name, value=environ.get(name, value), source="environment" if name in environ else "ringtrain")
         for name, value in wanted.items()
     )
 
@@ -194,12 +186,7 @@ def is_on(value: str) -> bool:
 
 
 def apply_plan(plan: DevicePlan) -> None:
-    """Pin this process and set the environment. Call before TensorFlow, MPI or Horovod is imported.
-
-    Raises:
-        UsageError: the environment asks for another Keras backend than TensorFlow, holds what would end Horovod or
-            TensorFlow, or gives too little memory.
-    """
+    """Pin this process and set the environment. Call before TensorFlow, MPI or Horovod is imported."""
     check_environment(os.environ)
     check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0])
     set_environment(plan)
@@ -221,14 +208,7 @@ def set_environment(plan: DevicePlan, before: DevicePlan | None = None) -> None:
 
 
 def start_tensorflow(plan: DevicePlan, world: World) -> str:
-    """Import TensorFlow with this rank's GPU and thread pools.
-
-    Returns:
-        What this rank computes on, such as ``"GPU 1"`` or ``"core 0"``.
-
-    Raises:
-        UsageError: the node has fewer GPUs than ranks, or TensorFlow's eager execution is off.
-    """
+    """Import TensorFlow with this rank's thread pools and GPU; says what it computes on: ``"GPU 1"``, ``"core 0"``."""
     with explaining_import():
         import tensorflow as tf
 

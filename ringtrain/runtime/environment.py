@@ -28,11 +28,7 @@ LARGEST = 2**31 - 1
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """See that the variables of Horovod and TensorFlow that are set have values that these can read.
-
-    Raises:
-        UsageError: one has not.
-    """
+    """See that the variables of Horovod and TensorFlow that are set have values that these can read."""
     interfaces = [name for _, name in socket.if_nameindex()]
     rules: list[tuple[Sequence[str], Callable[[str], bool], str]] = [
         (FROM_0, lambda value: _is_whole(value, 0), f"a whole number from 0 to {LARGEST}"),
@@ -67,11 +63,7 @@ def _are_flags(value: str) -> bool:
 
 
 def check_address_space(limit: int) -> None:
-    """See that this process may map what TensorFlow needs. With less it fails anywhere, or computes for ever.
-
-    Raises:
-        UsageError: it may not.
-    """
+    """See that this process may map what TensorFlow needs. With less it fails anywhere, or computes for ever."""
     if limit != resource.RLIM_INFINITY and limit < MIN_ADDRESS_BYTES:
         raise UsageError(
             f"this process may have {limit / 2**30:.1f} GiB of address space (ulimit -v {limit // 1024}), and "
@@ -82,11 +74,7 @@ def check_address_space(limit: int) -> None:
 
 @contextlib.contextmanager
 def explaining_import() -> Iterator[None]:
-    """Say in one line that TensorFlow cannot be loaded, and what helps.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Say in one line that TensorFlow cannot be loaded, and what helps."""
     try:
         yield
     except (ImportError, MemoryError, AttributeError, TypeError) as error:

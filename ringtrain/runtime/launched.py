@@ -61,7 +61,7 @@ def tell_left() -> None:
 def read_run(directory: Path) -> RunTold | None:
     """What ``tell_run`` said; None where nothing was said."""
     with contextlib.suppress(*NO_WORD):
-        values = _read(directory / RUN_FILE)
+        values = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
         return RunTold(path=Path(values["path"]), step=int(values["step"]), is_complete=bool(values["is_complete"]))
     return None
 
@@ -69,7 +69,7 @@ def read_run(directory: Path) -> RunTold | None:
 def read_end(directory: Path) -> EndTold | None:
     """What ``tell_end`` said first; None where nothing was said."""
     with contextlib.suppress(*NO_WORD):
-        values = _read(directory / END_FILE)
+        values = json.loads((directory / END_FILE).read_text(encoding="utf-8"))
         status, exit_code = str(values["status"]), int(values["exit_code"])
         return EndTold(status, exit_code, values.get("message"), values.get("stopped_by"))
     return None
@@ -96,7 +96,3 @@ def _tell(name: str, values: Mapping[str, Any], *, replaces: bool) -> None:
             os.link(temporary, file)  # fails where the file is there
         finally:
             temporary.unlink()
-
-
-def _read(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8"))

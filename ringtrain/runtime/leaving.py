@@ -72,8 +72,7 @@ def ending_forked() -> Iterator[None]:
 def watch_end(*, has_left_ranks: bool) -> None:
     """From now on see to it that this process ends, once its main thread has left the program.
 
-    Args:
-        has_left_ranks: whether no other rank is waited for any more; else waiting for them is not cut short.
+    Unless it ``has_left_ranks``, its waiting for the other ranks is not cut short.
     """
     if not _timeout or not _has_watch.acquire(blocking=False):
         return

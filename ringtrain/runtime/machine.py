@@ -1,9 +1,12 @@
-"""What this process may use of its node: cores, processor time, memory for messages; whether GPUs may be there."""
+"""What this process may use of its node: cores, some of them for itself; processor time, memory, GPUs."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,7 @@ SHARED_MEMORY = Path("/dev/shm")
 # Where each kind of cgroup keeps its limit of memory in bytes, and counts its processes that were killed for it.
 MEMORY_FILES = (("", "memory.max", "memory.events"), ("memory", "memory.limit_in_bytes", "memory.oom_control"))
 NO_MEMORY_LIMIT = 2**62  # version 1 writes it as the largest multiple of a page in 63 bits
+_claims: list[socket.socket] = []  # of cores; open until the process ends
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver on Linux, and on Linux under Windows
 
 
@@ -76,9 +80,7 @@ def read_memory_limits(root: Path) -> list[tuple[int, Path]]:
 def cgroup_directories(root: Path, controller: str) -> list[Path]:
     """Where the limits of this process are: the directories of its cgroup and of all groups above it.
 
-    Args:
-        root: the file system's root (a made one in tests).
-        controller: of version 1, such as ``"cpu"``; empty for version 2, which has one hierarchy for all.
+    ``controller`` is one of version 1, such as ``"cpu"``; empty for version 2, which has one hierarchy for all.
     """
     directories = []
     for line in _read_lines(root / "proc/self/cgroup"):
@@ -88,6 +90,53 @@ def cgroup_directories(root: Path, controller: str) -> list[Path]:
             directory = mount / group.strip("/")
             directories += [directory, *[parent for parent in directory.parents if parent.is_relative_to(mount)]]
     return directories
+
+
+def claim_cores(cores: tuple[int, ...]) -> bool:
+    """Take cores for this process, until it ends; False, and none taken, where another run on this machine has one.
+
+    A core's name is an address of Linux's abstract socket name space (unix(7)): taken by one process at a time, freed
+    by the system however that process ends, and without a file that could be left behind. Any user can take a name, so
+    that a name alone is not believed: see ``is_run_on_core``.
+    """
+    claims: list[socket.socket] = []
+    for core in cores:
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        claims.append(claim)
+        address = f"\0ringtrain/core/{core}"
+        try:
+            claim.bind(address)
+            claim.listen(socket.SOMAXCONN)  # whoever connects is told by the system which process this is
+        except OSError:
+            if is_run_on_core(address, core):
+                for taken in claims:
+                    taken.close()
+                return False
+    _claims.extend(claims)
+    return True
+
+
+def is_run_on_core(address: str, core: int) -> bool:
+    """Whether the process that holds the name of a core is this user's, or is really bound to that core."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(address)
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            pid, user, _ = struct.unpack("3i", credentials)  # unix(7); the process is 0 where it is not to be seen
+            bound_to = os.sched_getaffinity(pid) if pid else set()
+        except BlockingIOError:  # many have asked before
+            return True
+        except OSError:  # no run of ringtrain, or it has ended
+            return False
+    return user == os.getuid() or (core in bound_to and len(bound_to) < len(os.sched_getaffinity(0)))
+
+
+def format_cores(cores: tuple[int, ...]) -> str:
+    """Cores as a list of ranges, such as ``0-3,8``."""
+    by_run = itertools.groupby(enumerate(sorted(cores)), key=lambda numbered: numbered[1] - numbered[0])
+    runs = [[core for _, core in run] for _, run in by_run]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _is_bound_by_launcher(environ: Mapping[str, str], cores: tuple[int, ...]) -> bool:

@@ -1,4 +1,5 @@
-"""Other processes: what proc(5) shows of them, what commands answer, and small ones of ringtrain's own, started aside.
+"""Other processes: what proc(5) shows of them, the launcher among the ancestors, what commands answer, and small ones
+of ringtrain's own, started aside.
 
 It uses nothing but the standard library, since those that are started aside use it, too.
 """
@@ -16,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 MEANT_FOR_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PACKAGES = str(Path(__file__).resolve().parents[2])
+LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun")
+SHELLS = ("sh", "bash", "dash")
 
 
 class Process(NamedTuple):
@@ -62,12 +65,51 @@ def read_words(pid: int | None, file: Literal["cmdline", "environ"]) -> list[str
         return []
 
 
-def ask(command: Sequence[str], *, seconds: float, **options: Any) -> tuple[int | None, str]:
-    """A command's exit code and all that it prints; None, and why, where it does not end in time or cannot be started.
+def find_launcher() -> int | None:
+    """The process id of the launcher on this host that the user started, or None."""
+    found = None
+    for pid in find_ancestors():
+        words = read_words(pid, "cmdline")
+        if not words:
+            break
+        if is_named_launcher(words):
+            found = pid
+    return found
 
-    Args:
-        options: of ``subprocess.run``, in place of these.
-    """
+
+class Lineage:
+    """The processes between a rank and its launcher, both included but for the rank, as they were at the start."""
+
+    def __init__(self) -> None:
+        """Where no launcher is known by its name, such as Slurm's, this process' parent stands for it."""
+        line = list(find_ancestors())
+        named = [number for number, pid in enumerate(line) if is_launcher(read_words(pid, "cmdline"))]
+        self._born = {pid: _read_birth(pid) for pid in line[: max(named, default=0) + 1]}
+
+    def find_gone(self) -> int | None:
+        """The process id of one that has ended; None where all of them live."""
+        return next((pid for pid, birth in self._born.items() if birth is None or _read_birth(pid) != birth), None)
+
+
+def is_launcher(words: list[str]) -> bool:
+    """Whether a command line is a launcher's; ``horovodrun`` becomes a shell that was given an mpirun to wait for."""
+    is_shell = len(words) > 2 and os.path.basename(words[0]) in SHELLS and words[1] == "-c"
+    waits_for_one = is_shell and words[2].split(" ")[0] in LAUNCHERS and not words[2].rstrip().endswith("&")
+    return is_named_launcher(words) or waits_for_one
+
+
+def is_named_launcher(words: list[str]) -> bool:
+    """Whether a command line begins with a launcher's name, perhaps behind its interpreter's."""
+    return any(os.path.basename(word) in LAUNCHERS for word in words[:2])
+
+
+def _read_birth(pid: int) -> int | None:
+    process = read_process(pid)
+    return None if process is None or process.has_ended else process.born
+
+
+def ask(command: Sequence[str], *, seconds: float, **options: Any) -> tuple[int | None, str]:
+    """A command's exit code and all that it prints; None, and why, where it ends too late or cannot be started."""
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, **options}
     try:
         finished = subprocess.run(

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from ringtrain.runtime.processes import ask
 
 HOROVODRUN = "horovodrun"  # starts the ranks where srun cannot
-LIST_COMMAND = ("srun", "--mpi=list")
-LIST_SECONDS = 20.0
 
 
 def choose_mpi(listing: str) -> str:
@@ -27,7 +25,7 @@ def choose_mpi(listing: str) -> str:
 
 def ask_srun() -> str | None:
     """What ``srun --mpi=list`` prints; None where there is no srun, or it does not answer."""
-    status, words = ask(LIST_COMMAND, seconds=LIST_SECONDS)
+    status, words = ask(("srun", "--mpi=list"), seconds=20.0)
     return words if status == 0 else None
 
 

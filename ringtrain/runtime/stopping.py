@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from ringtrain.errors import Cause, PreemptedError, UsageError
-from ringtrain.runtime.launcher import Lineage
+from ringtrain.runtime.processes import Lineage
 from ringtrain.runtime.time_limit import TimeLimit
 
 EXIT_CODE = PreemptedError.exit_code
@@ -65,9 +65,7 @@ class StopRequests:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         os.write(self._writer, b"\0")  # it need not wait for its next look at the file
         self._thread.join()
@@ -92,7 +90,6 @@ class StopRequests:
 
     @property
     def is_pending(self) -> bool:
-        """Whether this rank has been told to stop."""
         return self.reason is not None
 
     def watch_file(self, run: Path) -> None:

@@ -30,12 +30,11 @@ class World:
             if not 0 <= value < bound:
                 raise UsageError(
                     f"{self.launcher} says {name} {value} of {bound}; a {name} must be from 0 to {bound - 1}. "
-                    "Start the run again in a clean shell: variables of another launcher may be left in this one.",
+                    "Start the run again in a clean shell: variables of another launcher may be left in this one."
                 )
 
     @property
     def is_rank0(self) -> bool:
-        """True on rank 0, which writes the logs."""
         return self.rank == 0
 
 
@@ -43,9 +42,6 @@ def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
     """Read the world from the variables that the launcher set.
 
     The innermost launcher wins: inside a Slurm job, ``mpirun`` and ``horovodrun`` leave Slurm's variables in place.
-
-    Raises:
-        UsageError: a launcher's variable is missing or no number.
     """
     names: tuple[str, ...]
     if environ.get("HOROVOD_CONTROLLER") == "gloo" and "HOROVOD_RANK" in environ:
@@ -86,7 +82,7 @@ def _read_text(environ: Mapping[str, str], name: str) -> str:
     if name not in environ:
         raise UsageError(
             f"the launcher did not set {name}, though it set its other variables. Start the run again in a clean "
-            "shell with horovodrun, mpirun or srun.",
+            "shell with horovodrun, mpirun or srun."
         )
     return environ[name]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import IO, TYPE_CHECKING
 
 from ringtrain.messages.escaping import escape, escape_message
-from ringtrain.runtime.launcher import find_launcher
+from ringtrain.runtime.processes import find_launcher
 from ringtrain.runtime.streams import LastingFile
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ from ringtrain.guard.lost import LostRanksError
 from ringtrain.messages.defects import describe_defect, format_defect
 from ringtrain.messages.escaping import escape, escape_block, escape_message
 from ringtrain.runtime import leaving
-from ringtrain.runtime.cores import claim_cores
 from ringtrain.runtime.devices import NO_NEEDS, DevicePlan, Needs, adapt_plan, apply_plan, plan_devices, set_environment
 from ringtrain.runtime.launched import tell_end
-from ringtrain.runtime.machine import read_machine
+from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.world import World
 from ringtrain.training.ending import end_values, report_error
 from ringtrain.watchdog.thread import Watchdog

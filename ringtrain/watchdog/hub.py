@@ -132,20 +132,19 @@ class Star:
                     came += self._read(key.data)
             if is_woken or time.monotonic() >= end:
                 break
-        self._drop_slow_strangers()
+        for peer in [peer for peer in self._strangers if time.monotonic() - peer.since > PROVE_SECONDS]:
+            self._drop(peer)
         if self._addresses and not self._strangers and time.monotonic() >= self._retry_at:
             with contextlib.suppress(OSError):
                 self._connect(RETRY_CONNECT_SECONDS)
         return came
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Tell all peers."""
         data = _encode(message)
         for peer in self._peers.values():
             peer.send(data)
 
     def close(self) -> None:
-        """End all connections."""
         for key in list(self._selector.get_map().values()):
             if key.data is not self._wake_reader:
                 (key.data.socket if isinstance(key.data, _Peer) else key.data).close()
@@ -225,10 +224,6 @@ class Star:
             self._strangers.remove(peer)
         else:
             del self._peers[peer.rank]
-
-    def _drop_slow_strangers(self) -> None:
-        for peer in [peer for peer in self._strangers if time.monotonic() - peer.since > PROVE_SECONDS]:
-            self._drop(peer)
 
 
 def _encode(message: Mapping[str, Any]) -> bytes:

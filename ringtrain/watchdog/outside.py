@@ -15,6 +15,8 @@ import select
 import signal
 import subprocess
 
+from ringtrain.errors import HangError
+from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.processes import read_process, start_aside
 
 # Of the time that the rank may be silent: after all of it the others leave, and the launcher ends this one.
@@ -27,6 +29,7 @@ class Outside:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1  # its stdin
 
     def start(self, name: str, stacks_signal: int) -> None:
         """Begin to be watched. ``name`` is this rank's, in words; at ``stacks_signal`` it writes its stacks."""
@@ -34,6 +37,7 @@ class Outside:
         with contextlib.suppress(OSError):
             arguments = [name, str(int(stacks_signal))]
             self._process = start_aside(__name__, *arguments, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            self._pipe = self._process.stdin.fileno()  # type: ignore[union-attr]
             os.set_blocking(self._pipe, False)
 
     def tell(self, limit: float, doing: str) -> None:
@@ -42,8 +46,8 @@ class Outside:
             os.write(self._pipe, f"{limit} {doing}\n".encode())
 
     def close(self) -> None:
-        """End it."""
         if self._process is not None:
+            self._pipe = -1
             with contextlib.suppress(OSError):
                 self._process.stdin.close()  # type: ignore[union-attr]
             try:
@@ -51,12 +55,6 @@ class Outside:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-
-    @property
-    def _pipe(self) -> int:
-        if self._process is None or self._process.stdin is None:
-            raise OSError("there is no such process")
-        return self._process.stdin.fileno()
 
 
 def main(name: str, stacks_signal: str) -> None:
@@ -86,7 +84,7 @@ def main(name: str, stacks_signal: str) -> None:
                 f"{name} {doing}; no other thread of it has run for {silent:.0f} s: a call holds Python's lock, or the "
                 "process cannot run at all. It was killed."
             )
-            tell_end(message)
+            tell_end({"event": "end", "status": "hang", "exit_code": HangError.exit_code, "message": message})
             print_line(f"ringtrain: error: {message}\n")
             send(parent, signal.SIGKILL)
             return
@@ -102,11 +100,3 @@ def print_line(text: str) -> None:
     """Write to the error stream; one that nobody reads any more is no error."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
-
-
-def tell_end(message: str) -> None:
-    """Tell whoever launched the run, unless another rank has."""
-    from ringtrain.errors import HangError
-    from ringtrain.runtime import launched
-
-    launched.tell_end({"event": "end", "status": "hang", "exit_code": HangError.exit_code, "message": message})

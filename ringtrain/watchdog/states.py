@@ -54,10 +54,8 @@ def read_state(message: Mapping[str, Any]) -> RankState:
 def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all: bool) -> str | None:
     """What to say where nothing moves any more; None where something does, or is still given time.
 
-    Args:
-        states: of the ranks that take part in the watch and have not taken leave.
-        nodes: the host of each rank of the run.
-        sees_all: the judge hears of every rank; without that it judges only where the others are missing.
+    ``states`` are those of the ranks that take part in the watch and have not taken leave. Who does not hear of every
+    rank (``sees_all``) judges only where the others are missing.
     """
     missing = [rank for rank, state in states.items() if state.is_missing]
     if not states or not (sees_all or missing):

@@ -25,10 +25,7 @@ LEAST_SHARE = 0.9  # who sleeps for more is not what all wait for
 
 def list_threads() -> set[str]:
     """The threads of this process."""
-    try:
-        return set(os.listdir("/proc/self/task"))
-    except OSError:
-        return set()
+    return set(os.listdir("/proc/self/task"))
 
 
 class Looks:
@@ -60,9 +57,7 @@ class Stragglers:
     def compare(self, looks: Mapping[int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
         """Those that are slow and were not told before, with their share of looks when they could run, and the rest's.
 
-        Args:
-            looks: for each rank how often it was looked at, and how often it could run then; empty where the ranks do
-                not train.
+        ``looks``: how often each rank was looked at, and how often it could run then; empty where they do not train.
         """
         if set(looks) != set(self._begun):
             self._begun = dict(looks)

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -25,7 +26,6 @@ from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase, limit_seconds
 from ringtrain.runtime.world import World
-from ringtrain.watchdog.ending import STACKS_SECONDS, STACKS_SIGNAL, run_bounded, start_bounded, write_stacks
 from ringtrain.watchdog.hub import Message, Star, draw_token, listen
 from ringtrain.watchdog.outside import Outside
 from ringtrain.watchdog.states import RankState, find_hang, read_state
@@ -34,7 +34,10 @@ from ringtrain.watchdog.stragglers import Looks, Stragglers, describe_slow, list
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
 
+# Any process may send it: the rank then writes the stacks of its threads, even where none of them can run.
+STACKS_SIGNAL = signal.SIGRTMIN + 6
 LONGEST_TICK_SECONDS = 1.0
+STACKS_SECONDS = 3.0
 LEAVE_SECONDS = 20.0  # for the ways out of Horovod and MPI, which wait for other ranks
 RECORD_SECONDS = 5.0  # for last words into files, which may be on a file system that hangs
 ENDING_SECONDS = 30.0  # for all last words together
@@ -217,7 +220,6 @@ class Watchdog:
         self._outside.tell(mine.limit, mine.note.words_of_one)
 
     def _judge(self, seconds: float) -> None:
-        """End what hangs."""
         if self._seconds_to_leave is not None:
             self._seconds_to_leave -= seconds
             if self._seconds_to_leave <= 0:
@@ -245,7 +247,6 @@ class Watchdog:
                 )
 
     def _look_for_stragglers(self) -> None:
-        """Warn of ranks for whose computing the others wait."""
         notes = [activity.current()[0], *(state.note for state in self._states.values())]
         ranks = [self._world.rank, *self._states] if all(note.step for note in notes) else []
         looks = {rank: self._looks_at[rank] for rank in ranks if rank in self._looks_at}
@@ -300,9 +301,31 @@ class Watchdog:
 
 def is_debugged() -> bool:
     """Whether the main thread is in a debugger, where the user may take any time."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if os.path.basename(frame.f_code.co_filename) in DEBUGGERS:
-            return True
-        frame = frame.f_back
-    return False
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = traceback.walk_stack(innermost) if innermost else ()
+    return any(os.path.basename(frame.f_code.co_filename) in DEBUGGERS for frame, _ in frames)
+
+
+def write_stacks(world: World) -> None:
+    """Write to stderr where each thread of this process is."""
+    who = f"ringtrain: rank {world.rank} on {world.node}"
+    os.write(2, f"{who} is here:\n".encode())
+    faulthandler.dump_traceback(file=2, all_threads=True)
+    os.write(2, f"{who} ends.\n".encode())
+
+
+def start_bounded(action: Callable[[], None]) -> threading.Thread:
+    """Do something in a thread of its own, for whose end nobody needs to wait: whatever it needs may hang as well."""
+
+    def act() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=act, name="last words", daemon=True)
+    thread.start()
+    return thread
+
+
+def run_bounded(action: Callable[[], None], seconds: float) -> None:
+    """Do something, and wait no longer for it than this."""
+    start_bounded(action).join(seconds)

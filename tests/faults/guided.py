@@ -21,8 +21,7 @@ with atheris.instrument_imports():
     from ringtrain.data.formats import tfrecord_index
     from ringtrain.errors import DataError
     from ringtrain.files import bounded
-    from ringtrain.run import manifest
-    from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, DamagedError, read_checkpoint
+    from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, DamagedError, digest_of, read_checkpoint
 
 DIRECTORY = Path(tempfile.mkdtemp())
 VARIABLES = bytes(20)
@@ -40,9 +39,7 @@ FILES = (tfrecord_index.FileState("a", 400, 0), tfrecord_index.FileState("b", 12
 def try_manifest(data: bytes) -> None:
     """A manifest of any content: read, or damaged."""
     with contextlib.suppress(ValueError):  # no JSON, which needs no signature
-        data = json.dumps(
-            {"sha256": manifest.digest_of(content := bounded.parse_json(data)), "content": content}
-        ).encode()
+        data = json.dumps({"sha256": digest_of(content := bounded.parse_json(data)), "content": content}).encode()
     (DIRECTORY / MANIFEST_FILE).write_bytes(data)
     (DIRECTORY / VARIABLES_FILE).write_bytes(VARIABLES)
     with contextlib.suppress(DamagedError, DataError):

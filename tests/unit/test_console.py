@@ -18,7 +18,7 @@ from typing import IO
 
 import pytest
 
-from ringtrain.runtime.launcher import LAUNCHERS, find_launcher
+from ringtrain.runtime.processes import LAUNCHERS, find_launcher
 from ringtrain.terminal import console
 from ringtrain.terminal.console import Console, launcher_terminal, open_console
 
@@ -63,7 +63,7 @@ def test_without_a_launcher_stdout_decides(monkeypatch: pytest.MonkeyPatch) -> N
 SHOW_CURSOR = b"\x1b[?25h"
 FIND = """import sys
 sys.path.insert(0, {root!r})
-from ringtrain.runtime.launcher import find_launcher
+from ringtrain.runtime.processes import find_launcher
 print(find_launcher())
 """
 

@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from ringtrain.errors import UsageError
-from ringtrain.runtime import cores as cores_module
 from ringtrain.runtime import devices
 from ringtrain.runtime import machine as machine_module
-from ringtrain.runtime.cores import claim_cores, format_cores
 from ringtrain.runtime.devices import (
     DevicePlan,
     Needs,
@@ -29,7 +27,7 @@ from ringtrain.runtime.devices import (
     plan_settings,
     set_environment,
 )
-from ringtrain.runtime.machine import Machine, read_cgroup_quota, read_machine
+from ringtrain.runtime.machine import Machine, claim_cores, format_cores, read_cgroup_quota, read_machine
 from ringtrain.runtime.world import World
 
 
@@ -135,7 +133,7 @@ def test_cores_that_another_run_has_are_not_taken() -> None:
 
 HOLD_CORES = """
 import sys
-from ringtrain.runtime.cores import claim_cores
+from ringtrain.runtime.machine import claim_cores
 print(claim_cores((100001, 100002)), flush=True)
 sys.stdin.read()
 """
@@ -189,8 +187,8 @@ def test_another_users_claim_counts_where_its_process_is_bound_to_the_core() -> 
     assert core != other
     for cores, is_believed in (({core}, True), (everywhere, False), ({other}, False)):
         with held_by_stranger(name, cores):
-            assert cores_module.is_run_on_core(f"\0{name}", core) is is_believed
-    assert not cores_module.is_run_on_core(f"\0{name}", core)
+            assert machine_module.is_run_on_core(f"\0{name}", core) is is_believed
+    assert not machine_module.is_run_on_core(f"\0{name}", core)
 
 
 def test_settings_are_defaults_and_say_where_they_came_from() -> None:
@@ -456,11 +454,11 @@ def test_cores_are_written_as_ranges() -> None:
 
 @pytest.fixture(autouse=True)
 def _free_claims() -> object:
-    held = len(cores_module._claims)
+    held = len(machine_module._claims)
     yield
-    for claim in cores_module._claims[held:]:
+    for claim in machine_module._claims[held:]:
         claim.close()
-    del cores_module._claims[held:]
+    del machine_module._claims[held:]
 
 
 def test_tensorflow_without_eager_execution_is_refused() -> None:

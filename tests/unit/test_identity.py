@@ -15,7 +15,7 @@ import pytest
 from ringtrain.commands import export
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.run.checkpoint import MANIFEST_FILE
+from ringtrain.run.checkpoint import MANIFEST_FILE, digest_of
 from ringtrain.run.identity import (
     IDENTITY_FILE,
     as_identity,
@@ -24,7 +24,6 @@ from ringtrain.run.identity import (
     read_identity,
     require_own,
 )
-from ringtrain.run.manifest import digest_of
 from ringtrain.run.resume import open_run
 from ringtrain.run.store import step_name
 from ringtrain.runtime.world import read_world

@@ -9,8 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from ringtrain.run.checkpoint import MANIFEST_FILE, Checkpoint, read_checkpoint
-from ringtrain.run.manifest import digest_of
+from ringtrain.run.checkpoint import MANIFEST_FILE, Checkpoint, digest_of, read_checkpoint
 from ringtrain.run.names import number_twins, without_optimizer_names
 from ringtrain.run.store import write_checkpoint
 from ringtrain.run.variables import named_slots, slots_that_begin_as_weights

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.run.checkpoint import read_checkpoint
-from ringtrain.run.manifest import digest_of
+from ringtrain.run.checkpoint import digest_of, read_checkpoint
 from ringtrain.run.store import step_name
 from tests.world.running import (
     assert_history_is_whole,

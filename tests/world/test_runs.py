@@ -142,7 +142,7 @@ def test_the_log_tells_where_the_time_of_a_step_goes(run_ringtrain: RunRingtrain
 def occupied_cores() -> Iterator[None]:
     """Another run that has all cores of this machine for itself."""
     script = (
-        "import os, sys; from ringtrain.runtime.cores import claim_cores; "
+        "import os, sys; from ringtrain.runtime.machine import claim_cores; "
         "[claim_cores((core,)) for core in os.sched_getaffinity(0)]; print(flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ringtrain.data.formats.image_folder import load_image_folder
-from ringtrain.data.formats.tfrecord import has_tfrecords, load_tfrecords
 from ringtrain.errors import DataError, UsageError
 from ringtrain.workloads.base import Sources, Workload
 
@@ -72,6 +70,8 @@ class Inception(Workload):
         return build_inception(self._image_shape, self._num_classes)
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        from ringtrain.data.formats.image_folder import load_image_folder
+        from ringtrain.data.formats.tfrecord import has_tfrecords, load_tfrecords
         from ringtrain.data.sources import from_arrays
         from ringtrain.workloads.cifar10 import make_samples
 

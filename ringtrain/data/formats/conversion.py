@@ -9,20 +9,19 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.data.formats import reading
 from ringtrain.data.formats.cifar10 import ARCHIVE_NAME, CLASS_NAMES, FILES, FOLDER_NAME, load_cifar10
 from ringtrain.data.formats.example import make_example
+from ringtrain.data.formats.image_folder import ImageFolderSource, load_image_folder
 from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.data.formats.tfrecord import CLASSES_FILE
 from ringtrain.errors import DataError, UsageError
 from ringtrain.files.atomic import replace_text
-
-if TYPE_CHECKING:
-    from ringtrain.data.formats.image_folder import ImageFolderSource
 
 SHARD_BYTES = 128 << 20
 """About how large a file becomes where the user names no number of them."""
@@ -116,8 +115,6 @@ def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
             f"CIFAR-10, which has {FOLDER_NAME} or {ARCHIVE_NAME}. Check the path, or say what it is with --kind.",
             reach="node",
         )
-    from ringtrain.data.formats.image_folder import load_image_folder
-
     parts = load_image_folder(source, image_size=1, channels=3)  # of any size: no image is read
     return parts[0].class_names, [_open_image_part(part) for part in parts if part is not None]
 
@@ -137,8 +134,6 @@ def _described(shape: Sequence[int], label: int, class_name: str) -> dict[str, b
 
 
 def _write_split(directory: Path, split: Split, num_shards: int) -> None:
-    import tensorflow as tf
-
     num_shards = max(1, min(num_shards, split.num_samples))
     for shard in range(num_shards):
         count = split.num_samples * (shard + 1) // num_shards - split.num_samples * shard // num_shards

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import tensorflow as tf
+import tensorflow as tf
 
 PARALLEL_DECODES = 16  # at most; the input pipeline's threads decide how many of a batch are decoded at once
 
@@ -31,8 +29,6 @@ def decode_batch(
     Returns:
         The numbers [m] and the images, uint8 [m, h, w, c], in the order that they came in.
     """
-    import tensorflow as tf
-
     decoded = tf.data.Dataset.from_tensor_slices((indices, encoded)).map(
         lambda index, image: (index, decode(image)), num_parallel_calls=PARALLEL_DECODES, deterministic=True
     )
@@ -51,8 +47,6 @@ def decode_image(content: tf.Tensor, image_shape: tuple[int, int, int], *, is_re
     Either its middle square is resized to ``image_shape``, a square, and its channels are converted, or it must have
     that shape.
     """
-    import tensorflow as tf
-
     height, _, channels = image_shape
     # Decodes PNG as well, and takes what it is from its first bytes.
     image = tf.io.decode_jpeg(content, channels=channels, dct_method="INTEGER_ACCURATE")
@@ -61,8 +55,6 @@ def decode_image(content: tf.Tensor, image_shape: tuple[int, int, int], *, is_re
 
 def resize_middle(image: tf.Tensor, size: int) -> tf.Tensor:
     """The largest square in the middle of an image uint8 [h, w, c], resized to [size, size, c]."""
-    import tensorflow as tf
-
     height, width = tf.unstack(tf.shape(image)[:2])
     side = tf.minimum(height, width)
     top, left = (height - side) // 2, (width - side) // 2

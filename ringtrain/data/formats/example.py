@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.errors import DataError
 
 
 def make_example(features: dict[str, bytes | int]) -> bytes:
     """A serialised ``tf.train.Example`` of single values."""
-    import tensorflow as tf
 
     def feature(value: bytes | int) -> tf.train.Feature:
         if isinstance(value, bytes):
@@ -25,8 +25,6 @@ def make_example(features: dict[str, bytes | int]) -> bytes:
 
 def feature_spec() -> dict[str, Any]:
     """What is read of a record, with values for what it lacks."""
-    import tensorflow as tf
-
     texts = {name: tf.io.FixedLenFeature([], tf.string, b"") for name in ("image/encoded", "image/raw")}
     defaults = {"image/class/label": -1, "image/height": 0, "image/width": 0, "image/channels": 0}
     return texts | {name: tf.io.FixedLenFeature([], tf.int64, value) for name, value in defaults.items()}
@@ -34,8 +32,6 @@ def feature_spec() -> dict[str, Any]:
 
 def parse_features(records: list[Any], name_of: Callable[[int], str]) -> list[np.ndarray]:
     """Encoded image, raw image, label, height, width and channels of records, [n] each; ``name_of`` names one."""
-    import tensorflow as tf
-
     spec = feature_spec()
     with tf.device("CPU"):
         try:

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import tensorflow as tf
 
 from ringtrain.data.formats import reading
 from ringtrain.data.formats.decoding import decode_batch, decode_image
@@ -22,9 +24,6 @@ from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_h
 from ringtrain.data.sources import BadSample
 from ringtrain.errors import DataError
 from ringtrain.runtime import activity
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 TRAIN_FOLDER = "train"
 EVALUATION_FOLDERS = ("validation", "val", "test")
@@ -78,8 +77,6 @@ class ImageFolderSource:
         return self._collect(indices, skips_bad=True)
 
     def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        import tensorflow as tf
-
         with tf.device("CPU"):
             paths = tf.gather(self.paths, indices)
             found, images = decode_batch(
@@ -89,8 +86,6 @@ class ImageFolderSource:
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
         """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
-        import tensorflow as tf
-
         found = []
         for index in map(int, indices):
             with tf.device("CPU"):
@@ -103,8 +98,6 @@ class ImageFolderSource:
 
     def _decode(self, path: tf.Tensor) -> tf.Tensor:
         """One image, uint8 [h, w, c]."""
-        import tensorflow as tf
-
         return decode_image(tf.io.read_file(path), self.image_shape, is_resized=self.is_resized)
 
 
@@ -150,8 +143,6 @@ def load_image_folder(
 
 
 def _create_source(data_dir: Path, listing: _Listing, class_names: tuple[str, ...], **fields: Any) -> ImageFolderSource:
-    import tensorflow as tf
-
     files = list(_files(listing))
     numbers = {name: number for number, name in enumerate(class_names)}
     with tf.device("CPU"):

@@ -15,9 +15,9 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.data.formats.decoding import decode_batch, decode_image, resize_middle
 from ringtrain.data.formats.image_folder import Channels
@@ -25,9 +25,6 @@ from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, In
 from ringtrain.data.sources import BadSample
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 CLASSES_FILE = "classes.txt"
 TRAIN_NAME = "train"
@@ -194,8 +191,6 @@ class TFRecordSource:
         image_shape: tuple[int, int, int],
         num_classes: int,
     ) -> None:
-        import tensorflow as tf
-
         self.num_samples = len(index.entries)
         self.image_shape, self.num_classes = image_shape, num_classes
         self.fingerprint = hashlib.sha256(f"{index.fingerprint} {image_shape}".encode()).hexdigest()
@@ -216,8 +211,6 @@ class TFRecordSource:
         return self._collect(indices, skips_bad=True)
 
     def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        import tensorflow as tf
-
         def read(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             return self._read(numbers, skips_bad=skips_bad)
 
@@ -233,8 +226,6 @@ class TFRecordSource:
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
         """Those of the samples ``indices`` that cannot be had. Outside of graphs only."""
-        import tensorflow as tf
-
         found = []
         for index in map(int, indices):
             try:
@@ -284,8 +275,6 @@ class TFRecordSource:
 
     def _decode(self, records: tf.Tensor, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor]:
         """Records [n] to their indices and images uint8 [n, h, w, c]; bad ones fail, or are left out."""
-        import tensorflow as tf
-
         name = "image/raw" if self._is_raw else "image/encoded"
         stored = tf.io.parse_example(records, {name: tf.io.FixedLenFeature([], tf.string)})[name]
         if self._is_raw and self._stored_shape == self.image_shape:
@@ -294,8 +283,6 @@ class TFRecordSource:
 
     def _decode_one(self, stored: tf.Tensor) -> tf.Tensor:
         """One image [h, w, c]."""
-        import tensorflow as tf
-
         if self._is_raw:
             image = tf.reshape(tf.io.decode_raw(stored, tf.uint8), self._stored_shape)
             return resize_middle(image, self.image_shape[0])

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.data.formats import reading
 from ringtrain.data.formats.example import parse_features
@@ -191,7 +192,6 @@ def scan_file(path: Path, number: int) -> np.ndarray:
 
 def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
     """Offset, length of the data and the data of each record; None where the data's CRC is wrong."""
-    import tensorflow as tf
     from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the one reader that tells offsets
 
     file = None

@@ -9,17 +9,11 @@ from ringtrain.workloads import BUILT_IN, load_workload
 
 
 class Entry(NamedTuple):
-    """What the table says of a workload besides its defaults.
+    """What the table says of a workload besides its defaults."""
 
-    Attributes:
-        what: the model, in a few words.
-        data: what ``--data_dir`` has to hold.
-        parameters: how many the model has by default; ``inception``'s for 10 classes.
-    """
-
-    what: str
-    data: str
-    parameters: int
+    what: str  # the model, in a few words
+    data: str  # what --data_dir has to hold
+    parameters: int  # how many the model has by default; inception's for 10 classes
 
 
 ENTRIES: Mapping[str, Entry] = {

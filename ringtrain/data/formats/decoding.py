@@ -17,17 +17,10 @@ def decode_batch(
     image_shape: tuple[int, int, int],
     skips_bad: bool,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decode images in parallel.
+    """Decode images [n] with their numbers in parallel: the numbers [m] and uint8 [m, h, w, c], in the same order.
 
-    By a dataset of their own, since tf.map_fn cannot pass over an image, and is slower for small ones.
-
-    Args:
-        decode: makes an image uint8 [h, w, c] of one element of ``encoded``.
-        encoded, indices: the images and their numbers, [n]; n may be 0.
-        skips_bad: whether images that cannot be decoded are left out, or are an error.
-
-    Returns:
-        The numbers [m] and the images, uint8 [m, h, w, c], in the order that they came in.
+    Those that cannot be decoded are left out (``skips_bad``), or are an error. By a dataset of their own, since
+    tf.map_fn cannot pass over an image, and is slower for small ones.
     """
     decoded = tf.data.Dataset.from_tensor_slices((indices, encoded)).map(
         lambda index, image: (index, decode(image)), num_parallel_calls=PARALLEL_DECODES, deterministic=True

@@ -38,29 +38,17 @@ Channels = Literal[1, 3]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageFolderSource:
-    """Images uint8 [n, h, w, c] and their classes, int64 [n]. Build one with ``load_image_folder``.
+    """Images uint8 [n, h, w, c] and their classes, int64 [n]. Build one with ``load_image_folder``."""
 
-    Attributes:
-        paths: string [num_samples].
-        labels: positions in class_names, int64 [num_samples].
-        class_names: the classes, sorted.
-        image_shape: (h, w, c).
-        is_resized: whether images of other sizes and channels are brought to ``image_shape``, or must have it.
-        fingerprint: SHA-256 of the classes and of each image's path below the data directory and its size.
-        changed: SHA-256 of the times at which the images were last changed; another copy of them has another.
-        damaged: the samples whose headers say already that they cannot be decoded; headers are read unless
-            ``is_resized``.
-    """
-
-    paths: tf.Tensor
-    labels: tf.Tensor
+    paths: tf.Tensor  # string [num_samples]
+    labels: tf.Tensor  # positions in class_names, int64 [num_samples]
     num_samples: int
-    class_names: tuple[str, ...]
-    image_shape: tuple[int, int, int]
-    is_resized: bool
-    fingerprint: str
-    changed: str
-    damaged: tuple[BadSample, ...]
+    class_names: tuple[str, ...]  # sorted
+    image_shape: tuple[int, int, int]  # (h, w, c)
+    is_resized: bool  # whether images of other sizes and channels are brought to image_shape, or must have it
+    fingerprint: str  # SHA-256 of the classes and of each image's path below the data directory and its size
+    changed: str  # SHA-256 of the times at which the images were last changed; another copy of them has another
+    damaged: tuple[BadSample, ...]  # whose headers say already that they cannot be decoded: read unless is_resized
 
     @property
     def num_classes(self) -> int:

@@ -7,28 +7,25 @@ that TensorFlow's own ImageNet scripts use. ``ringtrain convert`` writes such fi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-import threading
 import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.formats.decoding import decode_batch, decode_image, resize_middle
-from ringtrain.data.formats.image_folder import Channels
+from ringtrain.data.formats.image_folder import EVALUATION_FOLDERS, TRAIN_FOLDER, Channels
 from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
 from ringtrain.data.sources import BadSample
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
 
 CLASSES_FILE = "classes.txt"
-TRAIN_NAME = "train"
-EVALUATION_NAMES = ("validation", "val", "test")
 _PATTERNS = ("{}.tfrecord", "{}-*.tfrecord", "{}-*-of-*")
 _MAX_OPEN_FILES = 64
 
@@ -58,11 +55,11 @@ def load_tfrecords(
             another shape than the rest.
     """
     class_names = read_class_names(data_dir)
-    parts = {"train": find_files(data_dir, TRAIN_NAME), "evaluation": find_files(data_dir, *EVALUATION_NAMES)}
+    parts = {"train": find_files(data_dir, TRAIN_FOLDER), "evaluation": find_files(data_dir, *EVALUATION_FOLDERS)}
     if not parts["train"]:
         raise DataError(
-            f"{data_dir} has no files {TRAIN_NAME}-*.tfrecord. Name their directory with --data_dir, or make them with "
-            "ringtrain convert.",
+            f"{data_dir} has no files {TRAIN_FOLDER}-*.tfrecord. Name their directory with --data_dir, or make them "
+            "with ringtrain convert.",
             reach="node",
         )
     place = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:12]
@@ -83,7 +80,7 @@ def load_tfrecords(
 
 def has_tfrecords(data_dir: Path) -> bool:
     """Whether a directory holds samples that ``load_tfrecords`` reads."""
-    return bool(find_files(data_dir, TRAIN_NAME))
+    return bool(find_files(data_dir, TRAIN_FOLDER))
 
 
 def find_files(data_dir: Path, *names: str) -> tuple[Path, ...]:
@@ -171,16 +168,7 @@ def _shape_text(entry: np.void) -> str:
 
 
 class TFRecordSource:
-    """Images uint8 [n, h, w, c] and their labels, int64 [n]. Get one from ``load_tfrecords``.
-
-    Attributes:
-        num_samples: how many records there are, damaged ones as well.
-        paths: string [files].
-        image_shape: (h, w, c).
-        num_classes: labels are below it.
-        fingerprint: SHA-256 over the files' names and sizes, the content of all records, and ``image_shape``.
-        damaged: the samples whose records were damaged when the index was made.
-    """
+    """Images uint8 [n, h, w, c] and their labels, int64 [n]. Get one from ``load_tfrecords``."""
 
     def __init__(
         self,
@@ -191,13 +179,13 @@ class TFRecordSource:
         image_shape: tuple[int, int, int],
         num_classes: int,
     ) -> None:
-        self.num_samples = len(index.entries)
+        self.num_samples = len(index.entries)  # damaged ones as well
         self.image_shape, self.num_classes = image_shape, num_classes
         self.fingerprint = hashlib.sha256(f"{index.fingerprint} {image_shape}".encode()).hexdigest()
         self._index, self._is_raw, self._stored_shape = index, is_raw, stored_shape
-        self._files = _OpenFiles(index.paths)
+        self._open = functools.lru_cache(_MAX_OPEN_FILES)(_OpenFile)  # those which were needed last stay open
         with tf.device("CPU"):
-            self.paths = tf.constant([os.fsencode(path) for path in index.paths])
+            self.paths = tf.constant([os.fsencode(path) for path in index.paths])  # [files]
         self._labels = np.asarray(index.entries["label"], np.int64)
         self.damaged = tuple(self.find_bad(np.flatnonzero(index.entries["kind"] == DAMAGED)))
 
@@ -261,7 +249,8 @@ class TFRecordSource:
                 "it again with ringtrain convert."
             )
         try:
-            record = self._files.read(int(entry["file"]), int(entry["offset"]) + HEADER_BYTES, int(entry["length"]))
+            file = self._open(self._index.paths[entry["file"]])  # held, so that no other thread's read closes it
+            record = os.pread(file.descriptor, int(entry["length"]), int(entry["offset"]) + HEADER_BYTES)
         except OSError as error:
             raise DataError(f"{where(index)} cannot be read: {error.strerror}. Check the file.") from error
         if zlib.crc32(record) != entry["crc32"]:
@@ -289,26 +278,10 @@ class TFRecordSource:
         return decode_image(stored, self.image_shape, is_resized=self._stored_shape is None)
 
 
-class _OpenFiles:
-    """Files that are read in any order: some stay open, those which were needed last."""
+class _OpenFile:
+    """A file that stays open as long as somebody has it."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = tuple(paths)
-        self._open: OrderedDict[int, int] = OrderedDict()  # number of the file to descriptor
-        self._lock = threading.Lock()
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         # Not __del__, which at the interpreter's end finds its modules gone.
-        weakref.finalize(self, _close_all, self._open)
-
-    def read(self, number: int, offset: int, num_bytes: int) -> bytes:
-        with self._lock:  # no other thread closes the file meanwhile
-            if number not in self._open:
-                self._open[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
-                if len(self._open) > _MAX_OPEN_FILES:
-                    os.close(self._open.popitem(last=False)[1])
-            self._open.move_to_end(number)
-            return os.pread(self._open[number], num_bytes, offset)
-
-
-def _close_all(descriptors: OrderedDict[int, int]) -> None:
-    for descriptor in descriptors.values():
-        os.close(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)

@@ -30,7 +30,7 @@ from ringtrain.data.formats.example import parse_features
 from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.errors import DataError
 from ringtrain.files.atomic import replacing
-from ringtrain.files.bounded import parse_json, read_bounded
+from ringtrain.files.bounded import read_bounded
 from ringtrain.runtime import activity
 
 HEADER_BYTES = 12  # the length and its CRC
@@ -51,7 +51,6 @@ ENTRY = np.dtype(
 )
 ENCODED, RAW, DAMAGED = 0, 1, 2
 
-_MAX_HEADER_BYTES = 4096  # of each file: its name, and numbers
 _MAGIC = b"ringtfr1"
 _PARSED_TOGETHER = 64
 
@@ -88,15 +87,8 @@ class Index(NamedTuple):
 def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
     """The index of files, from a cache that is whole, and whose files are as they were, else by reading them.
 
-    Any number of processes may do so at once: each writes a file of its own and renames it.
-
-    Args:
-        paths: the data files.
-        caches: the files that may keep the index; it is written to the first of them that can be. Where none can, it is
-            used all the same.
-
-    Raises:
-        DataError: a file is missing, empty or damaged, or a record is no ``tf.train.Example``.
+    It is written to the first of the caches that can be. Any number of processes may do so at once: each writes a file
+    of its own and renames it.
     """
     files = tuple(_state_of(path) for path in paths)
     for cache in caches:
@@ -123,9 +115,13 @@ def _state_of(path: Path) -> FileState:
 # --- The cache: magic, SHA-256 of the rest, length of the header (8 bytes), header (JSON), entries ---
 
 
+def _header(files: tuple[FileState, ...]) -> bytes:
+    header = json.dumps({"files": files, "entry": ENTRY.descr}).encode()
+    return struct.pack("<Q", len(header)) + header
+
+
 def _write_cache(cache: Path, index: Index) -> None:
-    header = json.dumps({"files": index.files, "entry": ENTRY.descr}).encode()
-    body = struct.pack("<Q", len(header)) + header + index.entries.tobytes()
+    body = _header(index.files) + index.entries.tobytes()
     cache.parent.mkdir(parents=True, exist_ok=True)
     with replacing(cache) as file:
         file.write(_MAGIC + hashlib.sha256(body).digest() + body)
@@ -133,20 +129,15 @@ def _write_cache(cache: Path, index: Index) -> None:
 
 def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
     """The index in a file; None where there is none for these files as they are now, or it is damaged."""
-    num_bytes = sum(file.num_bytes for file in files)
-    largest = num_bytes // (HEADER_BYTES + FOOTER_BYTES) * ENTRY.itemsize
+    header, start = _header(files), len(_MAGIC) + hashlib.sha256().digest_size
+    most_records = sum(file.num_bytes for file in files) // (HEADER_BYTES + FOOTER_BYTES)
     try:
-        content = read_bounded(cache, largest + _MAX_HEADER_BYTES * (1 + len(files)))
-        start = len(_MAGIC) + hashlib.sha256().digest_size
+        content = read_bounded(cache, start + len(header) + most_records * ENTRY.itemsize)
         body = content[start:]
-        if content[:start] != _MAGIC + hashlib.sha256(body).digest():
+        if content[:start] != _MAGIC + hashlib.sha256(body).digest() or not body.startswith(header):
             return None
-        (header_bytes,) = struct.unpack_from("<Q", body)
-        header = parse_json(body[8 : 8 + header_bytes])
-        if header != json.loads(json.dumps({"files": files, "entry": ENTRY.descr})):
-            return None
-        entries = np.frombuffer(body, ENTRY, offset=8 + header_bytes)
-    except (OSError, ValueError, OverflowError, struct.error):
+        entries = np.frombuffer(body, ENTRY, offset=len(header))
+    except (OSError, ValueError):
         return None
     return Index(files, entries) if _cover(entries, files) else None
 
@@ -176,9 +167,7 @@ def _cover(entries: np.ndarray, files: tuple[FileState, ...]) -> bool:
 def scan_file(path: Path, number: int) -> np.ndarray:
     """The entries of one file's records, all of which are read; ``number`` is the file's.
 
-    Raises:
-        DataError: it is empty, cut off, a length is wrong, or a record is no ``tf.train.Example`` with an image and a
-            label. A record whose data alone are damaged is marked, since those after it can be read.
+    A record whose data alone are damaged is marked, since those after it can be read; any other damage is an error.
     """
     records = _read_records(path)
     parts: list[np.ndarray] = []
@@ -194,39 +183,34 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
     """Offset, length of the data and the data of each record; None where the data's CRC is wrong."""
     from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the one reader that tells offsets
 
-    file = None
     try:
-        file = os.open(path, os.O_RDONLY)
-        reader = tf_record_random_reader(os.fspath(path))
-        offset = count = 0
-        while True:
-            # TensorFlow asks for as much memory as a length says, true or not, and dies where there is none.
-            header = os.pread(file, 8, offset)
-            if len(header) == 8 and struct.unpack("<Q", header)[0] > os.fstat(file).st_size - offset:
-                _length_of_damaged(path, offset, count)
-            try:
-                data, end = reader.read(offset)
-            except IndexError:  # the end of the file, or so few bytes that they are no header
-                if offset != path.stat().st_size:
+        with path.open("rb", buffering=0) as file:
+            reader = tf_record_random_reader(os.fspath(path))
+            offset = count = 0
+            while True:
+                # TensorFlow asks for as much memory as a length says, true or not, and dies where there is none.
+                header = os.pread(file.fileno(), 8, offset)
+                if len(header) == 8 and struct.unpack("<Q", header)[0] > path.stat().st_size - offset:
                     _length_of_damaged(path, offset, count)
-                return
-            except tf.errors.DataLossError:
-                length = _length_of_damaged(path, offset, count)
-                data, end = None, offset + HEADER_BYTES + length + FOOTER_BYTES
-            yield offset, end - offset - HEADER_BYTES - FOOTER_BYTES, data
-            offset, count = end, count + 1
+                try:
+                    data, end = reader.read(offset)
+                except IndexError:  # the end of the file, or so few bytes that they are no header
+                    if offset != path.stat().st_size:
+                        _length_of_damaged(path, offset, count)
+                    return
+                except tf.errors.DataLossError:
+                    length = _length_of_damaged(path, offset, count)
+                    data, end = None, offset + HEADER_BYTES + length + FOOTER_BYTES
+                yield offset, end - offset - HEADER_BYTES - FOOTER_BYTES, data
+                offset, count = end, count + 1
     except (OSError, tf.errors.OpError) as error:
         raise DataError(f"{path} cannot be read: {error}. Check the file and its permissions.", reach="node") from error
-    finally:
-        if file is not None:
-            os.close(file)
 
 
 def _length_of_damaged(path: Path, offset: int, count: int) -> int:
     """The length of a record that the reader refused, where only its data are damaged.
 
-    Raises:
-        DataError: the length itself is damaged, or the file ends within the record: nothing after it can be read.
+    It is an error if the length itself is damaged, or the file ends within the record: nothing after it can be read.
     """
     where = _name(path, count, offset)
     num_bytes = path.stat().st_size

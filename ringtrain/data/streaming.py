@@ -102,11 +102,7 @@ def _check(x: Any, y: Any, spec: Any, *, rank: int, step: int) -> int:
     """The number of samples in a batch, which must be of the first one's kind."""
     try:
         found = tf.nest.map_structure(_spec_of, (x, y))
-        tf.nest.assert_same_structure(found, spec)
-        fits = all(
-            one.dtype == other.dtype and one.shape.is_compatible_with(other.shape)
-            for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(spec), strict=True)
-        )
+        fits = all(tf.nest.flatten(tf.nest.map_structure(tf.TensorSpec.is_compatible_with, spec, found)))
     except (TypeError, ValueError):
         found, fits = (x, y), False
     lengths = {np.shape(array)[:1] for array in tf.nest.flatten((x, y))} if fits else set()

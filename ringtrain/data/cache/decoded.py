@@ -56,7 +56,6 @@ class CachedSource:
         self._is_writable = all(array.flags.writeable for array in arrays)
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        """The samples ``indices`` as (x, y); fails as the source does where one cannot be decoded."""
         if self._is_writable:
             indices = self._keep(indices, lambda missing: (missing, *self._source.gather(missing)))
         if self._is_writable or self._has_all:
@@ -66,7 +65,6 @@ class CachedSource:
             return tf.cond(has_all, lambda: self._read(indices), lambda: self._source.gather(indices))
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
         if self._is_writable:
             indices = self._keep(indices, self._source.gather_good)
         if not self._has_all:
@@ -74,7 +72,6 @@ class CachedSource:
         return (indices, *self._read(indices))
 
     def find_bad(self, indices: Iterable[int]) -> list[Any]:
-        """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
         return self._source.find_bad([index for index in map(int, indices) if not self._is_kept[index]])
 
     def _keep(self, indices: tf.Tensor, gather: Any) -> tf.Tensor:

@@ -67,12 +67,7 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
     ``data_dir/cifar-10-binary.tar.gz`` as published, which is read as it is. Where there is none of these, the archive
     is downloaded to ``data_dir``, by one process of the node while the others wait.
 
-    Args:
-        data_dir: by default ``$XDG_CACHE_HOME/ringtrain/cifar10``, or ``~/.cache/ringtrain/cifar10``.
-        download: another address than the published one.
-
-    Raises:
-        DataError: a file is missing or damaged, or the download failed.
+    By default ``data_dir`` is ``$XDG_CACHE_HOME/ringtrain/cifar10``, or ``~/.cache/ringtrain/cifar10``.
     """
     place = cache_directory("cifar10") if data_dir is None else data_dir
     # Whole or not; a Path's own methods raise where a directory may not be searched.
@@ -202,11 +197,7 @@ class _DownloadError(Exception):
 
 @contextlib.contextmanager
 def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
-    """Hold a lock that one process at a time can have.
-
-    Yields:
-        The lock's file, and whether another process had the lock when this one came.
-    """
+    """Hold a lock that one process at a time can have: its file, and whether another had it when this one came."""
     deadline = time.monotonic() + limit_s
     has_waited = False
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as file:

@@ -58,16 +58,12 @@ def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: 
     not there.
 
     Args:
-        source: an image folder (``train/<class>/*.jpg|png`` and the same in ``validation``, ``val`` or ``test``), whose
-            files are copied as they are, or a place of CIFAR-10's binary files. Those become raw records: as PNG they
-            would be a fifth smaller, and decoding them would cost far more than reading the bytes saved.
+        source: an image folder, whose files are copied as they are, or a place of CIFAR-10's binary files. Those become
+            raw records: as PNG they would be a fifth smaller, and decoding them would cost far more than reading the
+            bytes saved.
         destination: must not exist, or be empty.
         kind: ``"image_folder"``, ``"cifar10"``, or ``"auto"`` to look what the source holds.
         num_shards: files for each split; None: as many as make them about ``SHARD_BYTES`` large.
-
-    Raises:
-        UsageError: the destination holds something already, or lies inside the source.
-        DataError: the source is neither, is damaged, or the destination cannot be written.
     """
     start = time.monotonic()
     destination = Path(os.path.abspath(destination))
@@ -149,13 +145,11 @@ def _write_split(directory: Path, split: Split, num_shards: int) -> None:
 
 
 def _open_image_part(part: ImageFolderSource) -> Split:
-    files = [
-        (Path(os.fsdecode(path)), int(label))
-        for path, label in zip(part.paths.numpy(), part.labels.numpy(), strict=True)
-    ]
-    name = files[0][0].parent.parent.name  # train, validation, val or test
-    examples = (_encoded_example(path, label, part.class_names[label]) for path, label in files)
-    return Split(name, len(files), sum(path.stat().st_size for path, _ in files), examples)
+    paths = [Path(os.fsdecode(path)) for path in part.paths.numpy()]
+    name = paths[0].parent.parent.name  # train, validation, val or test
+    labelled = zip(paths, part.labels.numpy().tolist(), strict=True)
+    examples = (_encoded_example(path, label, part.class_names[label]) for path, label in labelled)
+    return Split(name, len(paths), sum(path.stat().st_size for path in paths), examples)
 
 
 def _encoded_example(path: Path, label: int, class_name: str) -> bytes:

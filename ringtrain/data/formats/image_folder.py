@@ -52,7 +52,6 @@ class ImageFolderSource:
 
     @property
     def num_classes(self) -> int:
-        """Labels are below it."""
         return len(self.class_names)
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -61,7 +60,6 @@ class ImageFolderSource:
         return x, y
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
         return self._collect(indices, skips_bad=True)
 
     def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -73,7 +71,6 @@ class ImageFolderSource:
             return found, images, tf.gather(self.labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
-        """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
         found = []
         for index in map(int, indices):
             with tf.device("CPU"):
@@ -114,24 +111,23 @@ def load_image_folder(
         listings.append(_list_part(data_dir / evaluation))
         _check_classes(data_dir / evaluation, tuple(listings[1]), class_names)
     paths = [[file.path for file in _files(listing)] for listing in listings]
-    damaged: list[tuple[BadSample, ...]] = [()] * len(listings)
+    headers: list[list[ImageHeader | str]] = [[] for _ in listings]
     if image_size is None:
         headers = [_read_headers(part) for part in paths]
         image_shape = _common_shape(data_dir, paths, headers, channels)
-        damaged = [_find_damaged(*part) for part in zip(paths, headers, strict=True)]
     else:
         image_shape = (image_size, image_size, channels)
-    sources = [
-        _create_source(
-            data_dir, listing, class_names, image_shape=image_shape, is_resized=image_size is not None, damaged=bad
-        )
-        for listing, bad in zip(listings, damaged, strict=True)
-    ]
+    shape: dict[str, Any] = {"image_shape": image_shape, "is_resized": image_size is not None}
+    parts = zip(listings, headers, strict=True)
+    sources = [_create_source(data_dir, *part, class_names, **shape) for part in parts]
     return sources[0], sources[1] if len(sources) > 1 else None
 
 
-def _create_source(data_dir: Path, listing: _Listing, class_names: tuple[str, ...], **fields: Any) -> ImageFolderSource:
+def _create_source(
+    data_dir: Path, listing: _Listing, headers: list[ImageHeader | str], class_names: tuple[str, ...], **shape: Any
+) -> ImageFolderSource:
     files = list(_files(listing))
+    reasons = {number: header for number, header in enumerate(headers) if isinstance(header, str)}
     numbers = {name: number for number, name in enumerate(class_names)}
     with tf.device("CPU"):
         return ImageFolderSource(
@@ -141,7 +137,8 @@ def _create_source(data_dir: Path, listing: _Listing, class_names: tuple[str, ..
             class_names=class_names,
             fingerprint=_fingerprint(data_dir, files, class_names),
             changed=hashlib.sha256(repr([file.changed_ns for file in files]).encode()).hexdigest(),
-            **fields,
+            damaged=tuple(BadSample(number, files[number].path, reason) for number, reason in reasons.items()),
+            **shape,
         )
 
 
@@ -259,35 +256,25 @@ def _common_shape(
     data_dir: Path, paths: Sequence[Sequence[str]], headers: Sequence[Sequence[ImageHeader | str]], channels: int
 ) -> tuple[int, int, int]:
     """The shape of all images."""
-    first: tuple[str, ImageHeader] | None = None
-    for part, part_headers in zip(paths, headers, strict=True):
-        for path, header in zip(part, part_headers, strict=True):
-            if isinstance(header, str):
-                continue
-            first = first or (path, header)
-            expected = first[1]._replace(channels=channels)
-            if header != expected:
-                other = "" if path == first[0] else f", and the first, {first[0]}, is {first[1]}"
-                raise DataError(
-                    f"{path} is {header}{other}; all must have one size and {channels} "
-                    f"channel{'s' if channels > 1 else ''}. Bring them to one form, or have them resized and converted "
-                    "with --options.image_size.",
-                    reach="node",
-                )
-    if first is None:
+    both = zip(itertools.chain(*paths), itertools.chain(*headers), strict=True)
+    images = [(path, header) for path, header in both if not isinstance(header, str)]
+    if not images:
         raise DataError(
             f"no file in {data_dir} is an image. The first, {paths[0][0]}: {headers[0][0]}. Check their origin.",
             reach="node",
         )
-    return (first[1].height, first[1].width, channels)
-
-
-def _find_damaged(paths: Sequence[str], headers: Sequence[ImageHeader | str]) -> tuple[BadSample, ...]:
-    return tuple(
-        BadSample(index, path, header)
-        for index, (path, header) in enumerate(zip(paths, headers, strict=True))
-        if isinstance(header, str)
-    )
+    first_path, first = images[0]
+    expected = first._replace(channels=channels)
+    for path, header in images:
+        if header != expected:
+            other = "" if path == first_path else f", and the first, {first_path}, is {first}"
+            raise DataError(
+                f"{path} is {header}{other}; all must have one size and {channels} "
+                f"channel{'s' if channels > 1 else ''}. Bring them to one form, or have them resized and converted "
+                "with --options.image_size.",
+                reach="node",
+            )
+    return (first.height, first.width, channels)
 
 
 def _reason_of(error: Exception) -> str:

@@ -195,7 +195,6 @@ class TFRecordSource:
         return x, y
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Those of the samples ``indices`` that are whole, in their order, as (indices, x, y); runs in a graph."""
         return self._collect(indices, skips_bad=True)
 
     def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -213,7 +212,6 @@ class TFRecordSource:
             return found, images, tf.gather(self._labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
-        """Those of the samples ``indices`` that cannot be had. Outside of graphs only."""
         found = []
         for index in map(int, indices):
             try:
@@ -241,7 +239,6 @@ class TFRecordSource:
         return records, is_whole
 
     def _read_record(self, index: int) -> bytes:
-        """The data of a record."""
         entry, where = self._index.entries[index], self._index.describe
         if entry["kind"] == DAMAGED:
             raise DataError(

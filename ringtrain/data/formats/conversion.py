@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from ringtrain.data.formats import reading
 from ringtrain.data.formats.cifar10 import ARCHIVE_NAME, CLASS_NAMES, FILES, FOLDER_NAME, load_cifar10
-from ringtrain.data.formats.example import make_example
 from ringtrain.data.formats.image_folder import ImageFolderSource, load_image_folder
 from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.data.formats.tfrecord import CLASSES_FILE
@@ -168,3 +167,15 @@ def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
             **_described(header, label, class_name),
         }
     )
+
+
+def make_example(features: dict[str, bytes | int]) -> bytes:
+    """A serialised ``tf.train.Example`` of single values."""
+
+    def feature(value: bytes | int) -> tf.train.Feature:
+        if isinstance(value, bytes):
+            return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+
+    named = {name: feature(value) for name, value in features.items()}
+    return tf.train.Example(features=tf.train.Features(feature=named)).SerializeToString(deterministic=True)

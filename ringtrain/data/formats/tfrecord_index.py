@@ -18,7 +18,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +26,6 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.formats import reading
-from ringtrain.data.formats.example import parse_features
 from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.errors import DataError
 from ringtrain.files.atomic import replacing
@@ -184,22 +183,23 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
     from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the one reader that tells offsets
 
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as opened:
+            file = opened.fileno()
             reader = tf_record_random_reader(os.fspath(path))
             offset = count = 0
             while True:
                 # TensorFlow asks for as much memory as a length says, true or not, and dies where there is none.
-                header = os.pread(file.fileno(), 8, offset)
-                if len(header) == 8 and struct.unpack("<Q", header)[0] > path.stat().st_size - offset:
-                    _length_of_damaged(path, offset, count)
+                header = os.pread(file, 8, offset)
+                if len(header) == 8 and struct.unpack("<Q", header)[0] > os.fstat(file).st_size - offset:
+                    _length_of_damaged(path, file, offset, count)
                 try:
                     data, end = reader.read(offset)
                 except IndexError:  # the end of the file, or so few bytes that they are no header
-                    if offset != path.stat().st_size:
-                        _length_of_damaged(path, offset, count)
+                    if offset != os.fstat(file).st_size:
+                        _length_of_damaged(path, file, offset, count)
                     return
                 except tf.errors.DataLossError:
-                    length = _length_of_damaged(path, offset, count)
+                    length = _length_of_damaged(path, file, offset, count)
                     data, end = None, offset + HEADER_BYTES + length + FOOTER_BYTES
                 yield offset, end - offset - HEADER_BYTES - FOOTER_BYTES, data
                 offset, count = end, count + 1
@@ -207,16 +207,13 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
         raise DataError(f"{path} cannot be read: {error}. Check the file and its permissions.", reach="node") from error
 
 
-def _length_of_damaged(path: Path, offset: int, count: int) -> int:
+def _length_of_damaged(path: Path, file: int, offset: int, count: int) -> int:
     """The length of a record that the reader refused, where only its data are damaged.
 
     It is an error if the length itself is damaged, or the file ends within the record: nothing after it can be read.
     """
-    where = _name(path, count, offset)
-    num_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(offset)
-        header = file.read(HEADER_BYTES)
+    where, num_bytes = _name(path, count, offset), os.fstat(file).st_size
+    header = os.pread(file, HEADER_BYTES, offset)
     if len(header) == HEADER_BYTES:
         length, crc = struct.unpack("<QI", header)
         if crc != masked_crc32c(header[:8]):
@@ -251,18 +248,39 @@ def _describe(
     entries["file"], entries["offset"], entries["length"] = number, offsets, lengths
     entries["kind"] = [DAMAGED if record is None else ENCODED for record in records]
     whole = np.flatnonzero(entries["kind"] == ENCODED).tolist()
-    features = parse_features([records[place] for place in whole], lambda place: name(whole[place]))
+    features = _parse([records[place] for place in whole], lambda place: name(whole[place]))
     for place, encoded, raw, label, *shape in zip(whole, *features, strict=True):
         entry = entries[place]
         entry["crc32"] = zlib.crc32(records[place] or b"")
         entry["label"] = label
-        if raw:
-            entry["kind"] = RAW
+        entry["kind"] = RAW if raw else ENCODED
         entry["height"], entry["width"], entry["channels"] = shape if raw else _shape_of(encoded)
         problem = _problem(encoded, raw, label, shape)
         if problem:
             raise DataError(f"{name(place)} {problem}", reach="node")
     return entries
+
+
+def _parse(records: list[bytes | None], name_of: Callable[[int], str]) -> list[np.ndarray]:
+    """Encoded image, raw image, label, height, width and channels of records, [n] each; ``name_of`` names one."""
+    texts = dict.fromkeys(("image/encoded", "image/raw"), tf.io.FixedLenFeature([], tf.string, b""))
+    numbers = {"image/class/label": -1, "image/height": 0, "image/width": 0, "image/channels": 0}  # of what is lacking
+    spec = texts | {name: tf.io.FixedLenFeature([], tf.int64, value) for name, value in numbers.items()}
+    with tf.device("CPU"):
+        try:
+            parsed = tf.io.parse_example(tf.constant(records, tf.string), spec)
+        except tf.errors.InvalidArgumentError:
+            for place, record in enumerate(records):
+                try:
+                    tf.io.parse_example(tf.constant([record]), spec)
+                except tf.errors.InvalidArgumentError as error:
+                    raise DataError(
+                        f"{name_of(place)} is no tf.train.Example with the features {', '.join(spec)}, each of one "
+                        f"value: {error.message}",
+                        reach="node",
+                    ) from error
+            raise
+    return [parsed[name].numpy() for name in spec]
 
 
 def _shape_of(encoded: bytes) -> tuple[int, int, int]:

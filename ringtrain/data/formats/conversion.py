@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.formats import reading
+from ringtrain.data.formats import file_error, reading
 from ringtrain.data.formats.cifar10 import ARCHIVE_NAME, CLASS_NAMES, FILES, FOLDER_NAME, load_cifar10
 from ringtrain.data.formats.image_folder import ImageFolderSource, load_image_folder
 from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.data.formats.tfrecord import CLASSES_FILE
-from ringtrain.errors import DataError, UsageError
+from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
 
 SHARD_BYTES = 128 << 20
@@ -82,8 +82,8 @@ def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: 
             shutil.rmtree(partial, ignore_errors=True)
             raise
     except OSError as error:
-        raise DataError(
-            f"{destination} cannot be written: {error}. Check its place and the free space there.", reach="node"
+        raise file_error(
+            f"{destination} cannot be written: {error}. Check its place and the free space there."
         ) from error
     samples = {split.name: split.num_samples for split in splits}
     return Converted(samples, len(sizes), sum(sizes), len(class_names), time.monotonic() - start)
@@ -100,15 +100,14 @@ def _check_destination(source: Path, destination: Path) -> None:
 def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
     """The names of the classes and the splits."""
     if not source.is_dir():
-        raise DataError(f"source {source} is no directory that can be read. Check the path.", reach="node")
+        raise file_error(f"source {source} is no directory that can be read. Check the path.")
     is_cifar10 = any((source / name).exists() for name in (FOLDER_NAME, ARCHIVE_NAME, *FILES))
     if kind == "cifar10" or (kind == "auto" and is_cifar10):
         return CLASS_NAMES, _open_cifar10(source)
     if kind == "auto" and not (source / "train").is_dir():
-        raise DataError(
+        raise file_error(
             f"source {source} is neither an image folder, which has a directory train/<class>, nor a place of "
-            f"CIFAR-10, which has {FOLDER_NAME} or {ARCHIVE_NAME}. Check the path, or say what it is with --kind.",
-            reach="node",
+            f"CIFAR-10, which has {FOLDER_NAME} or {ARCHIVE_NAME}. Check the path, or say what it is with --kind."
         )
     parts = load_image_folder(source, image_size=1, channels=3)  # of any size: no image is read
     return parts[0].class_names, [_open_image_part(part) for part in parts if part is not None]
@@ -158,7 +157,7 @@ def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
     try:
         header = read_header(io.BytesIO(encoded))
     except HeaderError as error:
-        raise DataError(f"{path} is no image: {error}. Remove it or mend it.", reach="node") from error
+        raise file_error(f"{path} is no image: {error}. Remove it or mend it.") from error
     return make_example(
         {
             "image/encoded": encoded,

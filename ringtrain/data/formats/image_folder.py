@@ -18,11 +18,10 @@ from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
-from ringtrain.data.formats import reading
+from ringtrain.data.formats import file_error, reading
 from ringtrain.data.formats.decoding import decode_batch, decode_image
 from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
 from ringtrain.data.sources import BadSample
-from ringtrain.errors import DataError
 from ringtrain.runtime import activity
 
 TRAIN_FOLDER = "train"
@@ -168,20 +167,18 @@ def _fingerprint(data_dir: Path, files: Iterable[_File], class_names: Sequence[s
 def _list_part(folder: Path) -> _Listing:
     """The classes in ``train/`` or an evaluation folder, and their files."""
     if not os.path.isdir(folder):
-        raise DataError(
+        raise file_error(
             f"there is no folder {folder}; an image folder has one folder for each class in it, as {folder}/cat/1.jpg. "
-            "Put it there, or name another place with --data_dir.",
-            reach="node",
+            "Put it there, or name another place with --data_dir."
         )
     entries = _scan(folder)
     others = [entry.name for entry in entries if not entry.is_dir()]
     if others:
-        raise DataError(f"{folder} holds {_count_of(others)} beside the classes' folders. {_REMEDY}", reach="node")
+        raise file_error(f"{folder} holds {_count_of(others)} beside the classes' folders. {_REMEDY}")
     if not entries:
-        raise DataError(
+        raise file_error(
             f"{folder} holds no class; it must hold one folder for each, as {folder}/cat/1.jpg. Put them there, or "
-            "name another place with --data_dir.",
-            reach="node",
+            "name another place with --data_dir."
         )
     with ThreadPoolExecutor(IO_THREADS) as threads:
         groups = threads.map(_list_class, [Path(entry.path) for entry in entries])
@@ -192,19 +189,17 @@ def _list_class(folder: Path) -> list[_File]:
     entries = _scan(folder)
     others = [entry.name for entry in entries if not (entry.name.lower().endswith(ENDINGS) and entry.is_file())]
     if others:
-        raise DataError(
-            f"{folder} holds {_count_of(others)}; a class holds files that end in {', '.join(ENDINGS)}. {_REMEDY}",
-            reach="node",
+        raise file_error(
+            f"{folder} holds {_count_of(others)}; a class holds files that end in {', '.join(ENDINGS)}. {_REMEDY}"
         )
     if not entries:
-        raise DataError(
+        raise file_error(
             f"{folder} holds no image; each class needs at least one ({', '.join(ENDINGS)}). Put its images there, or "
-            "remove the folder.",
-            reach="node",
+            "remove the folder."
         )
     for entry in entries:
         if not os.access(entry.path, os.R_OK):
-            raise DataError(f"{entry.path} cannot be read. Check the file and its permissions.", reach="node")
+            raise file_error(f"{entry.path} cannot be read. Check the file and its permissions.")
     stats = [entry.stat() for entry in entries]
     return [_File(entry.path, stat.st_size, stat.st_mtime_ns) for entry, stat in zip(entries, stats, strict=True)]
 
@@ -225,11 +220,10 @@ def _count_of(names: Sequence[str]) -> str:
 def _check_classes(folder: Path, names: tuple[str, ...], train_names: tuple[str, ...]) -> None:
     unknown = [name for name in names if name not in set(train_names)]
     if unknown:
-        raise DataError(
+        raise file_error(
             f"{folder} holds the class {unknown[0]!r}, which {TRAIN_FOLDER}/ does not: nothing would train it. "
             f"Training has {len(train_names)} classes, {train_names[0]!r} to {train_names[-1]!r}. Remove or rename "
-            f"{folder / unknown[0]}.",
-            reach="node",
+            f"{folder / unknown[0]}."
         )
 
 
@@ -259,20 +253,18 @@ def _common_shape(
     both = zip(itertools.chain(*paths), itertools.chain(*headers), strict=True)
     images = [(path, header) for path, header in both if not isinstance(header, str)]
     if not images:
-        raise DataError(
-            f"no file in {data_dir} is an image. The first, {paths[0][0]}: {headers[0][0]}. Check their origin.",
-            reach="node",
+        raise file_error(
+            f"no file in {data_dir} is an image. The first, {paths[0][0]}: {headers[0][0]}. Check their origin."
         )
     first_path, first = images[0]
     expected = first._replace(channels=channels)
     for path, header in images:
         if header != expected:
             other = "" if path == first_path else f", and the first, {first_path}, is {first}"
-            raise DataError(
+            raise file_error(
                 f"{path} is {header}{other}; all must have one size and {channels} "
                 f"channel{'s' if channels > 1 else ''}. Bring them to one form, or have them resized and converted "
-                "with --options.image_size.",
-                reach="node",
+                "with --options.image_size."
             )
     return (first.height, first.width, channels)
 

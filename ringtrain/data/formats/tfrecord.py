@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from ringtrain.data.formats import file_error
 from ringtrain.data.formats.decoding import decode_batch, decode_image, resize_middle
 from ringtrain.data.formats.image_folder import EVALUATION_FOLDERS, TRAIN_FOLDER, Channels
 from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
@@ -57,10 +58,9 @@ def load_tfrecords(
     class_names = read_class_names(data_dir)
     parts = {"train": find_files(data_dir, TRAIN_FOLDER), "evaluation": find_files(data_dir, *EVALUATION_FOLDERS)}
     if not parts["train"]:
-        raise DataError(
+        raise file_error(
             f"{data_dir} has no files {TRAIN_FOLDER}-*.tfrecord. Name their directory with --data_dir, or make them "
-            "with ringtrain convert.",
-            reach="node",
+            "with ringtrain convert."
         )
     place = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:12]
     index_dirs = [index_dir] if index_dir else [data_dir, cache_directory("index")]
@@ -99,9 +99,8 @@ def read_class_names(data_dir: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{data_dir / CLASSES_FILE} cannot be read: {error}. It names a class on each line; remove or mend it.",
-            reach="node",
+        raise file_error(
+            f"{data_dir / CLASSES_FILE} cannot be read: {error}. It names a class on each line; remove or mend it."
         ) from error
 
 
@@ -111,19 +110,17 @@ def _check_labels(index: Index, num_classes: int, class_names: list[str], *, mus
     labels = entries["label"][whole]
     wrong = whole[labels >= num_classes]
     if len(wrong):
-        raise DataError(
+        raise file_error(
             f"{index.describe(wrong[0])} has the label {entries['label'][wrong[0]]}; with {num_classes} classes labels "
             f"must be 0 to {num_classes - 1} ({len(wrong):,} of {len(entries):,} records are wrong). Mend the records, "
-            f"or {CLASSES_FILE}.",
-            reach="node",
+            f"or {CLASSES_FILE}."
         )
     empty = np.flatnonzero(np.bincount(labels, minlength=num_classes) == 0)
     if must_have_all and len(empty):
         name = f" ({class_names[empty[0]]!r})" if empty[0] < len(class_names) else ""
-        raise DataError(
+        raise file_error(
             f"no record of {index.paths[0].parent} has the label {empty[0]}{name}; each of the {num_classes} classes "
-            f"needs a sample to train on ({len(empty)} of them without). Labels count from 0.",
-            reach="node",
+            f"needs a sample to train on ({len(empty)} of them without). Labels count from 0."
         )
 
 
@@ -137,7 +134,7 @@ def _create_source(
     entries = index.entries
     known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
     if not len(known):
-        raise DataError(f"no record of {index.paths[0].parent} holds an image that can be read.", reach="node")
+        raise file_error(f"no record of {index.paths[0].parent} holds an image that can be read.")
     first = entries[known[0]]
     is_raw = bool(first["kind"] == RAW)
     fixed: dict[str, int] = {"kind": int(first["kind"])}
@@ -148,11 +145,10 @@ def _create_source(
         wrong = known[entries[name][known] != value]
         if len(wrong):
             rule = {"kind": "encoded, or all raw", "channels": f"with {channels} channels"}.get(name, "of one size")
-            raise DataError(
+            raise file_error(
                 f"{index.describe(wrong[0])} holds an image of {_shape_text(entries[wrong[0]])}, and the first is of "
                 f"{_shape_text(first)}; all must be {rule}. Bring them to one form, or have encoded ones resized and "
-                "converted with --options.image_size.",
-                reach="node",
+                "converted with --options.image_size."
             )
     stored_shape = (fixed["height"], fixed["width"], channels) if "height" in fixed else None
     image_shape = (image_size, image_size, channels) if image_size else stored_shape

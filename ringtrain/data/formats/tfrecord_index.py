@@ -25,9 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.formats import reading
+from ringtrain.data.formats import file_error, reading
 from ringtrain.data.formats.image_header import HeaderError, read_header
-from ringtrain.errors import DataError
 from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import read_bounded
 from ringtrain.runtime import activity
@@ -107,7 +106,7 @@ def _state_of(path: Path) -> FileState:
     with reading(path):
         status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path} is no regular file. Remove it, or make it again with ringtrain convert.", reach="node")
+        raise file_error(f"{path} is no regular file. Remove it, or make it again with ringtrain convert.")
     return FileState(path.name, status.st_size, status.st_mtime_ns)
 
 
@@ -174,7 +173,7 @@ def scan_file(path: Path, number: int) -> np.ndarray:
         activity.move()
         parts.append(_describe(path, number, _PARSED_TOGETHER * len(parts), *zip(*some, strict=True)))
     if not parts:
-        raise DataError(f"{path} is empty; it must hold records. Remove it, or make it again.", reach="node")
+        raise file_error(f"{path} is empty; it must hold records. Remove it, or make it again.")
     return np.concatenate(parts)
 
 
@@ -204,7 +203,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
                 yield offset, end - offset - HEADER_BYTES - FOOTER_BYTES, data
                 offset, count = end, count + 1
     except (OSError, tf.errors.OpError) as error:
-        raise DataError(f"{path} cannot be read: {error}. Check the file and its permissions.", reach="node") from error
+        raise file_error(f"{path} cannot be read: {error}. Check the file and its permissions.") from error
 
 
 def _length_of_damaged(path: Path, file: int, offset: int, count: int) -> int:
@@ -217,17 +216,15 @@ def _length_of_damaged(path: Path, file: int, offset: int, count: int) -> int:
     if len(header) == HEADER_BYTES:
         length, crc = struct.unpack("<QI", header)
         if crc != masked_crc32c(header[:8]):
-            raise DataError(
+            raise file_error(
                 f"{where} has a wrong checksum (CRC32C) of its length: the file is damaged, or no plain TFRecord "
-                "file. Copy it again, or make it again with ringtrain convert.",
-                reach="node",
+                "file. Copy it again, or make it again with ringtrain convert."
             )
         if offset + HEADER_BYTES + length + FOOTER_BYTES <= num_bytes:
             return int(length)
-    raise DataError(
+    raise file_error(
         f"{where} is cut off: the file ends within it, after {num_bytes:,} bytes. Copy it again, or make it again with "
-        "ringtrain convert.",
-        reach="node",
+        "ringtrain convert."
     )
 
 
@@ -257,7 +254,7 @@ def _describe(
         entry["height"], entry["width"], entry["channels"] = shape if raw else _shape_of(encoded)
         problem = _problem(encoded, raw, label, shape)
         if problem:
-            raise DataError(f"{name(place)} {problem}", reach="node")
+            raise file_error(f"{name(place)} {problem}")
     return entries
 
 
@@ -274,10 +271,9 @@ def _parse(records: list[bytes | None], name_of: Callable[[int], str]) -> list[n
                 try:
                     tf.io.parse_example(tf.constant([record]), spec)
                 except tf.errors.InvalidArgumentError as error:
-                    raise DataError(
+                    raise file_error(
                         f"{name_of(place)} is no tf.train.Example with the features {', '.join(spec)}, each of one "
-                        f"value: {error.message}",
-                        reach="node",
+                        f"value: {error.message}"
                     ) from error
             raise
     return [parsed[name].numpy() for name in spec]

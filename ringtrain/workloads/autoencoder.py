@@ -118,10 +118,7 @@ def image_shape(data: str) -> tuple[int, int, int]:
 
 def plan_sides(side: int, levels: int) -> list[int]:
     """The side of the image, in pixels, before the first level and after each: halves, rounded up."""
-    sides = [side]
-    for _ in range(levels):
-        sides.append(-(-sides[-1] // 2))
-    return sides
+    return [-(-side // 2**level) for level in range(levels + 1)]
 
 
 def choose_levels(height: int, width: int) -> int:
@@ -131,11 +128,9 @@ def choose_levels(height: int, width: int) -> int:
 
 
 def create_autoencoder(shape: tuple[int, int, int], width: int) -> keras.Model:
-    """Images [n, h, w, c] in [0, 1] -> images of the same shape, in (0, 1).
+    """Images [n, *shape] in [0, 1] of any size, also an odd one -> images of the same shape, in (0, 1).
 
-    Args:
-        shape: h, w and c; any size, also an odd one.
-        width: channels of the first level; each further one has twice as many.
+    The first level has ``width`` channels, each further one twice as many.
     """
     import keras
     from keras import layers

@@ -98,10 +98,7 @@ def create_network(width: int) -> keras.Model:
     """Images [n, 32, 32, 3] of bytes -> logits [n, 10].
 
     Each block halves the sides, and its second convolution adds to what the first one made. The normalisation is that
-    of the global batch, so that N ranks train what one would.
-
-    Args:
-        width: channels of the first block.
+    of the global batch, so that N ranks train what one would. The first block has ``width`` channels.
     """
     import keras
     from keras import layers

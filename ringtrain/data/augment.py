@@ -132,15 +132,9 @@ def per_image_standardization(images: tf.Tensor) -> tf.Tensor:
 
 
 def _gather_pixels(images: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
-    """The pixels of chosen rows and columns of each image, by one gather over all pixels: two gathers take longer.
+    """The pixels [n, rows, columns, c] of rows [n or 1, rows] and columns [n, columns] of each image [n, h, w, c].
 
-    Args:
-        images: [n, h, w, c].
-        rows: int32 [n, rows] or [1, rows].
-        columns: int32 [n, columns].
-
-    Returns:
-        [n, rows, columns, c]
+    By one gather over all pixels: two gathers take longer.
     """
     height, width, channels = images.shape[1:]
     first_rows = tf.range(tf.shape(images)[0])[:, tf.newaxis] * height  # [n, 1]

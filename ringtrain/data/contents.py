@@ -12,18 +12,16 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.data.formats.image_folder import IO_THREADS, ImageFolderSource
 from ringtrain.data.formats.tfrecord import TFRecordSource
 from ringtrain.data.sources import ArraySource
 from ringtrain.errors import RingtrainError
 from ringtrain.runtime import activity
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 BLOCKS = 1024
 COPIED_BYTES = 4 << 20  # slices of samples whose bytes are no multiple of 64 are copies
@@ -88,8 +86,6 @@ def block_size(num_samples: int) -> int:
 
 def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None) -> list[str]:
     """Digests of every ``size`` samples of an array [n, ...]; fewer once they are not wanted any more."""
-    import tensorflow as tf
-
     bytes_per_sample = array.shape[1:].num_elements() * array.dtype.size
     step = size * max(1, COPIED_BYTES // max(1, size * bytes_per_sample))
     digests: list[str] = []
@@ -130,8 +126,6 @@ def find_other_values(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 def sample_files(paths: tf.Tensor) -> list[str]:
     """Name, size and a digest of pieces of files: 16 MiB at most, spread over the files and over each of them."""
-    import tensorflow as tf
-
     count = min(len(paths), SAMPLED_PIECES)
     with tf.device("CPU"):
         chosen = tf.gather(paths, np.linspace(0, len(paths) - 1, count).astype(np.int64)).numpy()

@@ -21,34 +21,21 @@ PLANNED_SAMPLES = 4096  # of one rank, permuted at once: a call costs as much as
 
 
 class LocalBatch(NamedTuple):
-    """What one rank has to do in one step.
+    """What one rank has to do in one step."""
 
-    Attributes:
-        step: the step, from 0.
-        epoch: the epoch, from 0.
-        global_count: the samples of this step over all ranks.
-        indices: this rank's samples, int64 [n]; n may be 0.
-    """
-
-    step: int
-    epoch: int
-    global_count: int
-    indices: npt.NDArray[np.int64]
+    step: int  # from 0
+    epoch: int  # from 0
+    global_count: int  # samples of this step over all ranks
+    indices: npt.NDArray[np.int64]  # this rank's samples [n]; n may be 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """The order of samples in training (shuffled) or evaluation (as stored).
-
-    Attributes:
-        global_batch_size: samples of one step over all ranks, at least 1; the last step of an epoch may hold fewer.
-        seed: of the permutations.
-        shuffle: False keeps the stored order.
-    """
+    """The order of samples in training (shuffled) or evaluation (as stored)."""
 
     num_samples: int
-    global_batch_size: int
-    seed: int = 0
+    global_batch_size: int  # samples of one step over all ranks, at least 1; the last step of an epoch may hold fewer
+    seed: int = 0  # of the permutations
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -57,7 +44,6 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The steps that it takes to visit every sample once."""
         return -(-self.num_samples // self.global_batch_size)
 
     def samples_before(self, step: int) -> int:
@@ -109,22 +95,19 @@ class StreamingOrder(SampleOrder):
 
     How many samples a step holds is not known before: ``num_samples`` and what follows from it, such as the position of
     the learning rate's schedule, count ``global_batch_size`` samples for every step.
-
-    Attributes:
-        is_single_pass: the training ends where no rank is fed anything more.
     """
 
-    is_single_pass: bool
+    is_single_pass: bool  # the training ends where no rank is fed anything more
 
 
 def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """Map positions [n] to samples [n] by a pseudo-random permutation of ``range(domain_size)``, which ``key`` chooses.
 
-    Args:
-        key: such as (seed, epoch).
+    A key is such as (seed, epoch). SeedSequence, which spreads it, is stable across NumPy's versions by its promise.
     """
     half_bits = max(1, (max(domain_size - 1, 1).bit_length() + 1) // 2)
-    round_keys = _round_keys(key)
+    seeds = np.random.SeedSequence([word & (2**64 - 1) for word in key])
+    round_keys = seeds.generate_state(FEISTEL_ROUNDS, np.uint64).astype(np.uint64)
     values = _feistel(positions.astype(np.uint64), half_bits, round_keys)
     # The network permutes 4**half_bits >= domain_size values. Walking a value's cycle until it falls into the domain is
     # a permutation of the domain; as the domain is more than a quarter of the values, few walks take long.
@@ -144,12 +127,6 @@ def _feistel(
     for round_key in round_keys:
         left, right = right, left ^ (_mix(right + round_key) & mask)
     return (left << shift) | right
-
-
-def _round_keys(key: tuple[int, ...]) -> npt.NDArray[np.uint64]:
-    """uint64 [FEISTEL_ROUNDS], spread by NumPy's SeedSequence (stable across versions by its own promise)."""
-    state = np.random.SeedSequence([word & (2**64 - 1) for word in key]).generate_state(FEISTEL_ROUNDS, np.uint64)
-    return state.astype(np.uint64)
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

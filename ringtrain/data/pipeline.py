@@ -26,20 +26,13 @@ PLANNED_STEPS = 32
 
 
 class Batch(NamedTuple):
-    """A rank's slice of a global batch.
+    """A rank's slice of a global batch."""
 
-    Attributes:
-        x, y: the samples, tensors [n, ...] or structures of them; n may be 0.
-        indices: which samples these are, int64 [n].
-        step: int64 [].
-        global_count: the samples of this step over all ranks, int64 [].
-    """
-
-    x: Any
+    x: Any  # the samples, tensors [n, ...] or structures of them; n may be 0
     y: Any
-    indices: Any
-    step: Any
-    global_count: Any
+    indices: Any  # which samples these are, int64 [n]
+    step: Any  # int64 []
+    global_count: Any  # the samples of this step over all ranks, int64 []
 
 
 def local_batches(
@@ -55,10 +48,7 @@ def local_batches(
 ) -> tf.data.Dataset:
     """The batches of this rank from ``first_step`` up to, not including, ``end_step``: a dataset of ``Batch``.
 
-    Args:
-        num_threads: size of the pipeline's own thread pool.
-        augment: changes whole batches at random; its numbers depend on the seed, the epoch and the sample alone.
-        skips_bad: leave out samples that cannot be read; ``source`` must be a ``FallibleSource``.
+    Samples that cannot be read are left out where ``skips_bad``; ``source`` must be a ``FallibleSource`` then.
     """
 
     def plan() -> Iterator[tuple[np.ndarray, ...]]:
@@ -119,8 +109,7 @@ def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | Non
 def change(augment: Augment, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]:
     """What ``augment`` makes of samples, which must be as many, or others would count than are trained.
 
-    Raises:
-        UsageError: it gives something else; of another number the graph raises an error (``explain_change``).
+    Of another number the graph raises an error: see ``explain_change``.
     """
     changed = as_pair(augment, augment(x, y, keys), of=(x, y))
     said = f"{getattr(augment, '__qualname__', type(augment).__name__)} {OTHER_COUNT}"

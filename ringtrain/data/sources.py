@@ -103,15 +103,16 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
     """
     import tensorflow as tf
 
-    for array in tf.nest.flatten((x, y)):
+    arrays = tf.nest.flatten((x, y))
+    for array in arrays:
         if isinstance(array, (tf.RaggedTensor, tf.SparseTensor)):
             raise DataError(
                 f"the arrays of a source hold a {type(array).__name__}; they must be dense. Fill it up: "
                 f"{'array.to_tensor()' if isinstance(array, tf.RaggedTensor) else 'tf.sparse.to_dense(array)'}."
             )
-    lengths = {len(array) for array in tf.nest.flatten((x, y)) if np.ndim(array)}
-    if len(lengths) != 1 or any(np.ndim(array) == 0 for array in tf.nest.flatten((x, y))):
-        shapes = shorten(", ".join(str(np.shape(array)) for array in tf.nest.flatten((x, y))))
+    lengths = {len(array) for array in arrays if np.ndim(array)}
+    if len(lengths) != 1 or not all(map(np.ndim, arrays)):
+        shapes = shorten(", ".join(str(np.shape(array)) for array in arrays))
         raise DataError(
             f"the arrays of a source have the shapes {shapes}; the first dimension counts the samples and must be the "
             "same in all of them. Of a list make one array: np.asarray(the_list).",
@@ -120,7 +121,7 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
         with tf.device("CPU"):
             x, y = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
     except (TypeError, ValueError) as error:  # arrays of objects, of dates
-        types = ", ".join(str(getattr(array, "dtype", type(array).__name__)) for array in tf.nest.flatten((x, y)))
+        types = ", ".join(str(getattr(array, "dtype", type(array).__name__)) for array in arrays)
         raise DataError(
             f"the arrays of a source have the types {shorten(types)}, and TensorFlow cannot take them: "
             f"{describe_defect(error)} Give numbers, true or false, or texts, such as by array.astype('float32')."
@@ -180,15 +181,10 @@ def from_callable(fetch: Callable[[int, int], tuple[Any, Any] | None], *, steps_
 
     def open_pass(rank: int, size: int, number: int, skip: int) -> Iterator[tuple[Any, Any]]:
         del size
-        first = number * (steps_per_epoch or 0) + skip
-        return iter(_until_none(lambda step: fetch(rank, step), first))
+        for step in itertools.count(number * (steps_per_epoch or 0) + skip):
+            batch = fetch(rank, step)
+            if batch is None:
+                return
+            yield batch
 
     return Feed(open_pass, steps_per_epoch)
-
-
-def _until_none(fetch: Callable[[int], tuple[Any, Any] | None], first: int) -> Iterator[tuple[Any, Any]]:
-    for step in itertools.count(first):
-        batch = fetch(step)
-        if batch is None:
-            return
-        yield batch

@@ -28,16 +28,10 @@ FindBad = Callable[[np.ndarray], list[BadSample]]
 
 
 class Batches:
-    """This rank's batches, from the first step to the last; how many samples each step has is known before.
+    """This rank's batches, from the first step to the last; how many samples each step has is known before."""
 
-    Attributes:
-        element_spec: tensor specs of a batch.
-        is_counted: whether ``note`` must be called before the next batch is asked for.
-        next_local_count: samples that this rank has for the step after the one that was given last.
-    """
-
-    is_counted = False
-    next_local_count = 0
+    is_counted = False  # whether note must be called before the next batch is asked for
+    next_local_count = 0  # samples that this rank has for the step after the one that was given last
 
     def __init__(
         self,
@@ -120,8 +114,7 @@ class CountedBatches(Batches):
     def note(self, next_global_count: int) -> None:
         """As in ``Batches``; names the samples that were left out.
 
-        Raises:
-            DataError: on every rank, where none of the step's samples can be read, or an epoch's feed ends too early.
+        An error on every rank where none of the step's samples can be read, or an epoch's feed ends too early.
         """
         self._global_count, step = next_global_count, self._next_step
         if step >= self._end_step:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -25,23 +25,6 @@ from ringtrain.data.sources import Feed
 from ringtrain.errors import DataError
 
 
-class FedBatches(NamedTuple):
-    """This rank's batches, and what went wrong in the code that feeds it: tf.data makes a text of any exception.
-
-    Attributes:
-        dataset: of ``Batch``, without the global counts, which are known once all ranks have said theirs. The indices
-            are the samples' places in the batch that this rank was fed.
-        failures: the exceptions that the feed raised.
-    """
-
-    dataset: tf.data.Dataset
-    failures: list[Exception]
-
-    def explain(self, error: Exception, step: int) -> Exception:
-        """What went wrong, where it was in the feed."""
-        return self.failures[0] if self.failures else explain_change(error, step)
-
-
 def streaming_batches(
     feed: Feed,
     order: StreamingOrder,
@@ -51,13 +34,12 @@ def streaming_batches(
     end_step: int,
     num_threads: int,
     augment: Augment | None = None,
-) -> FedBatches:
+) -> tuple[tf.data.Dataset, Callable[[Exception, int], Exception]]:
     """This rank's batches from ``first_step`` up to, not including, ``end_step``, or until it has no more.
 
-    Every rank must call this.
-
-    Raises:
-        DataError: on every rank, where some are fed batches of another kind than others, or none is fed anything.
+    Every rank must call this. The dataset is of ``Batch``, without the global counts, which are known once all ranks
+    have said theirs; the indices are the samples' places in the batch that this rank was fed. Beside it stands what
+    tells the error of a step: tf.data makes a text of the exceptions that the feed raised.
     """
     world = collective.world
     steps = _open_steps(feed, rank=world.rank, size=world.size, first_step=first_step, end_step=end_step)
@@ -93,7 +75,10 @@ def streaming_batches(
         with own_errors():
             return in_own_threads(fed.map(to_batch), num_threads)
 
-    return FedBatches(raise_on_all_ranks(collective, trace, name="fed batches"), failures)
+    def explain(error: Exception, step: int) -> Exception:
+        return failures[0] if failures else explain_change(error, step)
+
+    return raise_on_all_ranks(collective, trace, name="fed batches"), explain
 
 
 def _open_steps(feed: Feed, *, rank: int, size: int, first_step: int, end_step: int) -> Iterator[tuple[int, Any, Any]]:
@@ -117,11 +102,7 @@ def _check(x: Any, y: Any, spec: Any, *, rank: int, step: int) -> int:
     """The number of samples in a batch, which must be of the first one's kind."""
     try:
         found = tf.nest.map_structure(_spec_of, (x, y))
-        tf.nest.assert_same_structure(found, spec)
-        fits = all(
-            one.dtype == other.dtype and one.shape.is_compatible_with(other.shape)
-            for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(spec), strict=True)
-        )
+        fits = all(tf.nest.flatten(tf.nest.map_structure(tf.TensorSpec.is_compatible_with, spec, found)))
     except (TypeError, ValueError):
         found, fits = (x, y), False
     lengths = {np.shape(array)[:1] for array in tf.nest.flatten((x, y))} if fits else set()

@@ -99,8 +99,8 @@ def create_batches(
     steps: dict[str, Any] = {"first_step": plan.first_step, "end_step": plan.total_steps}
     read: dict[str, Any] = {"num_threads": num_threads, "augment": workload.augment}
     if isinstance(train, Feed):
-        fed = streaming_batches(train, cast(StreamingOrder, order), collective, **steps, **read)
-        return CountedBatches(fed.dataset, collective, order, **steps, explain=fed.explain)
+        dataset, explain = streaming_batches(train, cast(StreamingOrder, order), collective, **steps, **read)
+        return CountedBatches(dataset, collective, order, **steps, explain=explain)
 
     explain = functools.partial(explain_bad, train, order, world)
     skips = config.on_bad_sample == "skip" and is_fallible(train)

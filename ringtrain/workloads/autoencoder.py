@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ringtrain.data.sources import ArraySource, Source
 from ringtrain.errors import UsageError
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain.workloads.base import Histogram, Images, Sources, Workload
+from ringtrain.workloads.cifar10 import read_sources
+from ringtrain.workloads.digits import Digits
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
-
-    from ringtrain.data.sources import Source
-    from ringtrain.workloads.base import Histogram, Images
 
 IMAGE_SHAPES = {"cifar10": (32, 32, 3), "digits": (8, 8, 1)}
 """Height, width and channels of the images of each value of the option ``data``."""
@@ -43,10 +43,6 @@ class Autoencoder(Workload):
         return create_autoencoder(image_shape(self.options["data"]), self.options["width"])
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        from ringtrain.data.sources import ArraySource
-        from ringtrain.workloads.cifar10 import read_sources
-        from ringtrain.workloads.digits import Digits
-
         image_shape(self.options["data"])  # a wrong name is found before anything is read
         labelled = Digits().create_sources if self.options["data"] == "digits" else read_sources
         train, evaluation = labelled(data_dir, synthetic=synthetic)
@@ -63,8 +59,6 @@ class Autoencoder(Workload):
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
         """Each image beside its reconstruction, and the distributions of each layer's weights and outputs."""
         import keras
-
-        from ringtrain.workloads.base import Histogram, Images
 
         layers = [layer for layer in model.layers if layer.weights]
         inner = keras.Model(model.input, [model.output, *(layer.output for layer in layers)])
@@ -124,10 +118,7 @@ def image_shape(data: str) -> tuple[int, int, int]:
 
 def plan_sides(side: int, levels: int) -> list[int]:
     """The side of the image, in pixels, before the first level and after each: halves, rounded up."""
-    sides = [side]
-    for _ in range(levels):
-        sides.append(-(-sides[-1] // 2))
-    return sides
+    return [-(-side // 2**level) for level in range(levels + 1)]
 
 
 def choose_levels(height: int, width: int) -> int:
@@ -137,11 +128,9 @@ def choose_levels(height: int, width: int) -> int:
 
 
 def create_autoencoder(shape: tuple[int, int, int], width: int) -> keras.Model:
-    """Images [n, h, w, c] in [0, 1] -> images of the same shape, in (0, 1).
+    """Images [n, *shape] in [0, 1] of any size, also an odd one -> images of the same shape, in (0, 1).
 
-    Args:
-        shape: h, w and c; any size, also an odd one.
-        width: channels of the first level; each further one has twice as many.
+    The first level has ``width`` channels, each further one twice as many.
     """
     import keras
     from keras import layers

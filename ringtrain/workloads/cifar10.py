@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ringtrain.data.formats.cifar10 import IMAGE_SIZE, NUM_CLASSES, Samples, load_cifar10
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain.data.sources import from_arrays
+from ringtrain.workloads.base import Histogram, Images, Sources, Workload
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
-
-    from ringtrain.workloads.base import Histogram, Images
 
 CROP_SIZE = 24
 MAX_BRIGHTNESS_DELTA = 63.0  # of pixels 0 to 255
@@ -68,8 +67,6 @@ class Cifar10(Workload):
         )
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        from ringtrain.data.sources import from_arrays
-
         train, (images, labels) = _read_samples(data_dir, synthetic=synthetic)
         return Sources(from_arrays(*train), from_arrays(prepare_for_evaluation(images), labels))
 
@@ -99,8 +96,6 @@ class Cifar10(Workload):
         """The images as the model gets them, every kernel, and what the convolutions make of the images."""
         import keras
 
-        from ringtrain.workloads.base import Histogram, Images
-
         convolutions = ("conv1", "conv2")
         inner = keras.Model(model.inputs, [model.get_layer(name).output for name in convolutions])
         return {
@@ -115,8 +110,6 @@ class Cifar10(Workload):
 
 def trained_kernels(model: keras.Model) -> dict[str, Histogram]:
     """The distribution of every kernel that is trained, for TensorBoard."""
-    from ringtrain.workloads.base import Histogram
-
     layers = [layer for layer in model.layers if layer.trainable and hasattr(layer, "kernel")]
     return {f"kernels/{layer.name}": Histogram(np.asarray(layer.kernel, np.float32)) for layer in layers}
 
@@ -155,8 +148,6 @@ def prepare_for_evaluation(images: np.ndarray) -> np.ndarray:
 
 def read_sources(data_dir: Path | None, *, synthetic: bool) -> Sources:
     """CIFAR-10's images of bytes with their labels, to train on and to evaluate on, or synthetic ones."""
-    from ringtrain.data.sources import from_arrays
-
     return Sources(*(from_arrays(*samples) for samples in _read_samples(data_dir, synthetic=synthetic)))
 
 

@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ringtrain.data.formats.cifar10 import IMAGE_SIZE, NUM_CLASSES
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain.workloads.base import Histogram, Images, Sources, Workload
+from ringtrain.workloads.cifar10 import read_sources, trained_kernels
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
-
-    from ringtrain.workloads.base import Histogram, Images
 
 MAX_SHIFT = 2  # pixels each way, Jordan's for ten epochs; 4 where a run is several times as long
 LABEL_SMOOTHING = 0.2
@@ -66,8 +65,6 @@ class Cifar10Resnet(Workload):
         return create_network(self.options["width"])
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        from ringtrain.workloads.cifar10 import read_sources
-
         return read_sources(data_dir, synthetic=synthetic)
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
@@ -94,9 +91,6 @@ class Cifar10Resnet(Workload):
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
         """The images, and every kernel that is trained."""
-        from ringtrain.workloads.base import Images
-        from ringtrain.workloads.cifar10 import trained_kernels
-
         return {"images": Images(np.asarray(x, np.float32) / 255), **trained_kernels(model)}
 
 
@@ -104,10 +98,7 @@ def create_network(width: int) -> keras.Model:
     """Images [n, 32, 32, 3] of bytes -> logits [n, 10].
 
     Each block halves the sides, and its second convolution adds to what the first one made. The normalisation is that
-    of the global batch, so that N ranks train what one would.
-
-    Args:
-        width: channels of the first block.
+    of the global batch, so that N ranks train what one would. The first block has ``width`` channels.
     """
     import keras
     from keras import layers

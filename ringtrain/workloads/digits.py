@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
+from ringtrain.data.sources import from_arrays
 from ringtrain.workloads.base import Sources, Workload
 
 if TYPE_CHECKING:
@@ -46,11 +49,8 @@ class Digits(Workload):
         )
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        import numpy as np
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
-
-        from ringtrain.data.sources import from_arrays
 
         digits = load_digits()
         images, labels = digits.images, digits.target

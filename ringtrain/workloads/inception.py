@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ringtrain.data.formats.image_folder import load_image_folder
-from ringtrain.data.formats.tfrecord import has_tfrecords, load_tfrecords
+from ringtrain.data.sources import from_arrays
 from ringtrain.errors import DataError, UsageError
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain.workloads.base import Histogram, Images, Sources, Workload
+from ringtrain.workloads.cifar10 import make_samples
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
-
-    from ringtrain.workloads.base import Histogram, Images
 
 MIN_IMAGE_SIZE = 75  # what leaves one pixel after the last strided convolution
 LABEL_SMOOTHING = 0.1
@@ -72,10 +70,15 @@ class Inception(Workload):
         return build_inception(self._image_shape, self._num_classes)
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        from ringtrain.data.sources import from_arrays
-        from ringtrain.workloads.cifar10 import make_samples
+        from ringtrain.data.formats.image_folder import load_image_folder
+        from ringtrain.data.formats.tfrecord import has_tfrecords, load_tfrecords
 
-        image_size = check_image_size(self.options["image_size"])
+        image_size = self.options["image_size"]
+        if image_size is not None and (type(image_size) is not int or image_size < MIN_IMAGE_SIZE):
+            raise UsageError(
+                f"options.image_size is {image_size!r}; Inception v3 needs a whole number of pixels, at least "
+                f"{MIN_IMAGE_SIZE}. The paper's is 299."
+            )
         if synthetic:
             size, self._num_classes = image_size or MIN_IMAGE_SIZE, self.options["synthetic_classes"]
             if self._num_classes < 1:
@@ -124,19 +127,7 @@ class Inception(Workload):
         return random_shift(x, keys, int(min(x.shape[1:3]) * MAX_SHIFT), draw=1), y
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
-        from ringtrain.workloads.base import Images
-
         return {"images": Images(np.asarray(x, np.float32) / 255)}
-
-
-def check_image_size(image_size: Any) -> int | None:
-    """The option ``image_size``."""
-    if image_size is None or (type(image_size) is int and image_size >= MIN_IMAGE_SIZE):
-        return image_size
-    raise UsageError(
-        f"options.image_size is {image_size!r}; Inception v3 needs a whole number of pixels, at least "
-        f"{MIN_IMAGE_SIZE}. The paper's is 299."
-    )
 
 
 def build_inception(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ringtrain.data.sources import from_arrays
 from ringtrain.workloads.base import Sources, Workload
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ class Polynomial(Workload):
         return keras.Model(x, outputs, name="polynomial")
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        from ringtrain.data.sources import from_arrays
-
         return Sources(*(from_arrays(*make_samples(NUM_SAMPLES[name])) for name in ("train", "evaluation")))
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:

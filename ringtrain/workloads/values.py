@@ -23,11 +23,7 @@ FORGOTTEN = "None: is a return missing?"
 
 
 def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool) -> Any:
-    """The model's outputs for the samples x.
-
-    Raises:
-        UsageError: the model does not take them. An error of a layer of the user's own is raised as it is.
-    """
+    """The model's outputs for the samples x. An error of a layer of the user's own is raised as it is."""
     try:
         outputs = model(x, training=training)
     except Exception as error:
@@ -52,9 +48,8 @@ def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool
 def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
     """The losses [n] and the metrics, [n] each, of n samples.
 
-    Args:
-        y: its floats are made float64 where the outputs are, as in ``verify``: TensorFlow mixes no types.
-        outputs: the model's; those of half precision are made float32 first, since a loss needs its range.
+    Outputs of half precision are made float32 first, since a loss needs its range. The floats of y are made float64
+    where the outputs are, as in ``verify``: TensorFlow mixes no types.
     """
     outputs = tf.nest.map_structure(_at_least_float32, outputs)
     if any(tensor.dtype == tf.float64 for tensor in tf.nest.flatten(outputs)):

@@ -18,9 +18,9 @@ IMPORTS = read_imports(MODULES)
 PUBLIC = ("ringtrain",)  # the package's own file: the version, and public names
 MAX_FLAT_MODULES = 8
 WITHOUT_TENSORFLOW = [
-    "cli", "commands.parser", "config", "data.cache", "errors", "files.bounded", "messages.defects", "report", "script",
+    "cli", "commands.parser", "config", "errors", "files.bounded", "messages.defects", "report", "script",
     "run.checkpoint", "run.directory", "runtime.devices", "runtime.world", "step.schedule", "terminal.console",
-    "verify.compare", "commands.bench", "commands.doctor", "doctor.inside", "workloads.digits", "workloads.listing",
+    "verify.compare", "commands.bench", "commands.doctor", "doctor.inside", "workloads.digits", "commands.workloads",
 ]  # fmt: skip
 HEAVY = {"tensorflow", "keras", "horovod", "mpi4py", "sklearn"}
 

@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.data.formats import tfrecord_index
-from ringtrain.data.formats.example import make_example
+from ringtrain.data.formats.conversion import make_example
 from ringtrain.data.formats.tfrecord import TFRecordSource, load_tfrecords
 from ringtrain.data.formats.tfrecord_index import masked_crc32c
 from ringtrain.errors import DataError

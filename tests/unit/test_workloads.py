@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import pytest
 
 from ringtrain.commands.init import write_starting_file
+from ringtrain.commands.workloads import ENTRIES, list_workloads
 from ringtrain.errors import UsageError
 from ringtrain.workloads import BUILT_IN, create_workload, load_workload
-from ringtrain.workloads.listing import ENTRIES, list_workloads
 from ringtrain.workloads.polynomial import Polynomial
 
 

@@ -32,11 +32,7 @@ def with_cache(
             map, and that later runs find. ``"memory"``: each rank keeps what it has decoded, which needs no disk, but
             as much memory for each rank: for a run of one rank.
         name: of the source, unique in the run.
-        num_threads: processor threads for decoding.
         reserved_bytes: memory that this rank will need for what is cached already, and has not touched yet.
-
-    Raises:
-        DataError: there is not enough memory or space on the disk, or the ranks see different samples.
     """
     if mode == "none" or not is_fallible(source):
         return source

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,6 @@ class Layout:
 
 def find_layout(source: FallibleSource) -> Layout:
     """What the samples of a source look like; none is read."""
-    import tensorflow as tf
-
     empty = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64))
     structure = empty.map(source.gather).element_spec
     specs = tf.nest.flatten(structure)
@@ -60,9 +56,6 @@ class CachedSource:
         self._is_writable = all(array.flags.writeable for array in arrays)
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        """The samples ``indices`` as (x, y); fails as the source does where one cannot be decoded."""
-        import tensorflow as tf
-
         if self._is_writable:
             indices = self._keep(indices, lambda missing: (missing, *self._source.gather(missing)))
         if self._is_writable or self._has_all:
@@ -72,7 +65,6 @@ class CachedSource:
             return tf.cond(has_all, lambda: self._read(indices), lambda: self._source.gather(indices))
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
         if self._is_writable:
             indices = self._keep(indices, self._source.gather_good)
         if not self._has_all:
@@ -80,13 +72,10 @@ class CachedSource:
         return (indices, *self._read(indices))
 
     def find_bad(self, indices: Iterable[int]) -> list[Any]:
-        """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
         return self._source.find_bad([index for index in map(int, indices) if not self._is_kept[index]])
 
     def _keep(self, indices: tf.Tensor, gather: Any) -> tf.Tensor:
         """The same indices, once those of the samples that were missing have been decoded and kept."""
-        import tensorflow as tf
-
         with tf.device("CPU"):
             missing = self._missing(indices)
 
@@ -112,7 +101,6 @@ class CachedSource:
 
         By NumPy on the host: TensorFlow's own op for a mapped file, ImmutableConst, reads all of it into memory (seen).
         """
-        import tensorflow as tf
 
         def read(places: np.ndarray) -> list[np.ndarray]:
             return [np.asarray(array[places]) for array in self._arrays]
@@ -126,8 +114,6 @@ class CachedSource:
 
 def _choose(choose: Callable[[np.ndarray], np.ndarray], indices: tf.Tensor) -> tf.Tensor:
     """Those of the indices that a function on the host chooses."""
-    import tensorflow as tf
-
     chosen = tf.numpy_function(choose, [indices], tf.int64)
     chosen.set_shape([None])
     return chosen

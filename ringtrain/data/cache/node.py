@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.cache.decoded import CachedSource, Layout, find_layout
+from ringtrain.data.pipeline import in_own_threads
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
@@ -58,10 +60,12 @@ def open_node_cache(source: FallibleSource, collective: Collective, *, name: str
 
         def fill() -> None:
             if part is not None:
-                file.fill(part, source, share_of(world, source.num_samples), num_threads)
+                file.fill(Path(part), source, share_of(world, source.num_samples), num_threads)
 
         filling = raise_on_all_ranks(collective, begin, name=f"{label}/begin")
-        part = _part_of_node(collective, filling, name=f"{label}/part")
+        mine = [world.node, world.local_rank, str(filling.path) if filling else None]
+        ranks = all_gather_object(collective, mine, name=f"{label}/part")
+        part = next(part for node, local_rank, part in ranks if (node, local_rank) == (world.node, 0))
         raise_on_all_ranks(collective, fill, name=f"{label}/fill")
         raise_on_all_ranks(collective, lambda: filling.finish() if filling else None, name=f"{label}/finish")
     return CachedSource(source, file.layout, *raise_on_all_ranks(collective, file.open, name=f"{label}/open"))
@@ -71,15 +75,6 @@ def share_of(world: World, num_samples: int) -> range:
     """The samples that a rank decodes for its node."""
     first, end = (num_samples * rank // world.local_size for rank in (world.local_rank, world.local_rank + 1))
     return range(first, end)
-
-
-def _part_of_node(collective: Collective, filling: Filling | None, *, name: str) -> Path | None:
-    """The file that this node's ranks have to fill: local rank 0's; None where there is nothing to do."""
-    world = collective.world
-    mine = [world.node, world.local_rank, str(filling.path) if filling else None]
-    ranks = all_gather_object(collective, mine, name=name)
-    part = next(part for node, local_rank, part in ranks if (node, local_rank) == (world.node, 0))
-    return None if part is None else Path(part)
 
 
 class CacheFile:
@@ -99,7 +94,6 @@ class CacheFile:
         self.num_bytes = place
 
     def is_whole(self) -> bool:
-        """Whether it is there, for these samples."""
         try:
             with self.path.open("rb") as file:
                 return os.fstat(file.fileno()).st_size == self.num_bytes and file.read(_HEADER_BYTES) == self._header
@@ -148,10 +142,6 @@ class CacheFile:
 
     def fill(self, part: Path, source: FallibleSource, samples: range, num_threads: int) -> None:
         """Decode samples and write them into their places in ``part``."""
-        import tensorflow as tf
-
-        from ringtrain.data.pipeline import in_own_threads
-
         chunk = max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // self.layout.bytes_per_sample))
         chunks = tf.data.Dataset.range(samples.start, samples.stop).batch(chunk).map(source.gather_good)
         chunks = in_own_threads(chunks, num_threads, num_ahead=1)

@@ -9,12 +9,17 @@ from pathlib import Path
 from ringtrain.errors import DataError
 
 
+def file_error(message: str) -> DataError:
+    """An error that all ranks of a node meet, since they look at the same files."""
+    return DataError(message, reach="node")
+
+
 @contextlib.contextmanager
 def reading(path: str | Path, *, what: str = "the file") -> Iterator[None]:
     """Say of what cannot be read where it is, and what helps."""
     try:
         yield
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}. Check {what} and its permissions.", reach="node"
+        raise file_error(
+            f"{path} cannot be read: {error.strerror or error}. Check {what} and its permissions."
         ) from error

@@ -24,8 +24,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from ringtrain.data.formats import reading
-from ringtrain.errors import DataError
+from ringtrain.data.formats import file_error, reading
 from ringtrain.files import cache_directory
 from ringtrain.files.atomic import replacing
 from ringtrain.runtime import activity
@@ -67,12 +66,7 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
     ``data_dir/cifar-10-binary.tar.gz`` as published, which is read as it is. Where there is none of these, the archive
     is downloaded to ``data_dir``, by one process of the node while the others wait.
 
-    Args:
-        data_dir: by default ``$XDG_CACHE_HOME/ringtrain/cifar10``, or ``~/.cache/ringtrain/cifar10``.
-        download: another address than the published one.
-
-    Raises:
-        DataError: a file is missing or damaged, or the download failed.
+    By default ``data_dir`` is ``$XDG_CACHE_HOME/ringtrain/cifar10``, or ``~/.cache/ringtrain/cifar10``.
     """
     place = cache_directory("cifar10") if data_dir is None else data_dir
     # Whole or not; a Path's own methods raise where a directory may not be searched.
@@ -93,19 +87,17 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
 def parse_records(data: bytes, path: Path) -> Samples:
     """The samples in the content of one file; ``path`` says where it comes from."""
     if not data or len(data) % RECORD_BYTES:
-        raise DataError(
+        raise file_error(
             f"{path} has {len(data):,} bytes; it must have a whole number of records of {RECORD_BYTES:,} bytes, and at "
-            f"least one (published: 10,000 records, 30,730,000 bytes). It is damaged, or no CIFAR-10 file: {_REMEDY}",
-            reach="node",
+            f"least one (published: 10,000 records, 30,730,000 bytes). It is damaged, or no CIFAR-10 file: {_REMEDY}"
         )
     records = np.frombuffer(data, np.uint8).reshape(-1, RECORD_BYTES)
     labels = records[:, 0].astype(np.int64)
     if labels.max() >= NUM_CLASSES:
         record = int(np.argmax(labels >= NUM_CLASSES))
-        raise DataError(
+        raise file_error(
             f"{path}: record {record} (at byte {record * RECORD_BYTES:,}) has the label {labels[record]}; labels are 0 "
-            f"to {NUM_CLASSES - 1}. The file is damaged, or no CIFAR-10 file: {_REMEDY}",
-            reach="node",
+            f"to {NUM_CLASSES - 1}. The file is damaged, or no CIFAR-10 file: {_REMEDY}"
         )
     planes = records[:, 1:].reshape(-1, 3, IMAGE_SIZE, IMAGE_SIZE)  # [n, c, h, w]
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
@@ -119,10 +111,9 @@ def _read_file(path: Path) -> bytes:
         try:
             return path.read_bytes()
         except FileNotFoundError:
-            raise DataError(
+            raise file_error(
                 f"there is no file {path}; CIFAR-10 has the six files {', '.join(FILES)}. Put it there: unpack "
-                f"{ARCHIVE_NAME} again, from {ARCHIVE_URL}.",
-                reach="node",
+                f"{ARCHIVE_NAME} again, from {ARCHIVE_URL}."
             ) from None
 
 
@@ -141,17 +132,15 @@ def _read_archive(path: Path) -> dict[str, bytes]:
             while stream.read(_BLOCK_BYTES):  # to the end, where gzip's checksum is
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise DataError(
+        raise file_error(
             f"{path} ({_size_of(path)}) cannot be read as the archive of CIFAR-10: {error}. Remove it to have it "
-            f"downloaded, or put the file from {ARCHIVE_URL} in its place.",
-            reach="node",
+            f"downloaded, or put the file from {ARCHIVE_URL} in its place."
         ) from error
     missing = [name for name in FILES if name not in contents]
     if missing:
-        raise DataError(
+        raise file_error(
             f"{path} ({_size_of(path)}) has no file {', '.join(f'{FOLDER_NAME}/{name}' for name in missing)}, which "
-            f"the archive of CIFAR-10 has. Put the file from {ARCHIVE_URL} in its place.",
-            reach="node",
+            f"the archive of CIFAR-10 has. Put the file from {ARCHIVE_URL} in its place."
         )
     return contents
 
@@ -188,11 +177,10 @@ def _download_once(archive: Path, download: Download) -> None:
                 lock.flush()
                 raise
     except (OSError, http.client.HTTPException, _DownloadError) as error:
-        raise DataError(
+        raise file_error(
             f"CIFAR-10 is not in {archive.parent}, and could not be downloaded: {error or type(error).__name__}. Fetch "
             f"{download.url} where there is a network, and put it there as {ARCHIVE_NAME}, or name its place with "
-            "--data_dir.",
-            reach="node",
+            "--data_dir."
         ) from error
 
 
@@ -202,11 +190,7 @@ class _DownloadError(Exception):
 
 @contextlib.contextmanager
 def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
-    """Hold a lock that one process at a time can have.
-
-    Yields:
-        The lock's file, and whether another process had the lock when this one came.
-    """
+    """Hold a lock that one process at a time can have: its file, and whether another had it when this one came."""
     deadline = time.monotonic() + limit_s
     has_waited = False
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as file:

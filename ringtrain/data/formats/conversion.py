@@ -9,20 +9,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
-from ringtrain.data.formats import reading
+from ringtrain.data.formats import file_error, reading
 from ringtrain.data.formats.cifar10 import ARCHIVE_NAME, CLASS_NAMES, FILES, FOLDER_NAME, load_cifar10
-from ringtrain.data.formats.example import make_example
+from ringtrain.data.formats.image_folder import ImageFolderSource, load_image_folder
 from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.data.formats.tfrecord import CLASSES_FILE
-from ringtrain.errors import DataError, UsageError
+from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
-
-if TYPE_CHECKING:
-    from ringtrain.data.formats.image_folder import ImageFolderSource
 
 SHARD_BYTES = 128 << 20
 """About how large a file becomes where the user names no number of them."""
@@ -59,16 +57,12 @@ def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: 
     not there.
 
     Args:
-        source: an image folder (``train/<class>/*.jpg|png`` and the same in ``validation``, ``val`` or ``test``), whose
-            files are copied as they are, or a place of CIFAR-10's binary files. Those become raw records: as PNG they
-            would be a fifth smaller, and decoding them would cost far more than reading the bytes saved.
+        source: an image folder, whose files are copied as they are, or a place of CIFAR-10's binary files. Those become
+            raw records: as PNG they would be a fifth smaller, and decoding them would cost far more than reading the
+            bytes saved.
         destination: must not exist, or be empty.
         kind: ``"image_folder"``, ``"cifar10"``, or ``"auto"`` to look what the source holds.
         num_shards: files for each split; None: as many as make them about ``SHARD_BYTES`` large.
-
-    Raises:
-        UsageError: the destination holds something already, or lies inside the source.
-        DataError: the source is neither, is damaged, or the destination cannot be written.
     """
     start = time.monotonic()
     destination = Path(os.path.abspath(destination))
@@ -88,8 +82,8 @@ def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: 
             shutil.rmtree(partial, ignore_errors=True)
             raise
     except OSError as error:
-        raise DataError(
-            f"{destination} cannot be written: {error}. Check its place and the free space there.", reach="node"
+        raise file_error(
+            f"{destination} cannot be written: {error}. Check its place and the free space there."
         ) from error
     samples = {split.name: split.num_samples for split in splits}
     return Converted(samples, len(sizes), sum(sizes), len(class_names), time.monotonic() - start)
@@ -106,18 +100,15 @@ def _check_destination(source: Path, destination: Path) -> None:
 def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
     """The names of the classes and the splits."""
     if not source.is_dir():
-        raise DataError(f"source {source} is no directory that can be read. Check the path.", reach="node")
+        raise file_error(f"source {source} is no directory that can be read. Check the path.")
     is_cifar10 = any((source / name).exists() for name in (FOLDER_NAME, ARCHIVE_NAME, *FILES))
     if kind == "cifar10" or (kind == "auto" and is_cifar10):
         return CLASS_NAMES, _open_cifar10(source)
     if kind == "auto" and not (source / "train").is_dir():
-        raise DataError(
+        raise file_error(
             f"source {source} is neither an image folder, which has a directory train/<class>, nor a place of "
-            f"CIFAR-10, which has {FOLDER_NAME} or {ARCHIVE_NAME}. Check the path, or say what it is with --kind.",
-            reach="node",
+            f"CIFAR-10, which has {FOLDER_NAME} or {ARCHIVE_NAME}. Check the path, or say what it is with --kind."
         )
-    from ringtrain.data.formats.image_folder import load_image_folder
-
     parts = load_image_folder(source, image_size=1, channels=3)  # of any size: no image is read
     return parts[0].class_names, [_open_image_part(part) for part in parts if part is not None]
 
@@ -137,8 +128,6 @@ def _described(shape: Sequence[int], label: int, class_name: str) -> dict[str, b
 
 
 def _write_split(directory: Path, split: Split, num_shards: int) -> None:
-    import tensorflow as tf
-
     num_shards = max(1, min(num_shards, split.num_samples))
     for shard in range(num_shards):
         count = split.num_samples * (shard + 1) // num_shards - split.num_samples * shard // num_shards
@@ -154,13 +143,11 @@ def _write_split(directory: Path, split: Split, num_shards: int) -> None:
 
 
 def _open_image_part(part: ImageFolderSource) -> Split:
-    files = [
-        (Path(os.fsdecode(path)), int(label))
-        for path, label in zip(part.paths.numpy(), part.labels.numpy(), strict=True)
-    ]
-    name = files[0][0].parent.parent.name  # train, validation, val or test
-    examples = (_encoded_example(path, label, part.class_names[label]) for path, label in files)
-    return Split(name, len(files), sum(path.stat().st_size for path, _ in files), examples)
+    paths = [Path(os.fsdecode(path)) for path in part.paths.numpy()]
+    name = paths[0].parent.parent.name  # train, validation, val or test
+    labelled = zip(paths, part.labels.numpy().tolist(), strict=True)
+    examples = (_encoded_example(path, label, part.class_names[label]) for path, label in labelled)
+    return Split(name, len(paths), sum(path.stat().st_size for path in paths), examples)
 
 
 def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
@@ -170,7 +157,7 @@ def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
     try:
         header = read_header(io.BytesIO(encoded))
     except HeaderError as error:
-        raise DataError(f"{path} is no image: {error}. Remove it or mend it.", reach="node") from error
+        raise file_error(f"{path} is no image: {error}. Remove it or mend it.") from error
     return make_example(
         {
             "image/encoded": encoded,
@@ -179,3 +166,15 @@ def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
             **_described(header, label, class_name),
         }
     )
+
+
+def make_example(features: dict[str, bytes | int]) -> bytes:
+    """A serialised ``tf.train.Example`` of single values."""
+
+    def feature(value: bytes | int) -> tf.train.Feature:
+        if isinstance(value, bytes):
+            return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+
+    named = {name: feature(value) for name, value in features.items()}
+    return tf.train.Example(features=tf.train.Features(feature=named)).SerializeToString(deterministic=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import tensorflow as tf
+import tensorflow as tf
 
 PARALLEL_DECODES = 16  # at most; the input pipeline's threads decide how many of a batch are decoded at once
 
@@ -19,20 +17,11 @@ def decode_batch(
     image_shape: tuple[int, int, int],
     skips_bad: bool,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decode images in parallel.
+    """Decode images [n] with their numbers in parallel: the numbers [m] and uint8 [m, h, w, c], in the same order.
 
-    By a dataset of their own, since tf.map_fn cannot pass over an image, and is slower for small ones.
-
-    Args:
-        decode: makes an image uint8 [h, w, c] of one element of ``encoded``.
-        encoded, indices: the images and their numbers, [n]; n may be 0.
-        skips_bad: whether images that cannot be decoded are left out, or are an error.
-
-    Returns:
-        The numbers [m] and the images, uint8 [m, h, w, c], in the order that they came in.
+    Those that cannot be decoded are left out (``skips_bad``), or are an error. By a dataset of their own, since
+    tf.map_fn cannot pass over an image, and is slower for small ones.
     """
-    import tensorflow as tf
-
     decoded = tf.data.Dataset.from_tensor_slices((indices, encoded)).map(
         lambda index, image: (index, decode(image)), num_parallel_calls=PARALLEL_DECODES, deterministic=True
     )
@@ -51,8 +40,6 @@ def decode_image(content: tf.Tensor, image_shape: tuple[int, int, int], *, is_re
     Either its middle square is resized to ``image_shape``, a square, and its channels are converted, or it must have
     that shape.
     """
-    import tensorflow as tf
-
     height, _, channels = image_shape
     # Decodes PNG as well, and takes what it is from its first bytes.
     image = tf.io.decode_jpeg(content, channels=channels, dct_method="INTEGER_ACCURATE")
@@ -61,8 +48,6 @@ def decode_image(content: tf.Tensor, image_shape: tuple[int, int, int], *, is_re
 
 def resize_middle(image: tf.Tensor, size: int) -> tf.Tensor:
     """The largest square in the middle of an image uint8 [h, w, c], resized to [size, size, c]."""
-    import tensorflow as tf
-
     height, width = tf.unstack(tf.shape(image)[:2])
     side = tf.minimum(height, width)
     top, left = (height - side) // 2, (width - side) // 2

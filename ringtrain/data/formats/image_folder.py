@@ -14,17 +14,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ringtrain.data.formats import reading
+import tensorflow as tf
+
+from ringtrain.data.formats import file_error, reading
 from ringtrain.data.formats.decoding import decode_batch, decode_image
 from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
 from ringtrain.data.sources import BadSample
-from ringtrain.errors import DataError
 from ringtrain.runtime import activity
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 TRAIN_FOLDER = "train"
 EVALUATION_FOLDERS = ("validation", "val", "test")
@@ -39,33 +37,20 @@ Channels = Literal[1, 3]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageFolderSource:
-    """Images uint8 [n, h, w, c] and their classes, int64 [n]. Build one with ``load_image_folder``.
+    """Images uint8 [n, h, w, c] and their classes, int64 [n]. Build one with ``load_image_folder``."""
 
-    Attributes:
-        paths: string [num_samples].
-        labels: positions in class_names, int64 [num_samples].
-        class_names: the classes, sorted.
-        image_shape: (h, w, c).
-        is_resized: whether images of other sizes and channels are brought to ``image_shape``, or must have it.
-        fingerprint: SHA-256 of the classes and of each image's path below the data directory and its size.
-        changed: SHA-256 of the times at which the images were last changed; another copy of them has another.
-        damaged: the samples whose headers say already that they cannot be decoded; headers are read unless
-            ``is_resized``.
-    """
-
-    paths: tf.Tensor
-    labels: tf.Tensor
+    paths: tf.Tensor  # string [num_samples]
+    labels: tf.Tensor  # positions in class_names, int64 [num_samples]
     num_samples: int
-    class_names: tuple[str, ...]
-    image_shape: tuple[int, int, int]
-    is_resized: bool
-    fingerprint: str
-    changed: str
-    damaged: tuple[BadSample, ...]
+    class_names: tuple[str, ...]  # sorted
+    image_shape: tuple[int, int, int]  # (h, w, c)
+    is_resized: bool  # whether images of other sizes and channels are brought to image_shape, or must have it
+    fingerprint: str  # SHA-256 of the classes and of each image's path below the data directory and its size
+    changed: str  # SHA-256 of the times at which the images were last changed; another copy of them has another
+    damaged: tuple[BadSample, ...]  # whose headers say already that they cannot be decoded: read unless is_resized
 
     @property
     def num_classes(self) -> int:
-        """Labels are below it."""
         return len(self.class_names)
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -74,12 +59,9 @@ class ImageFolderSource:
         return x, y
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Those of the samples ``indices`` that can be decoded, in their order, as (indices, x, y)."""
         return self._collect(indices, skips_bad=True)
 
     def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        import tensorflow as tf
-
         with tf.device("CPU"):
             paths = tf.gather(self.paths, indices)
             found, images = decode_batch(
@@ -88,9 +70,6 @@ class ImageFolderSource:
             return found, images, tf.gather(self.labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
-        """Those of the samples ``indices`` that cannot be decoded. Outside of graphs only."""
-        import tensorflow as tf
-
         found = []
         for index in map(int, indices):
             with tf.device("CPU"):
@@ -103,8 +82,6 @@ class ImageFolderSource:
 
     def _decode(self, path: tf.Tensor) -> tf.Tensor:
         """One image, uint8 [h, w, c]."""
-        import tensorflow as tf
-
         return decode_image(tf.io.read_file(path), self.image_shape, is_resized=self.is_resized)
 
 
@@ -133,26 +110,23 @@ def load_image_folder(
         listings.append(_list_part(data_dir / evaluation))
         _check_classes(data_dir / evaluation, tuple(listings[1]), class_names)
     paths = [[file.path for file in _files(listing)] for listing in listings]
-    damaged: list[tuple[BadSample, ...]] = [()] * len(listings)
+    headers: list[list[ImageHeader | str]] = [[] for _ in listings]
     if image_size is None:
         headers = [_read_headers(part) for part in paths]
         image_shape = _common_shape(data_dir, paths, headers, channels)
-        damaged = [_find_damaged(*part) for part in zip(paths, headers, strict=True)]
     else:
         image_shape = (image_size, image_size, channels)
-    sources = [
-        _create_source(
-            data_dir, listing, class_names, image_shape=image_shape, is_resized=image_size is not None, damaged=bad
-        )
-        for listing, bad in zip(listings, damaged, strict=True)
-    ]
+    shape: dict[str, Any] = {"image_shape": image_shape, "is_resized": image_size is not None}
+    parts = zip(listings, headers, strict=True)
+    sources = [_create_source(data_dir, *part, class_names, **shape) for part in parts]
     return sources[0], sources[1] if len(sources) > 1 else None
 
 
-def _create_source(data_dir: Path, listing: _Listing, class_names: tuple[str, ...], **fields: Any) -> ImageFolderSource:
-    import tensorflow as tf
-
+def _create_source(
+    data_dir: Path, listing: _Listing, headers: list[ImageHeader | str], class_names: tuple[str, ...], **shape: Any
+) -> ImageFolderSource:
     files = list(_files(listing))
+    reasons = {number: header for number, header in enumerate(headers) if isinstance(header, str)}
     numbers = {name: number for number, name in enumerate(class_names)}
     with tf.device("CPU"):
         return ImageFolderSource(
@@ -162,7 +136,8 @@ def _create_source(data_dir: Path, listing: _Listing, class_names: tuple[str, ..
             class_names=class_names,
             fingerprint=_fingerprint(data_dir, files, class_names),
             changed=hashlib.sha256(repr([file.changed_ns for file in files]).encode()).hexdigest(),
-            **fields,
+            damaged=tuple(BadSample(number, files[number].path, reason) for number, reason in reasons.items()),
+            **shape,
         )
 
 
@@ -192,20 +167,18 @@ def _fingerprint(data_dir: Path, files: Iterable[_File], class_names: Sequence[s
 def _list_part(folder: Path) -> _Listing:
     """The classes in ``train/`` or an evaluation folder, and their files."""
     if not os.path.isdir(folder):
-        raise DataError(
+        raise file_error(
             f"there is no folder {folder}; an image folder has one folder for each class in it, as {folder}/cat/1.jpg. "
-            "Put it there, or name another place with --data_dir.",
-            reach="node",
+            "Put it there, or name another place with --data_dir."
         )
     entries = _scan(folder)
     others = [entry.name for entry in entries if not entry.is_dir()]
     if others:
-        raise DataError(f"{folder} holds {_count_of(others)} beside the classes' folders. {_REMEDY}", reach="node")
+        raise file_error(f"{folder} holds {_count_of(others)} beside the classes' folders. {_REMEDY}")
     if not entries:
-        raise DataError(
+        raise file_error(
             f"{folder} holds no class; it must hold one folder for each, as {folder}/cat/1.jpg. Put them there, or "
-            "name another place with --data_dir.",
-            reach="node",
+            "name another place with --data_dir."
         )
     with ThreadPoolExecutor(IO_THREADS) as threads:
         groups = threads.map(_list_class, [Path(entry.path) for entry in entries])
@@ -216,19 +189,17 @@ def _list_class(folder: Path) -> list[_File]:
     entries = _scan(folder)
     others = [entry.name for entry in entries if not (entry.name.lower().endswith(ENDINGS) and entry.is_file())]
     if others:
-        raise DataError(
-            f"{folder} holds {_count_of(others)}; a class holds files that end in {', '.join(ENDINGS)}. {_REMEDY}",
-            reach="node",
+        raise file_error(
+            f"{folder} holds {_count_of(others)}; a class holds files that end in {', '.join(ENDINGS)}. {_REMEDY}"
         )
     if not entries:
-        raise DataError(
+        raise file_error(
             f"{folder} holds no image; each class needs at least one ({', '.join(ENDINGS)}). Put its images there, or "
-            "remove the folder.",
-            reach="node",
+            "remove the folder."
         )
     for entry in entries:
         if not os.access(entry.path, os.R_OK):
-            raise DataError(f"{entry.path} cannot be read. Check the file and its permissions.", reach="node")
+            raise file_error(f"{entry.path} cannot be read. Check the file and its permissions.")
     stats = [entry.stat() for entry in entries]
     return [_File(entry.path, stat.st_size, stat.st_mtime_ns) for entry, stat in zip(entries, stats, strict=True)]
 
@@ -249,11 +220,10 @@ def _count_of(names: Sequence[str]) -> str:
 def _check_classes(folder: Path, names: tuple[str, ...], train_names: tuple[str, ...]) -> None:
     unknown = [name for name in names if name not in set(train_names)]
     if unknown:
-        raise DataError(
+        raise file_error(
             f"{folder} holds the class {unknown[0]!r}, which {TRAIN_FOLDER}/ does not: nothing would train it. "
             f"Training has {len(train_names)} classes, {train_names[0]!r} to {train_names[-1]!r}. Remove or rename "
-            f"{folder / unknown[0]}.",
-            reach="node",
+            f"{folder / unknown[0]}."
         )
 
 
@@ -280,35 +250,23 @@ def _common_shape(
     data_dir: Path, paths: Sequence[Sequence[str]], headers: Sequence[Sequence[ImageHeader | str]], channels: int
 ) -> tuple[int, int, int]:
     """The shape of all images."""
-    first: tuple[str, ImageHeader] | None = None
-    for part, part_headers in zip(paths, headers, strict=True):
-        for path, header in zip(part, part_headers, strict=True):
-            if isinstance(header, str):
-                continue
-            first = first or (path, header)
-            expected = first[1]._replace(channels=channels)
-            if header != expected:
-                other = "" if path == first[0] else f", and the first, {first[0]}, is {first[1]}"
-                raise DataError(
-                    f"{path} is {header}{other}; all must have one size and {channels} "
-                    f"channel{'s' if channels > 1 else ''}. Bring them to one form, or have them resized and converted "
-                    "with --options.image_size.",
-                    reach="node",
-                )
-    if first is None:
-        raise DataError(
-            f"no file in {data_dir} is an image. The first, {paths[0][0]}: {headers[0][0]}. Check their origin.",
-            reach="node",
+    both = zip(itertools.chain(*paths), itertools.chain(*headers), strict=True)
+    images = [(path, header) for path, header in both if not isinstance(header, str)]
+    if not images:
+        raise file_error(
+            f"no file in {data_dir} is an image. The first, {paths[0][0]}: {headers[0][0]}. Check their origin."
         )
-    return (first[1].height, first[1].width, channels)
-
-
-def _find_damaged(paths: Sequence[str], headers: Sequence[ImageHeader | str]) -> tuple[BadSample, ...]:
-    return tuple(
-        BadSample(index, path, header)
-        for index, (path, header) in enumerate(zip(paths, headers, strict=True))
-        if isinstance(header, str)
-    )
+    first_path, first = images[0]
+    expected = first._replace(channels=channels)
+    for path, header in images:
+        if header != expected:
+            other = "" if path == first_path else f", and the first, {first_path}, is {first}"
+            raise file_error(
+                f"{path} is {header}{other}; all must have one size and {channels} "
+                f"channel{'s' if channels > 1 else ''}. Bring them to one form, or have them resized and converted "
+                "with --options.image_size."
+            )
+    return (first.height, first.width, channels)
 
 
 def _reason_of(error: Exception) -> str:

@@ -7,31 +7,26 @@ that TensorFlow's own ImageNet scripts use. ``ringtrain convert`` writes such fi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-import threading
 import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import tensorflow as tf
 
+from ringtrain.data.formats import file_error
 from ringtrain.data.formats.decoding import decode_batch, decode_image, resize_middle
-from ringtrain.data.formats.image_folder import Channels
+from ringtrain.data.formats.image_folder import EVALUATION_FOLDERS, TRAIN_FOLDER, Channels
 from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
 from ringtrain.data.sources import BadSample
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
 
-if TYPE_CHECKING:
-    import tensorflow as tf
-
 CLASSES_FILE = "classes.txt"
-TRAIN_NAME = "train"
-EVALUATION_NAMES = ("validation", "val", "test")
 _PATTERNS = ("{}.tfrecord", "{}-*.tfrecord", "{}-*-of-*")
 _MAX_OPEN_FILES = 64
 
@@ -61,12 +56,11 @@ def load_tfrecords(
             another shape than the rest.
     """
     class_names = read_class_names(data_dir)
-    parts = {"train": find_files(data_dir, TRAIN_NAME), "evaluation": find_files(data_dir, *EVALUATION_NAMES)}
+    parts = {"train": find_files(data_dir, TRAIN_FOLDER), "evaluation": find_files(data_dir, *EVALUATION_FOLDERS)}
     if not parts["train"]:
-        raise DataError(
-            f"{data_dir} has no files {TRAIN_NAME}-*.tfrecord. Name their directory with --data_dir, or make them with "
-            "ringtrain convert.",
-            reach="node",
+        raise file_error(
+            f"{data_dir} has no files {TRAIN_FOLDER}-*.tfrecord. Name their directory with --data_dir, or make them "
+            "with ringtrain convert."
         )
     place = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:12]
     index_dirs = [index_dir] if index_dir else [data_dir, cache_directory("index")]
@@ -86,7 +80,7 @@ def load_tfrecords(
 
 def has_tfrecords(data_dir: Path) -> bool:
     """Whether a directory holds samples that ``load_tfrecords`` reads."""
-    return bool(find_files(data_dir, TRAIN_NAME))
+    return bool(find_files(data_dir, TRAIN_FOLDER))
 
 
 def find_files(data_dir: Path, *names: str) -> tuple[Path, ...]:
@@ -105,9 +99,8 @@ def read_class_names(data_dir: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{data_dir / CLASSES_FILE} cannot be read: {error}. It names a class on each line; remove or mend it.",
-            reach="node",
+        raise file_error(
+            f"{data_dir / CLASSES_FILE} cannot be read: {error}. It names a class on each line; remove or mend it."
         ) from error
 
 
@@ -117,19 +110,17 @@ def _check_labels(index: Index, num_classes: int, class_names: list[str], *, mus
     labels = entries["label"][whole]
     wrong = whole[labels >= num_classes]
     if len(wrong):
-        raise DataError(
+        raise file_error(
             f"{index.describe(wrong[0])} has the label {entries['label'][wrong[0]]}; with {num_classes} classes labels "
             f"must be 0 to {num_classes - 1} ({len(wrong):,} of {len(entries):,} records are wrong). Mend the records, "
-            f"or {CLASSES_FILE}.",
-            reach="node",
+            f"or {CLASSES_FILE}."
         )
     empty = np.flatnonzero(np.bincount(labels, minlength=num_classes) == 0)
     if must_have_all and len(empty):
         name = f" ({class_names[empty[0]]!r})" if empty[0] < len(class_names) else ""
-        raise DataError(
+        raise file_error(
             f"no record of {index.paths[0].parent} has the label {empty[0]}{name}; each of the {num_classes} classes "
-            f"needs a sample to train on ({len(empty)} of them without). Labels count from 0.",
-            reach="node",
+            f"needs a sample to train on ({len(empty)} of them without). Labels count from 0."
         )
 
 
@@ -143,7 +134,7 @@ def _create_source(
     entries = index.entries
     known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
     if not len(known):
-        raise DataError(f"no record of {index.paths[0].parent} holds an image that can be read.", reach="node")
+        raise file_error(f"no record of {index.paths[0].parent} holds an image that can be read.")
     first = entries[known[0]]
     is_raw = bool(first["kind"] == RAW)
     fixed: dict[str, int] = {"kind": int(first["kind"])}
@@ -154,11 +145,10 @@ def _create_source(
         wrong = known[entries[name][known] != value]
         if len(wrong):
             rule = {"kind": "encoded, or all raw", "channels": f"with {channels} channels"}.get(name, "of one size")
-            raise DataError(
+            raise file_error(
                 f"{index.describe(wrong[0])} holds an image of {_shape_text(entries[wrong[0]])}, and the first is of "
                 f"{_shape_text(first)}; all must be {rule}. Bring them to one form, or have encoded ones resized and "
-                "converted with --options.image_size.",
-                reach="node",
+                "converted with --options.image_size."
             )
     stored_shape = (fixed["height"], fixed["width"], channels) if "height" in fixed else None
     image_shape = (image_size, image_size, channels) if image_size else stored_shape
@@ -174,16 +164,7 @@ def _shape_text(entry: np.void) -> str:
 
 
 class TFRecordSource:
-    """Images uint8 [n, h, w, c] and their labels, int64 [n]. Get one from ``load_tfrecords``.
-
-    Attributes:
-        num_samples: how many records there are, damaged ones as well.
-        paths: string [files].
-        image_shape: (h, w, c).
-        num_classes: labels are below it.
-        fingerprint: SHA-256 over the files' names and sizes, the content of all records, and ``image_shape``.
-        damaged: the samples whose records were damaged when the index was made.
-    """
+    """Images uint8 [n, h, w, c] and their labels, int64 [n]. Get one from ``load_tfrecords``."""
 
     def __init__(
         self,
@@ -194,15 +175,13 @@ class TFRecordSource:
         image_shape: tuple[int, int, int],
         num_classes: int,
     ) -> None:
-        import tensorflow as tf
-
-        self.num_samples = len(index.entries)
+        self.num_samples = len(index.entries)  # damaged ones as well
         self.image_shape, self.num_classes = image_shape, num_classes
         self.fingerprint = hashlib.sha256(f"{index.fingerprint} {image_shape}".encode()).hexdigest()
         self._index, self._is_raw, self._stored_shape = index, is_raw, stored_shape
-        self._files = _OpenFiles(index.paths)
+        self._open = functools.lru_cache(_MAX_OPEN_FILES)(_OpenFile)  # those which were needed last stay open
         with tf.device("CPU"):
-            self.paths = tf.constant([os.fsencode(path) for path in index.paths])
+            self.paths = tf.constant([os.fsencode(path) for path in index.paths])  # [files]
         self._labels = np.asarray(index.entries["label"], np.int64)
         self.damaged = tuple(self.find_bad(np.flatnonzero(index.entries["kind"] == DAMAGED)))
 
@@ -212,12 +191,9 @@ class TFRecordSource:
         return x, y
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Those of the samples ``indices`` that are whole, in their order, as (indices, x, y); runs in a graph."""
         return self._collect(indices, skips_bad=True)
 
     def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        import tensorflow as tf
-
         def read(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             return self._read(numbers, skips_bad=skips_bad)
 
@@ -232,9 +208,6 @@ class TFRecordSource:
             return found, images, tf.gather(self._labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
-        """Those of the samples ``indices`` that cannot be had. Outside of graphs only."""
-        import tensorflow as tf
-
         found = []
         for index in map(int, indices):
             try:
@@ -262,7 +235,6 @@ class TFRecordSource:
         return records, is_whole
 
     def _read_record(self, index: int) -> bytes:
-        """The data of a record."""
         entry, where = self._index.entries[index], self._index.describe
         if entry["kind"] == DAMAGED:
             raise DataError(
@@ -270,7 +242,8 @@ class TFRecordSource:
                 "it again with ringtrain convert."
             )
         try:
-            record = self._files.read(int(entry["file"]), int(entry["offset"]) + HEADER_BYTES, int(entry["length"]))
+            file = self._open(self._index.paths[entry["file"]])  # held, so that no other thread's read closes it
+            record = os.pread(file.descriptor, int(entry["length"]), int(entry["offset"]) + HEADER_BYTES)
         except OSError as error:
             raise DataError(f"{where(index)} cannot be read: {error.strerror}. Check the file.") from error
         if zlib.crc32(record) != entry["crc32"]:
@@ -284,8 +257,6 @@ class TFRecordSource:
 
     def _decode(self, records: tf.Tensor, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor]:
         """Records [n] to their indices and images uint8 [n, h, w, c]; bad ones fail, or are left out."""
-        import tensorflow as tf
-
         name = "image/raw" if self._is_raw else "image/encoded"
         stored = tf.io.parse_example(records, {name: tf.io.FixedLenFeature([], tf.string)})[name]
         if self._is_raw and self._stored_shape == self.image_shape:
@@ -294,34 +265,16 @@ class TFRecordSource:
 
     def _decode_one(self, stored: tf.Tensor) -> tf.Tensor:
         """One image [h, w, c]."""
-        import tensorflow as tf
-
         if self._is_raw:
             image = tf.reshape(tf.io.decode_raw(stored, tf.uint8), self._stored_shape)
             return resize_middle(image, self.image_shape[0])
         return decode_image(stored, self.image_shape, is_resized=self._stored_shape is None)
 
 
-class _OpenFiles:
-    """Files that are read in any order: some stay open, those which were needed last."""
+class _OpenFile:
+    """A file that stays open as long as somebody has it."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = tuple(paths)
-        self._open: OrderedDict[int, int] = OrderedDict()  # number of the file to descriptor
-        self._lock = threading.Lock()
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         # Not __del__, which at the interpreter's end finds its modules gone.
-        weakref.finalize(self, _close_all, self._open)
-
-    def read(self, number: int, offset: int, num_bytes: int) -> bytes:
-        with self._lock:  # no other thread closes the file meanwhile
-            if number not in self._open:
-                self._open[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
-                if len(self._open) > _MAX_OPEN_FILES:
-                    os.close(self._open.popitem(last=False)[1])
-            self._open.move_to_end(number)
-            return os.pread(self._open[number], num_bytes, offset)
-
-
-def _close_all(descriptors: OrderedDict[int, int]) -> None:
-    for descriptor in descriptors.values():
-        os.close(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)

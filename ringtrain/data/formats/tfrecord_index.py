@@ -18,18 +18,17 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
-from ringtrain.data.formats import reading
-from ringtrain.data.formats.example import parse_features
+from ringtrain.data.formats import file_error, reading
 from ringtrain.data.formats.image_header import HeaderError, read_header
-from ringtrain.errors import DataError
 from ringtrain.files.atomic import replacing
-from ringtrain.files.bounded import parse_json, read_bounded
+from ringtrain.files.bounded import read_bounded
 from ringtrain.runtime import activity
 
 HEADER_BYTES = 12  # the length and its CRC
@@ -50,7 +49,6 @@ ENTRY = np.dtype(
 )
 ENCODED, RAW, DAMAGED = 0, 1, 2
 
-_MAX_HEADER_BYTES = 4096  # of each file: its name, and numbers
 _MAGIC = b"ringtfr1"
 _PARSED_TOGETHER = 64
 
@@ -87,15 +85,8 @@ class Index(NamedTuple):
 def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
     """The index of files, from a cache that is whole, and whose files are as they were, else by reading them.
 
-    Any number of processes may do so at once: each writes a file of its own and renames it.
-
-    Args:
-        paths: the data files.
-        caches: the files that may keep the index; it is written to the first of them that can be. Where none can, it is
-            used all the same.
-
-    Raises:
-        DataError: a file is missing, empty or damaged, or a record is no ``tf.train.Example``.
+    It is written to the first of the caches that can be. Any number of processes may do so at once: each writes a file
+    of its own and renames it.
     """
     files = tuple(_state_of(path) for path in paths)
     for cache in caches:
@@ -115,16 +106,20 @@ def _state_of(path: Path) -> FileState:
     with reading(path):
         status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path} is no regular file. Remove it, or make it again with ringtrain convert.", reach="node")
+        raise file_error(f"{path} is no regular file. Remove it, or make it again with ringtrain convert.")
     return FileState(path.name, status.st_size, status.st_mtime_ns)
 
 
 # --- The cache: magic, SHA-256 of the rest, length of the header (8 bytes), header (JSON), entries ---
 
 
+def _header(files: tuple[FileState, ...]) -> bytes:
+    header = json.dumps({"files": files, "entry": ENTRY.descr}).encode()
+    return struct.pack("<Q", len(header)) + header
+
+
 def _write_cache(cache: Path, index: Index) -> None:
-    header = json.dumps({"files": index.files, "entry": ENTRY.descr}).encode()
-    body = struct.pack("<Q", len(header)) + header + index.entries.tobytes()
+    body = _header(index.files) + index.entries.tobytes()
     cache.parent.mkdir(parents=True, exist_ok=True)
     with replacing(cache) as file:
         file.write(_MAGIC + hashlib.sha256(body).digest() + body)
@@ -132,20 +127,15 @@ def _write_cache(cache: Path, index: Index) -> None:
 
 def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
     """The index in a file; None where there is none for these files as they are now, or it is damaged."""
-    num_bytes = sum(file.num_bytes for file in files)
-    largest = num_bytes // (HEADER_BYTES + FOOTER_BYTES) * ENTRY.itemsize
+    header, start = _header(files), len(_MAGIC) + hashlib.sha256().digest_size
+    most_records = sum(file.num_bytes for file in files) // (HEADER_BYTES + FOOTER_BYTES)
     try:
-        content = read_bounded(cache, largest + _MAX_HEADER_BYTES * (1 + len(files)))
-        start = len(_MAGIC) + hashlib.sha256().digest_size
+        content = read_bounded(cache, start + len(header) + most_records * ENTRY.itemsize)
         body = content[start:]
-        if content[:start] != _MAGIC + hashlib.sha256(body).digest():
+        if content[:start] != _MAGIC + hashlib.sha256(body).digest() or not body.startswith(header):
             return None
-        (header_bytes,) = struct.unpack_from("<Q", body)
-        header = parse_json(body[8 : 8 + header_bytes])
-        if header != json.loads(json.dumps({"files": files, "entry": ENTRY.descr})):
-            return None
-        entries = np.frombuffer(body, ENTRY, offset=8 + header_bytes)
-    except (OSError, ValueError, OverflowError, struct.error):
+        entries = np.frombuffer(body, ENTRY, offset=len(header))
+    except (OSError, ValueError):
         return None
     return Index(files, entries) if _cover(entries, files) else None
 
@@ -175,9 +165,7 @@ def _cover(entries: np.ndarray, files: tuple[FileState, ...]) -> bool:
 def scan_file(path: Path, number: int) -> np.ndarray:
     """The entries of one file's records, all of which are read; ``number`` is the file's.
 
-    Raises:
-        DataError: it is empty, cut off, a length is wrong, or a record is no ``tf.train.Example`` with an image and a
-            label. A record whose data alone are damaged is marked, since those after it can be read.
+    A record whose data alone are damaged is marked, since those after it can be read; any other damage is an error.
     """
     records = _read_records(path)
     parts: list[np.ndarray] = []
@@ -185,68 +173,58 @@ def scan_file(path: Path, number: int) -> np.ndarray:
         activity.move()
         parts.append(_describe(path, number, _PARSED_TOGETHER * len(parts), *zip(*some, strict=True)))
     if not parts:
-        raise DataError(f"{path} is empty; it must hold records. Remove it, or make it again.", reach="node")
+        raise file_error(f"{path} is empty; it must hold records. Remove it, or make it again.")
     return np.concatenate(parts)
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
     """Offset, length of the data and the data of each record; None where the data's CRC is wrong."""
-    import tensorflow as tf
     from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the one reader that tells offsets
 
-    file = None
     try:
-        file = os.open(path, os.O_RDONLY)
-        reader = tf_record_random_reader(os.fspath(path))
-        offset = count = 0
-        while True:
-            # TensorFlow asks for as much memory as a length says, true or not, and dies where there is none.
-            header = os.pread(file, 8, offset)
-            if len(header) == 8 and struct.unpack("<Q", header)[0] > os.fstat(file).st_size - offset:
-                _length_of_damaged(path, offset, count)
-            try:
-                data, end = reader.read(offset)
-            except IndexError:  # the end of the file, or so few bytes that they are no header
-                if offset != path.stat().st_size:
-                    _length_of_damaged(path, offset, count)
-                return
-            except tf.errors.DataLossError:
-                length = _length_of_damaged(path, offset, count)
-                data, end = None, offset + HEADER_BYTES + length + FOOTER_BYTES
-            yield offset, end - offset - HEADER_BYTES - FOOTER_BYTES, data
-            offset, count = end, count + 1
+        with path.open("rb", buffering=0) as opened:
+            file = opened.fileno()
+            reader = tf_record_random_reader(os.fspath(path))
+            offset = count = 0
+            while True:
+                # TensorFlow asks for as much memory as a length says, true or not, and dies where there is none.
+                header = os.pread(file, 8, offset)
+                if len(header) == 8 and struct.unpack("<Q", header)[0] > os.fstat(file).st_size - offset:
+                    _length_of_damaged(path, file, offset, count)
+                try:
+                    data, end = reader.read(offset)
+                except IndexError:  # the end of the file, or so few bytes that they are no header
+                    if offset != os.fstat(file).st_size:
+                        _length_of_damaged(path, file, offset, count)
+                    return
+                except tf.errors.DataLossError:
+                    length = _length_of_damaged(path, file, offset, count)
+                    data, end = None, offset + HEADER_BYTES + length + FOOTER_BYTES
+                yield offset, end - offset - HEADER_BYTES - FOOTER_BYTES, data
+                offset, count = end, count + 1
     except (OSError, tf.errors.OpError) as error:
-        raise DataError(f"{path} cannot be read: {error}. Check the file and its permissions.", reach="node") from error
-    finally:
-        if file is not None:
-            os.close(file)
+        raise file_error(f"{path} cannot be read: {error}. Check the file and its permissions.") from error
 
 
-def _length_of_damaged(path: Path, offset: int, count: int) -> int:
+def _length_of_damaged(path: Path, file: int, offset: int, count: int) -> int:
     """The length of a record that the reader refused, where only its data are damaged.
 
-    Raises:
-        DataError: the length itself is damaged, or the file ends within the record: nothing after it can be read.
+    It is an error if the length itself is damaged, or the file ends within the record: nothing after it can be read.
     """
-    where = _name(path, count, offset)
-    num_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(offset)
-        header = file.read(HEADER_BYTES)
+    where, num_bytes = _name(path, count, offset), os.fstat(file).st_size
+    header = os.pread(file, HEADER_BYTES, offset)
     if len(header) == HEADER_BYTES:
         length, crc = struct.unpack("<QI", header)
         if crc != masked_crc32c(header[:8]):
-            raise DataError(
+            raise file_error(
                 f"{where} has a wrong checksum (CRC32C) of its length: the file is damaged, or no plain TFRecord "
-                "file. Copy it again, or make it again with ringtrain convert.",
-                reach="node",
+                "file. Copy it again, or make it again with ringtrain convert."
             )
         if offset + HEADER_BYTES + length + FOOTER_BYTES <= num_bytes:
             return int(length)
-    raise DataError(
+    raise file_error(
         f"{where} is cut off: the file ends within it, after {num_bytes:,} bytes. Copy it again, or make it again with "
-        "ringtrain convert.",
-        reach="node",
+        "ringtrain convert."
     )
 
 
@@ -267,18 +245,38 @@ def _describe(
     entries["file"], entries["offset"], entries["length"] = number, offsets, lengths
     entries["kind"] = [DAMAGED if record is None else ENCODED for record in records]
     whole = np.flatnonzero(entries["kind"] == ENCODED).tolist()
-    features = parse_features([records[place] for place in whole], lambda place: name(whole[place]))
+    features = _parse([records[place] for place in whole], lambda place: name(whole[place]))
     for place, encoded, raw, label, *shape in zip(whole, *features, strict=True):
         entry = entries[place]
         entry["crc32"] = zlib.crc32(records[place] or b"")
         entry["label"] = label
-        if raw:
-            entry["kind"] = RAW
+        entry["kind"] = RAW if raw else ENCODED
         entry["height"], entry["width"], entry["channels"] = shape if raw else _shape_of(encoded)
         problem = _problem(encoded, raw, label, shape)
         if problem:
-            raise DataError(f"{name(place)} {problem}", reach="node")
+            raise file_error(f"{name(place)} {problem}")
     return entries
+
+
+def _parse(records: list[bytes | None], name_of: Callable[[int], str]) -> list[np.ndarray]:
+    """Encoded image, raw image, label, height, width and channels of records, [n] each; ``name_of`` names one."""
+    texts = dict.fromkeys(("image/encoded", "image/raw"), tf.io.FixedLenFeature([], tf.string, b""))
+    numbers = {"image/class/label": -1, "image/height": 0, "image/width": 0, "image/channels": 0}  # of what is lacking
+    spec = texts | {name: tf.io.FixedLenFeature([], tf.int64, value) for name, value in numbers.items()}
+    with tf.device("CPU"):
+        try:
+            parsed = tf.io.parse_example(tf.constant(records, tf.string), spec)
+        except tf.errors.InvalidArgumentError:
+            for place, record in enumerate(records):
+                try:
+                    tf.io.parse_example(tf.constant([record]), spec)
+                except tf.errors.InvalidArgumentError as error:
+                    raise file_error(
+                        f"{name_of(place)} is no tf.train.Example with the features {', '.join(spec)}, each of one "
+                        f"value: {error.message}"
+                    ) from error
+            raise
+    return [parsed[name].numpy() for name in spec]
 
 
 def _shape_of(encoded: bytes) -> tuple[int, int, int]:

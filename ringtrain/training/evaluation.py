@@ -22,7 +22,7 @@ from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.world import World
 from ringtrain.step.averages import WeightAverages
-from ringtrain.step.structure import trace
+from ringtrain.step.train_step import trace
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, per_sample
 

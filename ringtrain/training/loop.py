@@ -25,7 +25,7 @@ from ringtrain.run.variables import broadcast_variables
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
-from ringtrain.step.report import communication_seconds, next_samples, wants_stop
+from ringtrain.step.report import read_value
 from ringtrain.terminal.console import Console
 from ringtrain.training.actions import Action, CheckReplicas, Ending, Evaluate, Log, Records, Save, Training
 from ringtrain.training.evaluation import EvalReport
@@ -224,7 +224,7 @@ def run_steps(training: Training, actions: Sequence[Action]) -> tuple[int, Endin
                 next_count=batches.next_local_count,
             )
         if batches.is_counted:
-            batches.note(next_samples(returned))
+            batches.note(int(read_value(returned, "next_samples")))
         is_last = batches.is_last(step)
         in_flight.append(Trained(step, batch, returned, is_last))
         pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
@@ -262,10 +262,10 @@ def settle(
     """Look at a step's outcome, act where something is due, and say whether the training is to end."""
     job, (step, batch, returned, is_last) = training.job, trained
     guard.check(step, batch, returned)
-    job.times.note_communication(communication_seconds(returned))
+    job.times.note_communication(read_value(returned, "communication_sec"))
     if job.batches.is_counted:
         training.progress.samples_seen += job.step.read(returned).samples
-    is_stopped = wants_stop(returned) and not is_last
+    is_stopped = bool(read_value(returned, "stop_votes")) and not is_last
     ending = Ending.PREEMPTED if is_stopped else last_ending
     due = [action for action in actions if action.is_due(step, is_last=is_last)]
     due = [action for action in due if not (ending and action.needs_weights)]

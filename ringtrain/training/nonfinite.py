@@ -17,7 +17,7 @@ from ringtrain.collectives import all_gather_object, run_on_rank0
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import DivergedError
 from ringtrain.step.loss_scale import MIN_LOSS_SCALE
-from ringtrain.step.report import StepReport, is_updated
+from ringtrain.step.report import StepReport, read_value
 from ringtrain.training.actions import Training
 from ringtrain.training.job import Job
 from ringtrain.workloads.values import per_sample
@@ -63,7 +63,7 @@ class NonfiniteGuard:
         Raises:
             DivergedError: on every rank, where the step changed nothing and the run is not to go on.
         """
-        if is_updated(returned):
+        if read_value(returned, "is_finite"):
             self._training.progress.skipped_in_a_row = 0
             return
         report = self._job.step.read(returned)

@@ -29,21 +29,13 @@ from ringtrain.workloads.values import call_model, per_sample
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
-    """An evaluation over the exact evaluation data.
+    """An evaluation over the exact evaluation data."""
 
-    Attributes:
-        samples: how many samples were evaluated, each once.
-        loss: mean data loss plus regularisation, comparable with the training's ``loss``.
-        data_loss: mean of the samples' losses.
-        metrics: means of the workload's metrics.
-        left_out: the samples that could not be read.
-    """
-
-    samples: int
-    loss: float
-    data_loss: float
-    metrics: dict[str, float]
-    left_out: tuple[BadSample, ...] = ()
+    samples: int  # that were evaluated, each once
+    loss: float  # mean data loss plus regularisation, comparable with the training's ``loss``
+    data_loss: float  # mean of the samples' losses
+    metrics: dict[str, float]  # means of the workload's
+    left_out: tuple[BadSample, ...] = ()  # those that could not be read
 
     @property
     def values(self) -> dict[str, float]:

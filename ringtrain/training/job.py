@@ -100,20 +100,13 @@ def create_job(
 ) -> Job:
     """Read the data, create the model, compile the steps, and see that all ranks have the same. Every rank calls it.
 
-    Args:
-        num_threads: processor threads for the input pipeline.
-        start: where the run begins; the global batch size of its first start holds whatever the number of ranks is now.
-        adapt_model: changes the model before anything is compiled.
-        optimizer: makes another optimizer than the workload's and the settings'.
-        print_line: shows a line to the user.
-
-    Raises:
-        DataError: the data are missing, damaged, or not the same on all ranks.
-        UsageError: a setting does not fit the workload, or the models are not the same on all ranks.
+    The input pipeline has ``num_threads``. ``adapt_model`` changes the model before anything is compiled, and
+    ``optimizer`` makes another optimizer than the workload's and the settings'.
     """
     activity.note(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
     sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
+    # That of the run's first start holds, whatever the number of ranks is now.
     global_batch_size = start.global_batch_size or choose_global_batch_size(config, collective.world.size)
     plan = plan_steps(workload, config, sources.train, global_batch_size, first_step=start.step)
     batches = create_batches(

@@ -38,19 +38,12 @@ from ringtrain.training.saving import restore, take_snapshot, take_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a training run.
+    """What came of a training run."""
 
-    Attributes:
-        ending: why it ended.
-        evaluation: the last evaluation of this process; None where there was none.
-        best: the best value of ``best_metric``; None where there was no evaluation.
-        best_step: the step of that evaluation.
-    """
-
-    ending: Ending
-    evaluation: EvalReport | None
-    best: float | None = None
-    best_step: int | None = None
+    ending: Ending  # why it ended
+    evaluation: EvalReport | None  # the last of this process; None where there was none
+    best: float | None = None  # of ``best_metric``; None where there was no evaluation
+    best_step: int | None = None  # of that evaluation
 
 
 def train(
@@ -62,12 +55,7 @@ def train(
     requests: StopRequests,
     console: Console,
 ) -> Result:
-    """Train a workload from where its run directory says. Every rank calls it, with the same arguments but for one.
-
-    Args:
-        start: where the run begins.
-        opened: the run directory on rank 0, None on the others.
-        requests: whether this rank has been told to stop.
+    """Train a workload from where its run directory says. Every rank calls it; ``opened`` is rank 0's alone.
 
     Raises:
         DataError: the data are missing or damaged.

@@ -30,20 +30,13 @@ BATCH_DIRECTORY = "nonfinite"
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a rank finds in its part of a step that was not finite; all values are JSON values.
-
-    Attributes:
-        node, device: where the rank computes.
-        loss: the mean loss of its samples; a word where it is no number, None where it has no samples.
-        samples: the numbers of the samples that stand out.
-        gradients: the weights whose gradient by its samples alone is not finite, in the order of the model.
-    """
+    """What a rank finds in its part of a step that was not finite; all values are JSON values."""
 
     node: str
     device: str
-    loss: float | str | None
-    samples: list[int]
-    gradients: list[str]
+    loss: float | str | None  # the mean of its samples; a word where it is no number, None where it has no samples
+    samples: list[int]  # the numbers of those that stand out
+    gradients: list[str]  # weights whose gradient by its samples alone is not finite, in the order of the model
 
     @property
     def is_culprit(self) -> bool:

@@ -10,19 +10,20 @@ import tensorflow as tf
 
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
-from ringtrain.training.actions import Training
+from ringtrain.training.actions import Action, Training
 from ringtrain.training.summaries import explaining
 
 DIRECTORY = "profile"
 
 
-class Profile:
+class Profile(Action):
     """An action of every rank: begins before the first step of the range, and ends after the last."""
 
-    needs_weights = True  # no step may be under way when it begins, or all its work would not be within it
+    # It needs the weights: no step may be under way when it begins, or all its work would not be within it.
 
     def __init__(self, training: Training) -> None:
-        self._job, self._print_line = training.job, training.console.line
+        super().__init__(training)
+        self._print_line = training.console.line
         profile = self._job.config.profile
         self._first, self._last = map(int, profile.split(":")) if profile else (-1, -1)
         self._directory = training.records.run.path / DIRECTORY if training.records is not None else None

@@ -79,17 +79,12 @@ def cache_sources(sources: Sources, config: Config, collective: Collective, *, n
     """The sources with the cache of the settings."""
     cached: dict[str, Source | Feed | None] = {}
     for name, source in sources._asdict().items():
-        if source is None or isinstance(source, Feed):
-            cached[name] = source
-            continue
-        cached[name] = with_cache(
-            source,
-            config.cache,
-            collective,
-            name=name,
-            num_threads=num_threads,
-            reserved_bytes=sum(getattr(other, "num_bytes", 0) for other in cached.values()),
-        )
+        reserved = sum(getattr(other, "num_bytes", 0) for other in cached.values())
+        cached[name] = source
+        if source is not None and not isinstance(source, Feed):
+            cached[name] = with_cache(
+                source, config.cache, collective, name=name, num_threads=num_threads, reserved_bytes=reserved
+            )
     return Sources(**cached)  # type: ignore[arg-type]
 
 

@@ -24,7 +24,7 @@ from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, find_users_place
 from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.report import StepReport
-from ringtrain.training.actions import Training
+from ringtrain.training.actions import Action, Training
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.workloads.base import Workload
@@ -36,13 +36,13 @@ WITHOUT_FLOAT64 = {"AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AverageP
 NOISE = 1.0
 
 
-class Recorder:
+class Recorder(Action):
     """Notes each step's loss and which samples it was really made of."""
 
     needs_weights = False
 
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
         self.losses: list[float] = []
         self.samples: list[np.ndarray] = []
 
@@ -51,7 +51,7 @@ class Recorder:
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
         self.losses.append(report.loss)
-        self.samples.append(self._collective.all_gather(batch.indices, name="ledger").numpy())
+        self.samples.append(self._job.collective.all_gather(batch.indices, name="ledger").numpy())
 
 
 def record(
@@ -137,8 +137,9 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, *, is_reference:
 
 def train_recorded(job: Job, notes: Sequence[str]) -> dict[str, Any]:
     """Train the steps of a job: on rank 0 what came of it, nothing on the others."""
-    recorder = Recorder(job.collective)
-    run_steps(Training(job=job), [recorder])
+    training = Training(job=job)
+    recorder = Recorder(training)
+    run_steps(training, [recorder])
     evaluation = job.evaluate()
     replicas = all_gather_object(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
     if not job.collective.world.is_rank0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from ringtrain.collectives.base import Collective
+from ringtrain.collectives.base import Collective, Solo
 from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
 from ringtrain.runtime.world import World
@@ -22,8 +22,6 @@ def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collec
         from ringtrain.collectives.horovod import connect_horovod
 
         return connect_horovod(world)
-    from ringtrain.collectives.solo import Solo
-
     return Solo(world)
 
 

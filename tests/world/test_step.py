@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object
-from ringtrain.collectives.solo import Solo
+from ringtrain.collectives.base import Solo
 from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays
 from ringtrain.errors import UsageError

@@ -35,12 +35,9 @@ MAX_GROUPS = 4
 def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> Iterator[list[tf.Tensor]]:
     """See that all ranks have inputs of the same shapes and types, while these are computed with.
 
-    Yields:
-        What the ranks' next collectives have to wait for, so that they do not meet before this is known; in a graph.
-
-    Raises:
-        UsageError: on every rank, where inputs differ; then it takes the place of what the computation raised. In a
-            graph it is TensorFlow's InvalidArgumentError with the same words.
+    Where they differ, a UsageError on every rank takes the place of what the computation raised; in a graph it is
+    TensorFlow's InvalidArgumentError with the same words. There the ranks' next collectives have to wait for what this yields, so
+    that they do not meet before it is known.
     """
     if collective.world.size == 1:
         yield []

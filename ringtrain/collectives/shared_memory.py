@@ -60,12 +60,10 @@ class SharedMemory(HorovodCollective):
     """The collective of a run whose ranks are on the cores of one node."""
 
     def __init__(self, carrier: HorovodCollective, window: Window, *, overlaps_compute: bool) -> None:
-        """Every rank has the same window.
+        """Every rank has the same window; ``carrier`` carries what does not go through it.
 
-        Args:
-            carrier: carries what does not go through memory.
-            overlaps_compute: whether the carrier's sums travel while this rank computes. Not so where a rank has one
-                core, which they take as well: then large sums are best ordered, too.
+        Where a rank has one core, the carrier's sums do not overlap compute, since they take it as well: then large
+        sums are best ordered, too.
         """
         super().__init__(carrier.world, carrier.hvd, carrier.threads)
         self.overlaps_compute = overlaps_compute
@@ -106,18 +104,10 @@ class SharedSums:
         self._end = round_up(Window.num_bytes(size), mmap.ALLOCATIONGRANULARITY)  # of the memory that is in use
 
     def add_up(self, what: int, read_only: bool, *arrays: Array) -> list[Array]:
-        """Add each array over all ranks.
+        """The sum of each array over all ranks, and ``[len(arrays)]``, the sum of squares of each of these.
 
-        Args:
-            what: a number that says what is summed.
-            read_only: whether the sums may lie in memory that the other ranks read.
-            arrays: of one dimension at least.
-
-        Returns:
-            The sum of each, and ``[len(arrays)]``, the sum of squares of each of these.
-
-        Raises:
-            RuntimeError: another rank sums something else, or has ended.
+        ``what`` is a number that says what is summed, the same on all ranks; ``read_only``: the sums may lie in memory
+        that the other ranks read. The arrays are of one dimension at least.
         """
         key = (what, *((array.shape, array.dtype.str) for array in arrays))
         results = self._results.get(key, []) if read_only else []

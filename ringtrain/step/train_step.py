@@ -51,14 +51,10 @@ class TrainStep:
         local_batch_size: int | None = None,
         times_communication: bool = False,
     ) -> None:
-        """Trace the step.
+        """Trace the step, for batches of ``batch_spec``; almost all of this rank's have ``local_batch_size`` samples.
 
-        Args:
-            reduction: sums gradients over the ranks.
-            batch_spec: tensor specs of a batch (``dataset.element_spec``).
-            local_batch_size: samples of almost all of this rank's batches; None where that is not known.
-            times_communication: take the moments for ``communication_sec``. TensorFlow refuses that where it is to
-                be deterministic; of what a GPU computes the host knows none, and to ask would let it wait.
+        ``times_communication``: take the moments for ``communication_sec``. TensorFlow refuses that where it is to be
+        deterministic; of what a GPU computes the host knows none, and to ask would let it wait.
         """
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")
@@ -89,12 +85,9 @@ class TrainStep:
     ) -> tf.Tensor:
         """Train one step; every rank must call it for the same step.
 
-        Args:
-            is_stop_wanted: this rank's vote to end the training after this step.
-            next_count: samples that this rank has for the next step, where that is not known before.
-
-        Returns:
-            The control vector and the step's facts, for ``read``; computed once the device gets there.
+        ``is_stop_wanted`` is this rank's vote to end the training after it; ``next_count`` are the samples that it has
+        for the next one, where that is not known before. What returns are the control vector and the step's facts, for
+        ``read``: computed once the device gets there.
         """
         function = self._function_for(batch)
         returned, _ = function(batch, constant(learning_rate), constant((is_stop_wanted, next_count)))

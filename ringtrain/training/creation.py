@@ -46,11 +46,7 @@ def create_model(workload: Workload) -> keras.Model:
 
 
 def choose_optimizer(workload: Workload, config: Config, first_learning_rate: float) -> keras.optimizers.Optimizer:
-    """The workload's own optimizer, or that of the settings.
-
-    Raises:
-        UsageError: the workload's is none, or reduces gradients itself, which the training step does already.
-    """
+    """The workload's own optimizer, or that of the settings."""
     method = f"{type(workload).__name__}.create_optimizer"
     reduces_itself = UsageError(
         f"{method} gave a DistributedOptimizer, but the training step reduces gradients itself: give the plain "

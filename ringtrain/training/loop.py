@@ -185,10 +185,7 @@ def run_steps(training: Training, actions: Sequence[Action]) -> tuple[int, Endin
 
     On a GPU the host looks at step k while the device computes step k+1, so that the device never waits for the host;
     on cores, where a step is done when the call returns, it looks at once, and so it does where step k tells how many
-    samples step k+1 has.
-
-    Returns:
-        The steps done, and why there are no more: the same on every rank.
+    samples step k+1 has. Returns the steps done, and why there are no more: the same on every rank.
     """
     job, guard = training.job, NonfiniteGuard(training)
     batches, times = job.batches, job.times
@@ -265,13 +262,7 @@ def settle(
 
 
 def finish(training: Training, step: int, ending: Ending) -> None:
-    """Save the last step, and leave no rank before all know that it is saved.
-
-    Raises:
-        DivergedError: on every rank, where a value is not finite; nothing is saved then.
-        PreemptedError: on every rank, where the training was stopped before its end.
-        RingtrainError: on every rank, where the save failed.
-    """
+    """Save the last step, and leave no rank before all know that it is saved; what this raises, it raises on all."""
     job, requests, records = training.job, training.requests, training.records
     training.progress.finished = None if ending is Ending.PREEMPTED else ending.value
     require_finite_values(job.step.named_variables, job.collective, step=step)

@@ -51,11 +51,7 @@ class NonfiniteGuard:
         self._training, self._job, self._num_kept = training, training.job, 0
 
     def check(self, step: int, batch: Batch, returned: tf.Tensor) -> None:
-        """Look at the outcome of a step; ``batch`` is this rank's.
-
-        Raises:
-            DivergedError: on every rank, where the step changed nothing and the run is not to go on.
-        """
+        """Look at the outcome of a step: DivergedError where it changed nothing and the run is not to go on."""
         if read_value(returned, "is_finite"):
             self._training.progress.skipped_in_a_row = 0
             return

@@ -54,11 +54,7 @@ class CheckpointWriter:
         return str(self._run.checkpoints)
 
     def wait(self) -> None:
-        """Wait until what was begun is written, or has failed and was told.
-
-        Raises:
-            LeaseLostError: another process has taken over the run directory.
-        """
+        """Wait until what was begun is written, or has failed and was told."""
         if self._under_way is None:
             return
         try:

@@ -48,12 +48,7 @@ def record_with_oracle(workload: Workload, config: Config, collective: Collectiv
 def train_oracle(
     workload: Workload, config: Config, job: Job, first: Sequence[np.ndarray], samples: np.ndarray
 ) -> dict[str, Any]:
-    """Train by the plain loop what a job of one process has trained.
-
-    Args:
-        first: the weights that the job began with.
-        samples: those that it trained on, one after the other, int64 [n].
-    """
+    """Train by the plain loop, from the same weights, the samples (int64 [n]) that a job of one process has trained."""
     keras.utils.clear_session()  # so that names are the job's
     model = workload.create_model()
     make_comparable(model, freezes=False)

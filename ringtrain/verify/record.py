@@ -75,11 +75,7 @@ def record(
 def create_recorded_job(
     workload: Workload, config: Config, collective: Collective, *, freezes: bool = True, **job_options: Any
 ) -> tuple[Job, list[str]]:
-    """A training in the configuration's precision, without what differs between world sizes by design; what that was.
-
-    Args:
-        freezes: also without local BatchNorm.
-    """
+    """A training in the settings' precision, without what differs between world sizes by design; what that was."""
     keras.utils.clear_session()
     notes: list[str] = []
     with explaining_float64(config):
@@ -167,7 +163,7 @@ def write_record(path: Path, values: dict[str, Any]) -> None:
 
 
 def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
-    """Switch off what may differ between world sizes by design, and say what that was."""
+    """Switch off what may differ between world sizes by design (local BatchNorm if ``freezes``); say what that was."""
     notes = []
     for layer in model._flatten_layers():
         match_regularizers(layer)

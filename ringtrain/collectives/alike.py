@@ -36,8 +36,8 @@ def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> 
     """See that all ranks have inputs of the same shapes and types, while these are computed with.
 
     Where they differ, a UsageError on every rank takes the place of what the computation raised; in a graph it is
-    TensorFlow's InvalidArgumentError with the same words. There the ranks' next collectives have to wait for what this yields, so
-    that they do not meet before it is known.
+    TensorFlow's InvalidArgumentError with the same words. There the ranks' next collectives have to wait for
+    what this yields, so that they do not meet before it is known.
     """
     if collective.world.size == 1:
         yield []

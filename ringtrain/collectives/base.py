@@ -86,9 +86,7 @@ class Solo(Collective):
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def all_reduce(
-        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
-    ) -> Totals:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: bool) -> Totals:
         return Totals(list(tensors))
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:

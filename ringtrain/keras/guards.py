@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from ringtrain.collectives import all_gather_object
-from ringtrain.collectives.checks import require_working_sums
+from ringtrain.collectives.connect import require_working_sums
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.collective import ProcessSetCollective

@@ -29,7 +29,9 @@ from ringtrain.terminal.console import Console
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job
 from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
-from ringtrain.training.summaries import MAX_IMAGES, EventFiles
+from ringtrain.training.summaries import MAX_IMAGES, EventFiles, explaining
+
+PROFILE_DIRECTORY = "profile"
 
 
 class Records:
@@ -242,6 +244,70 @@ class CheckReplicas(Action):
         if self._job.config.check_replicas_every:
             activity.note(Phase.CHECK, step)
             self._guard.check(step)
+
+
+class Profile(Action):
+    """``--profile START:STOP``: what rank 0 computes, by TensorFlow's profile, and what Horovod does, by its timeline.
+
+    Both cost time: steps with a profile are slower than others. No step may be under way when it begins, or all its
+    work would not be within it.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        profile = self._job.config.profile
+        self._first, self._last = map(int, profile.split(":")) if profile else (-1, -1)
+        self._directory = training.records.run.path / PROFILE_DIRECTORY if training.records is not None else None
+        self._is_under_way = False
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        if is_last:
+            return self._is_under_way
+        return step == self._last or step == self._first - 1
+
+    def act(self, step: int, *_: object) -> None:
+        """Begin, or end, where ``step`` steps are done."""
+        if self._first <= step and self._is_under_way:
+            self.close()
+        elif self._first - 1 <= step < self._last:
+            self._begin()
+
+    def begin(self) -> None:
+        """Before the first step: begin where the range does, or has; say where no step of it comes any more."""
+        first, total = self._job.plan.first_step, self._job.plan.total_steps
+        if self._first > total:
+            why = f"the run ends with step {total}"
+        elif 0 <= self._last <= first:
+            why = f"step {first} is done already"
+        else:
+            self.act(first)
+            return
+        self._training.console.line(f"warning: --profile {self._job.config.profile}: {why}; there is none")
+
+    def close(self) -> None:
+        """Write what is there, where it is under way."""
+        if not self._is_under_way:
+            return
+        self._is_under_way = False
+        self._job.collective.stop_timeline()
+        if self._directory is not None:
+            activity.note(Phase.LOG, self._last, takes_long=True)
+            with self._job.times.leaving_out(), explaining(self._directory):
+                tf.profiler.experimental.stop()
+            self._training.console.line(
+                f"the profile of steps {self._first} to {self._last} is in {self._directory}: see it by "
+                f"`tensorboard --logdir {self._directory}`, and Horovod's timeline by chrome://tracing"
+            )
+
+    def _begin(self) -> None:
+        self._is_under_way = True
+        timeline = ""
+        if self._directory is not None:
+            with self._job.times.leaving_out(), explaining(self._directory):
+                self._directory.mkdir(exist_ok=True)
+                tf.profiler.experimental.start(str(self._directory))
+            timeline = str(self._directory / f"horovod-steps-{self._first}-{self._last}.json")
+        self._job.collective.start_timeline(timeline)
 
 
 def epoch_after(order: SampleOrder, step: int) -> float:

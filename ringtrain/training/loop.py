@@ -27,12 +27,11 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.step.report import read_value
 from ringtrain.terminal.console import Console
-from ringtrain.training.actions import Action, CheckReplicas, Ending, Evaluate, Log, Records, Save, Training
+from ringtrain.training.actions import Action, CheckReplicas, Ending, Evaluate, Log, Profile, Records, Save, Training
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.joining import Prepared
 from ringtrain.training.nonfinite import NonfiniteGuard
-from ringtrain.training.profiling import Profile
 from ringtrain.training.saving import restore, take_snapshot, take_weights
 
 

@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
-from ringtrain.collectives import Collective, Totals, require_working_sums
+from ringtrain.collectives import Collective, Totals
+from ringtrain.collectives.connect import require_working_sums
 from ringtrain.errors import UsageError
 from tests.world.group import GLOO, on_ranks
 

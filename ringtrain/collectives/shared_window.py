@@ -59,18 +59,8 @@ class Window:
 
     def find_lost(self) -> int | None:
         """A rank whose process has ended; None where there is none."""
-        return next((rank for rank, process in enumerate(self.processes.tolist()) if not is_alive(process)), None)
-
-
-def is_alive(process: int) -> bool:
-    """Whether a process of this node is there."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is there, and another user's
-        pass
-    return True
+        processes = enumerate(self.processes.tolist())
+        return next((rank for rank, process in processes if not os.path.exists(f"/proc/{process}")), None)
 
 
 def share_window(rank: int, size: int, on_all: Callable[[Any], list[Any]]) -> Window | None:

@@ -54,15 +54,7 @@ def train(
     requests: StopRequests,
     console: Console,
 ) -> Result:
-    """Train a workload from where its run directory says. Every rank calls it; ``opened`` is rank 0's alone.
-
-    Raises:
-        DataError: the data are missing or damaged.
-        DivergedError: the loss or a gradient was not finite.
-        PreemptedError: some rank was told to stop; all is saved, and the same command goes on.
-        ReplicasDifferError: the ranks hold different values.
-        UsageError: the ranks would not train the same.
-    """
+    """Train a workload from where its run directory says. Every rank calls it; ``opened`` is rank 0's alone."""
     job = create_job(
         prepared.workload,
         prepared.config,

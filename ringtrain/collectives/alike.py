@@ -65,12 +65,9 @@ def _beside() -> Any:
 @functools.cache
 def _exchange(collective: Collective) -> Callable[[tf.Tensor], tf.Tensor]:
     """A graph, in which Horovod sees the name: nothing else that runs meanwhile meets it."""
-
-    def exchange(mine: tf.Tensor) -> tf.Tensor:
-        return gather(mine, collective, NAME)
-
     signature = [tf.TensorSpec([1, 2], tf.int64)]
-    return tf.function(exchange, input_signature=signature, autograph=False).get_concrete_function()
+    exchange = tf.function(lambda mine: gather(mine, collective, NAME), input_signature=signature, autograph=False)
+    return exchange.get_concrete_function()
 
 
 def _raise_difference(inputs: Inputs, on_ranks: tf.Tensor, collective: Collective) -> None:

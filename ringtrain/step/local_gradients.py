@@ -115,7 +115,9 @@ class LocalGradients:
             with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
                 outputs = call_model(self._workload, self._model, x, training=True)
                 losses, metrics = per_sample(self._workload, y, outputs)
-                regularization = tf.add_n([tf.zeros([], self._dtype), *cast_all(self._model.losses, self._dtype)])
+                regularization = tf.add_n(
+                    [tf.zeros([], self._dtype), *(tf.cast(loss, self._dtype) for loss in self._model.losses)]
+                )
             data_loss_sum = tf.reduce_sum(tf.cast(losses, self._dtype))
             scaled_objective = self._loss_scale.scale(
                 partial_objective(data_loss_sum, regularization, count=count, global_count=global_count)
@@ -252,11 +254,6 @@ def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int)
     """
     nothing = tf.minimum(step, 0) * number
     return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)
-
-
-def cast_all(tensors: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
-    """Tensors in one type."""
-    return [tf.cast(tensor, dtype) for tensor in tensors]
 
 
 def averaging_dtype(value: tf.Tensor | keras.Variable) -> tf.DType:

@@ -22,7 +22,7 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.guard.labels import find_labels
 from ringtrain.run.variables import name_variables, named_slots, named_weights
 from ringtrain.step.averages import WeightAverages
-from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure, averaging_dtype, cast_all
+from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure, averaging_dtype
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report
 from ringtrain.workloads.base import Workload
@@ -215,7 +215,7 @@ class TrainStep:
             "local_data_loss": forward.sums[1],
             "communication_sec": communication_sec,
         }
-        returned = tf.concat([sums, tf.stack(cast_all([facts[name] for name in STEP_FACTS], self._dtype))], axis=0)
+        returned = tf.concat([sums, tf.stack([tf.cast(facts[name], self._dtype) for name in STEP_FACTS])], axis=0)
         return returned, list(keep_alive)  # what a function returns is kept until all of it is computed
 
     def _sum_state(self, forward: Forward) -> list[tf.Tensor]:

@@ -96,9 +96,7 @@ def create_step(
         model=model,
         optimizer=optimizer,
         reduction=GradientReduction(
-            collective=collective,
-            compression=config.compression,
-            read_only=only_reads_gradients(optimizer),
+            collective=collective, compression=config.compression, read_only=only_reads_gradients(optimizer)
         ),
         batch_spec=batch_spec,
         local_batch_size=first or None if is_known else None,
@@ -121,11 +119,7 @@ def create_eval_step(
     spec = evaluation_batches(evaluation, collective.world, global_batch_size=1, num_threads=1).element_spec
     require_same_structure(workload, batch_spec, spec)
     eval_step = EvalStep(
-        workload=workload,
-        model=step.model,
-        averages=step.averages,
-        collective=collective,
-        batch_spec=spec,
+        workload=workload, model=step.model, averages=step.averages, collective=collective, batch_spec=spec
     )
     check_best_metric(config, eval_step.metric_names)
     return eval_step

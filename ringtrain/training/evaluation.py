@@ -107,14 +107,10 @@ def evaluation_batches(
 ) -> Batches:
     """This rank's share of the samples to evaluate on, as stored."""
     order = SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, shuffle=False)
-    end_step = order.steps_per_epoch
+    steps: dict[str, Any] = {"first_step": 0, "end_step": order.steps_per_epoch}
     skips_bad = skips_bad and is_fallible(source)
-    dataset = local_batches(
-        source, order, world, first_step=0, end_step=end_step, num_threads=num_threads, skips_bad=skips_bad
-    )
-
-    explain = functools.partial(explain_bad, source, order, world)
-    return Batches(dataset, first_step=0, end_step=end_step, explain=explain)
+    dataset = local_batches(source, order, world, **steps, num_threads=num_threads, skips_bad=skips_bad)
+    return Batches(dataset, **steps, explain=functools.partial(explain_bad, source, order, world))
 
 
 class EvalStep:

@@ -193,12 +193,8 @@ def run_steps(training: Training, actions: Sequence[Action]) -> tuple[int, Endin
         for labels in job.labels_to_check if step <= job.plan.first_step + CHECKED_STEPS else ():
             labels.check(batch.y, batch.indices, of="training")
         with times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
-            returned = job.step(
-                batch,
-                learning_rate,
-                is_stop_wanted=training.requests.is_pending,
-                next_count=batches.next_local_count,
-            )
+            is_stop_wanted, next_count = training.requests.is_pending, batches.next_local_count
+            returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=next_count)
         if batches.is_counted:
             batches.note(int(read_value(returned, "next_samples")))
         is_last = batches.is_last(step)

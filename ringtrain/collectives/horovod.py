@@ -55,7 +55,8 @@ class HorovodCollective(Collective):
     def __init__(self, world: World, hvd: ModuleType, threads: Collection[int] = ()) -> None:
         """Horovod has been started; ``threads`` are those that it and MPI have started in this process."""
         self.world = world
-        self.description = describe(hvd)
+        controller = "MPI" if hvd.mpi_enabled() else "Gloo"
+        self.description = f"Horovod over {controller}" + (" and NCCL" if hvd.nccl_built() else "")
         self.hvd = hvd
         self.threads = threads
 
@@ -230,12 +231,6 @@ def _gather_by_mpi(value: Any) -> list[Any]:
     joined = np.empty(lengths.sum(), np.uint8)
     ranks.Allgatherv(mine, [joined, lengths, offsets, MPI.BYTE])
     return [json.loads(part.tobytes()) for part in np.split(joined, offsets[1:])]
-
-
-def describe(hvd: ModuleType) -> str:
-    """Which of Horovod's controllers and operations are at work."""
-    controller = "MPI" if hvd.mpi_enabled() else "Gloo"
-    return f"Horovod over {controller}" + (" and NCCL" if hvd.nccl_built() else "")
 
 
 def _mpi4py_size(hvd: ModuleType, world: World) -> int:

@@ -77,9 +77,10 @@ class NonfiniteGuard:
     def _explain(self, step: int, batch: Batch, report: StepReport) -> str:
         """Who had it: every rank is here, for the same reduced numbers."""
         collective = self._job.collective
+        gpus = tf.config.get_visible_devices("GPU")
         mine = RankReport(
             node=collective.world.node,
-            device=describe_device(),
+            device=f"GPU {gpus[0].name.rpartition(':')[2]}" if gpus else "its cores",
             loss=_mean_loss(report.local_data_loss, batch.indices.shape[0]),
             samples=find_nonfinite_samples(self._job, batch),
             gradients=self._job.step.find_nonfinite_gradients(batch),
@@ -155,12 +156,6 @@ def describe_samples(samples: list[int], loss: str | float | None) -> str:
         return f"mean of its samples' losses: {loss}"
     more = f" and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
     return f"sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, sorted(samples)[:MAX_NAMED]))}{more}"
-
-
-def describe_device() -> str:
-    """What this rank computes on."""
-    gpus = tf.config.get_visible_devices("GPU")
-    return f"GPU {gpus[0].name.rpartition(':')[2]}" if gpus else "its cores"
 
 
 def pack_batch(batch: Batch) -> bytes:

@@ -25,8 +25,13 @@ def open_sources(
     """
     sources = raise_on_all_ranks(collective, lambda: read_sources(workload, config), name="sources")
     require_same_sources(collective, sources)
-    refuse_other_size(sources.train, collective.world.size, former_size)
-    contents = Contents(sources._asdict()) if collective.world.size > 1 else None
+    size = collective.world.size
+    if isinstance(sources.train, Feed) and former_size not in (None, size):
+        raise UsageError(
+            f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
+            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never."
+        )
+    contents = Contents(sources._asdict()) if size > 1 else None
     return cache_sources(sources, config, collective, num_threads=num_threads), contents
 
 
@@ -86,12 +91,3 @@ def cache_sources(sources: Sources, config: Config, collective: Collective, *, n
                 source, config.cache, collective, name=name, num_threads=num_threads, reserved_bytes=reserved
             )
     return Sources(**cached)  # type: ignore[arg-type]
-
-
-def refuse_other_size(train: Source | Feed, size: int, former_size: int | None) -> None:
-    """See that each rank can go on with what it was fed before."""
-    if isinstance(train, Feed) and former_size not in (None, size):
-        raise UsageError(
-            f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
-            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never."
-        )

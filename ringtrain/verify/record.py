@@ -123,24 +123,24 @@ def explaining_float64(config: Config) -> Iterator[None]:
 def record_job(job: Job, notes: Sequence[str], directory: Path, *, is_reference: bool = False) -> None:
     """Train, and write down what came of it; a reference once more, from weights that differ in their last bit."""
     first = [variable.numpy() for variable in job.step.variables]
-    write_record(directory / f"{job.config.precision}.npz", train_recorded(job, notes))
+    train_recorded(job, notes, directory / f"{job.config.precision}.npz")
     if is_reference and not job.batches.is_counted:
         for variable, value in zip(job.step.variables, first, strict=True):
             variable.assign(value)
         perturb(job.step.model.variables)
-        write_record(directory / f"{job.config.precision}-perturbed.npz", train_recorded(job, notes))
+        train_recorded(job, notes, directory / f"{job.config.precision}-perturbed.npz")
 
 
-def train_recorded(job: Job, notes: Sequence[str]) -> dict[str, Any]:
-    """Train the steps of a job: on rank 0 what came of it, nothing on the others."""
+def train_recorded(job: Job, notes: Sequence[str], path: Path) -> None:
+    """Train the steps of a job; rank 0 writes down what came of it."""
     training = Training(job=job)
     recorder = Recorder(training)
     run_steps(training, [recorder])
     evaluation = job.evaluate()
     replicas = all_gather_object(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
     if not job.collective.world.is_rank0:
-        return {}
-    return {
+        return
+    values = {
         "notes": np.array(notes, str),
         "losses": np.array(recorder.losses),
         "evaluation": np.array(
@@ -154,12 +154,7 @@ def train_recorded(job: Job, notes: Sequence[str]) -> dict[str, Any]:
         "replicas": np.array(replicas, str),  # [ranks, variables]
         **{name: variable.numpy() for name, variable in job.step.named_variables.items()},
     }
-
-
-def write_record(path: Path, values: dict[str, Any]) -> None:
-    """Write what rank 0 has; the others have nothing."""
-    if values:
-        np.savez(path, **values)
+    np.savez(path, **values)
 
 
 def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:

@@ -17,7 +17,7 @@ from ringtrain.runtime.cores import claim_cores
 from ringtrain.runtime.devices import apply_plan, plan_devices, start_tensorflow
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import read_machine
-from ringtrain.runtime.world import GLOO_LAUNCHER, read_world
+from ringtrain.runtime.world import read_world
 
 
 def init(comm: Any = None, process_sets: Any = None, *, exit_timeout: float = Config.exit_timeout) -> None:
@@ -47,8 +47,7 @@ def init(comm: Any = None, process_sets: Any = None, *, exit_timeout: float = Co
         apply_plan(plan)
         with contextlib.suppress(RuntimeError):  # TensorFlow has started: its devices and threads are settled
             start_tensorflow(plan, world)
-        if world.launcher == GLOO_LAUNCHER:
-            require_same_settings_by_rendezvous(world, os.environ)
+        require_same_settings_by_rendezvous(world)
         hvd.init(comm, process_sets)
     if comm is None and world.launcher != "no launcher":
         connect_horovod(world)  # started already: it compares what Horovod and the launcher say

@@ -276,12 +276,10 @@ def make_config(
     workload_defaults: Mapping[str, Any],
     workload_options: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Build the configuration of a run.
+    """The configuration of a run, from what the user wrote (field names to values, ``optimizer`` to a mapping).
 
-    Args:
-        explicit: what the user wrote: field names to values, ``optimizer`` to a mapping.
-        workload_defaults: the workload's own values, in the same form.
-        workload_options: the workload's own settings with their values; None where they are not known yet.
+    ``workload_defaults`` are the workload's own values in the same form, ``workload_options`` its own settings with
+    their values: None where they are not known yet.
     """
     defaults = dict(workload_defaults)
     _refuse_unknown(defaults)

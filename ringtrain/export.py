@@ -36,15 +36,7 @@ class Parts(NamedTuple):
 def export(workload: Workload, config: Config, checkpoint_path: Path, output: Path, form: Format) -> list[str]:
     """Write the model of a checkpoint, with the averages of its weights where an evaluation uses them.
 
-    Args:
-        output: where to write; whole or not there, and never over something.
-
-    Returns:
-        What was written and how it is loaded, in lines.
-
-    Raises:
-        DataError: the checkpoint is damaged, or the data are missing that the model depends on.
-        UsageError: the model is not the checkpoint's, or cannot be written in this format.
+    It is there whole or not at all, and never over something. The lines say what was written and how it is loaded.
     """
     checkpoint = read_checkpoint(checkpoint_path)
     model = rebuild_model(workload, config, checkpoint)

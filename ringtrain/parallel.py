@@ -138,9 +138,6 @@ def _run(fn: Callable[..., Any], inputs: Any, combine: Any, collective: Collecti
     return tf.nest.pack_sequence_as(outputs, _combine(parts, rules, share, collective, name))
 
 
-# --- Inputs ---
-
-
 def _read_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The inputs with their names, flat: tensors [n, ...], and what is passed on as it is."""
     labelled = [(f"argument {i}", arg) for i, arg in enumerate(args)]
@@ -197,15 +194,11 @@ def _number(truth: Any) -> Any:
     return int(truth) if isinstance(truth, bool) else tf.cast(truth, tf.int64)
 
 
-# --- The function ---
-
-
 def _trace(fn: Callable[..., Any], inputs: Any, traces: dict[str, Any]) -> Any:
     """The function as a TensorFlow ConcreteFunction of any number of samples.
 
-    Returns:
-        An object whose ``_call_flat`` takes the tensors that the function uses besides its inputs as further inputs:
-        the one way to learn which they are, and to put an operation between them and the function.
+    Its ``_call_flat`` takes the tensors that the function uses besides its inputs as further inputs: the one way to
+    learn which they are, and to put an operation between them and the function.
     """
     like = tf.nest.map_structure(_to_spec, inputs)  # the trace must not keep the tensors alive
     key = repr(like)
@@ -273,9 +266,6 @@ def _may_need_gradient(tensor: tf.Tensor, *, is_frozen: bool) -> bool:
     if not is_differentiable(tensor):
         return False
     return should_record_backprop([tensor]) or not (tf.executing_eagerly() or is_frozen)
-
-
-# --- Outputs ---
 
 
 def _check_words(combine: Any) -> None:

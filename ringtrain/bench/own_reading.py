@@ -35,7 +35,7 @@ def main() -> None:
 
 def time_reading(kind: str, data_dir: Path) -> tuple[float, str]:
     """Seconds for each image on one core, and what was wrong."""
-    from ringtrain.collectives.solo import Solo
+    from ringtrain.collectives.base import Solo
     from ringtrain.data.cache import with_cache
     from ringtrain.data.formats.image_folder import load_image_folder
     from ringtrain.data.formats.tfrecord import load_tfrecords

@@ -35,12 +35,9 @@ MAX_GROUPS = 4
 def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> Iterator[list[tf.Tensor]]:
     """See that all ranks have inputs of the same shapes and types, while these are computed with.
 
-    Yields:
-        What the ranks' next collectives have to wait for, so that they do not meet before this is known; in a graph.
-
-    Raises:
-        UsageError: on every rank, where inputs differ; then it takes the place of what the computation raised. In a
-            graph it is TensorFlow's InvalidArgumentError with the same words.
+    Where they differ, a UsageError on every rank takes the place of what the computation raised; in a graph it is
+    TensorFlow's InvalidArgumentError with the same words. There the ranks' next collectives have to wait for
+    what this yields, so that they do not meet before it is known.
     """
     if collective.world.size == 1:
         yield []
@@ -68,12 +65,9 @@ def _beside() -> Any:
 @functools.cache
 def _exchange(collective: Collective) -> Callable[[tf.Tensor], tf.Tensor]:
     """A graph, in which Horovod sees the name: nothing else that runs meanwhile meets it."""
-
-    def exchange(mine: tf.Tensor) -> tf.Tensor:
-        return gather(mine, collective, NAME)
-
     signature = [tf.TensorSpec([1, 2], tf.int64)]
-    return tf.function(exchange, input_signature=signature, autograph=False).get_concrete_function()
+    exchange = tf.function(lambda mine: gather(mine, collective, NAME), input_signature=signature, autograph=False)
+    return exchange.get_concrete_function()
 
 
 def _raise_difference(inputs: Inputs, on_ranks: tf.Tensor, collective: Collective) -> None:

@@ -1,4 +1,4 @@
-"""What any backend can do: collective communication among all ranks, in MPI's and NCCL's words."""
+"""What any backend can do: collective communication among all ranks, in MPI's and NCCL's words; that of one process."""
 
 from __future__ import annotations
 
@@ -16,31 +16,20 @@ MARK = "_collective"  # an attribute of TensorFlow's
 
 
 class Totals(NamedTuple):
-    """What was summed over all ranks, the same on each.
+    """What was summed over all ranks, the same on each."""
 
-    Attributes:
-        tensors: in the order given.
-        squares: float64 [len(tensors)], the sum of squares of each; None where it takes another pass over them.
-        keep_alive: to be kept until all that is made of the tensors is computed.
-    """
-
-    tensors: list[tf.Tensor]
-    squares: tf.Tensor | None = None
-    keep_alive: Sequence[tf.Tensor] = ()
+    tensors: list[tf.Tensor]  # in the order given
+    squares: tf.Tensor | None = None  # float64 [len(tensors)]: the sum of squares of each, where known
+    keep_alive: Sequence[tf.Tensor] = ()  # to be kept until all that is made of the tensors is computed
 
 
 class Collective:
-    """Communication among all ranks. Each call must be made by every rank; ``name`` says which call is meant.
-
-    Attributes:
-        world: who this process is.
-        description: who carries the communication, such as ``"Horovod over MPI"``.
-        overlaps_compute: whether sums travel while this rank computes; alike on all ranks. Gradients then leave in
-            groups, as the backward pass makes them; otherwise all at once, by an ordered sum.
-    """
+    """Communication among all ranks. Each call must be made by every rank; ``name`` says which call is meant."""
 
     world: World
-    description: str
+    description: str  # who carries the communication, such as ``"Horovod over MPI"``
+    # Whether sums travel while this rank computes; alike on all ranks. Gradients then leave in groups, as the backward
+    # pass makes them; otherwise all at once, by an ordered sum.
     overlaps_compute: bool = True
 
     def all_reduce(
@@ -87,6 +76,24 @@ class Collective:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
+
+
+class Solo(Collective):
+    """The collective of a run of one process."""
+
+    description = "none (one process)"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: bool) -> Totals:
+        return Totals(list(tensors))
+
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        return tensor
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        return list(tensors)
 
 
 def mark_collective(outputs: list[tf.Tensor], name: str) -> list[tf.Tensor]:

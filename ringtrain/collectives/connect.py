@@ -1,14 +1,16 @@
-"""The ranks of a run joined, by the backend that carries their communication."""
+"""The ranks of a run joined, by the backend that carries their communication: can they sum, and rightly?"""
 
 from __future__ import annotations
 
 import os
 from typing import Any, Literal
 
-from ringtrain.collectives.base import Collective
+from ringtrain.collectives.base import Collective, Solo
 from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
 from ringtrain.runtime.world import World
+
+SIZES = (3, 1000)  # of tensors that travel together, to see whether their sums are right
 
 
 def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collective:
@@ -22,8 +24,6 @@ def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collec
         from ringtrain.collectives.horovod import connect_horovod
 
         return connect_horovod(world)
-    from ringtrain.collectives.solo import Solo
-
     return Solo(world)
 
 
@@ -55,3 +55,45 @@ def share_memory(collective: Collective) -> Collective:
     if has_one_core:
         collective.yield_core()
     return SharedMemory(collective, window, overlaps_compute=not has_one_core)
+
+
+def require_working_sums(collective: Collective, gpu: str | None) -> None:
+    """See that no two ranks have one GPU, and that what the backend sums is right. Every rank must call it.
+
+    A rank that sees one GPU alone takes it for its own, as under Slurm's ``--gpus-per-task=1``; NCCL does not sum
+    between two on one. And Horovod does not ask whether its kernels for GPUs ran: where it has none for this GPU, or
+    the driver is older than they need, tensors that travel together would come back as they were. ``gpu`` is what the
+    driver calls this rank's (``devices.own_gpu``); None on cores.
+    """
+    world = collective.world
+    ranks = all_gather_object(collective, [world.rank, world.node, gpu], name="checks/ranks")
+    owners: dict[tuple[str, str], list[int]] = {}
+    for rank, node, its_gpu in ranks:
+        if its_gpu is not None:
+            owners.setdefault((node, its_gpu), []).append(rank)
+    for (node, its_gpu), sharing in owners.items():
+        if len(sharing) > 1:
+            raise UsageError(
+                f"ranks {', '.join(map(str, sharing))} on {node} have the same GPU ({its_gpu}), and each "
+                "rank needs its own. Start at most one rank for each GPU of a node, show each its own "
+                "(srun --gpus-per-task=1), or set CUDA_VISIBLE_DEVICES= to compute on the cores."
+            )
+    expected = sum(rank + 1.0 for rank, _, _ in ranks)
+    found = all_gather_object(collective, find_wrong_sum(collective, expected), name="checks/sums")
+    wrong = {rank: value for (rank, _, _), value in zip(ranks, found, strict=True) if value is not None}
+    if wrong:
+        remedy = "It was compiled for other GPUs, or for a newer driver: make setup GPU=1 on such a machine"
+        raise UsageError(
+            f"{collective.description} sums wrongly: rank + 1 over all ranks is {expected:g}, but "
+            f"{next(iter(wrong.values())):g} on rank {', '.join(map(str, wrong))}. "
+            f"{remedy if owners else 'Compile it anew: make setup'}."
+        )
+
+
+def find_wrong_sum(collective: Collective, expected: float) -> float | None:
+    """A value that is not the sum of (rank + 1) over all ranks, in tensors that travel together; None: all are."""
+    import tensorflow as tf
+
+    tensors = [tf.fill([size], collective.world.rank + 1.0) for size in SIZES]
+    totals = collective.all_reduce(tensors, name="checks/sum").tensors
+    return next((float(value) for total in totals for value in total.numpy() if value != expected), None)

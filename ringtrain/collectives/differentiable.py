@@ -106,12 +106,8 @@ def take_and_spread(
     """``take`` of some tensors and ``spread`` of others, as one operation.
 
     Eagerly the ranks meet one operation after the other, and TensorFlow calls the gradients of several operations in an
-    order of its own, which is not the same on all ranks.
-
-    Args:
-        inputs: [n, ...] each.
-        cut: gives the rows of an input to go on with. It may give rows behind this rank's own, to be dropped.
-        rows: number of this rank's rows.
+    order of its own, which is not the same on all ranks. ``cut`` gives the rows of an input [n, ...] to go on with:
+    this rank's own, ``rows`` of them, and perhaps others behind, to be dropped.
     """
     gradient_names = _names_of_gradients(name)
     num_inputs = len(inputs)

@@ -37,45 +37,28 @@ class GradientSpec(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """The outcome of a reduction, identical on every rank.
+    """The outcome of a reduction, identical on every rank."""
 
-    Attributes:
-        gradients: in the order given; a sparse one holds each row once.
-        is_finite: bool []; False where any value on any rank was not finite.
-        global_norm: float [], the Euclidean norm of all gradients together.
-        control: the sum of the control vectors; None where none was given.
-        keep_alive: tensors to be kept until all that is made of the others is computed.
-    """
-
-    gradients: list[tf.Tensor | tf.IndexedSlices]
-    is_finite: tf.Tensor
-    global_norm: tf.Tensor
-    control: tf.Tensor | None = None
-    keep_alive: Sequence[tf.Tensor] = ()
+    gradients: list[tf.Tensor | tf.IndexedSlices]  # in the order given; a sparse one holds each row once
+    is_finite: tf.Tensor  # bool []; False where any value on any rank was not finite
+    global_norm: tf.Tensor  # float [], the Euclidean norm of all gradients together
+    control: tf.Tensor | None = None  # the sum of the control vectors; None where none was given
+    keep_alive: Sequence[tf.Tensor] = ()  # to be kept until all that is made of the others is computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReduction:
-    """Sums gradients over all ranks.
+    """Sums gradients over all ranks."""
 
-    Attributes:
-        collective: carries the sums.
-        compression: ``"fp16"`` sends float32 and float64 gradients as float16; they come back in their own type. A
-            value beyond 65504 becomes infinite, which the finite check sees.
-        name: prefix of the collectives' names; unique in a program.
-        groups: which gradients travel together, each group of one type; None: as ``plan_groups`` says.
-        read_only: whether ``Reduced.keep_alive`` is kept, and no variable takes over a part of a gradient: see
-            ``Collective.all_reduce``.
-        calls: how many reductions this process has set up; 0 says that its ranks train apart.
-    """
-
-    calls: ClassVar[int] = 0
+    calls: ClassVar[int] = 0  # reductions that this process has set up; 0 says that its ranks train apart
 
     collective: Collective
+    # "fp16" sends float32 and float64 gradients as float16; they come back in their own type. A value beyond 65504
+    # becomes infinite, which the finite check sees.
     compression: Compression = "none"
-    name: str = "gradients"
-    groups: Sequence[Sequence[int]] | None = None
-    read_only: bool = False
+    name: str = "gradients"  # prefix of the collectives' names; unique in a program
+    groups: Sequence[Sequence[int]] | None = None  # that travel together, each of one type; None: by ``plan_groups``
+    read_only: bool = False  # Reduced.keep_alive is kept, no variable takes over a part (Collective.all_reduce)
 
     def __call__(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor | None = None) -> Reduced:
         """Reduce one gradient for each variable, in the order in which the forward pass uses the variables.
@@ -151,12 +134,10 @@ class GradientReduction:
 
 
 def plan_groups(specs: Sequence[GradientSpec]) -> list[list[int]]:
-    """Which gradients travel together, in the order in which the groups become ready.
+    """Which gradients travel together, as indices into ``specs``, in the order in which the groups become ready.
 
-    Returns:
-        Lists of indices into ``specs``, from the last gradient to the first. A group is of one type. A sparse gradient
-        is a group of its own, and so is a large one: alone, it is reduced without being copied into a buffer, unless
-        Horovod fuses it with another that is ready at the same time (``HOROVOD_FUSION_THRESHOLD``).
+    A group is of one type. A sparse gradient is a group of its own, and so is a large one: alone, it is reduced without
+    being copied into a buffer, unless Horovod fuses it with another that is ready then (``HOROVOD_FUSION_THRESHOLD``).
     """
     total_bytes = sum(spec.num_bytes for spec in specs if not spec.is_sparse)
     target_bytes = max(MIN_GROUP_BYTES, total_bytes / MAX_GROUPS) if total_bytes > ONE_MESSAGE_BYTES else math.inf

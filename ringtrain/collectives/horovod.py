@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,8 @@ class HorovodCollective(Collective):
     def __init__(self, world: World, hvd: ModuleType, threads: Collection[int] = ()) -> None:
         """Horovod has been started; ``threads`` are those that it and MPI have started in this process."""
         self.world = world
-        self.description = describe(hvd)
+        controller = "MPI" if hvd.mpi_enabled() else "Gloo"
+        self.description = f"Horovod over {controller}" + (" and NCCL" if hvd.nccl_built() else "")
         self.hvd = hvd
         self.threads = threads
 
@@ -111,8 +112,7 @@ def running_threads() -> set[int]:
 
 def connect_horovod(world: World) -> HorovodCollective:
     """Start Horovod and hold what it sees against what the launcher said."""
-    if world.launcher == GLOO_LAUNCHER:
-        require_same_settings_by_rendezvous(world, os.environ)
+    require_same_settings_by_rendezvous(world)
     try:
         import horovod.tensorflow as hvd
 
@@ -139,11 +139,11 @@ def connect_horovod(world: World) -> HorovodCollective:
             reach="rank",
         )
     if hvd.mpi_enabled():
-        _require_same_settings(world, os.environ)
+        _require_same_settings(world)
     return HorovodCollective(world, hvd, threads)
 
 
-def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
+def _require_same_settings(world: World) -> None:
     """See that Horovod's own settings are the same on all ranks: by MPI alone, before the first collective of Horovod.
 
     With some of them different, such as the capacity of its cache, its processes wait in that for each other, for ever.
@@ -153,7 +153,7 @@ def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
 
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:  # Horovod's own thread uses MPI at the same time
         return
-    ranks = _gather_by_mpi(_settings_of(world, environ))
+    ranks = _gather_by_mpi(_settings_of(world))
     if differences := [line for rank, its in enumerate(ranks) for line in _find_differences(rank, its, ranks[0])]:
         atexit.register(os._exit, UsageError.exit_code)  # before Horovod's own way out, which would wait as well
         error = UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]))
@@ -161,9 +161,9 @@ def _require_same_settings(world: World, environ: Mapping[str, str]) -> None:
         raise error
 
 
-def _settings_of(world: World, environ: Mapping[str, str]) -> list[str]:
+def _settings_of(world: World) -> list[str]:
     """This rank's node and Horovod's settings there."""
-    return [world.node, *(environ.get(name, "nothing") for name in HOROVOD_SETTINGS)]
+    return [world.node, *(os.environ.get(name, "nothing") for name in HOROVOD_SETTINGS)]
 
 
 def _find_differences(rank: int, its: Sequence[str], first: Sequence[str]) -> list[str]:
@@ -175,17 +175,17 @@ def _find_differences(rank: int, its: Sequence[str], first: Sequence[str]) -> li
     ]
 
 
-def require_same_settings_by_rendezvous(world: World, environ: Mapping[str, str]) -> None:
+def require_same_settings_by_rendezvous(world: World) -> None:
     """See, before Horovod starts over Gloo, that its launcher is there and that its settings are rank 0's.
 
     The launcher's server, where the processes find each other, keeps any values by their names. With other settings
     Horovod's first collective would wait for ever, and without the server it ends within C++.
     """
     names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-    if any(name not in environ for name in names):
+    if world.launcher != GLOO_LAUNCHER or any(name not in os.environ for name in names):
         return
-    place = ":".join(environ[name] for name in names)
-    mine = _settings_of(world, environ)
+    place = ":".join(os.environ[name] for name in names)
+    mine = _settings_of(world)
     try:
         if world.is_rank0:
             _ask_rendezvous(place, json.dumps(mine).encode())
@@ -230,12 +230,6 @@ def _gather_by_mpi(value: Any) -> list[Any]:
     joined = np.empty(lengths.sum(), np.uint8)
     ranks.Allgatherv(mine, [joined, lengths, offsets, MPI.BYTE])
     return [json.loads(part.tobytes()) for part in np.split(joined, offsets[1:])]
-
-
-def describe(hvd: ModuleType) -> str:
-    """Which of Horovod's controllers and operations are at work."""
-    controller = "MPI" if hvd.mpi_enabled() else "Gloo"
-    return f"Horovod over {controller}" + (" and NCCL" if hvd.nccl_built() else "")
 
 
 def _mpi4py_size(hvd: ModuleType, world: World) -> int:

@@ -20,9 +20,6 @@ def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[
 
     Outside of a graph Horovod does not see a collective's name: ranks that are at different places of the program meet
     where they happen to. So the name travels with the value.
-
-    Raises:
-        RingtrainError: on every rank, where they are at different places.
     """
     import tensorflow as tf
 
@@ -44,12 +41,8 @@ def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[
 def raise_on_all_ranks(collective: Collective, action: Callable[[], Result], *, name: str) -> Result:
     """Do something that may fail on some ranks, so that either all go on or all raise.
 
-    Returns:
-        What ``action`` returned on this rank.
-
-    Raises:
-        RingtrainError: on every rank, when ``action`` raised one on any: the first such rank's, with ranks and host
-            named where not all failed alike.
+    Where ``action`` raised a RingtrainError on any rank, it is every rank's: the first such rank's, with ranks and host
+    named where not all failed alike.
     """
     result, failure = _attempt(action)
     failures = all_gather_object(collective, failure and {**failure, "node": collective.world.node}, name=name)

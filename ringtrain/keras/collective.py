@@ -39,10 +39,7 @@ class ProcessSetCollective(HorovodCollective):
         self._process_set, self._op = process_set, op
         self._device_dense, self._device_sparse = device_dense, device_sparse
 
-    def all_reduce(
-        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
-    ) -> Totals:
-        del ordered, read_only  # as in HorovodCollective
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: bool) -> Totals:
         options = {
             "op": self._op,
             "process_set": self._process_set,

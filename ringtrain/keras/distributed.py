@@ -91,13 +91,10 @@ def apply_reduced(
     gradients: Sequence[Any],
     variables: Sequence[Any] | None,
 ) -> None:
-    """Reduce gradients by ``distributed``, and apply them once they are complete.
+    """Reduce gradients by ``distributed``, and apply them by an optimizer's own ``apply`` once they are complete.
 
-    Args:
-        distributed: what reduces.
-        optimizer: what applies: the same, or the ``LossScaleOptimizer`` around it, which must test the reduced
-            gradients for overflow, since ranks that test their own would part ways there.
-        apply: its own ``apply``.
+    ``optimizer`` is the same, or the ``LossScaleOptimizer`` around it, which must test the reduced gradients for
+    overflow, since ranks that test their own would part ways there.
     """
     if not gradients:
         return

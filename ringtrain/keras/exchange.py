@@ -117,7 +117,9 @@ class Exchange:
         if self._last and list(map(id, gradients)) == list(map(id, self._last)):
             return gradients
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        given = [self._densify(gradients[index]) for index in present]
+        given = [gradients[index] for index in present]
+        if self.settings.sparse_as_dense:
+            given = [tf.convert_to_tensor(gradient) for gradient in given]
         chosen = [variables[index] for index in present]
         if self.accumulation is None:
             reduced = self._reduce_now(given, chosen)
@@ -131,9 +133,6 @@ class Exchange:
         """Gradients that need no reduction when they come back."""
         self._last = gradients
 
-    def _densify(self, gradient: Any) -> Any:
-        return tf.convert_to_tensor(gradient) if self.settings.sparse_as_dense else gradient
-
     def _reduce_now(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
         settings = self.settings
         size = settings.process_set.size()
@@ -144,19 +143,14 @@ class Exchange:
                 reduced[index] = scaled(gradients[index], 1 / size)
         if shared and size > 1 and settings.process_set.included():
             require_gradients_that_add([variables[index] for index in shared])
-            before, after = self._factors(size)
+            part = settings.gradient_predivide_factor
+            before, after = (1 / part, part / size) if settings.op == hvd.Average else (1.0, 1.0)
             sums = self._reduction([gradients[i] for i in shared], [variables[i] for i in shared]).all_reduce(
                 [scaled(gradients[index], before) for index in shared]
             )
             for index, total in zip(shared, sums, strict=True):
                 reduced[index] = scaled(total, after)
         return reduced
-
-    def _factors(self, size: int) -> tuple[float, float]:
-        """What gradients are multiplied by before and after the sum."""
-        if self.settings.op != hvd.Average:
-            return 1.0, 1.0
-        return 1 / self.settings.gradient_predivide_factor, self.settings.gradient_predivide_factor / size
 
     def _reduction(self, gradients: Gradients, variables: Sequence[Any]) -> GradientReduction:
         settings = self.settings

@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from ringtrain.collectives import all_gather_object
-from ringtrain.collectives.checks import require_working_sums
+from ringtrain.collectives.connect import require_working_sums
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.collective import ProcessSetCollective
@@ -24,9 +24,8 @@ from ringtrain.runtime.devices import own_gpu
 def check_distributed(optimizer: Any) -> None:
     """Notice an optimizer that updates this rank's model alone. Called at its first step, while that is traced.
 
-    Raises:
-        UsageError: there are other ranks, and this process has reduced no gradients at all; in a ``fit`` of weights
-            that a distributed optimizer has trained before, none since its begin.
+    Then this process has reduced no gradients at all; in a ``fit`` of weights that a distributed optimizer has trained
+    before, none since its begin.
     """
     if isinstance(optimizer, Distributed) or is_applying.get() or TrainingGuard.may_apply_alone():
         return

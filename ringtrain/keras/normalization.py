@@ -54,11 +54,8 @@ def global_moments(
     and LeVeque (1983), which loses no digits where the mean is far from zero. The gradients of mean and variance with
     respect to a sample x of weight w are w/N and 2w(x - mean)/N; what they are multiplied by is summed over all ranks.
 
-    Args:
-        inputs: [n, ..., channels, ...]; n may be 0.
-        weights: as ``inputs``: 1 for what counts, 0 for what does not; or [], 1, where all do.
-        axes: all axes but that of the channels.
-        collective: None for this rank alone.
+    ``inputs`` are [n, ..., channels, ...], where n may be 0; ``weights`` as these: 1 for what counts, 0 for what does
+    not, or [], 1, where all do. ``axes`` are all but that of the channels.
     """
     name = unique_name("SyncBatchNormalization")
 

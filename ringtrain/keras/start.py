@@ -16,7 +16,7 @@ from ringtrain.keras import hooks
 from ringtrain.runtime.devices import apply_plan, plan_devices, start_tensorflow
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
-from ringtrain.runtime.world import GLOO_LAUNCHER, World, read_world
+from ringtrain.runtime.world import read_world
 
 
 def init(comm: Any = None, process_sets: Any = None, *, exit_timeout: float = Config.exit_timeout) -> None:
@@ -42,19 +42,14 @@ def init(comm: Any = None, process_sets: Any = None, *, exit_timeout: float = Co
         )
     world = read_world(os.environ)
     if not hvd.is_initialized():
-        _apply_settings(world)
-        if world.launcher == GLOO_LAUNCHER:
-            require_same_settings_by_rendezvous(world, os.environ)
+        plan = plan_devices(world, read_machine(os.environ), os.environ, claim_cores=claim_cores)
+        apply_plan(plan)
+        with contextlib.suppress(RuntimeError):  # TensorFlow has started: its devices and threads are settled
+            start_tensorflow(plan, world)
+        require_same_settings_by_rendezvous(world)
         hvd.init(comm, process_sets)
     if comm is None and world.launcher != "no launcher":
         connect_horovod(world)  # started already: it compares what Horovod and the launcher say
     hooks.install()
     allow(exit_timeout, f"rank {world.rank} on {world.node}")
     watch_end(has_left_ranks=False)
-
-
-def _apply_settings(world: World) -> None:
-    plan = plan_devices(world, read_machine(os.environ), os.environ, claim_cores=claim_cores)
-    apply_plan(plan)
-    with contextlib.suppress(RuntimeError):  # TensorFlow has started: its devices and threads are settled
-        start_tensorflow(plan, world)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -17,11 +18,27 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.run.variables import is_seed_state
 from ringtrain.step.loss_scale import LossScale
-from ringtrain.step.micro_batches import add_up
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS
-from ringtrain.step.structure import Forward, StepStructure
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, per_sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStructure:
+    """What shows when a step is traced, alike on all ranks: also one that has no samples must know it."""
+
+    metric_names: tuple[str, ...]  # of the workload, in the order of their sums
+    sparse_index_dtypes: tuple[tf.DType | None, ...]  # of each trainable variable's gradient; None for a dense one
+    state: tuple[keras.Variable, ...]  # what the forward pass itself updates (BatchNorm's moving statistics)
+
+
+class Forward(NamedTuple):
+    """What the forward and backward pass of a rank's samples gave: sums that the other ranks' are added to."""
+
+    gradients: list[tf.Tensor | tf.IndexedSlices]
+    sums: tf.Tensor  # the control vector before the reduction, [CONTROL_SUMS + metrics]
+    state: list[tf.Tensor]  # new values of the structure's state
+    structure: StepStructure
 
 
 class LocalGradients:
@@ -50,21 +67,7 @@ class LocalGradients:
         before = [tf.convert_to_tensor(v.value) for v in self._fixed_or_state]
         if self._accumulate == 1:
             return self._of_samples(batch, 0, local_count, before, tf.constant(0))
-
-        def compute(
-            start: Any, end: Any, updated: Sequence[tuple[keras.Variable, tf.Tensor]], number: tf.Tensor
-        ) -> Forward:
-            newest = {id(v): value for v, value in updated}
-            state = [newest.get(id(v), value) for v, value in zip(self._fixed_or_state, before, strict=True)]
-            return self._of_samples(batch, start, end, state, number)
-
-        return add_up(
-            compute,
-            num_samples=local_count,
-            num_micro_batches=self._accumulate,
-            variables=self._model.trainable_variables,
-            needs_all=self.needs_every_rank,
-        )
+        return self._of_micro_batches(batch, local_count, before)
 
     def of_nothing(self, batch: Batch, structure: StepStructure) -> Forward:
         """Those of a rank whose share is empty: zeros, without running the model.
@@ -112,7 +115,9 @@ class LocalGradients:
             with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
                 outputs = call_model(self._workload, self._model, x, training=True)
                 losses, metrics = per_sample(self._workload, y, outputs)
-                regularization = tf.add_n([tf.zeros([], self._dtype), *cast_all(self._model.losses, self._dtype)])
+                regularization = tf.add_n(
+                    [tf.zeros([], self._dtype), *(tf.cast(loss, self._dtype) for loss in self._model.losses)]
+                )
             data_loss_sum = tf.reduce_sum(tf.cast(losses, self._dtype))
             scaled_objective = self._loss_scale.scale(
                 partial_objective(data_loss_sum, regularization, count=count, global_count=global_count)
@@ -129,6 +134,38 @@ class LocalGradients:
         no_extra_scalars = [tf.zeros([], self._dtype)] * NUM_EXTRA_SCALARS
         sums = tf.stack([count, data_loss_sum, regularization * count, *no_extra_scalars, *metric_sums])
         return Forward(gradients, sums, [scope.get_current_value(v) for v in structure.state], structure)
+
+    def _of_micro_batches(self, batch: Batch, num_samples: tf.Tensor, before: Sequence[tf.Tensor]) -> Forward:
+        """The sums over all micro-batches, in a loop of TensorFlow's, so that only one of them is in memory.
+
+        They are of equally many samples; the last ones may be smaller, or missing.
+        """
+        size = -(-num_samples // self._accumulate)
+        first = self._of_samples(batch, 0, tf.minimum(size, num_samples), before, tf.constant(0))
+
+        def add(number: tf.Tensor, gradients: list[Any], sums: tf.Tensor, updated: list[tf.Tensor]) -> tuple[Any, ...]:
+            start = tf.minimum(tf.cast(number, tf.int64) * size, num_samples)
+            newest = dict(zip(map(id, first.structure.state), updated, strict=True))
+            state = [newest.get(id(v), value) for v, value in zip(self._fixed_or_state, before, strict=True)]
+            more = self._of_samples(batch, start, tf.minimum(start + size, num_samples), state, number)
+            gradients = [_add(a, _unpack(b)) for a, b in zip(gradients, more.gradients, strict=True)]
+            return number + 1, gradients, sums + more.sums, more.state
+
+        gradients = [_unpack(gradient) for gradient in first.gradients]
+        loop_variables = (tf.constant(1), gradients, first.sums, first.state)
+        shapes = tf.nest.map_structure(lambda t: t.shape, loop_variables)
+        shapes[1][:] = [_growing_shape(gradient) for gradient in gradients]
+        # Where the forward pass asks the other ranks, missing ones are computed as well, without samples.
+        _, gradients, sums, state = tf.while_loop(
+            lambda number, *_: self.needs_every_rank or tf.cast(number, tf.int64) * size < num_samples,
+            add,
+            loop_variables,
+            shape_invariants=shapes,
+            parallel_iterations=1,
+            maximum_iterations=self._accumulate - 1,
+        )
+        packed = [_pack(g, v) for g, v in zip(gradients, self._model.trainable_variables, strict=True)]
+        return Forward(packed, sums, state, first.structure)
 
     def _find_structure(
         self, scope: keras.StatelessScope, state: Sequence[tf.Tensor], gradients: Sequence[Any], metrics: dict[str, Any]
@@ -153,6 +190,29 @@ class LocalGradients:
                 key = tf.random.experimental.stateless_fold_in(key, tf.cast(part, tf.int32))
             seeds.append(tf.cast(tf.bitwise.bitwise_and(key, 2**31 - 1), variable.dtype))
         return seeds
+
+
+def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
+    """A sparse gradient as a pair of tensors (values, indices), which a loop can carry."""
+    return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _pack(gradient: tf.Tensor | tuple[tf.Tensor, tf.Tensor], variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices:
+    return tf.IndexedSlices(*gradient, tf.constant(list(variable.shape))) if isinstance(gradient, tuple) else gradient
+
+
+def _add(a: Any, b: Any) -> Any:
+    """The sum of two unpacked gradients; the rows of sparse ones one after the other."""
+    if isinstance(a, tuple):
+        return tuple(tf.concat([left, right], axis=0) for left, right in zip(a, b, strict=True))
+    return a + b
+
+
+def _growing_shape(gradient: Any) -> Any:
+    """The shape of an unpacked gradient in a loop: the number of rows of a sparse one grows."""
+    if isinstance(gradient, tuple):
+        return tuple(tf.TensorShape([None, *part.shape[1:]]) for part in gradient)
+    return gradient.shape
 
 
 def partial_objective(
@@ -194,11 +254,6 @@ def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int)
     """
     nothing = tf.minimum(step, 0) * number
     return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)
-
-
-def cast_all(tensors: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
-    """Tensors in one type."""
-    return [tf.cast(tensor, dtype) for tensor in tensors]
 
 
 def averaging_dtype(value: tf.Tensor | keras.Variable) -> tf.DType:

@@ -10,38 +10,28 @@ from typing import Any
 import tensorflow as tf
 
 # The control vector begins with these sums over all samples of all ranks; the metrics' sums follow in the order of
-# their names. Regularisation is weighted by samples, so that its mean is its value.
+# their names. Regularisation is weighted by samples, so that its mean is its value; the last two are the ranks' votes
+# to end the training after the step, and what they have for the next one.
 CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes", "next_samples")
 NUM_EXTRA_SCALARS = 2  # the last of them are what each rank tells the others, besides what it computes
-# What a step returns behind the control vector: already identical on every rank but for the last two.
+# What a step returns behind the control vector: already identical on every rank but for the last two. Communication
+# is how long this rank waited for the sums after its own last gradient; 0 where that is not timed.
 STEP_FACTS = ("is_finite", "gradient_norm", "learning_rate", "loss_scale", "local_data_loss", "communication_sec")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """How a step went, over all samples of all ranks.
+    """How a step went, over all samples of all ranks."""
 
-    Attributes:
-        samples: samples of the global batch.
-        loss: the objective: data_loss plus regularisation.
-        data_loss: mean of the samples' losses.
-        metrics: means of the workload's metrics.
-        is_finite: False where nothing was updated, because the loss or a gradient was not finite on some rank.
-        gradient_norm: Euclidean norm of the reduced gradient.
-        learning_rate: that of this step.
-        loss_scale: factor of the loss under mixed_float16, 1 otherwise.
-        local_data_loss: sum of the losses of this rank's samples.
-    """
-
-    samples: int
-    loss: float
-    data_loss: float
-    metrics: dict[str, float]
-    is_finite: bool
-    gradient_norm: float
+    samples: int  # of the global batch
+    loss: float  # the objective: data_loss plus regularisation
+    data_loss: float  # mean of the samples' losses
+    metrics: dict[str, float]  # means of the workload's
+    is_finite: bool  # False where nothing was updated, because the loss or a gradient was not finite on some rank
+    gradient_norm: float  # Euclidean, of the reduced gradient
     learning_rate: float
-    loss_scale: float
-    local_data_loss: float
+    loss_scale: float  # under mixed_float16, 1 otherwise
+    local_data_loss: float  # sum of the losses of this rank's samples
 
 
 def read_report(returned: tf.Tensor, metric_names: Sequence[str]) -> StepReport:
@@ -64,24 +54,10 @@ def read_report(returned: tf.Tensor, metric_names: Sequence[str]) -> StepReport:
     )
 
 
-def is_updated(returned: tf.Tensor) -> bool:
-    """Whether the step that returned this changed anything; False where it was not finite on some rank."""
-    return bool(returned.numpy()[-len(STEP_FACTS)])
-
-
-def wants_stop(returned: tf.Tensor) -> bool:
-    """Whether some rank voted to end the training after the step that returned this."""
-    return bool(returned.numpy()[CONTROL_SUMS.index("stop_votes")])
-
-
-def communication_seconds(returned: tf.Tensor) -> float:
-    """How long this rank waited for the sums after its own last gradient; 0 where that is not timed."""
-    return float(returned.numpy()[-1])
-
-
-def next_samples(returned: tf.Tensor) -> int:
-    """The sum of all ranks' ``next_count``."""
-    return int(returned.numpy()[CONTROL_SUMS.index("next_samples")])
+def read_value(returned: tf.Tensor, name: str) -> float:
+    """One of the ``CONTROL_SUMS`` or ``STEP_FACTS`` that a step returned."""
+    at = CONTROL_SUMS.index(name) if name in CONTROL_SUMS else STEP_FACTS.index(name) - len(STEP_FACTS)
+    return float(returned.numpy()[at])
 
 
 def _shortest(value: Any) -> float:

@@ -10,19 +10,12 @@ from ringtrain.config import OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """The learning rate of a run.
-
-    Attributes:
-        optimizer: the settings.
-        batch_ratio: the run's global batch size over the one that ``optimizer.lr`` belongs to.
-        samples_per_epoch: size of the training data.
-        total_samples: the samples of the whole run, where a cosine or linear schedule reaches 0.
-    """
+    """The learning rate of a run."""
 
     optimizer: OptimizerConfig
-    batch_ratio: float
-    samples_per_epoch: int
-    total_samples: int
+    batch_ratio: float  # the run's global batch size over the one that ``optimizer.lr`` belongs to
+    samples_per_epoch: int  # size of the training data
+    total_samples: int  # of the whole run, where a cosine or linear schedule reaches 0
 
     @property
     def peak(self) -> float:

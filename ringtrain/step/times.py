@@ -36,15 +36,11 @@ class StepTimes:
 
     def waiting_for(self, items: Iterable[Item]) -> Iterator[Item]:
         """The same items; the time until each is there is input."""
-        remaining = iter(items)
-        while True:
-            begin = time.perf_counter()
-            try:
-                item = next(remaining)
-            except StopIteration:
-                return
+        begin = time.perf_counter()
+        for item in items:
             self._input += time.perf_counter() - begin
             yield item
+            begin = time.perf_counter()
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

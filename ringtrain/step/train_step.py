@@ -9,8 +9,8 @@ decision is taken from these reduced numbers, which are the same on every rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -22,12 +22,12 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.guard.labels import find_labels
 from ringtrain.run.variables import name_variables, named_slots, named_weights
 from ringtrain.step.averages import WeightAverages
-from ringtrain.step.local_gradients import LocalGradients, averaging_dtype, cast_all
+from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure, averaging_dtype
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report
-from ringtrain.step.structure import Forward, StepStructure, trace
 from ringtrain.workloads.base import Workload
 
+Found = TypeVar("Found")
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 Returned = tuple[tf.Tensor, list[tf.Tensor]]  # what a step says of itself, and what is to be kept until its end
 SCALARS = (tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_EXTRA_SCALARS], tf.float64))  # the learning rate, others
@@ -51,14 +51,10 @@ class TrainStep:
         local_batch_size: int | None = None,
         times_communication: bool = False,
     ) -> None:
-        """Trace the step.
+        """Trace the step, for batches of ``batch_spec``; almost all of this rank's have ``local_batch_size`` samples.
 
-        Args:
-            reduction: sums gradients over the ranks.
-            batch_spec: tensor specs of a batch (``dataset.element_spec``).
-            local_batch_size: samples of almost all of this rank's batches; None where that is not known.
-            times_communication: take the moments for ``communication_seconds``. TensorFlow refuses that where it is to
-                be deterministic; of what a GPU computes the host knows none, and to ask would let it wait.
+        ``times_communication``: take the moments for ``communication_sec``. TensorFlow refuses that where it is to be
+        deterministic; of what a GPU computes the host knows none, and to ask would let it wait.
         """
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")
@@ -89,12 +85,9 @@ class TrainStep:
     ) -> tf.Tensor:
         """Train one step; every rank must call it for the same step.
 
-        Args:
-            is_stop_wanted: this rank's vote to end the training after this step.
-            next_count: samples that this rank has for the next step, where that is not known before.
-
-        Returns:
-            The control vector and the step's facts, for ``read``; computed once the device gets there.
+        ``is_stop_wanted`` is this rank's vote to end the training after it; ``next_count`` are the samples that it has
+        for the next one, where that is not known before. What returns are the control vector and the step's facts, for
+        ``read``: computed once the device gets there.
         """
         function = self._function_for(batch)
         returned, _ = function(batch, constant(learning_rate), constant((is_stop_wanted, next_count)))
@@ -222,7 +215,7 @@ class TrainStep:
             "local_data_loss": forward.sums[1],
             "communication_sec": communication_sec,
         }
-        returned = tf.concat([sums, tf.stack(cast_all([facts[name] for name in STEP_FACTS], self._dtype))], axis=0)
+        returned = tf.concat([sums, tf.stack([tf.cast(facts[name], self._dtype) for name in STEP_FACTS])], axis=0)
         return returned, list(keep_alive)  # what a function returns is kept until all of it is computed
 
     def _sum_state(self, forward: Forward) -> list[tf.Tensor]:
@@ -231,6 +224,19 @@ class TrainStep:
         return by_type(
             forward.state, lambda values: collective.all_reduce(values, name=f"state/{values[0].dtype.name}").tensors
         )
+
+
+def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) -> tuple[Any, Found]:
+    """A function of a batch and tensors, traced, and what its trace found beside them, such as a structure."""
+    found = []
+
+    def compute(*arguments: Any) -> Any:
+        returned, of_trace = function(*arguments)
+        found.append(of_trace)
+        return returned
+
+    traced = tf.function(compute, input_signature=signature, autograph=False).get_concrete_function()
+    return traced, found[-1]
 
 
 @functools.lru_cache(maxsize=8)

@@ -7,7 +7,6 @@ import enum
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import tensorflow as tf
 
@@ -30,7 +29,9 @@ from ringtrain.terminal.console import Console
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job
 from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
-from ringtrain.training.summaries import MAX_IMAGES, EventFiles
+from ringtrain.training.summaries import MAX_IMAGES, EventFiles, explaining
+
+PROFILE_DIRECTORY = "profile"
 
 
 class Records:
@@ -55,21 +56,14 @@ class Records:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training under way: what its loop and its actions share.
-
-    Attributes:
-        progress: alike on every rank.
-        requests: whether this rank has been told to stop.
-        path: the run directory, the same on every rank; None where there is none.
-        records: rank 0's; None on the others.
-    """
+    """A training under way: what its loop and its actions share."""
 
     job: Job
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = field(default_factory=Progress)  # alike on every rank
     console: Console = field(default_factory=lambda: Console(None, is_terminal=False))
-    requests: StopRequests = field(default_factory=StopRequests)
-    path: Path | None = None
-    records: Records | None = None
+    requests: StopRequests = field(default_factory=StopRequests)  # to this rank
+    path: Path | None = None  # the run directory, the same on every rank; None where there is none
+    records: Records | None = None  # rank 0's; None on the others
 
     def find_last_saved_step(self) -> int:
         """The step from which the run would go on; 0 where there is none."""
@@ -92,30 +86,31 @@ class Ending(enum.Enum):
     PREEMPTED = "preempted"
 
 
-class Action(Protocol):
+class Action:
     """Something to do after some steps, on every rank."""
 
-    needs_weights: bool
-    """whether the weights must be those after the step, so that no later step may be under way"""
+    needs_weights = True  # those after the step: no later step may be under way
+
+    def __init__(self, training: Training) -> None:
+        self._job, self._training = training.job, training
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether to act when ``step`` steps are done, and no more come if ``is_last``: alike on every rank."""
+        raise NotImplementedError
 
     def act(self, step: int, batch: Batch, report: StepReport, /) -> Ending | None:
-        """Act when ``step`` steps are done; ``batch`` and ``report`` are those of the last of them.
-
-        Returns:
-            Whether the training is to end now, and why: the same answer on every rank.
-        """
+        """Act when ``step`` steps are done, with batch and report of the last; why, on every rank, to end now."""
+        raise NotImplementedError
 
 
-class Log:
+class Log(Action):
     """The line of a step, on rank 0's console, in metrics.jsonl and in TensorBoard."""
 
     needs_weights = False
 
     def __init__(self, training: Training, records: Records) -> None:
-        self._job, self._training, self._records = training.job, training, records
+        super().__init__(training)
+        self._records = records
         self._job.times.lap()
         self._since_step = self._job.plan.first_step
         self._since_samples = self._samples_seen(self._since_step)
@@ -162,14 +157,10 @@ class Log:
         return self._training.progress.samples_seen if job.batches.is_counted else job.plan.order.samples_before(step)
 
 
-class Evaluate:
+class Evaluate(Action):
     """Evaluation by all ranks together."""
 
-    needs_weights = True
-
-    def __init__(self, training: Training) -> None:
-        self._job, self._training = training.job, training
-        self.last: EvalReport | None = None
+    last: EvalReport | None = None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return self._job.is_evaluation_due(step, is_last=is_last)
@@ -218,13 +209,8 @@ class Evaluate:
             records.events.show(self._job.workload.summaries(self._job.step.model, x, y), step=step)
 
 
-class Save:
+class Save(Action):
     """Checkpoints: every n steps, and after each evaluation that is the best so far."""
-
-    needs_weights = True
-
-    def __init__(self, training: Training) -> None:
-        self._job, self._training = training.job, training
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return self._job.may_save(step, is_last=is_last)
@@ -242,13 +228,11 @@ class Save:
             records.writer.save(snapshot, as_step=as_step, as_best=as_best)
 
 
-class CheckReplicas:
+class CheckReplicas(Action):
     """See that all ranks hold the same, every n steps and before whatever is saved, so that no drift is ever saved."""
 
-    needs_weights = True
-
     def __init__(self, training: Training) -> None:
-        self._job = training.job
+        super().__init__(training)
         self._guard = ReplicaGuard(self._job.step.named_variables, self._job.collective)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
@@ -260,6 +244,70 @@ class CheckReplicas:
         if self._job.config.check_replicas_every:
             activity.note(Phase.CHECK, step)
             self._guard.check(step)
+
+
+class Profile(Action):
+    """``--profile START:STOP``: what rank 0 computes, by TensorFlow's profile, and what Horovod does, by its timeline.
+
+    Both cost time: steps with a profile are slower than others. No step may be under way when it begins, or all its
+    work would not be within it.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        profile = self._job.config.profile
+        self._first, self._last = map(int, profile.split(":")) if profile else (-1, -1)
+        self._directory = training.records.run.path / PROFILE_DIRECTORY if training.records is not None else None
+        self._is_under_way = False
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        if is_last:
+            return self._is_under_way
+        return step == self._last or step == self._first - 1
+
+    def act(self, step: int, *_: object) -> None:
+        """Begin, or end, where ``step`` steps are done."""
+        if self._first <= step and self._is_under_way:
+            self.close()
+        elif self._first - 1 <= step < self._last:
+            self._begin()
+
+    def begin(self) -> None:
+        """Before the first step: begin where the range does, or has; say where no step of it comes any more."""
+        first, total = self._job.plan.first_step, self._job.plan.total_steps
+        if self._first > total:
+            why = f"the run ends with step {total}"
+        elif 0 <= self._last <= first:
+            why = f"step {first} is done already"
+        else:
+            self.act(first)
+            return
+        self._training.console.line(f"warning: --profile {self._job.config.profile}: {why}; there is none")
+
+    def close(self) -> None:
+        """Write what is there, where it is under way."""
+        if not self._is_under_way:
+            return
+        self._is_under_way = False
+        self._job.collective.stop_timeline()
+        if self._directory is not None:
+            activity.note(Phase.LOG, self._last, takes_long=True)
+            with self._job.times.leaving_out(), explaining(self._directory):
+                tf.profiler.experimental.stop()
+            self._training.console.line(
+                f"the profile of steps {self._first} to {self._last} is in {self._directory}: see it by "
+                f"`tensorboard --logdir {self._directory}`, and Horovod's timeline by chrome://tracing"
+            )
+
+    def _begin(self) -> None:
+        self._is_under_way = True
+        timeline = ""
+        if self._directory is not None:
+            with self._job.times.leaving_out(), explaining(self._directory):
+                self._directory.mkdir(exist_ok=True)
+                tf.profiler.experimental.start(str(self._directory))
+            timeline = str(self._directory / f"horovod-steps-{self._first}-{self._last}.json")
+        self._job.collective.start_timeline(timeline)
 
 
 def epoch_after(order: SampleOrder, step: int) -> float:

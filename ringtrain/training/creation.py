@@ -46,11 +46,7 @@ def create_model(workload: Workload) -> keras.Model:
 
 
 def choose_optimizer(workload: Workload, config: Config, first_learning_rate: float) -> keras.optimizers.Optimizer:
-    """The workload's own optimizer, or that of the settings.
-
-    Raises:
-        UsageError: the workload's is none, or reduces gradients itself, which the training step does already.
-    """
+    """The workload's own optimizer, or that of the settings."""
     method = f"{type(workload).__name__}.create_optimizer"
     reduces_itself = UsageError(
         f"{method} gave a DistributedOptimizer, but the training step reduces gradients itself: give the plain "
@@ -100,9 +96,7 @@ def create_step(
         model=model,
         optimizer=optimizer,
         reduction=GradientReduction(
-            collective=collective,
-            compression=config.compression,
-            read_only=only_reads_gradients(optimizer),
+            collective=collective, compression=config.compression, read_only=only_reads_gradients(optimizer)
         ),
         batch_spec=batch_spec,
         local_batch_size=first or None if is_known else None,
@@ -125,11 +119,7 @@ def create_eval_step(
     spec = evaluation_batches(evaluation, collective.world, global_batch_size=1, num_threads=1).element_spec
     require_same_structure(workload, batch_spec, spec)
     eval_step = EvalStep(
-        workload=workload,
-        model=step.model,
-        averages=step.averages,
-        collective=collective,
-        batch_spec=spec,
+        workload=workload, model=step.model, averages=step.averages, collective=collective, batch_spec=spec
     )
     check_best_metric(config, eval_step.metric_names)
     return eval_step

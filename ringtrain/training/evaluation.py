@@ -22,28 +22,20 @@ from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.world import World
 from ringtrain.step.averages import WeightAverages
-from ringtrain.step.structure import trace
+from ringtrain.step.train_step import trace
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, per_sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
-    """An evaluation over the exact evaluation data.
+    """An evaluation over the exact evaluation data."""
 
-    Attributes:
-        samples: how many samples were evaluated, each once.
-        loss: mean data loss plus regularisation, comparable with the training's ``loss``.
-        data_loss: mean of the samples' losses.
-        metrics: means of the workload's metrics.
-        left_out: the samples that could not be read.
-    """
-
-    samples: int
-    loss: float
-    data_loss: float
-    metrics: dict[str, float]
-    left_out: tuple[BadSample, ...] = ()
+    samples: int  # that were evaluated, each once
+    loss: float  # mean data loss plus regularisation, comparable with the training's ``loss``
+    data_loss: float  # mean of the samples' losses
+    metrics: dict[str, float]  # means of the workload's
+    left_out: tuple[BadSample, ...] = ()  # those that could not be read
 
     @property
     def values(self) -> dict[str, float]:
@@ -115,14 +107,10 @@ def evaluation_batches(
 ) -> Batches:
     """This rank's share of the samples to evaluate on, as stored."""
     order = SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, shuffle=False)
-    end_step = order.steps_per_epoch
+    steps: dict[str, Any] = {"first_step": 0, "end_step": order.steps_per_epoch}
     skips_bad = skips_bad and is_fallible(source)
-    dataset = local_batches(
-        source, order, world, first_step=0, end_step=end_step, num_threads=num_threads, skips_bad=skips_bad
-    )
-
-    explain = functools.partial(explain_bad, source, order, world)
-    return Batches(dataset, first_step=0, end_step=end_step, explain=explain)
+    dataset = local_batches(source, order, world, **steps, num_threads=num_threads, skips_bad=skips_bad)
+    return Batches(dataset, **steps, explain=functools.partial(explain_bad, source, order, world))
 
 
 class EvalStep:

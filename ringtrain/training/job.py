@@ -15,7 +15,7 @@ from ringtrain.data.stepping import Batches
 from ringtrain.errors import DataError
 from ringtrain.guard.contents import require_same_contents
 from ringtrain.guard.labels import Labels, keeps_labels
-from ringtrain.guard.preflight import Facts, describe_training, require_same_code, require_same_training
+from ringtrain.guard.preflight import describe_training, require_same_code, require_same_training
 from ringtrain.run.resume import Start
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
@@ -101,20 +101,13 @@ def create_job(
 ) -> Job:
     """Read the data, create the model, compile the steps, and see that all ranks have the same. Every rank calls it.
 
-    Args:
-        num_threads: processor threads for the input pipeline.
-        start: where the run begins; the global batch size of its first start holds whatever the number of ranks is now.
-        adapt_model: changes the model before anything is compiled.
-        optimizer: makes another optimizer than the workload's and the settings'.
-        print_line: shows a line to the user.
-
-    Raises:
-        DataError: the data are missing, damaged, or not the same on all ranks.
-        UsageError: a setting does not fit the workload, or the models are not the same on all ranks.
+    The input pipeline has ``num_threads``. ``adapt_model`` changes the model before anything is compiled, and
+    ``optimizer`` makes another optimizer than the workload's and the settings'.
     """
     activity.note(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
     sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
+    # That of the run's first start holds, whatever the number of ranks is now.
     global_batch_size = start.global_batch_size or choose_global_batch_size(config, collective.world.size)
     plan = plan_steps(workload, config, sources.train, global_batch_size, first_step=start.step)
     batches = create_batches(
@@ -154,7 +147,20 @@ def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], Non
     """See that all ranks have the same code, model and data, and labels that the model knows. Every rank calls it."""
     collective = job.collective
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have loaded by now
-    require_same_training(collective, describe_job(job))
+    spec, order = job.batches.element_spec, job.plan.order
+    facts = describe_training(
+        job.step.named_variables,
+        job.step.optimizer,
+        (spec.x, spec.y),
+        metrics=job.step.metric_names,
+        evaluation_metrics=job.eval_step.metric_names if job.eval_step else (),
+        seed=order.seed,
+        steps_per_epoch=order.steps_per_epoch,
+        steps=job.plan.total_steps,
+        steps_done=job.plan.first_step,
+        global_batch_size=order.global_batch_size,
+    )
+    require_same_training(collective, facts)
     raise_on_all_ranks(collective, lambda: check_labels(job, sources), name="labels")
     activity.note(Phase.PREPARE, takes_long=True)
     require_same_contents(collective, job.contents, print_line)
@@ -175,20 +181,3 @@ def check_labels(job: Job, sources: Sources) -> None:
 def is_given_as_it_lies(workload: Workload, train: Source | Feed) -> bool:
     """Whether the batches have the labels that lie in memory; an ``augment`` of the workload's may change them."""
     return isinstance(train, ArraySource) and getattr(workload.augment, "__func__", None) is Workload.augment
-
-
-def describe_job(job: Job) -> Facts:
-    """What must be alike on all ranks before values travel between them."""
-    spec = job.batches.element_spec
-    return describe_training(
-        job.step.named_variables,
-        job.step.optimizer,
-        (spec.x, spec.y),
-        metrics=job.step.metric_names,
-        evaluation_metrics=job.eval_step.metric_names if job.eval_step else (),
-        seed=job.plan.order.seed,
-        steps_per_epoch=job.plan.order.steps_per_epoch,
-        steps=job.plan.total_steps,
-        steps_done=job.plan.first_step,
-        global_batch_size=job.plan.order.global_batch_size,
-    )

@@ -77,8 +77,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
 
     At the end leave them in good order; at once where this rank failed alone, as they would wait for it.
     """
-    from ringtrain.collectives import connect, share_memory
-    from ringtrain.collectives.checks import require_working_sums
+    from ringtrain.collectives.connect import connect, require_working_sums, share_memory
     from ringtrain.guard.preflight import require_same_start
     from ringtrain.runtime.devices import own_gpu
 

@@ -27,33 +27,25 @@ from ringtrain.run.variables import broadcast_variables
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
-from ringtrain.step.report import communication_seconds, next_samples, wants_stop
+from ringtrain.step.report import read_value
 from ringtrain.terminal.console import Console
-from ringtrain.training.actions import Action, CheckReplicas, Ending, Evaluate, Log, Records, Save, Training
+from ringtrain.training.actions import Action, CheckReplicas, Ending, Evaluate, Log, Profile, Records, Save, Training
 from ringtrain.training.ending import write_warning
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.joining import Prepared
 from ringtrain.training.nonfinite import NonfiniteGuard
-from ringtrain.training.profiling import Profile
 from ringtrain.training.saving import restore, take_snapshot, take_weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a training run.
+    """What came of a training run."""
 
-    Attributes:
-        ending: why it ended.
-        evaluation: the last evaluation of this process; None where there was none.
-        best: the best value of ``best_metric``; None where there was no evaluation.
-        best_step: the step of that evaluation.
-    """
-
-    ending: Ending
-    evaluation: EvalReport | None
-    best: float | None = None
-    best_step: int | None = None
+    ending: Ending  # why it ended
+    evaluation: EvalReport | None  # the last of this process; None where there was none
+    best: float | None = None  # of ``best_metric``; None where there was no evaluation
+    best_step: int | None = None  # of that evaluation
 
 
 def train(
@@ -65,20 +57,7 @@ def train(
     requests: StopRequests,
     console: Console,
 ) -> Result:
-    """Train a workload from where its run directory says. Every rank calls it, with the same arguments but for one.
-
-    Args:
-        start: where the run begins.
-        opened: the run directory on rank 0, None on the others.
-        requests: whether this rank has been told to stop.
-
-    Raises:
-        DataError: the data are missing or damaged.
-        DivergedError: the loss or a gradient was not finite.
-        PreemptedError: some rank was told to stop; all is saved, and the same command goes on.
-        ReplicasDifferError: the ranks hold different values.
-        UsageError: the ranks would not train the same.
-    """
+    """Train a workload from where its run directory says. Every rank calls it; ``opened`` is rank 0's alone."""
     job = create_job(
         prepared.workload,
         prepared.config,
@@ -216,10 +195,7 @@ def run_steps(training: Training, actions: Sequence[Action]) -> tuple[int, Endin
 
     On a GPU the host looks at step k while the device computes step k+1, so that the device never waits for the host;
     on cores, where a step is done when the call returns, it looks at once, and so it does where step k tells how many
-    samples step k+1 has.
-
-    Returns:
-        The steps done, and why there are no more: the same on every rank.
+    samples step k+1 has. Returns the steps done, and why there are no more: the same on every rank.
     """
     job, guard = training.job, NonfiniteGuard(training)
     batches, times = job.batches, job.times
@@ -236,14 +212,10 @@ def run_steps(training: Training, actions: Sequence[Action]) -> tuple[int, Endin
         for labels in job.labels_to_check if step <= job.plan.first_step + CHECKED_STEPS else ():
             labels.check(batch.y, batch.indices, of="training")
         with times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
-            returned = job.step(
-                batch,
-                learning_rate,
-                is_stop_wanted=training.requests.is_pending,
-                next_count=batches.next_local_count,
-            )
+            is_stop_wanted, next_count = training.requests.is_pending, batches.next_local_count
+            returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=next_count)
         if batches.is_counted:
-            batches.note(next_samples(returned))
+            batches.note(int(read_value(returned, "next_samples")))
         is_last = batches.is_last(step)
         in_flight.append(Trained(step, batch, returned, is_last))
         pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
@@ -281,10 +253,10 @@ def settle(
     """Look at a step's outcome, act where something is due, and say whether the training is to end."""
     job, (step, batch, returned, is_last) = training.job, trained
     guard.check(step, batch, returned)
-    job.times.note_communication(communication_seconds(returned))
+    job.times.note_communication(read_value(returned, "communication_sec"))
     if job.batches.is_counted:
         training.progress.samples_seen += job.step.read(returned).samples
-    is_stopped = wants_stop(returned) and not is_last
+    is_stopped = bool(read_value(returned, "stop_votes")) and not is_last
     ending = Ending.PREEMPTED if is_stopped else last_ending
     due = [action for action in actions if action.is_due(step, is_last=is_last)]
     due = [action for action in due if not (ending and action.needs_weights)]
@@ -296,13 +268,7 @@ def settle(
 
 
 def finish(training: Training, step: int, ending: Ending) -> None:
-    """Save the last step, and leave no rank before all know that it is saved.
-
-    Raises:
-        DivergedError: on every rank, where a value is not finite; nothing is saved then.
-        PreemptedError: on every rank, where the training was stopped before its end.
-        RingtrainError: on every rank, where the save failed.
-    """
+    """Save the last step, and leave no rank before all know that it is saved; what this raises, it raises on all."""
     job, requests, records = training.job, training.requests, training.records
     training.progress.finished = None if ending is Ending.PREEMPTED else ending.value
     require_finite_values(job.step.named_variables, job.collective, step=step)

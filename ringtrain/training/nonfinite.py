@@ -17,7 +17,7 @@ from ringtrain.collectives import all_gather_object, run_on_rank0
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import DivergedError
 from ringtrain.step.loss_scale import MIN_LOSS_SCALE
-from ringtrain.step.report import StepReport, is_updated
+from ringtrain.step.report import StepReport, read_value
 from ringtrain.training.actions import Training
 from ringtrain.training.job import Job
 from ringtrain.workloads.values import per_sample
@@ -30,20 +30,13 @@ BATCH_DIRECTORY = "nonfinite"
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a rank finds in its part of a step that was not finite; all values are JSON values.
-
-    Attributes:
-        node, device: where the rank computes.
-        loss: the mean loss of its samples; a word where it is no number, None where it has no samples.
-        samples: the numbers of the samples that stand out.
-        gradients: the weights whose gradient by its samples alone is not finite, in the order of the model.
-    """
+    """What a rank finds in its part of a step that was not finite; all values are JSON values."""
 
     node: str
     device: str
-    loss: float | str | None
-    samples: list[int]
-    gradients: list[str]
+    loss: float | str | None  # the mean of its samples; a word where it is no number, None where it has no samples
+    samples: list[int]  # the numbers of those that stand out
+    gradients: list[str]  # weights whose gradient by its samples alone is not finite, in the order of the model
 
     @property
     def is_culprit(self) -> bool:
@@ -58,12 +51,8 @@ class NonfiniteGuard:
         self._training, self._job, self._num_kept = training, training.job, 0
 
     def check(self, step: int, batch: Batch, returned: tf.Tensor) -> None:
-        """Look at the outcome of a step; ``batch`` is this rank's.
-
-        Raises:
-            DivergedError: on every rank, where the step changed nothing and the run is not to go on.
-        """
-        if is_updated(returned):
+        """Look at the outcome of a step: DivergedError where it changed nothing and the run is not to go on."""
+        if read_value(returned, "is_finite"):
             self._training.progress.skipped_in_a_row = 0
             return
         report = self._job.step.read(returned)
@@ -88,9 +77,10 @@ class NonfiniteGuard:
     def _explain(self, step: int, batch: Batch, report: StepReport) -> str:
         """Who had it: every rank is here, for the same reduced numbers."""
         collective = self._job.collective
+        gpus = tf.config.get_visible_devices("GPU")
         mine = RankReport(
             node=collective.world.node,
-            device=describe_device(),
+            device=f"GPU {gpus[0].name.rpartition(':')[2]}" if gpus else "its cores",
             loss=_mean_loss(report.local_data_loss, batch.indices.shape[0]),
             samples=find_nonfinite_samples(self._job, batch),
             gradients=self._job.step.find_nonfinite_gradients(batch),
@@ -166,12 +156,6 @@ def describe_samples(samples: list[int], loss: str | float | None) -> str:
         return f"mean of its samples' losses: {loss}"
     more = f" and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
     return f"sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, sorted(samples)[:MAX_NAMED]))}{more}"
-
-
-def describe_device() -> str:
-    """What this rank computes on."""
-    gpus = tf.config.get_visible_devices("GPU")
-    return f"GPU {gpus[0].name.rpartition(':')[2]}" if gpus else "its cores"
 
 
 def pack_batch(batch: Batch) -> bytes:

@@ -28,19 +28,12 @@ def choose_global_batch_size(config: Config, size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run will do: all that the number of ranks could enter.
+    """What a run will do: all that the number of ranks could enter."""
 
-    Attributes:
-        order: which samples make each global batch.
-        learning_rate: by the samples seen.
-        first_step: the steps that are done already.
-        total_steps: at the end of the run.
-    """
-
-    order: SampleOrder
-    learning_rate: LearningRate
-    first_step: int
-    total_steps: int
+    order: SampleOrder  # which samples make each global batch
+    learning_rate: LearningRate  # by the samples seen
+    first_step: int  # the steps that are done already
+    total_steps: int  # at the end of the run
 
 
 def plan_steps(

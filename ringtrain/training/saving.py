@@ -54,11 +54,7 @@ class CheckpointWriter:
         return str(self._run.checkpoints)
 
     def wait(self) -> None:
-        """Wait until what was begun is written, or has failed and was told.
-
-        Raises:
-            LeaseLostError: another process has taken over the run directory.
-        """
+        """Wait until what was begun is written, or has failed and was told."""
         if self._under_way is None:
             return
         try:
@@ -132,7 +128,9 @@ def describe_run(job: Job, identity: Mapping[str, Any] | None = None) -> dict[st
 
 def restore(job: Job, checkpoint: Checkpoint) -> None:
     """Give the variables the values of a checkpoint of the same run."""
-    facts = describe_identity(job)
+    facts: dict[str, Any] = {"workload": job.config.workload}
+    if not isinstance(job.plan.order, StreamingOrder):  # whose number of samples follows from the steps and the ranks
+        facts["samples"] = job.plan.order.num_samples
     for name, value in facts.items():
         if checkpoint.run.get(name) != value:
             raise UsageError(
@@ -152,14 +150,6 @@ def restore(job: Job, checkpoint: Checkpoint) -> None:
         )
     for name, variable in variables.items():
         variable.assign(checkpoint.variables[name])
-
-
-def describe_identity(job: Job) -> dict[str, Any]:
-    """What must be the same in a run and in the checkpoint that it goes on from."""
-    identity: dict[str, Any] = {"workload": job.config.workload}
-    if not isinstance(job.plan.order, StreamingOrder):  # whose number of samples follows from the steps and the ranks
-        identity["samples"] = job.plan.order.num_samples
-    return identity
 
 
 def take_weights(job: Job, source: Path) -> list[str]:

@@ -25,7 +25,12 @@ def open_sources(
     """
     sources = raise_on_all_ranks(collective, lambda: read_sources(workload, config), name="sources")
     require_same_sources(collective, sources)
-    refuse_other_size(sources.train, collective.world.size, former_size)
+    size = collective.world.size
+    if isinstance(sources.train, Feed) and former_size not in (None, size):
+        raise UsageError(
+            f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
+            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never."
+        )
     contents = Contents(sources._asdict())
     return cache_sources(sources, config, collective, num_threads=num_threads), contents
 
@@ -79,24 +84,10 @@ def cache_sources(sources: Sources, config: Config, collective: Collective, *, n
     """The sources with the cache of the settings."""
     cached: dict[str, Source | Feed | None] = {}
     for name, source in sources._asdict().items():
-        if source is None or isinstance(source, Feed):
-            cached[name] = source
-            continue
-        cached[name] = with_cache(
-            source,
-            config.cache,
-            collective,
-            name=name,
-            num_threads=num_threads,
-            reserved_bytes=sum(getattr(other, "num_bytes", 0) for other in cached.values()),
-        )
+        reserved = sum(getattr(other, "num_bytes", 0) for other in cached.values())
+        cached[name] = source
+        if source is not None and not isinstance(source, Feed):
+            cached[name] = with_cache(
+                source, config.cache, collective, name=name, num_threads=num_threads, reserved_bytes=reserved
+            )
     return Sources(**cached)  # type: ignore[arg-type]
-
-
-def refuse_other_size(train: Source | Feed, size: int, former_size: int | None) -> None:
-    """See that each rank can go on with what it was fed before."""
-    if isinstance(train, Feed) and former_size not in (None, size):
-        raise UsageError(
-            f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
-            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never."
-        )

@@ -10,25 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringtrain.collectives import Collective, run_on_rank0
 from ringtrain.config import Config
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.run.directory import REPORT_FILE
+from ringtrain.run.resume import OpenedRun, Start, open_run
 from ringtrain.runtime import activity, leaving
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.launched import tell_run
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.time_limit import find_limits
 from ringtrain.runtime.world import World
+from ringtrain.terminal.console import Console, open_console
 from ringtrain.terminal.startup import describe_start
 from ringtrain.training.ending import early_end, recording_end, report_error, write_end_at_hang, write_warning
 from ringtrain.training.joining import Prepared, joined
 from ringtrain.watchdog.thread import Watchdog
+from ringtrain.workloads import BUILT_IN
 
 if TYPE_CHECKING:
-    from ringtrain.collectives import Collective
-    from ringtrain.run.resume import OpenedRun, Start
-    from ringtrain.terminal.console import Console
     from ringtrain.training.loop import Result
 
 
@@ -45,7 +46,6 @@ def train_together(
     prepared: Prepared, collective: Collective, requests: StopRequests, watchdog: Watchdog
 ) -> Result | None:
     """Train with the other ranks, from the start-up table to the last line; None where the run was complete already."""
-    from ringtrain.terminal.console import open_console
     from ringtrain.training.loop import train
 
     if collective.world.launcher != "no launcher" and not prepared.config.detached:
@@ -76,9 +76,6 @@ def open_together(
     config: Config, collective: Collective, requests: StopRequests, console: Console
 ) -> tuple[Start, OpenedRun | None]:
     """Open the run directory on rank 0, and tell every rank where the run begins. Every rank must call it."""
-    from ringtrain.collectives import run_on_rank0
-    from ringtrain.run.resume import Start, open_run
-
     opened: list[OpenedRun] = []  # on rank 0
 
     def open_on_rank0() -> dict[str, Any]:
@@ -96,7 +93,6 @@ def open_together(
 def describe_result(result: Result, path: str, config: Config) -> list[str]:
     """The last lines of a run: what came of it, where it is, and what to do with it."""
     from ringtrain.training.actions import Ending
-    from ringtrain.workloads import BUILT_IN
 
     early = " (stopped early: no better evaluation for a while)" if result.ending is Ending.EARLY else ""
     metrics = result.evaluation.metrics if result.evaluation else {}

@@ -126,11 +126,9 @@ def find_scales(reference: Record, names: Sequence[str]) -> dict[str, float]:
 
 
 def find_place(name: str, weights: Mapping[str, str]) -> tuple[str, str]:
-    """The kind of a tensor and its layer, such as (``_momentum``, ``weights/digits/dense``) for a slot of a weight.
+    """The kind of a tensor and its layer: (``_momentum``, ``weights/digits/dense``) of a weight's slot.
 
-    Args:
-        name: such as ``weights/digits/dense/kernel`` or ``slots/digits_dense_kernel_momentum``.
-        weights: names of the weights, by their paths as slots have them: ``digits_dense_kernel``.
+    ``weights`` are the weights' names by their paths as slots have them: ``digits_dense_kernel``.
     """
     kind, path = name.split("/", 1)
     if kind != "slots":

@@ -24,7 +24,7 @@ from ringtrain.run.variables import name_variables, named_slots, named_weights
 from ringtrain.step.optimizers import FUSED
 from ringtrain.training.creation import choose_optimizer
 from ringtrain.training.job import Job
-from ringtrain.verify.record import create_recorded_job, make_comparable, record_job, write_record
+from ringtrain.verify.record import create_recorded_job, make_comparable, record_job
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
 
@@ -42,18 +42,13 @@ def record_with_oracle(workload: Workload, config: Config, collective: Collectiv
     first = [variable.numpy() for _, variable in named_weights(job.step.model)]
     record_job(job, notes, directory, is_reference=True)
     with np.load(directory / "float64.npz", allow_pickle=False) as archive:
-        write_record(directory / "plain.npz", train_oracle(workload, double, job, first, archive["samples"]))
+        np.savez(directory / "plain.npz", **train_oracle(workload, double, job, first, archive["samples"]))
 
 
 def train_oracle(
     workload: Workload, config: Config, job: Job, first: Sequence[np.ndarray], samples: np.ndarray
 ) -> dict[str, Any]:
-    """Train by the plain loop what a job of one process has trained.
-
-    Args:
-        first: the weights that the job began with.
-        samples: those that it trained on, one after the other, int64 [n].
-    """
+    """Train by the plain loop, from the same weights, the samples (int64 [n]) that a job of one process has trained."""
     keras.utils.clear_session()  # so that names are the job's
     model = workload.create_model()
     make_comparable(model, freezes=False)

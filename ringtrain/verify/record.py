@@ -24,7 +24,7 @@ from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, find_users_place
 from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.report import StepReport
-from ringtrain.training.actions import Training
+from ringtrain.training.actions import Action, Training
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.workloads.base import Workload
@@ -36,13 +36,13 @@ WITHOUT_FLOAT64 = {"AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AverageP
 NOISE = 1.0
 
 
-class Recorder:
+class Recorder(Action):
     """Notes each step's loss and which samples it was really made of."""
 
     needs_weights = False
 
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
         self.losses: list[float] = []
         self.samples: list[np.ndarray] = []
 
@@ -51,7 +51,7 @@ class Recorder:
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
         self.losses.append(report.loss)
-        self.samples.append(self._collective.all_gather(batch.indices, name="ledger").numpy())
+        self.samples.append(self._job.collective.all_gather(batch.indices, name="ledger").numpy())
 
 
 def record(
@@ -75,11 +75,7 @@ def record(
 def create_recorded_job(
     workload: Workload, config: Config, collective: Collective, *, freezes: bool = True, **job_options: Any
 ) -> tuple[Job, list[str]]:
-    """A training in the configuration's precision, without what differs between world sizes by design; what that was.
-
-    Args:
-        freezes: also without local BatchNorm.
-    """
+    """A training in the settings' precision, without what differs between world sizes by design; what that was."""
     keras.utils.clear_session()
     notes: list[str] = []
     with explaining_float64(config):
@@ -127,23 +123,24 @@ def explaining_float64(config: Config) -> Iterator[None]:
 def record_job(job: Job, notes: Sequence[str], directory: Path, *, is_reference: bool = False) -> None:
     """Train, and write down what came of it; a reference once more, from weights that differ in their last bit."""
     first = [variable.numpy() for variable in job.step.variables]
-    write_record(directory / f"{job.config.precision}.npz", train_recorded(job, notes))
+    train_recorded(job, notes, directory / f"{job.config.precision}.npz")
     if is_reference and not job.batches.is_counted:
         for variable, value in zip(job.step.variables, first, strict=True):
             variable.assign(value)
         perturb(job.step.model.variables)
-        write_record(directory / f"{job.config.precision}-perturbed.npz", train_recorded(job, notes))
+        train_recorded(job, notes, directory / f"{job.config.precision}-perturbed.npz")
 
 
-def train_recorded(job: Job, notes: Sequence[str]) -> dict[str, Any]:
-    """Train the steps of a job: on rank 0 what came of it, nothing on the others."""
-    recorder = Recorder(job.collective)
-    run_steps(Training(job=job), [recorder])
+def train_recorded(job: Job, notes: Sequence[str], path: Path) -> None:
+    """Train the steps of a job; rank 0 writes down what came of it."""
+    training = Training(job=job)
+    recorder = Recorder(training)
+    run_steps(training, [recorder])
     evaluation = job.evaluate()
     replicas = all_gather_object(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
     if not job.collective.world.is_rank0:
-        return {}
-    return {
+        return
+    values = {
         "notes": np.array(notes, str),
         "losses": np.array(recorder.losses),
         "evaluation": np.array(
@@ -157,16 +154,11 @@ def train_recorded(job: Job, notes: Sequence[str]) -> dict[str, Any]:
         "replicas": np.array(replicas, str),  # [ranks, variables]
         **{name: variable.numpy() for name, variable in job.step.named_variables.items()},
     }
-
-
-def write_record(path: Path, values: dict[str, Any]) -> None:
-    """Write what rank 0 has; the others have nothing."""
-    if values:
-        np.savez(path, **values)
+    np.savez(path, **values)
 
 
 def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
-    """Switch off what may differ between world sizes by design, and say what that was."""
+    """Switch off what may differ between world sizes by design (local BatchNorm if ``freezes``); say what that was."""
     notes = []
     for layer in model._flatten_layers():
         match_regularizers(layer)

@@ -84,19 +84,9 @@ def verify(
     with_oracle: bool,
     print_line: Callable[[str], None],
 ) -> list[str]:
-    """Train under each world size and compare.
+    """Train under each world size, with these training flags and records in an empty directory, and compare.
 
-    Args:
-        arguments: the training flags of every run.
-        directory: an empty directory for the records.
-        with_oracle: also compare one process with a plain Keras loop.
-        print_line: shows a line to the user, when a run is done.
-
-    Returns:
-        The report, when all agree.
-
-    Raises:
-        ReplicasDifferError: they do not; the message holds the report.
+    The report is what returns when all agree; else it is the message of the ReplicasDifferError.
     """
     # Like Ctrl-C: an exception, on whose way out the processes are ended.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

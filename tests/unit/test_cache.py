@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives.solo import Solo
+from ringtrain.collectives.base import Solo
 from ringtrain.data import cache
 from ringtrain.data.cache import with_cache
 from ringtrain.data.cache.decoded import find_layout

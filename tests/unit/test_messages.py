@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives import Totals
+from ringtrain.collectives.base import Solo
 from ringtrain.collectives.gradients import ONE_MESSAGE_BYTES
-from ringtrain.collectives.solo import Solo
 from ringtrain.runtime.world import World
 from tests.world.training import NUM_CLASSES, NUM_FEATURES, batches_of, create_step, dense_samples
 
@@ -27,9 +27,7 @@ class Recording(Solo):
         super().__init__(ALONE)
         object.__setattr__(self, "sent", [])
 
-    def all_reduce(
-        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
-    ) -> Totals:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: bool) -> Totals:
         self.sent.append((name, [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]))
         return Totals(list(tensors))
 

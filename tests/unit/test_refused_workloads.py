@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives.solo import Solo
+from ringtrain.collectives.base import Solo
 from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays, from_generator
 from ringtrain.errors import DataError, UsageError

@@ -17,10 +17,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import shared_sums
-from ringtrain.collectives.results import LINE_BYTES, Buffers
-from ringtrain.collectives.shared_sums import MAX_RESULTS, SharedSums, cut
-from ringtrain.collectives.shared_window import CHUNK_BYTES, NAME, Window, open_window, share_window
+from ringtrain.collectives import shared_memory
+from ringtrain.collectives.shared_memory import MAX_RESULTS, SharedSums, cut
+from ringtrain.collectives.shared_window import (
+    CHUNK_BYTES,
+    LINE_BYTES,
+    NAME,
+    Buffers,
+    Window,
+    open_window,
+    share_window,
+)
 from ringtrain.errors import LOST_RANK_SIGN
 
 
@@ -332,7 +339,7 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
     child.wait()
     window.processes[:] = [os.getpid(), child.pid]
     with (
-        mock.patch.object(shared_sums, "LOOK_SECONDS", 0.01),
+        mock.patch.object(shared_memory, "LOOK_SECONDS", 0.01),
         pytest.raises(RuntimeError, match=f"{LOST_RANK_SIGN}: rank 1"),
     ):
         SharedSums(window, 0, 2).add_up(7, True, np.zeros(3))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ringtrain.collectives import run_on_rank0
-from ringtrain.collectives.solo import Solo
+from ringtrain.collectives.base import Solo
 from ringtrain.config import Config
 from ringtrain.messages.defects import describe_defect, format_defect
 from ringtrain.runtime.world import World

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from ringtrain.collectives import Collective, Totals
-from ringtrain.collectives.checks import require_working_sums
+from ringtrain.collectives.connect import require_working_sums
 from ringtrain.errors import UsageError
 from tests.world.group import GLOO, on_ranks
 

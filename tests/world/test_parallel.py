@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives import Collective
-from ringtrain.collectives.solo import Solo
+from ringtrain.collectives.base import Solo
 from ringtrain.errors import UsageError
 from ringtrain.parallel import make_parallel
 from ringtrain.runtime.world import World

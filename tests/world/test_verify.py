@@ -287,7 +287,7 @@ def findings_of(
     Returns:
         On rank 0 the findings in float64 and float32, and the notes; nothing on the others.
     """
-    from ringtrain.collectives.solo import Solo
+    from ringtrain.collectives.base import Solo
     from ringtrain.config import make_config
     from ringtrain.keras import normalization
     from ringtrain.verify.compare import compare, load_record, measure_noise
@@ -316,7 +316,7 @@ def findings_of(
 
 def oracle_passes(workload: Any, defect: str | None = None, **settings: Any) -> bool:
     """Whether this process alone, with a defect planted, trains what a plain Keras loop trains."""
-    from ringtrain.collectives.solo import Solo
+    from ringtrain.collectives.base import Solo
     from ringtrain.config import make_config
     from ringtrain.verify.compare import describe_oracle, load_record
     from ringtrain.verify.oracle import record_with_oracle

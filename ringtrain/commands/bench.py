@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.bench.children import clean_environment
-from ringtrain.bench.origin import ROOT, describe_commit, describe_machine, find_claimed_cores, read_load
+from ringtrain.bench.origin import describe_commit, describe_machine, find_claimed_cores, read_load, shorten
 from ringtrain.bench.page import make_page, read_results
 from ringtrain.bench.plans import PLANS, SETTINGS_CONTENDERS
 from ringtrain.bench.plot import draw_result
@@ -144,7 +144,7 @@ def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_
             result["experiments"].append({})
 
             def note(measured: Mapping[str, Any]) -> None:
-                result["experiments"][-1] = without_paths(measured)
+                result["experiments"][-1] = measured
                 result["load_after"] = read_load()
                 with explaining_files(output):
                     replace_text(output, json.dumps(result, indent=1) + "\n")
@@ -156,11 +156,7 @@ def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_
 
 
 def show(path: Path, print_line: Callable[[str], None]) -> None:
-    """Show the table of a result file, and draw its plot beside it.
-
-    Raises:
-        UsageError: it is no result file.
-    """
+    """Show the table of a result file, and draw its plot beside it."""
     try:
         result = json.loads(path.read_text())
         lines, picture = describe_result(result), draw_result(result)
@@ -177,11 +173,7 @@ def show(path: Path, print_line: Callable[[str], None]) -> None:
 
 
 def write_page(print_line: Callable[[str], None]) -> None:
-    """Write the page of all results that are in ``results``, below the current directory.
-
-    Raises:
-        UsageError: there are none, one is no result file, or the page cannot be written.
-    """
+    """Write the page of all results that are in ``results``, below the current directory."""
     try:
         results = read_results(Path("results"))
         page = make_page(results)
@@ -211,37 +203,9 @@ def describe_last_run(measured: Mapping[str, Any]) -> str:
     return f"{measured['name']}, round {current['round']}, {name}: {run['fault'] or f'{text}; ' + run['checked']}"
 
 
-def without_paths(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, with this machine's paths made short."""
-    contenders = {
-        name: {
-            **values,
-            "commands": [
-                {**command, "argv": [shorten(word) for word in command["argv"]]} for command in values["commands"]
-            ],
-        }
-        for name, values in measured["contenders"].items()
-    }
-    return {**measured, "contenders": contenders}
-
-
-def shorten(word: str) -> str:
-    """A word of a command line without what is this machine's own."""
-    if word == sys.executable:
-        return "python"
-    path = Path(word)
-    if path.is_absolute():
-        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-    return word
-
-
 @contextlib.contextmanager
 def explaining_files(path: Path) -> Iterator[None]:
-    """Say what cannot be written.
-
-    Raises:
-        UsageError: in place of OSError.
-    """
+    """Say what cannot be written."""
     try:
         yield
     except OSError as error:

@@ -17,6 +17,7 @@ import pytest
 import ringtrain
 from ringtrain.bench.children import clean_environment, fill_in
 from ringtrain.bench.contenders import DIRECTORY, Command, Experiment
+from ringtrain.bench.origin import shorten
 from ringtrain.bench.peers.peer_models import MODELS
 from ringtrain.bench.plans import PLANS, VARIATIONS, plan_starts, plan_variations
 from ringtrain.bench.rounds import plan_orders
@@ -31,7 +32,7 @@ from ringtrain.bench.steps import (
     plan_steps,
     write_order,
 )
-from ringtrain.commands.bench import MODES, bench, find_obstacle, shorten
+from ringtrain.commands.bench import MODES, bench, find_obstacle
 from ringtrain.data.order import SampleOrder
 from ringtrain.errors import UsageError
 from ringtrain.runtime.machine import Machine

@@ -54,7 +54,7 @@ def make_page(runs: Sequence[RunRecord]) -> str:
         differing=differing,
         same=same,
         settings=describe_settings(runs[0].settings),
-        kinds=[kind for kind in PARTS if any(part.kind == kind for table in tables for part in table["parts"])],
+        kinds=[kind for kind in PARTS if any(kind in table["parts"] for table in tables)],
         part_names=PARTS,
         has_time=has_time,
         mark_kinds=[

@@ -45,7 +45,7 @@ def describe_run(run: RunRecord, name: str, *, marks: list[Mark], num_left_out: 
         "status": status,
         "facts": list_facts(run),
         "parts": parts,
-        "seconds": sum(part.seconds for part in parts),
+        "seconds": sum(parts.values()),
         "marks": marks,
         "num_left_out": num_left_out,
         "environment": describe_environment(run),

@@ -24,13 +24,12 @@ from typing import Any
 
 from ringtrain.bench.children import clean_environment
 from ringtrain.bench.origin import describe_commit, describe_machine, find_claimed_cores, read_load, shorten
-from ringtrain.bench.page import make_page, read_results
 from ringtrain.bench.plans import PLANS, SETTINGS_CONTENDERS
 from ringtrain.bench.plot import draw_result
 from ringtrain.bench.rounds import Runner, find_faults, measure
 from ringtrain.bench.settings import BenchOptions, choose_settings
 from ringtrain.bench.steps import LOOP_GOALS, OTHER, STEP_CONTENDERS
-from ringtrain.bench.table import describe_result
+from ringtrain.bench.table import describe_result, make_page, read_results
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import UsageError

@@ -12,14 +12,7 @@ from ringtrain.config import flatten_settings
 from ringtrain.errors import DataError, UsageError
 from ringtrain.report.event_files import ImageSet, read_images
 from ringtrain.run.checkpoint import read_facts
-from ringtrain.run.directory import (
-    CONFIG_FILE,
-    MAX_LINE_BYTES,
-    METRICS_FILE,
-    parse_event,
-    read_config,
-    read_lines,
-)
+from ringtrain.run.directory import CONFIG_FILE, MAX_LINE_BYTES, METRICS_FILE, parse_event, read_config, read_lines
 from ringtrain.run.store import list_steps, step_name
 
 

@@ -114,13 +114,9 @@ def _last_of_each_step(events: Sequence[Mapping[str, Any]], kind: str) -> npt.ND
 
 def _number_of(value: Any) -> float | None:
     """A value of an event as a number; None where it is none."""
-    if isinstance(value, bool):
+    if type(value) not in (int, float) and not (isinstance(value, str) and value in NOT_FINITE):
         return None
-    if isinstance(value, int | float):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    if isinstance(value, str) and value in NOT_FINITE:
+    try:
         return float(value)
-    return None
+    except OverflowError:
+        return math.inf

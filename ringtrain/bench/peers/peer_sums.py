@@ -60,5 +60,5 @@ def time_sums(
         seconds[text] = statistics.median(times)
     if rank == 0:
         arguments.output.mkdir(parents=True, exist_ok=True)
-        values = {"figures": seconds, "fault": fault, "checked": "sums of whole numbers, which are exact"}
-        (arguments.output / "result.json").write_text(json.dumps(values))
+        result = {"figures": seconds, "fault": fault, "checked": "sums of whole numbers, which are exact"}
+        (arguments.output / "result.json").write_text(json.dumps(result))

@@ -26,8 +26,10 @@ LAST_LINES = 12
 END_SECONDS = 10.0
 FIRST_STEP_LINE = re.compile(r"step \d+, loss")
 # Of a launcher around the benchmark, and what would change a contender's speed behind its back.
-FOREIGN_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SLURM_", "TF_", "OMP_", "KMP_", "XLA_")
-FOREIGN_NAMES = ("KERAS_BACKEND", "PYTHONWARNINGS", "GLIBC_TUNABLES")
+FOREIGN = (
+    "OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SLURM_", "TF_", "OMP_", "KMP_", "XLA_",
+    "KERAS_BACKEND", "PYTHONWARNINGS", "GLIBC_TUNABLES",
+)  # fmt: skip
 
 
 class ChildFailedError(Exception):
@@ -35,16 +37,8 @@ class ChildFailedError(Exception):
 
 
 def clean_environment(environ: Mapping[str, str], *, programs: Path) -> dict[str, str]:
-    """What a user's shell holds, without settings of the launchers and of TensorFlow.
-
-    Args:
-        programs: the directory that comes first in PATH.
-    """
-    kept = {
-        name: value
-        for name, value in environ.items()
-        if name not in FOREIGN_NAMES and not name.startswith(FOREIGN_PREFIXES)
-    }
+    """What a user's shell holds, ``programs`` first in PATH, without settings of the launchers and of TensorFlow."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(FOREIGN)}
     path = os.pathsep.join([str(programs), kept.get("PATH", os.defpath)])
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**kept, **allowed, "PATH": path, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
@@ -64,11 +58,7 @@ def fill_in(command: Command, directory: Path, ports: Sequence[int]) -> Command:
 def run_together(
     commands: Sequence[Command], directory: Path, *, env: Mapping[str, str], cwd: Path, timeout: float
 ) -> Finished:
-    """Run the processes of a contender to their end.
-
-    Raises:
-        ChildFailedError: one failed, or they were not done in time. None of them lives on.
-    """
+    """Run the processes of a contender to their end; none of them lives on, whatever becomes of them."""
     mark = str(uuid.uuid4())
     ports = find_free_ports(len(commands))
     start = time.monotonic()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 # In arguments and variables: the directory of one run, and a free port of this machine for each process.
 DIRECTORY = "{directory}"
 PORT = "{port_%d}"
+Arrays = Sequence[npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -25,38 +26,23 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """What a contender's processes left behind.
+    """What a contender's processes left behind."""
 
-    Attributes:
-        directory: where they wrote.
-        sec_until_first_step: from the start to the first line of a step; None where none came.
-    """
-
-    directory: Path
-    sec_until_first_step: float | None
+    directory: Path  # where they wrote
+    sec_until_first_step: float | None  # from the start to the first line of a step; None where none came
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one run of a contender gave.
+    """What one run of a contender gave; loss and weights are None where they are not to be compared."""
 
-    Attributes:
-        figures: seconds by label, such as ``{"step": 0.06}``.
-        raw: whatever else is worth keeping; JSON values.
-        fault: why the result is wrong; empty where it is not.
-        checked: by what that was seen.
-        loss: that of the last step, over all samples; None where it is not to be compared.
-        weights: the trained weights, in the model's order; None where they are not to be compared.
-        first_weights: the reference's before the training.
-    """
-
-    figures: Mapping[str, float]
-    raw: Mapping[str, Any] = field(default_factory=dict)
-    fault: str = ""
-    checked: str = ""
-    loss: float | None = None
-    weights: Sequence[npt.NDArray[Any]] | None = None
-    first_weights: Sequence[npt.NDArray[Any]] | None = None
+    figures: Mapping[str, float]  # seconds by label, such as {"step": 0.06}
+    raw: Mapping[str, Any] = field(default_factory=dict)  # whatever else is worth keeping; JSON values
+    fault: str = ""  # why the result is wrong
+    checked: str = ""  # by what that was seen
+    loss: float | None = None  # of the last step, over all samples
+    weights: Arrays | None = None  # trained, in the model's order
+    first_weights: Arrays | None = None  # the reference's before the training
 
 
 class UnreadableError(Exception):
@@ -65,19 +51,13 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that is measured.
-
-    Attributes:
-        commands: processes that start together; one, where it starts the others itself.
-        read: finds the outcome in what the processes left behind.
-        prepare: makes the directory of a run ready, before it is timed.
-    """
+    """Something that is measured."""
 
     name: str
     description: str
-    commands: tuple[Command, ...]
+    commands: tuple[Command, ...]  # processes that start together; one, where it starts the others itself
     read: Callable[[Finished], Outcome]
-    prepare: Callable[[Path], None] = lambda directory: None
+    prepare: Callable[[Path], None] = lambda directory: None  # makes a run's directory ready, before it is timed
 
 
 def contenders_of(read: Callable[[Finished], Outcome], *rows: tuple[str, str, Command]) -> tuple[Contender, ...]:
@@ -87,35 +67,23 @@ def contenders_of(read: Callable[[Finished], Outcome], *rows: tuple[str, str, Co
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times as fast ``name`` is as ``other``: the ratio of their seconds, round by round.
-
-    Attributes:
-        goal: the smallest ratio that is aimed at; None where there is none.
-    """
+    """How many times as fast ``name`` is as ``other``: the ratio of their seconds, round by round."""
 
     name: str
     other: str
-    goal: float | None = None
+    goal: float | None = None  # the smallest ratio that is aimed at
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Contenders that are measured in the same rounds.
+    """Contenders that are measured in the same rounds."""
 
-    Attributes:
-        name: what it is about, such as a model.
-        unit: what the figures are the seconds of.
-        reference: a contender that runs once before the rounds; loss and weights of the others are held against it.
-        num_bytes: for an all-reduce, the bytes of each label.
-        comparisons: those of which one contender is not there are left out.
-    """
-
-    name: str
-    unit: str
+    name: str  # what it is about, such as a model
+    unit: str  # what the figures are the seconds of
     contenders: tuple[Contender, ...]
-    comparisons: tuple[Comparison, ...] = ()
-    reference: Contender | None = None
-    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    comparisons: tuple[Comparison, ...] = ()  # those of which one contender is not there are left out
+    reference: Contender | None = None  # runs once before the rounds; loss and weights are held against it
+    num_bytes: Mapping[str, int] = field(default_factory=dict)  # of an all-reduce, the bytes of each label
 
     def __post_init__(self) -> None:
         names = {each.name for each in self.contenders}
@@ -128,11 +96,7 @@ WEIGHTS_TOLERANCE = 1e-3  # of the way that the training went; ranks that train 
 
 
 def check_outcome(outcome: Outcome, reference: Outcome | None) -> tuple[str, str]:
-    """Hold an outcome against the reference.
-
-    Returns:
-        Why it is wrong, or nothing; and by what that was seen.
-    """
+    """Hold an outcome against the reference: why it is wrong, or nothing; and by what that was seen."""
     if outcome.fault or reference is None or outcome.loss is None or reference.loss is None:
         return outcome.fault, outcome.checked
     loss_difference = abs(outcome.loss - reference.loss) / abs(reference.loss)
@@ -144,9 +108,6 @@ def check_outcome(outcome: Outcome, reference: Outcome | None) -> tuple[str, str
         if not difference <= WEIGHTS_TOLERANCE:
             fault = fault or f"the weights differ by more than {WEIGHTS_TOLERANCE:.0e} of the way"
     return fault and f"{fault} ({checked})", checked
-
-
-Arrays = Sequence[npt.NDArray[Any]]
 
 
 def compare_weights(weights: Arrays, reference: Arrays, *, first: Arrays) -> float:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_environment(python: Path) -> str:
-    """The versions of another environment, such as ``tensorflow 2.18.1, keras 3.10.0``.
-
-    Raises:
-        UsageError: it does not run, or lacks a package.
-    """
+    """The versions of another environment, such as ``tensorflow 2.18.1, keras 3.10.0``."""
     program = "import importlib.metadata as m, sys; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
     try:
         command = [str(python), "-c", program, *PACKAGES]
@@ -56,6 +53,16 @@ def describe_commit() -> dict[str, Any]:
     return {"commit": commit or None, "is_changed": bool(changed)}
 
 
+def shorten(word: str) -> str:
+    """A word of a command line without what is this machine's own."""
+    if word == sys.executable:
+        return "python"
+    path = Path(word)
+    if path.is_absolute():
+        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+    return word
+
+
 def read_load() -> list[float]:
     """Processes that ran or waited for a core, on average over 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
@@ -63,7 +70,7 @@ def read_load() -> list[float]:
 
 def find_claimed_cores() -> list[int]:
     """The cores that other runs of ringtrain on this machine have taken: those that are measured would share them."""
-    return sorted(int(core) for core in set(re.findall(r"@ringtrain/core/(\d+)", _read("/proc/net/unix"))))
+    return sorted({int(core) for core in re.findall(r"@ringtrain/core/(\d+)", _read("/proc/net/unix"))})
 
 
 def _read(path: str) -> str:

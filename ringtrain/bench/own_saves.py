@@ -14,7 +14,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +76,9 @@ def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[floa
         writer = CheckpointWriter(RunDirectory(directory), keep=3, print_line=console.line, last_step=0)
     seconds: list[float] = []
     fault = ""
-    for step in train_between(job, batches):
-        if writer is None:
+    for step in range(1, (NUM_SAVES + 1) * STEPS_BETWEEN + 1):  # one save more than is counted
+        job.step(next(batches), job.plan.learning_rate(0)).numpy()  # waits for it
+        if writer is None or step % STEPS_BETWEEN:
             continue
         start = time.perf_counter()
         writer.save(take_snapshot(job, step, Progress(), facts), as_step=True, as_best=False)
@@ -87,21 +87,11 @@ def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[floa
         seconds.append(time.perf_counter() - start)
         writer.wait()
         newest, _ = find_newest(RunDirectory(directory).checkpoints)
-        if newest is None or newest.step != step or not is_equal(newest.variables, job.step.named_variables):
+        wanted = {name: variable.numpy() for name, variable in job.step.named_variables.items()}
+        is_equal = newest is not None and all(np.array_equal(newest.variables[name], wanted[name]) for name in wanted)
+        if newest is None or newest.step != step or not is_equal:
             fault = f"the checkpoint of step {step} is not what the model holds"
     return seconds[1:], fault
-
-
-def train_between(job: Any, batches: Iterator[Any]) -> Iterator[int]:
-    """Train some steps before each save; one save more than is counted."""
-    for step in range(1, (NUM_SAVES + 1) * STEPS_BETWEEN + 1):
-        job.step(next(batches), job.plan.learning_rate(0)).numpy()  # waits for it
-        if step % STEPS_BETWEEN == 0:
-            yield step
-
-
-def is_equal(saved: Any, variables: Any) -> bool:
-    return all(np.array_equal(saved[name], variable.numpy()) for name, variable in variables.items())
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ horovodrun -np 2 python -m ringtrain.bench.own_sums --sizes 4096,65536 --output 
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ringtrain.bench.peers import peer_sums
@@ -19,10 +17,7 @@ from ringtrain.training.joining import pin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = peer_sums.parse_arguments(__doc__)
     world = read_world(os.environ)
     plan = pin(world, Config())
     start_tensorflow(plan, world)
@@ -41,9 +36,7 @@ def main() -> None:
 
         return add, lambda total: total.numpy()
 
-    seconds, fault = peer_sums.time_sums(arguments.sizes, world.rank, world.size, prepare)
-    if world.is_rank0:
-        peer_sums.write_results(arguments.output, seconds, fault)
+    peer_sums.time_sums(arguments, world.rank, world.size, prepare)
     collective.close()
 
 

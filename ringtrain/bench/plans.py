@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ringtrain.bench.contenders import DIRECTORY, Command, Comparison, Contender, Experiment, contenders_of
 from ringtrain.bench.outcomes import RUN, read_figures, read_own_data, read_start, read_training
-from ringtrain.bench.settings import Settings
+from ringtrain.bench.settings import BenchOptions, Length, Settings
 from ringtrain.bench.steps import (
     AGAIN,
     AUTOTUNE,
@@ -21,17 +21,20 @@ from ringtrain.bench.steps import (
     NO_FUSION,
     SAVE_EVERY_STEPS,
     STOCK,
-    Length,
     launch,
     peer,
     peer_flags,
+    plan_guards,
+    plan_loops,
     plan_one_process,
+    plan_steps,
     plan_training,
     workload_flags,
     write_order,
 )
 
 SIZES = tuple(4**power for power in range(6, 14))  # 4 KiB to 64 MiB
+BEGUN = "begun-run"
 ONE_STEP, TWO_STEPS = Length(steps=1, log_every=1), Length(steps=2, log_every=1)
 
 
@@ -40,8 +43,9 @@ def own(module: str, *flags: str) -> tuple[str, ...]:
     return (sys.executable, "-m", f"ringtrain.bench.{module}", *flags)
 
 
-def plan_sums(size: int, settings: Settings) -> Experiment:
+def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:
     """Sums over all ranks, by sizes: ringtrain's collective, Horovod's and MPI's."""
+    size = options.size
     flags = ["--sizes", ",".join(map(str, SIZES)), "--output", DIRECTORY]
     ringtrain = Command(launch(size, own("own_sums", *flags)))
     horovod = launch(size, peer("horovod_allreduce.py", flags))
@@ -59,16 +63,14 @@ def plan_sums(size: int, settings: Settings) -> Experiment:
     others = [Comparison("ringtrain", each.name) for each in contenders[2:]]
     comparisons = (Comparison("ringtrain_again", "ringtrain"), *others)
     num_bytes = {str(num_bytes): num_bytes for num_bytes in SIZES}
-    return Experiment("allreduce", "a sum", contenders, comparisons, num_bytes=num_bytes)
+    return [Experiment("allreduce", "a sum", contenders, comparisons, num_bytes=num_bytes)]
 
 
-def plan_inputs(
-    size: int, length: Length | None, *, data_dir: Path | None, image_folder: Path | None, records: Path | None
-) -> list[Experiment]:
+def plan_inputs(options: BenchOptions, _: Settings) -> list[Experiment]:
     """cifar10 on its files against synthetic data, and the speed at which one core reads each kind of source given."""
 
     def train(*flags: str) -> Command:
-        return plan_training(size, ["--workload", "cifar10", *flags], length or LENGTHS["CNN"])
+        return plan_training(options.size, ["--workload", "cifar10", *flags], options.length(LENGTHS["CNN"]))
 
     def read(kind: str, place: Path | None) -> Command:
         return Command(own("own_reading", "--output", DIRECTORY, "--kind", kind, "--data_dir", full(place)))
@@ -76,9 +78,11 @@ def plan_inputs(
     def full(place: Path | None) -> str:
         return str(place and place.resolve())
 
+    image_folder, records = options.image_folder, options.records
+
     training = contenders_of(
         read_own_data,
-        ("real", "CIFAR-10's files", train("--data_dir", full(data_dir))),
+        ("real", "CIFAR-10's files", train("--data_dir", full(options.data_dir))),
         ("made", "synthetic data of the same shape", train("--synthetic", "true")),
         ("made_again", "synthetic data once more (A/A)", train("--synthetic", "true")),
     )
@@ -102,51 +106,46 @@ def plan_inputs(
     return [each for each in experiments if each.contenders]
 
 
-def plan_starts(size: int, settings: Settings, begun: Path) -> Experiment:
+def plan_starts(options: BenchOptions, settings: Settings) -> list[Experiment]:
     """From the command to the end of the first step: cold starts, and one that goes on after a step.
 
-    Args:
-        begun: where the run of one step is kept that the latter goes on from: the reference, which runs first.
+    The latter goes on from the reference, which runs first, and whose run is kept beside the directories of the others.
     """
+    size = options.size
     cold = plan_training(size, workload_flags("CNN"), ONE_STEP)
     resumed = plan_training(size, workload_flags("CNN"), TWO_STEPS)
-    first = Command(tuple(str(begun) if word == f"{DIRECTORY}/{RUN}" else word for word in cold.argv))
+    first = Command((*cold.argv[:-1], f"{DIRECTORY}/../{BEGUN}"))
     minimal = launch(size, peer("horovod_minimal.py", peer_flags("CNN", size, ONE_STEP)))
     pinned = Command((*minimal, *settings.flags), settings.env)
     write = functools.partial(write_order, "CNN", size, ONE_STEP.steps)
 
     def copy(directory: Path) -> None:
-        shutil.copytree(begun, directory / RUN, symlinks=True)
+        shutil.copytree(directory.parent / BEGUN, directory / RUN, symlinks=True)
 
-    return Experiment(
-        "CNN",
-        "a start",
-        (
-            Contender("ringtrain", STOCK, (cold,), read_start),
-            Contender("ringtrain_again", AGAIN, (cold,), read_start),
-            Contender(
-                "ringtrain_resumed", "the same, going on from a checkpoint of step 1", (resumed,), read_start, copy
-            ),
-            Contender("minimal", MINIMAL, (pinned,), read_start, write),
-            Contender("minimal_stock", MINIMAL_STOCK, (Command(minimal),), read_start, write),
-        ),
-        (
-            Comparison("ringtrain_again", "ringtrain"),
-            Comparison("ringtrain", "minimal", 1 / 1.15),
-            Comparison("ringtrain", "minimal_stock", 1 / 1.15),
-            Comparison("ringtrain_resumed", "ringtrain", 1 / 1.05),
-        ),
-        reference=Contender("begun", "one step", (first,), read_start),
+    going_on = "the same, going on from a checkpoint of step 1"
+    contenders = (
+        *contenders_of(read_start, ("ringtrain", STOCK, cold), ("ringtrain_again", AGAIN, cold)),
+        Contender("ringtrain_resumed", going_on, (resumed,), read_start, copy),
+        Contender("minimal", MINIMAL, (pinned,), read_start, write),
+        Contender("minimal_stock", MINIMAL_STOCK, (Command(minimal),), read_start, write),
     )
+    comparisons = (
+        Comparison("ringtrain_again", "ringtrain"),
+        Comparison("ringtrain", "minimal", 1 / 1.15),
+        Comparison("ringtrain", "minimal_stock", 1 / 1.15),
+        Comparison("ringtrain_resumed", "ringtrain", 1 / 1.05),
+    )
+    [reference] = contenders_of(read_start, ("begun", "one step", first))
+    return [Experiment("CNN", "a start", contenders, comparisons, reference)]
 
 
-def plan_saves(size: int, length: Length | None) -> list[Experiment]:
+def plan_saves(options: BenchOptions, _: Settings) -> list[Experiment]:
     """A save every 100 steps against none, and a save that is handed over against one that is waited for."""
-    chosen = length or LENGTHS["CNN"]
+    size, length = options.size, options.length(LENGTHS["CNN"])
 
     def train(checkpoint_every: int) -> Command:
         flags = [*workload_flags("CNN"), "--checkpoint_every", str(checkpoint_every)]
-        return plan_training(size, flags, chosen)
+        return plan_training(size, flags, length)
 
     def save(model: str, how: str) -> Command:
         return Command(launch(size, own("own_saves", "--model", model, "--output", DIRECTORY, "--how", how)))
@@ -158,7 +157,7 @@ def plan_saves(size: int, length: Length | None) -> list[Experiment]:
         ("none_again", "none once more (A/A)", train(0)),
     )
     compared = (Comparison("saving", "none"), Comparison("none_again", "none"))
-    reference = plan_one_process("CNN", size, chosen)
+    reference = plan_one_process("CNN", size, length)
     experiments = [Experiment("CNN, the whole training", "a step", training, compared, reference)]
     for model in ("CNN", "WIDE"):
         saving = contenders_of(
@@ -203,26 +202,35 @@ VARIATIONS = {
 SETTINGS_CONTENDERS = ("ringtrain", *VARIATIONS)
 
 
-def plan_variations(models: Sequence[str], names: Sequence[str], size: int, length: Length | None) -> list[Experiment]:
-    """For each model: ringtrain as it is, and with each rule undone.
-
-    Args:
-        names: which of ``SETTINGS_CONTENDERS``; empty: all.
-    """
+def plan_variations(options: BenchOptions, _: Settings) -> list[Experiment]:
+    """For each model: ringtrain as it is, and with each rule undone."""
     known = {"ringtrain": Variation("ringtrain"), **VARIATIONS}
     experiments = []
-    for model in models:
-        chosen = length or LENGTHS[model]
+    for model in options.model_names:
+        length = options.length(LENGTHS[model])
         rows = []
-        for name in [name for name in known if name in (names or known)]:
+        for name in [name for name in known if name in (options.contender_names or known)]:
             flags = ["--backend", "horovod"] if known[name].by_horovod else []
-            command = plan_training(size, [*workload_flags(model), *flags], chosen)
+            command = plan_training(options.size, [*workload_flags(model), *flags], length)
             words = [*(f"{key}={value}" for key, value in known[name].env.items()), *flags]
             rows.append((name, " ".join(words) or "as it is", Command(command.argv, known[name].env)))
         comparisons = tuple(
             Comparison(*((name, each.other) if name.endswith("_again") else (each.other, name)))
             for name, each in VARIATIONS.items()
         )
-        reference = plan_one_process(model, size, chosen)
+        reference = plan_one_process(model, options.size, length)
         experiments.append(Experiment(model, "a step", contenders_of(read_training, *rows), comparisons, reference))
     return experiments
+
+
+# The experiments of each mode.
+PLANS: Mapping[str, Callable[[BenchOptions, Settings], list[Experiment]]] = {
+    "step": plan_steps,
+    "loop": plan_loops,
+    "allreduce": plan_sums,
+    "input": plan_inputs,
+    "startup": plan_starts,
+    "checkpoint": plan_saves,
+    "guards": plan_guards,
+    "settings": plan_variations,
+}

@@ -21,7 +21,8 @@ def draw_result(result: Mapping[str, Any]) -> str:
     """The experiments of a result file, one below the other."""
     parts, top = [], 0
     for experiment in result["experiments"]:
-        drawn, height = (draw_lines if experiment["num_bytes"] else draw_dots)(experiment, result["size"])
+        has_sizes = experiment["num_bytes"]
+        drawn, height = draw_lines(experiment, result["size"]) if has_sizes else draw_dots(experiment)
         parts.append(f'<g transform="translate(0,{top})">{drawn}</g>')
         top += height
     return (
@@ -30,9 +31,8 @@ def draw_result(result: Mapping[str, Any]) -> str:
     )
 
 
-def draw_dots(experiment: Mapping[str, Any], size: int) -> tuple[str, int]:
+def draw_dots(experiment: Mapping[str, Any]) -> tuple[str, int]:
     """A row for each contender: a dot for each round, a tick at the median. Returns the picture and its height."""
-    del size
     [label] = list_labels(experiment) or ["step"]
     names = experiment["contenders"]
     figures = {name: [1000 * value for value in read_right_figures(experiment, name, label)] for name in names}
@@ -103,12 +103,11 @@ def _bandwidths(
     experiment: Mapping[str, Any], name: str, num_bytes: Mapping[str, int], size: int
 ) -> Sequence[tuple[int, float]]:
     """(bytes, GB/s at the median) of a contender."""
-    points = []
-    for label, count in num_bytes.items():
-        values = read_right_figures(experiment, name, label)
-        if values:
-            points.append((count, bus_bandwidth(count, describe_spread(values).median, size) / 1e9))
-    return points
+    return [
+        (count, bus_bandwidth(count, describe_spread(values).median, size) / 1e9)
+        for label, count in num_bytes.items()
+        if (values := read_right_figures(experiment, name, label))
+    ]
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", bold: bool = False) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ringtrain.bench.children import ChildFailedError, run_together
 from ringtrain.bench.contenders import Contender, Experiment, Finished, Outcome, UnreadableError, check_outcome
-from ringtrain.bench.origin import ROOT
+from ringtrain.bench.origin import ROOT, shorten
 from ringtrain.errors import DataError
 
 Run = dict[str, Any]
@@ -27,11 +27,7 @@ class Runner:
     timeout: float
 
     def run(self, contender: Contender) -> Outcome:
-        """Run a contender once, in a directory that is removed afterwards.
-
-        Raises:
-            ChildFailedError, UnreadableError: there is no outcome.
-        """
+        """Run a contender once, in a directory that is removed afterwards."""
         directory = self.directory / contender.name
         directory.mkdir()
         try:
@@ -53,14 +49,7 @@ def read_outcome(contender: Contender, finished: Finished) -> Outcome:
 def measure(
     experiment: Experiment, runner: Runner, *, rounds: int, seed: int, note: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Run the rounds of an experiment.
-
-    Args:
-        note: is given what there is after the reference, and after each run.
-
-    Returns:
-        What the result file holds of it.
-    """
+    """Run the rounds of an experiment; ``note`` is given what the result file holds of it, after each run."""
     result: dict[str, Any] = describe_experiment(experiment, rounds)
     reference = None
     if experiment.reference is not None:
@@ -86,13 +75,8 @@ def measure_once(contender: Contender, runner: Runner, reference: Outcome | None
     except (ChildFailedError, UnreadableError) as error:
         return {"fault": str(error), "wall_seconds": round(time.monotonic() - start, 1)}, None
     fault, checked = check_outcome(outcome, reference)
-    run: Run = {
-        "figures": dict(outcome.figures),
-        "checked": checked,
-        "fault": fault,
-        "wall_seconds": round(time.monotonic() - start, 1),
-        "raw": dict(outcome.raw),
-    }
+    seconds = round(time.monotonic() - start, 1)
+    run = {"figures": outcome.figures, "checked": checked, "fault": fault, "wall_seconds": seconds, "raw": outcome.raw}
     return run, outcome
 
 
@@ -111,7 +95,9 @@ def describe_experiment(experiment: Experiment, rounds: int) -> dict[str, Any]:
         "contenders": {
             each.name: {
                 "description": each.description,
-                "commands": [{"argv": list(command.argv), "env": dict(command.env)} for command in each.commands],
+                "commands": [
+                    {"argv": list(map(shorten, command.argv)), "env": dict(command.env)} for command in each.commands
+                ],
             }
             for each in experiment.contenders
         },

@@ -13,12 +13,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Some numbers in short.
-
-    Attributes:
-        low, high: an interval that holds the true median with at least ``confidence``, whatever the distribution.
-        confidence: ``CONFIDENCE``, or less where there are too few numbers for it.
-    """
+    """Some numbers in short."""
 
     count: int
     min: float
@@ -26,9 +21,9 @@ class Spread:
     median: float
     upper_quartile: float
     max: float
-    low: float
+    low: float  # with high an interval that holds the true median, whatever the distribution, with at least:
     high: float
-    confidence: float
+    confidence: float  # CONFIDENCE, or less where there are too few numbers for it
 
 
 def describe_spread(values: Sequence[float]) -> Spread:
@@ -53,10 +48,8 @@ def choose_order_statistic(count: int) -> tuple[int, float]:
     """The interval of the median from the k-th smallest to the k-th largest of ``count`` numbers.
 
     It misses the true median only where fewer than k of the numbers lie on one side of it, and each lies on either side
-    with probability 1/2 (David and Nagaraja, Order Statistics, 2003, section 7.1).
-
-    Returns:
-        The largest k whose interval has ``CONFIDENCE``, or 1; and its confidence.
+    with probability 1/2 (David and Nagaraja, Order Statistics, 2003, section 7.1). Returns the largest k whose interval
+    has ``CONFIDENCE``, or 1; and its confidence.
     """
     missed = itertools.accumulate(math.comb(count, fewer) * 0.5**count for fewer in range((count + 1) // 2))
     confidences = [1 - 2 * chance for chance in missed]  # 1 - 2 P(Binomial(count, 1/2) < k), for each k from 1 on

@@ -15,7 +15,7 @@ from ringtrain.bench.contenders import DIRECTORY, PORT, Command, Comparison, Con
 from ringtrain.bench.origin import describe_environment
 from ringtrain.bench.outcomes import RUN, read_own_data, read_peer, read_training, read_unconnected
 from ringtrain.bench.peers.peer_models import MODELS
-from ringtrain.bench.settings import Settings
+from ringtrain.bench.settings import BenchOptions, Length, Settings
 from ringtrain.data.order import SampleOrder
 
 PEERS = Path(__file__).resolve().parent / "peers"
@@ -28,18 +28,6 @@ AGAIN = "the same once more (A/A)"
 STOCK = "stock horovodrun python -m ringtrain"
 MINIMAL = "hand-written Horovod loop with ringtrain's cores, threads and variables"
 MINIMAL_STOCK = "hand-written Horovod loop under stock horovodrun"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Length:
-    """How long a run trains: ``steps``, in intervals of ``log_every``, of which the first is not timed."""
-
-    steps: int
-    log_every: int
-
-    @property
-    def flags(self) -> list[str]:
-        return ["--steps", str(self.steps), "--log_every", str(self.log_every)]
 
 
 # The CNN logs as often as ringtrain does by itself.
@@ -67,62 +55,39 @@ STEP_CONTENDERS = (
 )  # fmt: skip
 
 
-def plan_steps(
-    models: Sequence[str],
-    names: Sequence[str],
-    size: int,
-    settings: Settings,
-    length: Length | None,
-    other_python: Path | None = None,
-) -> list[Experiment]:
-    """An experiment for each model.
-
-    Args:
-        names: which of ``STEP_CONTENDERS``; empty: all.
-        length: instead of each model's own.
-        other_python: an interpreter whose environment trains as well; None: there is none.
-    """
+def plan_steps(options: BenchOptions, settings: Settings) -> list[Experiment]:
+    """An experiment for each model."""
     experiments = []
-    for model in models:
-        contenders = plan_contenders(model, size, settings, length or LENGTHS[model])
-        if other_python is not None:
-            contenders[OTHER] = plan_other(contenders["ringtrain"], other_python)
-        wanted = [name for name in STEP_CONTENDERS if name in contenders and name in (names or contenders)]
+    for model in options.model_names:
+        contenders = plan_contenders(model, options, settings)
+        if options.other_python is not None:
+            contenders[OTHER] = plan_other(contenders["ringtrain"], options.other_python)
+        names = options.contender_names or contenders
+        wanted = [name for name in STEP_CONTENDERS if name in contenders and name in names]
         first = [Comparison("ringtrain_again", "ringtrain"), *GOALS[model]]
         compared = {each.other for each in first}
         others = [Comparison("ringtrain", name) for name in STEP_CONTENDERS[2:] if name not in compared]
-        experiments.append(
-            Experiment(
-                model,
-                "a step",
-                tuple(contenders[name] for name in wanted),
-                (*first, *others),
-                reference=contenders["one_process"],
-            )
-        )
+        chosen = tuple(contenders[name] for name in wanted)
+        experiments.append(Experiment(model, "a step", chosen, (*first, *others), contenders["one_process"]))
     return experiments
 
 
-def plan_loops(models: Sequence[str], size: int, settings: Settings, length: Length | None) -> list[Experiment]:
-    """ringtrain with all that it does beside training, against the hand-written loop, which does nothing else.
-
-    Args:
-        models: of which those of ``LOOP_GOALS`` are measured.
-    """
+def plan_loops(options: BenchOptions, settings: Settings) -> list[Experiment]:
+    """ringtrain with all that it does beside training, against the hand-written loop, which does nothing else."""
     experiments = []
-    for model in [model for model in LOOP_GOALS if model in models]:
-        contenders = plan_contenders(model, size, settings, length or LENGTHS[model])
+    for model in [model for model in LOOP_GOALS if model in options.model_names]:
+        contenders = plan_contenders(model, options, settings)
         names = ("ringtrain_saving", "ringtrain_saving_again", "minimal")
         comparisons = (
             Comparison("ringtrain_saving", "minimal", LOOP_GOALS[model]),
             Comparison("ringtrain_saving_again", "ringtrain_saving"),
         )
         chosen = tuple(contenders[name] for name in names)
-        experiments.append(Experiment(model, "a step", chosen, comparisons, reference=contenders["one_process"]))
+        experiments.append(Experiment(model, "a step", chosen, comparisons, contenders["one_process"]))
     return experiments
 
 
-def plan_guards(size: int, length: Length | None) -> list[Experiment]:
+def plan_guards(options: BenchOptions, _: Settings) -> list[Experiment]:
     """What the guards cost that flags turn off: on, off, and on once more."""
     # The replicas are compared far more often than every 1000 steps, so that each timed interval has a comparison.
     experiments = []
@@ -130,15 +95,13 @@ def plan_guards(size: int, length: Length | None) -> list[Experiment]:
         ("cifar10", ["--workload", "cifar10", "--synthetic", "true"], Length(steps=90, log_every=30), 1 / 1.01),
         ("TINY", workload_flags("TINY"), LENGTHS["TINY"], 1 / 1.03),
     ):
-        chosen = length or usual
-        on = ["--check_replicas_every", str(chosen.log_every)]
+        length = options.length(usual)
+        on = ["--check_replicas_every", str(length.log_every)]
         off = ["--check_replicas_every", "0", "--hang_timeout", "0"]
-        read, reference = read_training, None
-        if name == "cifar10":
-            read = read_own_data
-        else:
-            reference = plan_one_process(name, size, chosen)
-        guarded, unguarded = (plan_training(size, [*flags, *more], chosen) for more in (on, off))
+        has_reference = name in MODELS
+        read = read_training if has_reference else read_own_data
+        reference = plan_one_process(name, options.size, length) if has_reference else None
+        guarded, unguarded = (plan_training(options.size, [*flags, *more], length) for more in (on, off))
         contenders = contenders_of(
             read,
             ("guards_on", " ".join(on), guarded),
@@ -150,8 +113,9 @@ def plan_guards(size: int, length: Length | None) -> list[Experiment]:
     return experiments
 
 
-def plan_contenders(model: str, size: int, settings: Settings, length: Length) -> dict[str, Contender]:
+def plan_contenders(model: str, options: BenchOptions, settings: Settings) -> dict[str, Contender]:
     """All contenders that train a model, by name."""
+    size, length = options.size, options.length(LENGTHS[model])
     flags = peer_flags(model, size, length)
     pinned = [*flags, *settings.flags]
     minimal = launch(size, peer("horovod_minimal.py", pinned))

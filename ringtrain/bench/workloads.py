@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import keras
+import tensorflow as tf
 
 from ringtrain.bench.peers.peer_models import MODELS, make_samples
 from ringtrain.data.sources import from_arrays
 from ringtrain.workloads.base import Sources, Workload
-
-if TYPE_CHECKING:
-    import keras
-    import tensorflow as tf
 
 
 class BenchmarkWorkload(Workload):
@@ -30,8 +28,6 @@ class BenchmarkWorkload(Workload):
         return Sources(from_arrays(*make_samples(MODELS[type(self).__name__])), None)
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-        import keras
-
         return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
 
 

@@ -23,23 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.bench.children import clean_environment
-from ringtrain.bench.contenders import Experiment
-from ringtrain.bench.origin import ROOT, describe_commit, describe_machine, find_claimed_cores, read_load
-from ringtrain.bench.page import make_page, read_results
-from ringtrain.bench.peers.peer_models import MODELS
-from ringtrain.bench.plans import (
-    SETTINGS_CONTENDERS,
-    plan_inputs,
-    plan_saves,
-    plan_starts,
-    plan_sums,
-    plan_variations,
-)
+from ringtrain.bench.origin import describe_commit, describe_machine, find_claimed_cores, read_load, shorten
+from ringtrain.bench.plans import PLANS, SETTINGS_CONTENDERS
 from ringtrain.bench.plot import draw_result
 from ringtrain.bench.rounds import Runner, find_faults, measure
-from ringtrain.bench.settings import Settings, choose_settings
-from ringtrain.bench.steps import LOOP_GOALS, OTHER, STEP_CONTENDERS, Length, plan_guards, plan_loops, plan_steps
-from ringtrain.bench.table import describe_result
+from ringtrain.bench.settings import BenchOptions, choose_settings
+from ringtrain.bench.steps import LOOP_GOALS, OTHER, STEP_CONTENDERS
+from ringtrain.bench.table import describe_result, make_page, read_results
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import UsageError
@@ -48,110 +38,9 @@ from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World
 
 CONTENDERS = {"step": STEP_CONTENDERS, "settings": SETTINGS_CONTENDERS}  # of the modes that let one choose
+MODES = tuple(PLANS)
 FORMAT = 1
 PAGE = Path("docs/benchmarks.md")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """What the user wants to be measured."""
-
-    rounds: int = 7
-    """rounds, in each of which every contender runs once"""
-
-    size: int = 2
-    """ranks"""
-
-    models: str = ",".join(MODELS)
-    """models of step, loop (CNN and TINY alone) and settings, such as CNN,WIDE"""
-
-    contenders: str = ""
-    """contenders of step and settings, such as ringtrain,ringtrain_again,bound; by default all"""
-
-    other_python: Path | None = None
-    """for step: the interpreter of another environment, in which ringtrain trains as well (ringtrain_other)"""
-
-    steps: int | None = None
-    """steps of a run, instead of each model's own; a multiple of log_every"""
-
-    log_every: int | None = None
-    """steps of an interval, instead of each model's own; the first is not timed"""
-
-    seed: int = 0
-    """seed of the order within the rounds"""
-
-    timeout: float = 300.0
-    """seconds that a run of a contender may take"""
-
-    data_dir: Path | None = None
-    """CIFAR-10's files, for input"""
-
-    image_folder: Path | None = None
-    """image folder that is read, for input"""
-
-    records: Path | None = None
-    """TFRecord files that are read, for input, such as ringtrain convert makes of the image folder"""
-
-    output: Path | None = None
-    """result file (default: results/bench-MODE.json); the plot lies beside it"""
-
-    def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("size", 1), ("timeout", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
-        for word in self.model_names:
-            if word not in MODELS:
-                raise UsageError(f"models names {word!r}; there are {', '.join(MODELS)}.")
-        for name, model in MODELS.items():
-            if model.num_samples % (model.local_batch_size * self.size):
-                raise UsageError(
-                    f"size is {self.size}; the {model.num_samples} samples of {name} must be whole batches of "
-                    f"{model.local_batch_size} for each rank. Choose 1, 2, 3, 4, 5, 6, 8, 10 or 12."
-                )
-        if (self.steps is None) != (self.log_every is None):
-            raise UsageError("steps and log_every go together; give both, or none of them.")
-        steps, log_every = (2, 1) if self.steps is None or self.log_every is None else (self.steps, self.log_every)
-        if log_every < 1 or steps % log_every or steps < 2 * log_every:
-            raise UsageError(
-                f"steps is {steps} and log_every is {log_every}; steps must be a multiple of log_every, and at least "
-                "twice as many, because the first interval is not timed."
-            )
-        for name in ("data_dir", "image_folder", "records"):
-            path = getattr(self, name)
-            if path is not None and not path.is_dir():
-                raise UsageError(f"{name} {str(path)!r} is no directory that can be read. Check the path.")
-
-    @property
-    def model_names(self) -> list[str]:
-        return [name for name in self.models.split(",") if name]
-
-    @property
-    def contender_names(self) -> list[str]:
-        return [name for name in self.contenders.split(",") if name]
-
-    @property
-    def length(self) -> Length | None:
-        if self.steps is None or self.log_every is None:
-            return None
-        return Length(steps=self.steps, log_every=self.log_every)
-
-
-# The experiments of each mode, by the options, the settings that ringtrain would choose, and a directory for its runs.
-PLANS: dict[str, Callable[[BenchOptions, Settings, Path], Sequence[Experiment]]] = {
-    "step": lambda o, settings, _: plan_steps(
-        o.model_names, o.contender_names, o.size, settings, o.length, o.other_python
-    ),
-    "loop": lambda o, settings, _: plan_loops(o.model_names, o.size, settings, o.length),
-    "allreduce": lambda o, settings, _: [plan_sums(o.size, settings)],
-    "input": lambda o, *_: plan_inputs(
-        o.size, o.length, data_dir=o.data_dir, image_folder=o.image_folder, records=o.records
-    ),
-    "startup": lambda o, settings, directory: [plan_starts(o.size, settings, directory / "begun-run")],
-    "checkpoint": lambda o, *_: plan_saves(o.size, o.length),
-    "guards": lambda o, *_: plan_guards(o.size, o.length),
-    "settings": lambda o, *_: plan_variations(o.model_names, o.contender_names, o.size, o.length),
-}
-MODES = tuple(PLANS)
 
 
 @dataclass(frozen=True)
@@ -250,11 +139,11 @@ def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_
     with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as directory:
         env = clean_environment(os.environ, programs=Path(sys.executable).parent)
         runner = Runner(Path(directory), env=env, timeout=options.timeout)
-        for experiment in PLANS[mode](options, settings, Path(directory)):
+        for experiment in PLANS[mode](options, settings):
             result["experiments"].append({})
 
             def note(measured: Mapping[str, Any]) -> None:
-                result["experiments"][-1] = without_paths(measured)
+                result["experiments"][-1] = measured
                 result["load_after"] = read_load()
                 with explaining_files(output):
                     replace_text(output, json.dumps(result, indent=1) + "\n")
@@ -266,11 +155,7 @@ def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_
 
 
 def show(path: Path, print_line: Callable[[str], None]) -> None:
-    """Show the table of a result file, and draw its plot beside it.
-
-    Raises:
-        UsageError: it is no result file.
-    """
+    """Show the table of a result file, and draw its plot beside it."""
     try:
         result = json.loads(path.read_text())
         lines, picture = describe_result(result), draw_result(result)
@@ -287,11 +172,7 @@ def show(path: Path, print_line: Callable[[str], None]) -> None:
 
 
 def write_page(print_line: Callable[[str], None]) -> None:
-    """Write the page of all results that are in ``results``, below the current directory.
-
-    Raises:
-        UsageError: there are none, one is no result file, or the page cannot be written.
-    """
+    """Write the page of all results that are in ``results``, below the current directory."""
     try:
         results = read_results(Path("results"))
         page = make_page(results)
@@ -321,37 +202,9 @@ def describe_last_run(measured: Mapping[str, Any]) -> str:
     return f"{measured['name']}, round {current['round']}, {name}: {run['fault'] or f'{text}; ' + run['checked']}"
 
 
-def without_paths(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, with this machine's paths made short."""
-    contenders = {
-        name: {
-            **values,
-            "commands": [
-                {**command, "argv": [shorten(word) for word in command["argv"]]} for command in values["commands"]
-            ],
-        }
-        for name, values in measured["contenders"].items()
-    }
-    return {**measured, "contenders": contenders}
-
-
-def shorten(word: str) -> str:
-    """A word of a command line without what is this machine's own."""
-    if word == sys.executable:
-        return "python"
-    path = Path(word)
-    if path.is_absolute():
-        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-    return word
-
-
 @contextlib.contextmanager
 def explaining_files(path: Path) -> Iterator[None]:
-    """Say what cannot be written.
-
-    Raises:
-        UsageError: in place of OSError.
-    """
+    """Say what cannot be written."""
     try:
         yield
     except OSError as error:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ringtrain.commands.given_run import RunOptions, read_settings
 from ringtrain.commands.parser import parse_arguments
-from ringtrain.commands.preparing import prepare
+from ringtrain.commands.preparing import RunOptions, prepare, read_settings
 from ringtrain.errors import UsageError
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory

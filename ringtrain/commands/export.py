@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ringtrain.commands.given_run import RunOptions, read_settings
 from ringtrain.commands.parser import parse_arguments
-from ringtrain.commands.preparing import prepare, refuse_launcher
+from ringtrain.commands.preparing import RunOptions, prepare, read_settings, refuse_launcher
 from ringtrain.errors import UsageError
 from ringtrain.messages.escaping import escape
 from ringtrain.run.directory import refuse_taken

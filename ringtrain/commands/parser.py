@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from ringtrain.commands.help import show_help
-from ringtrain.commands.options import find_options
+from ringtrain.commands.help import find_options, show_help
 from ringtrain.errors import UsageError
 from ringtrain.messages.rules import kind_of, rule_of, shorten
 from ringtrain.runtime.launched import tell_left

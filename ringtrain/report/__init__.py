@@ -17,12 +17,8 @@ from ringtrain.report.reading import read_run
 def write_report(runs: Sequence[Path], target: Path, *, may_write: Callable[[], None] = lambda: None) -> None:
     """Write the report of runs to a file, which is there whole or not at all.
 
-    Args:
-        may_write: called just before the file becomes visible; raises where another process has taken over.
-
-    Raises:
-        UsageError: a path is no run directory, or what a run holds cannot be read.
-        OSError: the file cannot be written.
+    ``may_write`` is called just before the file becomes visible, and raises where another process has taken over. What
+    cannot be read is a UsageError, what cannot be written an OSError.
     """
     try:
         page = make_page([read_run(run) for run in runs])

@@ -19,19 +19,12 @@ KIND_NAMES = {"train": "training", "eval": "evaluation"}
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
-
-    Attributes:
-        title: what it shows.
-        unit: of its values; empty for numbers without one.
-        curves: names of the curves in it, each with what the legend calls it.
-        scale: "linear", "log", or "zero" for a linear axis that begins at 0.
-    """
+    """One chart."""
 
     title: str
-    unit: str = ""
-    scale: str = "linear"
-    curves: dict[str, str] = field(default_factory=dict)
+    unit: str = ""  # of its values
+    scale: str = "linear"  # or "log", or "zero" for a linear axis that begins at 0
+    curves: dict[str, str] = field(default_factory=dict)  # their names, each with what the legend calls it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,17 +23,11 @@ MAX_IMAGES = 8  # of one name and step
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSet:
-    """The images of one name.
+    """The images of one name."""
 
-    Attributes:
-        steps: the steps shown, in order.
-        images: for each step its images, as ``data:`` addresses.
-        num_steps: how many steps there are images of.
-    """
-
-    steps: list[int]
-    images: list[list[str]]
-    num_steps: int
+    steps: list[int]  # shown, in order
+    images: list[list[str]]  # for each step its images, as ``data:`` addresses
+    num_steps: int  # that there are images of
 
 
 @dataclass(frozen=True)

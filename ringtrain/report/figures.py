@@ -43,13 +43,14 @@ LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"}
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DrawnRun:
     """What the charts show of a run."""
 
     name: str
     curves: dict[str, Curve]
     marks: list[Mark]
+    num_left_out: int  # older marks
 
 
 def make_figures(charts: Sequence[Chart], runs: Sequence[DrawnRun], *, along_time: bool) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from ringtrain.report.charts import find_marks, plan_charts
 from ringtrain.report.figures import MARKS, PART_COLOURS, RUN_COLOURS, DrawnRun, make_figures
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, make_curves
-from ringtrain.report.tables import compare_settings, describe_run, describe_settings, format_seconds
+from ringtrain.report.tables import compare_settings, describe_run, format_seconds
 from ringtrain.report.timing import PARTS
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -26,13 +26,9 @@ TEMPLATE = Path(__file__).parent / "template"
 def make_page(runs: Sequence[RunRecord]) -> str:
     """The report of one run, or of several compared, as HTML."""
     names = name_runs([run.path for run in runs])
-    curves = [make_curves(run.events) for run in runs]
-    marks = [find_marks(run) for run in runs]
+    drawn = [DrawnRun(name, make_curves(run.events), *find_marks(run)) for name, run in zip(names, runs, strict=True)]
+    curves = [run.curves for run in drawn]
     charts = plan_charts(curves)
-    drawn = [
-        DrawnRun(name=name, curves=of_run, marks=found)
-        for name, of_run, (found, _) in zip(names, curves, marks, strict=True)
-    ]
     has_time = all(curve.elapsed is not None for of_run in curves for curve in of_run.values())
     payload = {
         "figures": {
@@ -41,10 +37,7 @@ def make_page(runs: Sequence[RunRecord]) -> str:
         },
         "images": [{name: {"steps": s.steps, "images": s.images} for name, s in run.images.items()} for run in runs],
     }
-    tables = [
-        describe_run(run, name, marks=shown_marks, num_left_out=left_out)
-        for run, name, (shown_marks, left_out) in zip(runs, names, marks, strict=True)
-    ]
+    tables = [describe_run(run, shown) for run, shown in zip(runs, drawn, strict=True)]
     style, programs = _own_files()
     differing, same = compare_settings([run.settings for run in runs])
     return _template().render(
@@ -53,13 +46,10 @@ def make_page(runs: Sequence[RunRecord]) -> str:
         notes=describe_thinning(curves),
         differing=differing,
         same=same,
-        settings=describe_settings(runs[0].settings),
-        kinds=[kind for kind in PARTS if any(part.kind == kind for table in tables for part in table["parts"])],
+        kinds=[kind for kind in PARTS if any(kind in table["parts"] for table in tables)],
         part_names=PARTS,
         has_time=has_time,
-        mark_kinds=[
-            MARKS[kind] for kind in MARKS if any(mark.kind == kind for of_run in drawn for mark in of_run.marks)
-        ],
+        mark_kinds=[MARKS[kind] for kind in MARKS if any(mark.kind == kind for run in drawn for mark in run.marks)],
         data=embed_json(payload),
         style=style,
         programs=programs,

@@ -12,37 +12,20 @@ from ringtrain.config import flatten_settings
 from ringtrain.errors import DataError, UsageError
 from ringtrain.report.event_files import ImageSet, read_images
 from ringtrain.run.checkpoint import read_facts
-from ringtrain.run.directory import (
-    CONFIG_FILE,
-    MAX_LINE_BYTES,
-    METRICS_FILE,
-    parse_event,
-    read_config,
-    read_lines,
-)
+from ringtrain.run.directory import CONFIG_FILE, MAX_LINE_BYTES, METRICS_FILE, parse_event, read_config, read_lines
 from ringtrain.run.store import list_steps, step_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a report knows of a run.
+    """What a report knows of a run."""
 
-    Attributes:
-        path: its directory, as the user named it.
-        settings: its configuration, flat, such as ``{"optimizer.lr": 0.01}``.
-        events: its events in their order; those that need a step have one.
-        num_unreadable: lines of its events that are no event; the last one, cut off while it is written, is none of
-            them.
-        facts: what its newest checkpoint says of the program that wrote it; empty without one.
-        images: what its workload showed, by name.
-    """
-
-    path: Path
-    settings: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    num_unreadable: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
-    images: dict[str, ImageSet] = field(default_factory=dict)
+    path: Path  # as the user named it
+    settings: dict[str, Any] = field(default_factory=dict)  # flat, such as {"optimizer.lr": 0.01}
+    events: list[dict[str, Any]] = field(default_factory=list)  # in their order; those that need a step have one
+    num_unreadable: int = 0  # lines that are no event, but for a last one that is cut off while it is written
+    facts: dict[str, Any] = field(default_factory=dict)  # what its newest checkpoint says of the program that wrote it
+    images: dict[str, ImageSet] = field(default_factory=dict)  # what its workload showed, by name
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """The events of one kind."""
@@ -50,11 +33,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory, whose run may be under way.
-
-    Raises:
-        UsageError: it is no run directory, or holds nothing that can be shown.
-    """
+    """Read a run directory, whose run may be under way; UsageError where it holds nothing that can be shown."""
     try:
         config = read_config(path)
         lines = read_lines(path / METRICS_FILE) if config is not None else ()
@@ -96,14 +75,10 @@ def parse_events(lines: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
 
 def read_newest_facts(checkpoints: Path) -> dict[str, Any]:
     """What the newest checkpoint that can be read says of the program that wrote it."""
-    for step in reversed(_existing_steps(checkpoints)):
+    steps: Sequence[int] = ()
+    with contextlib.suppress(OSError):
+        steps = list_steps(checkpoints)
+    for step in reversed(steps):
         with contextlib.suppress(DataError):
             return read_facts(checkpoints / step_name(step))
     return {}
-
-
-def _existing_steps(checkpoints: Path) -> Sequence[int]:
-    try:
-        return list_steps(checkpoints)
-    except OSError:
-        return []

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ringtrain.report.event_files import choose_evenly
+
 Numbers = npt.NDArray[np.float64]
 
 MAX_POINTS = 800  # of a curve; a chart is at most about as many pixels wide
@@ -24,23 +26,16 @@ class Curve:
 
     A point stands for the steps from the one after the point before it up to its own: their mean, smallest and largest
     value. Of a curve that was not thinned each point is one value.
-
-    Attributes:
-        steps: the last step of each point.
-        elapsed: seconds from the run's first start to each point; None where the events have no times.
-        num_values: values before thinning.
-        num_not_finite: how many of them were not finite.
-        crosses: the steps of some of those; ``elapsed_crosses`` their times.
     """
 
-    steps: Numbers
-    elapsed: Numbers | None
+    steps: Numbers  # the last of each point
+    elapsed: Numbers | None  # seconds from the run's first start to each point; None where the events have no times
     means: Numbers
     lows: Numbers
     highs: Numbers
-    num_values: int
-    num_not_finite: int
-    crosses: Numbers
+    num_values: int  # before thinning
+    num_not_finite: int  # of these
+    crosses: Numbers  # the steps of some that were not finite
     elapsed_crosses: Numbers | None
 
     @property
@@ -94,7 +89,7 @@ def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points
         stretch = np.searchsorted(borders, steps, side="left")
         starts = np.flatnonzero(np.diff(stretch, prepend=-1))
     ends = np.append(starts[1:], len(values)) - 1
-    crosses = _some(np.flatnonzero(~is_finite), MAX_CROSSES)
+    crosses = np.array(choose_evenly(np.flatnonzero(~is_finite).tolist(), MAX_CROSSES), np.intp)
     counts = np.add.reduceat(is_finite.astype(np.float64), starts)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.add.reduceat(np.where(is_finite, values, 0.0), starts) / counts
@@ -111,13 +106,6 @@ def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points
     )
 
 
-def _some(places: npt.NDArray[np.intp], number: int) -> npt.NDArray[np.intp]:
-    """At most ``number`` of them, as evenly as can be."""
-    if len(places) <= number:
-        return places
-    return places[np.linspace(0, len(places) - 1, number).round().astype(np.intp)]
-
-
 def _last_of_each_step(events: Sequence[Mapping[str, Any]], kind: str) -> npt.NDArray[np.intp]:
     """Where a kind's events are, in the order of their steps; of a step that is there twice, the later."""
     places = {event["step"]: place for place, event in enumerate(events) if event["event"] == kind}
@@ -126,13 +114,9 @@ def _last_of_each_step(events: Sequence[Mapping[str, Any]], kind: str) -> npt.ND
 
 def _number_of(value: Any) -> float | None:
     """A value of an event as a number; None where it is none."""
-    if isinstance(value, bool):
+    if type(value) not in (int, float) and not (isinstance(value, str) and value in NOT_FINITE):
         return None
-    if isinstance(value, int | float):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    if isinstance(value, str) and value in NOT_FINITE:
+    try:
         return float(value)
-    return None
+    except OverflowError:
+        return math.inf

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringtrain.report.charts import Mark, describe_end
+from ringtrain.report.charts import describe_end
+from ringtrain.report.figures import DrawnRun
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.timing import attempts, split_time
 
-GOOD, WAITING, BAD = "good", "waiting", "bad"
 MISSING = "\N{EN DASH}"
 
 
@@ -27,27 +27,23 @@ class Fact:
     note: str = ""
 
 
-def describe_run(run: RunRecord, name: str, *, marks: list[Mark], num_left_out: int) -> dict[str, Any]:
-    """What the page says of a run in words: the values that its template takes.
-
-    Args:
-        marks: what happened; ``num_left_out`` older ones are not among them.
-    """
+def describe_run(run: RunRecord, drawn: DrawnRun) -> dict[str, Any]:
+    """What the page says of a run in words: the values that its template takes."""
     verdict, status = describe_status(run)
     parts = split_time(run.events)
     command = run.facts.get("command")
     plural = "s" if run.num_unreadable != 1 else ""
     unreadable = f"{run.num_unreadable} line{plural} of metrics.jsonl could not be read, and are left out."
     return {
-        "name": name,
+        "name": drawn.name,
         "path": str(run.path),
         "verdict": verdict,
         "status": status,
         "facts": list_facts(run),
         "parts": parts,
-        "seconds": sum(part.seconds for part in parts),
-        "marks": marks,
-        "num_left_out": num_left_out,
+        "seconds": sum(parts.values()),
+        "marks": drawn.marks,
+        "num_left_out": drawn.num_left_out,
         "environment": describe_environment(run),
         "command": shlex.join(map(str, command)) if isinstance(command, list) else "",
         "has_times": all("time" in event for event in run.events),
@@ -60,9 +56,9 @@ def describe_status(run: RunRecord) -> tuple[str, str]:
     """How a run stands, as a verdict and in words."""
     last = run.events[-1]
     if last["event"] != "end":
-        return WAITING, "no end recorded: it is running, or was killed"
+        return "waiting", "no end recorded: it is running, or was killed"
     code = last.get("exit_code")
-    return (GOOD if code == 0 else WAITING if code == 75 else BAD), describe_end(last)
+    return ("good" if code == 0 else "waiting" if code == 75 else "bad"), describe_end(last)
 
 
 def list_facts(run: RunRecord) -> list[Fact]:
@@ -120,11 +116,6 @@ def describe_environment(run: RunRecord) -> list[Fact]:
     if type(start.get("time")) in (int, float):
         facts.append(Fact("last start", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(start["time"]))))
     return facts
-
-
-def describe_settings(settings: Mapping[str, Any]) -> list[Fact]:
-    """A run's settings."""
-    return [Fact(name, format_setting(value)) for name, value in settings.items()]
 
 
 def compare_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[str]]], list[Fact]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 Events = Sequence[Mapping[str, Any]]
@@ -26,31 +25,17 @@ PARTS = {
 SAVED_ALL = ("completed", "preempted")
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some of a run's time: what it was spent on (a key of ``PARTS``), and seconds."""
-
-    kind: str
-    seconds: float
-
-    @property
-    def name(self) -> str:
-        """What it was spent on, in words."""
-        return PARTS[self.kind]
-
-
-def split_time(events: Events) -> list[Part]:
-    """Where the time went from the run's first ``start`` event to its last event; without times, what is known of it.
+def split_time(events: Events) -> dict[str, float]:
+    """The known seconds of each of ``PARTS``, from the run's first ``start`` event to its last event.
 
     Steps that were trained again after a restart, and the time when nothing ran, are one part: of a process that was
     killed nobody knows when.
     """
-    known = [*_training(events), Part("evaluation", sum(_seconds(e.get("seconds")) for e in _of(events, "eval")))]
+    known = _training(events) | {"evaluation": sum(_seconds(event.get("seconds")) for event in _of(events, "eval"))}
     if all("time" in event for event in events):
-        known.append(Part("lost", sum(_gaps(events))))
-        total = _seconds(events[-1]["time"]) - _seconds(events[0]["time"])
-        known.append(Part("rest", total - sum(part.seconds for part in known)))
-    return [part for part in known if part.seconds > 0]
+        known["lost"] = sum(_gaps(events))
+        known["rest"] = _seconds(events[-1]["time"]) - _seconds(events[0]["time"]) - sum(known.values())
+    return {kind: seconds for kind, seconds in known.items() if seconds > 0}
 
 
 def attempts(events: Events) -> list[list[Mapping[str, Any]]]:
@@ -63,7 +48,7 @@ def attempts(events: Events) -> list[list[Mapping[str, Any]]]:
     return parts
 
 
-def _training(events: Events) -> Iterator[Part]:
+def _training(events: Events) -> dict[str, float]:
     """The time of all steps, in the parts that the log knows."""
     total, parts = 0.0, dict.fromkeys(STEP_PARTS, 0.0)
     for attempt in attempts(events):
@@ -75,9 +60,8 @@ def _training(events: Events) -> Iterator[Part]:
                 parts[name] += num_steps * _seconds(event.get(name))
     if any(parts.values()):
         parts["other_sec"] = max(parts["other_sec"], total - sum(parts.values()) + parts["other_sec"])
-        yield from (Part(name, seconds) for name, seconds in parts.items())
-    else:
-        yield Part("training", total)
+        return parts
+    return {"training": total}
 
 
 def _gaps(events: Events) -> Iterator[float]:

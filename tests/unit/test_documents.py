@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 import ringtrain.keras
-from ringtrain.bench.page import QUESTIONS, make_page, read_results
 from ringtrain.bench.plans import VARIATIONS
 from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
+from ringtrain.bench.table import QUESTIONS, make_page, read_results
 from ringtrain.commands.bench import MODES
 from tests.faults.summary import TESTS, markdown, markdown_promises, summarize
 

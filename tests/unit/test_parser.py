@@ -10,8 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from ringtrain.cli import COMMANDS
-from ringtrain.commands.help import show_help, show_overview
-from ringtrain.commands.options import find_options, read_texts
+from ringtrain.commands.help import find_options, read_texts, show_help, show_overview
 from ringtrain.commands.parser import parse_arguments, parse_mapping, parse_text
 from ringtrain.errors import UsageError
 from ringtrain.runtime.world import read_world

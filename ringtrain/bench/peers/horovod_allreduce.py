@@ -31,9 +31,7 @@ def main() -> None:
 
         return add, lambda total: total.numpy()
 
-    seconds, fault = peer_sums.time_sums(arguments.sizes, hvd.rank(), hvd.size(), prepare)
-    if hvd.rank() == 0:
-        peer_sums.write_results(arguments.output, seconds, fault)
+    peer_sums.time_sums(arguments, hvd.rank(), hvd.size(), prepare)
     hvd.shutdown()
 
 

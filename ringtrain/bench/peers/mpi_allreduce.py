@@ -29,9 +29,7 @@ def main() -> None:
 
         return add, lambda outcome: outcome
 
-    seconds, fault = peer_sums.time_sums(arguments.sizes, ranks.Get_rank(), ranks.Get_size(), prepare)
-    if ranks.Get_rank() == 0:
-        peer_sums.write_results(arguments.output, seconds, fault)
+    peer_sums.time_sums(arguments, ranks.Get_rank(), ranks.Get_size(), prepare)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the training scripts of the peers share: arguments, pinning, batches, timing, and the file of results."""
+"""What the training scripts of the peers share: arguments, pinning, batches, a step, timing, the file of results."""
 
 from __future__ import annotations
 
@@ -44,11 +44,7 @@ def set_threads(arguments: argparse.Namespace) -> None:
 
 
 def make_batches(arguments: argparse.Namespace, rank: int, *, num_parts: int | None = None) -> Any:
-    """This rank's part of each global batch: a tf.data.Dataset of (x, y).
-
-    Args:
-        num_parts: how many parts a global batch has; by default one for each process.
-    """
+    """This rank's part of each global batch, of ``num_parts`` (the processes): a tf.data.Dataset of (x, y)."""
     import tensorflow as tf
 
     order = np.load(arguments.order, allow_pickle=False)
@@ -59,14 +55,31 @@ def make_batches(arguments: argparse.Namespace, rank: int, *, num_parts: int | N
     return numbers.map(lambda n: (tf.gather(x, n), tf.gather(y, n))).prefetch(2)
 
 
+def create_step(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """A model, and its compiled step (x, y) -> loss, in plain TensorFlow, without any communication."""
+    import keras
+    import tensorflow as tf
+
+    spec = peer_models.MODELS[name]
+    model, optimizer = spec.create(), keras.optimizers.SGD(spec.learning_rate)
+    variables = [variable.value for variable in model.trainable_variables]
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(jit_compile=False)
+    def train_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
+        optimizer.apply(tape.gradient(loss, variables), model.trainable_variables)
+        return loss
+
+    return model, train_step
+
+
 def time_steps(
     train_step: Callable[[Any, Any], Any], batches: Any, arguments: argparse.Namespace, *, is_rank0: bool
 ) -> tuple[list[float], Any]:
-    """Train.
-
-    Returns:
-        The mean seconds per step of each ``log_every`` steps, and what the last step returned.
-    """
+    """Train: the mean seconds per step of each ``log_every`` steps, and what the last step returned."""
     sec_per_step = []
     loss = None
     start = time.perf_counter()

@@ -15,21 +15,13 @@ TINY_WIDTH = 256
 
 
 class Model(NamedTuple):
-    """A model of the benchmark.
+    """A model of the benchmark."""
 
-    Attributes:
-        create: () -> keras.Model, whose outputs are logits of ``NUM_CLASSES``.
-        sample_shape: of one input.
-        num_samples: of the synthetic data.
-        local_batch_size: samples per rank.
-        learning_rate: of plain SGD; so small that rounding does not grow into another trajectory.
-    """
-
-    create: Callable[[], Any]
-    sample_shape: tuple[int, ...]
-    num_samples: int
-    local_batch_size: int
-    learning_rate: float
+    create: Callable[[], Any]  # () -> keras.Model, whose outputs are logits of NUM_CLASSES
+    sample_shape: tuple[int, ...]  # of one input
+    num_samples: int  # of the synthetic data
+    local_batch_size: int  # samples per rank
+    learning_rate: float  # of plain SGD; so small that rounding does not grow into another trajectory
 
 
 def make_samples(model: Model) -> tuple[np.ndarray, np.ndarray]:

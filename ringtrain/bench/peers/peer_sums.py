@@ -32,22 +32,18 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 
 
 def time_sums(
-    sizes: str,
+    arguments: argparse.Namespace,
     rank: int,
     num_ranks: int,
     prepare: Callable[[np.ndarray], tuple[Callable[[], Any], Callable[[Any], Any]]],
-) -> tuple[dict[str, float], str]:
-    """Sum arrays of each size over all ranks.
+) -> None:
+    """Sum arrays of each size over all ranks; rank 0 writes the median seconds of each size, and what was wrong.
 
     Args:
-        sizes: in bytes, separated by commas.
         prepare: (this rank's array) -> (what sums it, what makes a NumPy array of the outcome).
-
-    Returns:
-        The median seconds of a sum by size, and what was wrong.
     """
     seconds, fault = {}, ""
-    for text in sizes.split(","):
+    for text in arguments.sizes.split(","):
         values = np.arange(int(text) // 4, dtype=np.float32) % NUM_VALUES
         reduce, to_array = prepare(values + rank)
         num_calls = min(MAX_CALLS, max(MIN_CALLS, TIMED_BYTES // int(text)))
@@ -62,10 +58,7 @@ def time_sums(
         if not np.array_equal(to_array(outcome), expected):
             fault = fault or f"the sum of {text} bytes is wrong"
         seconds[text] = statistics.median(times)
-    return seconds, fault
-
-
-def write_results(output: Path, seconds: dict[str, float], fault: str) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    values = {"figures": seconds, "fault": fault, "checked": "sums of whole numbers, which are exact"}
-    (output / "result.json").write_text(json.dumps(values))
+    if rank == 0:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        result = {"figures": seconds, "fault": fault, "checked": "sums of whole numbers, which are exact"}
+        (arguments.output / "result.json").write_text(json.dumps(result))

@@ -6,14 +6,13 @@ python unconnected.py --rank 0 --cores 0 --cores 1 --model CNN --size 2 --steps 
 from __future__ import annotations
 
 import peer_loop
-import peer_step
 
 
 def main() -> None:
     arguments = peer_loop.parse_arguments(__doc__)
     peer_loop.pin(arguments, arguments.rank)
     peer_loop.set_threads(arguments)
-    model, train_step = peer_step.create_step(arguments.model)
+    model, train_step = peer_loop.create_step(arguments.model)
     batches = peer_loop.make_batches(arguments, arguments.rank)
     sec_per_step, loss = peer_loop.time_steps(train_step, batches, arguments, is_rank0=arguments.rank == 0)
     peer_loop.write_results(arguments, sec_per_step, float(loss), model, name=f"result-{arguments.rank}")

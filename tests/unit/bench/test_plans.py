@@ -17,22 +17,22 @@ import pytest
 import ringtrain
 from ringtrain.bench.children import clean_environment, fill_in
 from ringtrain.bench.contenders import DIRECTORY, Command, Experiment
+from ringtrain.bench.origin import shorten
 from ringtrain.bench.peers.peer_models import MODELS
-from ringtrain.bench.plans import VARIATIONS, plan_saves, plan_starts, plan_sums, plan_variations
+from ringtrain.bench.plans import PLANS, VARIATIONS, plan_starts, plan_variations
 from ringtrain.bench.rounds import plan_orders
-from ringtrain.bench.settings import Settings, choose_settings
+from ringtrain.bench.settings import BenchOptions, Settings, choose_settings
 from ringtrain.bench.spread import bus_bandwidth
 from ringtrain.bench.steps import (
     GOALS,
     ORDER_FILE,
     STEP_CONTENDERS,
-    Length,
     plan_guards,
     plan_loops,
     plan_steps,
     write_order,
 )
-from ringtrain.commands.bench import MODES, BenchOptions, bench, find_obstacle, shorten
+from ringtrain.commands.bench import MODES, bench, find_obstacle
 from ringtrain.data.order import SampleOrder
 from ringtrain.errors import UsageError
 from ringtrain.runtime.machine import Machine
@@ -43,7 +43,7 @@ SETTINGS = choose_settings(2, TWO_CORES)
 
 
 def plan(model: str = "CNN", names: tuple[str, ...] = (), settings: Settings = SETTINGS) -> Experiment:
-    [experiment] = plan_steps([model], names, 2, settings, None)
+    [experiment] = plan_steps(BenchOptions(models=model, contenders=",".join(names)), settings)
     return experiment
 
 
@@ -66,7 +66,6 @@ def test_peers_hold_no_code_of_ringtrain(path: Path) -> None:
 
 
 def test_settings_are_those_that_ringtrain_plans_for_each_rank() -> None:
-    assert SETTINGS.cores == ((2,), (5,))
     assert SETTINGS.flags == [
         "--cores", "2", "--cores", "5", "--intra_op_threads", "1", "--inter_op_threads", "2"
     ]  # fmt: skip
@@ -134,23 +133,15 @@ def test_contenders_that_are_left_out_are_not_compared() -> None:
 
 
 def test_what_a_start_goes_on_from_is_trained_before_the_rounds() -> None:
-    experiment = plan_starts(2, SETTINGS, Path("begun"))
+    [experiment] = plan_starts(BenchOptions(), SETTINGS)
     assert experiment.reference is not None
     [first], [cold] = experiment.reference.commands, commands(experiment, "ringtrain")
-    assert first.argv == (*cold.argv[:-1], "begun")
+    assert first.argv == (*cold.argv[:-1], f"{DIRECTORY}/../begun-run")
 
 
 def test_every_experiment_has_a_control() -> None:
-    experiments = [
-        plan(),
-        plan_sums(2, SETTINGS),
-        plan_starts(2, SETTINGS, Path("begun")),
-        *plan_saves(2, None),
-        *plan_guards(2, None),
-        *plan_loops(["CNN", "TINY"], 2, SETTINGS, None),
-        *plan_variations(["WIDE"], [], 2, None),
-    ]
-    for experiment in experiments:
+    modes = [mode for mode in PLANS if mode != "input"]
+    for experiment in [each for mode in modes for each in PLANS[mode](BenchOptions(), SETTINGS)]:
         twins = [(each.name, each.other) for each in experiment.comparisons if each.name == f"{each.other}_again"]
         assert twins, experiment.name
         for name, other in twins:
@@ -158,7 +149,7 @@ def test_every_experiment_has_a_control() -> None:
 
 
 def test_guards_on_and_off_differ_by_their_flags_alone() -> None:
-    for experiment in plan_guards(2, Length(steps=20, log_every=10)):
+    for experiment in plan_guards(BenchOptions(steps=20, log_every=10), SETTINGS):
         [on], [off] = commands(experiment, "guards_on"), commands(experiment, "guards_off")
         guards = ("--check_replicas_every", "--hang_timeout")
         assert flags_of(off.argv, guards) == dict.fromkeys(guards, "0")
@@ -175,7 +166,7 @@ def without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def test_everything_is_on_in_the_loop_that_is_held_against_a_plain_one() -> None:
-    for experiment in plan_loops(["CNN", "WIDE", "TINY"], 2, SETTINGS, None):
+    for experiment in plan_loops(BenchOptions(models="CNN,WIDE,TINY"), SETTINGS):
         [command] = commands(experiment, "ringtrain_saving")
         assert command.env == {}
         assert flags_of(command.argv, ["--checkpoint_every"]) == {"--checkpoint_every": "100"}
@@ -185,7 +176,7 @@ def test_everything_is_on_in_the_loop_that_is_held_against_a_plain_one() -> None
 
 
 def test_a_loop_of_models_that_have_no_goal_is_refused() -> None:
-    assert [experiment.name for experiment in plan_loops(["TINY", "MANY"], 2, SETTINGS, None)] == ["TINY"]
+    assert [experiment.name for experiment in plan_loops(BenchOptions(models="TINY,MANY"), SETTINGS)] == ["TINY"]
     with pytest.raises(UsageError, match="models is 'WIDE,MANY'; bench loop measures CNN and TINY alone"):
         bench("loop", BenchOptions(models="WIDE,MANY"), [], print)
 
@@ -216,7 +207,7 @@ def test_all_modes_leave_out_what_the_options_rule_out_before_they_begin(monkeyp
 
 
 def test_variations_differ_by_their_variables_and_flags_alone() -> None:
-    [experiment] = plan_variations(["WIDE"], [], 2, None)
+    [experiment] = plan_variations(BenchOptions(models="WIDE"), SETTINGS)
     [as_it_is] = commands(experiment, "ringtrain")
     for name, variation in VARIATIONS.items():
         [command] = commands(experiment, name)
@@ -228,7 +219,8 @@ def test_variations_differ_by_their_variables_and_flags_alone() -> None:
 
 
 def test_some_variations_alone_can_be_measured() -> None:
-    [experiment] = plan_variations(["WIDE"], ["spinning", "ringtrain", "horovod_tcp"], 2, None)
+    options = BenchOptions(models="WIDE", contenders="spinning,ringtrain,horovod_tcp")
+    [experiment] = plan_variations(options, SETTINGS)
     assert [each.name for each in experiment.contenders] == ["ringtrain", "spinning", "horovod_tcp"]
     assert [(each.name, each.other) for each in experiment.comparisons] == [("ringtrain", "spinning")]
 
@@ -276,7 +268,8 @@ def test_result_files_name_no_place_of_this_machine(tmp_path: Path) -> None:
 
 def test_another_environment_starts_the_same_command_with_its_own_programs() -> None:
     names = ("ringtrain", "ringtrain_again", "ringtrain_other")
-    [experiment] = plan_steps(["TINY"], names, 2, SETTINGS, None, Path(sys.executable))
+    options = BenchOptions(models="TINY", contenders=",".join(names), other_python=Path(sys.executable))
+    [experiment] = plan_steps(options, SETTINGS)
     assert [contender.name for contender in experiment.contenders] == list(names)
     assert {("ringtrain", "ringtrain_other")} <= {(each.name, each.other) for each in experiment.comparisons}
     [here], [there] = (commands(experiment, name) for name in ("ringtrain", "ringtrain_other"))
@@ -289,7 +282,7 @@ def test_another_environment_starts_the_same_command_with_its_own_programs() -> 
 @pytest.mark.parametrize("python", ["/no/such/python", "/bin/false"])
 def test_what_is_no_other_environment_is_refused(python: str) -> None:
     with pytest.raises(UsageError, match=rf"other_python '{python}' is no interpreter with all of tensorflow, keras"):
-        plan_steps(["TINY"], (), 2, SETTINGS, None, Path(python))
+        plan_steps(BenchOptions(models="TINY", other_python=Path(python)), SETTINGS)
 
 
 @pytest.mark.parametrize(

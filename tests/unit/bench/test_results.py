@@ -17,8 +17,9 @@ from ringtrain.bench.outcomes import read_own_data, read_start, read_unconnected
 from ringtrain.bench.peers.peer_models import MODELS, make_samples
 from ringtrain.bench.plot import choose_ticks, draw_result
 from ringtrain.bench.rounds import read_outcome
+from ringtrain.bench.settings import BenchOptions
 from ringtrain.bench.table import describe_result
-from ringtrain.commands.bench import BenchOptions, bench_one, show
+from ringtrain.commands.bench import bench_one, show
 from ringtrain.errors import UsageError
 
 FIRST, LAST = [np.zeros(4), np.ones(2)], [np.ones(4), np.full(2, 3.0)]

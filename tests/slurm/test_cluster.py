@@ -75,8 +75,9 @@ def test_digits_trains_under_srun(cluster: Cluster, tmp_path: Path, num_nodes: i
 
 
 PARENT = """
-import time
+import signal, time
 from tests.slurm.cluster import Cluster
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests may ignore it
 with Cluster() as cluster:
     print(cluster.site, flush=True)
     time.sleep(60)

@@ -98,7 +98,7 @@ def test_a_script_with_horovods_interface(folder: Path) -> None:
     assert json.loads(found[0])[1] >= 0.99
 
 
-@pytest.mark.parametrize("num_ranks", [2, 1])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_function_in_parallel(folder: Path, num_ranks: int) -> None:
     command = command_of("polynomial.py")
     assert command.startswith("horovodrun -np 2 ")

@@ -68,6 +68,7 @@ def test_some_steps_are_profiled_and_their_communication_is_drawn(run_ringtrain:
     assert "warning: --profile 1:2: step 12 is done already; there is none" in finished.stdout
 
 
+@pytest.mark.slow
 def test_what_is_summed_in_shared_memory_is_in_the_profile(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     finished = run_ringtrain([*FLAGS, "--profile", "3:5", "--out", str(tmp_path)], launcher="mpirun")
     assert finished.rc == 0, finished.stderr

@@ -181,7 +181,7 @@ def test_the_tests_of_the_step_see_what_only_ranks_share(collective: Any) -> Non
 
 
 @pytest.mark.parametrize("name", ["Attention", "Normalized"])
-@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("lion", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_weights_whose_gradient_is_rounding_are_no_difference(collective: Any, name: str, optimizer: str) -> None:
     from tests.world.workloads import small

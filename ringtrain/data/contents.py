@@ -1,7 +1,7 @@
 """What sources hold, in short: digests of all that lies in memory, and of a sample of what lies in files.
 
 Digests are equal where every byte is. Floating-point values may have been rounded otherwise on another kind of
-processor: where their digests differ, the values themselves tell whether that is all.
+processor: where their digests differ, weighted sums of blocks tell whether that is all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event, Thread
 from typing import Any
@@ -24,15 +24,20 @@ from ringtrain.errors import RingtrainError
 from ringtrain.runtime import activity
 
 BLOCKS = 1024
+MAX_COLUMNS = 64
 COPIED_BYTES = 4 << 20  # slices of samples whose bytes are no multiple of 64 are copies
+SHARED_BYTES = 64 << 20  # others take less than half the time in larger ones
 SAMPLED_PIECES = 4096
 PIECE_BYTES = 4096
 GIVE_UP_SECONDS = 5.0
 GOLDEN_RATIO = 0.6180339887498949
 
 ROUNDING = {"float16": 2.0**-7, "bfloat16": 2.0**-4}
-"""What counts as rounding, relative to the values; of other types:"""
+"""What counts as rounding, relative to the values that are added up; of other types:"""
 COMMON_ROUNDING = 1e-5
+ROUNDING_OF_ALL = 1e-7
+"""The same, relative to most values of an array: what is left of the difference of two that were nearly equal."""
+ROUNDING_OF_SUMS = 1e-10
 
 
 class Contents:
@@ -87,7 +92,8 @@ def block_size(num_samples: int) -> int:
 def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None) -> list[str]:
     """Digests of every ``size`` samples of an array [n, ...]; fewer once they are not wanted any more."""
     bytes_per_sample = array.shape[1:].num_elements() * array.dtype.size
-    step = size * max(1, COPIED_BYTES // max(1, size * bytes_per_sample))
+    num_bytes = COPIED_BYTES if bytes_per_sample % 64 else SHARED_BYTES
+    step = size * max(1, num_bytes // max(1, size * bytes_per_sample))
     digests: list[str] = []
     with tf.device("CPU"):
         for first in range(0, len(array), step):
@@ -103,22 +109,58 @@ def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None)
     return digests
 
 
-def find_other_values(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Where two arrays of one shape differ; floating-point values by more than rounding, or in being finite.
+# --- Sums that rounding does not change ---
 
-    What is left of the difference of two that were nearly equal has an error as large as theirs: so rounding counts
-    relative to the values themselves and to most values of the arrays.
+
+def sum_blocks(array: tf.Tensor, size: int) -> list[Any]:
+    """Weighted sums of every ``size`` samples of an array [n, ...] of floating-point values.
+
+    The weights differ from sample to sample and from value to value, so that another order has another sum; of either
+    sign, they let errors of rounding add up to no more than their root mean square.
+
+    Of each block it gives [sums, scales], both [2, columns]: first of the finite values, then of the places of others.
+    A column is a value of the sample, or several that follow each other; its scale is the root of the sum of squares.
     """
-    name = one.dtype.name
-    if not (np.issubdtype(one.dtype, np.inexact) or name in ROUNDING):
-        return one != other
-    one, other = (each.astype(np.complex128 if name.startswith("complex") else np.float64) for each in (one, other))
-    with np.errstate(invalid="ignore", over="ignore"):
-        sizes = np.maximum(np.abs(one), np.abs(other))
-        is_finite = np.isfinite(sizes)
-        usual = np.median(sizes[is_finite & (sizes > 0)]) if (is_finite & (sizes > 0)).any() else 0.0
-        is_rounding = is_finite & (np.abs(one - other) <= ROUNDING.get(name, COMMON_ROUNDING) * (sizes + usual))
-    return ~(is_rounding | (one == other) | (np.isnan(one) & np.isnan(other)))
+    values = np.asarray(array).reshape(len(array), -1)
+    values = values.view(values.real.dtype) if np.iscomplexobj(values) else values
+    rows, columns = _weights(size), _weights(values.shape[1])
+    starts = np.linspace(0, len(columns), min(len(columns), MAX_COLUMNS), endpoint=False).astype(np.int64)
+    sums = []
+    for first in range(0, len(values), size):
+        block = values[first : first + size].astype(np.float64)
+        is_finite = np.isfinite(block)
+        others = np.zeros((1, block.shape[1]))
+        if not is_finite.all():
+            others = np.where(is_finite, 0.0, np.where(np.isnan(block), 1.0, np.where(block > 0, 2.0, 3.0)))
+            block[~is_finite] = 0.0
+        both = [_add_up(each, rows[: len(each)], columns, starts) for each in (block, others)]
+        sums.append([list(each) for each in zip(*both, strict=True)])
+        activity.move()
+    return sums
+
+
+def _add_up(block: np.ndarray, rows: np.ndarray, columns: np.ndarray, starts: np.ndarray) -> tuple[Any, Any]:
+    """The sums of a block [m, d] by weights [m] x [d] for the columns that begin at ``starts``, and their scales."""
+    peak = np.abs(block).max() or 1.0  # squares of what is large overflow
+    block = block / peak
+    sums = np.add.reduceat(rows @ block * columns, starts)
+    squares = np.add.reduceat(rows**2 @ block**2 * columns**2, starts)
+    return (peak * sums).tolist(), (peak * np.sqrt(squares)).tolist()
+
+
+def _weights(count: int) -> np.ndarray:
+    """Numbers from 0.5 to 1.5 of either sign, the same in every process [count]."""
+    numbers = np.random.default_rng(0).uniform(-1, 1, count)
+    return numbers + np.copysign(0.5, numbers)
+
+
+def find_other_sums(first: Sequence[Any], second: Sequence[Any], dtype: str) -> list[int]:
+    """The blocks whose sums, of two ranks by ``sum_blocks``, differ by more than rounding of values of the type."""
+    (sums, scales), (other_sums, other_scales) = (np.moveaxis(np.asarray(each), 1, 0) for each in (first, second))
+    scale = np.maximum(scales, other_scales)  # [blocks, 2, columns]
+    allowed = ROUNDING.get(dtype, COMMON_ROUNDING) * scale + ROUNDING_OF_ALL * np.median(scale[:, 0])
+    allowed[:, 1] = ROUNDING_OF_SUMS * scale[:, 1]  # where NaN and infinity are does not depend on rounding
+    return [int(block) for block in np.flatnonzero(~(np.abs(sums - other_sums) <= allowed).all(axis=(1, 2)))]
 
 
 # --- Files ---

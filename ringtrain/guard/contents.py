@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
-from ringtrain.data.contents import Contents, block_size, find_other_values
+from ringtrain.data.contents import Contents, block_size, digest_blocks, find_other_sums, sum_blocks
 from ringtrain.errors import DataError
 from ringtrain.guard.preflight import (
     OTHER_DATA,
@@ -45,7 +45,7 @@ def require_same_contents(collective: Collective, contents: Contents, print_line
             shown[f"{fact} {number}"] = values
             continue
         speakers = [of_ranks.index(each) for each in of_ranks]
-        found = _find_first_value(collective, contents.arrays[fact], facts[fact], speakers, name=f"{name}/{fact}")
+        found = _find_first_value(collective, contents.arrays[fact], speakers, name=f"{name}/{fact}")
         if found is None:
             _, *odd = group_ranks(speakers).values()
             rounded.append(f"{fact} of {name_ranks(sorted(itertools.chain(*odd)), nodes)}")
@@ -66,50 +66,64 @@ def digest_contents(contents: Contents) -> dict[str, str]:
 
 
 def find_other_contents(former: Any, current: Mapping[str, str]) -> list[str]:
-    """The names of the arrays and files that are not what a run noted of them; nothing is known of other names.
-
-    Args:
-        former: what it noted, as it was read from its ``metrics.jsonl``.
-    """
+    """The names of the arrays and files that are not what a run noted of them: ``former``, read from its events."""
     known = former if isinstance(former, dict) else {}
     return [name for name, value in current.items() if known.get(name, value) != value]
 
 
 def _find_first_value(
-    collective: Collective, array: tf.Tensor, digests: Sequence[str], speakers: Sequence[int], *, name: str
+    collective: Collective, array: tf.Tensor, speakers: Sequence[int], *, name: str
 ) -> tuple[str, list[str]] | None:
-    """Where the first value lies that differs by more than rounding, and what each rank has there; None: nowhere.
+    """Where the first value lies that differs by more than rounding, and what each rank has there; None: nowhere."""
+    sample = _find_first_row(collective, array, speakers, name=f"{name}/samples", may_be_rounding=True)
+    if sample is None:
+        return None
+    shape = array.shape[1:]
+    values = np.asarray(array[sample]).reshape(-1)
+    number = _find_first_row(collective, values, speakers, name=f"{name}/values", may_be_rounding=False)
+    said = all_gather_object(collective, _in_words(values[number]), name=f"{name}/value")
+    place = [int(index) for index in np.unravel_index(number or 0, shape)]
+    where = f"sample {sample} at {place}" if place else f"sample {sample}"
+    return f"{where} (from 0)", [said[speaker] for speaker in speakers]
 
-    The blocks whose digests differ travel, one after the other, until one holds such a value. ``speakers`` are, for
-    each rank, the first that holds the same as it.
+
+def _find_first_row(
+    collective: Collective, array: Any, speakers: Sequence[int], *, name: str, may_be_rounding: bool
+) -> int | None:
+    """The first row of an array [n, ...] that differs, by more than rounding if any does. Every rank must call it.
+
+    It is looked for in blocks, in the first of these that differs in smaller ones, down to a single row.
+
+    ``speakers`` are, for each rank, the first that holds the same as it. Where it ``may_be_rounding`` that no row
+    differs by more, None says so.
     """
-    size, of_ranks = block_size(len(array)), sorted(set(speakers))
-    is_speaker = collective.world.rank in of_ranks
-    said = all_gather_object(collective, digests if is_speaker else [], name=f"{name}/digests")
-    for number, of_block in enumerate(zip(*(said[rank] for rank in of_ranks), strict=True)):
-        if len(set(of_block)) == 1:
-            continue
-        block = np.asarray(array[number * size : (number + 1) * size])
-        texts = all_gather_object(collective, _as_text(block) if is_speaker else None, name=f"{name}/{number}")
-        blocks = {rank: _from_text(texts[rank], block) for rank in of_ranks}
-        differing = [np.argwhere(find_other_values(blocks[of_ranks[0]], blocks[rank])) for rank in of_ranks[1:]]
-        places = [tuple(map(int, found[0])) for found in differing if len(found)]
-        if places:
-            sample, *place = first = min(places)
-            where = f"sample {number * size + sample}{f' at {place}' if place else ''} (from 0)"
-            return where, [_in_words(blocks[speaker][first]) for speaker in speakers]
-    return None
+    with tf.device("CPU"):
+        array = tf.convert_to_tensor(array)
+    is_rounded = array.dtype.is_floating or array.dtype.is_complex
+    speaks = speakers[collective.world.rank] == collective.world.rank
+    first, count = 0, len(array)
+    while True:
+        size = block_size(count)
+        part = array[first : first + count]
+        mine = [digest_blocks(part, size), sum_blocks(part, size) if is_rounded else []] if speaks else []
+        said = all_gather_object(collective, mine, name=name)
+        one, *others = [said[speaker] for speaker in dict.fromkeys(speakers)]
+        differing = sorted(
+            block
+            for other in others
+            for block in (find_other_sums(one[1], other[1], array.dtype.name) if is_rounded else _unequal(one, other))
+        )
+        if not differing and may_be_rounding and is_rounded and first == 0 and count == len(array):
+            return None
+        place = differing[0] if differing else min(block for other in others for block in _unequal(one, other))
+        first, count = first + place * size, min(size, count - place * size)
+        if count == 1 or size == 1:
+            return first
 
 
-def _as_text(block: np.ndarray) -> str | list[str]:
-    """An array in a form that travels: its bytes, or those of each of its texts."""
-    return [value.hex() for value in block.flat] if block.dtype == object else block.tobytes().hex()
-
-
-def _from_text(text: Any, like: np.ndarray) -> np.ndarray:
-    if like.dtype == object:
-        return np.array([bytes.fromhex(value) for value in text], object).reshape(like.shape)
-    return np.frombuffer(bytes.fromhex(text), like.dtype).reshape(like.shape)
+def _unequal(one: Sequence[Any], other: Sequence[Any]) -> list[int]:
+    """The blocks whose digests differ."""
+    return [block for block, (mine, its) in enumerate(zip(one[0], other[0], strict=True)) if mine != its]
 
 
 def _in_words(value: Any) -> str:

@@ -157,7 +157,7 @@ def warn_of_other_data(job: Job, data: Mapping[str, str], opened: OpenedRun, con
         write_warning(
             opened.directory,
             console,
-            f"{', '.join(others)}: not what this run has trained on up to step {job.plan.first_step}, or rounded "
+            f"{', '.join(others)}: not what this run has used up to step {job.plan.first_step}, or rounded "
             "otherwise; it goes on with what is there now. To train a run of its own on other data from these weights: "
             f"--init_from {opened.directory.path} with another --out.",
         )

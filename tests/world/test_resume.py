@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_with_other_data_of_the_same_size_says_so(tmp_path: P
         np.save(tmp_path / "x.npy", scale * x)
         flags = ("--data_dir", str(tmp_path), "--batch_size", "4", "--steps", str(steps))
         text = run_to_end(out, *flags, np=1, workload=str(workload)).text()
-        assert ("warning: train x, train y: not what this run has trained on up to step 2" in text) == (scale == 2)
+        assert ("warning: train x, train y: not what this run has used up to step 2" in text) == (scale == 2)
     [warning] = events(out, "warning")
     assert warning["message"].startswith("train x, train y")
     first, second, third = (event["data"] for event in events(out, "start"))

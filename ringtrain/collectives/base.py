@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ class Totals(NamedTuple):
     keep_alive: Sequence[tf.Tensor] = ()  # to be kept until all that is made of the tensors is computed
 
 
-class Collective:
+class Collective(abc.ABC):
     """Communication among all ranks. Each call must be made by every rank; ``name`` says which call is meant."""
 
     world: World
@@ -32,6 +33,7 @@ class Collective:
     # pass makes them; otherwise all at once, by an ordered sum.
     overlaps_compute: bool = True
 
+    @abc.abstractmethod
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
     ) -> Totals:
@@ -48,23 +50,22 @@ class Collective:
                 nothing else refers to it. So whoever says this keeps ``Totals.keep_alive``, and lets no variable take
                 over a part of a sum. Alike on all ranks.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate ``[n_r, ...]`` of all ranks, in the order of the ranks, to ``[sum of n_r, ...]``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         """Rank 0's tensors, on every rank. Shapes and types are the same on every rank."""
-        raise NotImplementedError
 
-    def start_timeline(self, path: str) -> None:
+    def start_timeline(self, path: str) -> None:  # noqa: B027, a backend may have nothing to do
         """From now on write down, in this file of rank 0, what the communication does; every rank calls it."""
 
-    def stop_timeline(self) -> None:
+    def stop_timeline(self) -> None:  # noqa: B027
         """Write no more, where that was begun."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Leave in good order, after the last call of every rank."""
 
     def abort(self, exit_code: int) -> None:

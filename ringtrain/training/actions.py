@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import enum
 import time
@@ -86,7 +87,7 @@ class Ending(enum.Enum):
     PREEMPTED = "preempted"
 
 
-class Action:
+class Action(abc.ABC):
     """Something to do after some steps, on every rank."""
 
     needs_weights = True  # those after the step: no later step may be under way
@@ -94,13 +95,13 @@ class Action:
     def __init__(self, training: Training) -> None:
         self._job, self._training = training.job, training
 
+    @abc.abstractmethod
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether to act when ``step`` steps are done, and no more come if ``is_last``: alike on every rank."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def act(self, step: int, batch: Batch, report: StepReport, /) -> Ending | None:
         """Act when ``step`` steps are done, with batch and report of the last; why, on every rank, to end now."""
-        raise NotImplementedError
 
 
 class Log(Action):

@@ -61,11 +61,3 @@ def paired_ratios(numerators: Sequence[float | None], denominators: Sequence[flo
     """The ratio of each round in which both were measured."""
     pairs = zip(numerators, denominators, strict=True)
     return [above / below for above, below in pairs if above is not None and below is not None]
-
-
-def bus_bandwidth(num_bytes: int, seconds: float, size: int) -> float:
-    """Bytes per second on a link, whatever the number of ranks.
-
-    A ring sends 2(n-1)/n of the data over each link (nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth").
-    """
-    return num_bytes / seconds * 2 * (size - 1) / size

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.bench.rounds import find_faults
-from ringtrain.bench.spread import bus_bandwidth, describe_spread, paired_ratios
+from ringtrain.bench.spread import describe_spread, paired_ratios
+from ringtrain.doctor.ranks import bus_bandwidth
 
 Result = Mapping[str, Any]
 QUESTIONS = {

@@ -20,6 +20,7 @@ import numpy as np
 from ringtrain.collectives.base import Collective, Totals, mark_collective
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import DYNAMIC_TIMELINE
+from ringtrain.runtime.processes import list_threads
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 if TYPE_CHECKING:
@@ -105,20 +106,15 @@ class HorovodCollective(Collective):
         self.hvd.shutdown()
 
 
-def running_threads() -> set[int]:
-    """The numbers that the kernel knows this process' threads by."""
-    return {int(name) for name in os.listdir("/proc/self/task")}
-
-
 def connect_horovod(world: World) -> HorovodCollective:
     """Start Horovod and hold what it sees against what the launcher said."""
     require_same_settings_by_rendezvous(world)
     try:
         import horovod.tensorflow as hvd
 
-        threads = running_threads()
+        threads = list_threads()
         hvd.init()
-        threads = running_threads() - threads
+        threads = list_threads() - threads
     except (ImportError, ValueError) as error:  # ValueError: built without the controller that the launcher asks for
         raise UsageError(
             f"Horovod cannot be loaded: {error}. It must be built against the TensorFlow that is installed: "

@@ -48,6 +48,11 @@ def list_processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
+def list_threads() -> set[int]:
+    """The numbers that the kernel knows this process' threads by."""
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+
 def find_ancestors() -> Iterator[int]:
     """The parent of this process, its parent, and so on."""
     pid = os.getppid()

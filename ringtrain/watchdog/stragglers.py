@@ -9,13 +9,12 @@ nothing is seen.
 
 from __future__ import annotations
 
-import os
 import statistics
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 from ringtrain.messages.ranks import name_ranks
-from ringtrain.runtime.processes import read_process
+from ringtrain.runtime.processes import list_threads, read_process
 
 LOOKS_PER_WINDOW = 30
 WINDOWS = 2  # in a row: a burst of something else is none
@@ -23,26 +22,21 @@ FACTOR = 2.0
 LEAST_SHARE = 0.9  # who sleeps for more is not what all wait for
 
 
-def list_threads() -> set[str]:
-    """The threads of this process."""
-    return set(os.listdir("/proc/self/task"))
-
-
 class Looks:
     """How often this process could run when it was looked at."""
 
     def __init__(self) -> None:
         self.times = self.times_runnable = 0
-        self._left_out: set[str] = set()
+        self._left_out: set[int] = set()
 
-    def leave_out(self, threads: Iterable[str]) -> None:
+    def leave_out(self, threads: Iterable[int]) -> None:
         """Do not count these: MPI's and Horovod's, which are busy with waiting."""
         self._left_out |= set(threads)
 
     def look(self) -> None:
         """Look once, from a thread that does not count itself."""
         self.times += 1
-        others = list_threads() - self._left_out - {str(threading.get_native_id())}
+        others = list_threads() - self._left_out - {threading.get_native_id()}
         threads = (read_process(f"self/task/{thread}") for thread in others)
         self.times_runnable += any(thread is not None and thread.state == "R" for thread in threads)
 

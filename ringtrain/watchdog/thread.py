@@ -25,11 +25,12 @@ from ringtrain.guard.lost import note_lost
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase, limit_seconds
+from ringtrain.runtime.processes import list_threads
 from ringtrain.runtime.world import World
 from ringtrain.watchdog.hub import Message, Star, draw_token, listen
 from ringtrain.watchdog.outside import Outside
 from ringtrain.watchdog.states import RankState, find_hang, read_state
-from ringtrain.watchdog.stragglers import Looks, Stragglers, describe_slow, list_threads
+from ringtrain.watchdog.stragglers import Looks, Stragglers, describe_slow
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
@@ -61,7 +62,7 @@ class Watchdog:
         self._states: dict[int, RankState] = {}  # of the other ranks, from their first word until they take leave
         self._unheard: set[int] = set()
         self._unheard_seconds = 0.0
-        self._looks, self._threads_before = Looks(), set[str]()
+        self._looks, self._threads_before = Looks(), set[int]()
         self._looks_at: dict[int, tuple[int, int]] = {}
         self._stragglers = Stragglers()
         self._seen: tuple[Any, ...] = ()

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ringtrain.runtime.processes import list_threads
 from ringtrain.watchdog.stragglers import (
     LOOKS_PER_WINDOW,
     Looks,
     Stragglers,
     describe_slow,
     find_slow,
-    list_threads,
 )
 
 

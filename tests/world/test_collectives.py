@@ -29,10 +29,11 @@ from ringtrain.collectives.gradients import (
     check_finite,
     merge_rows,
 )
-from ringtrain.collectives.horovod import LOWEST_PRIORITY, HorovodCollective, running_threads
+from ringtrain.collectives.horovod import LOWEST_PRIORITY, HorovodCollective
 from ringtrain.collectives.shared_memory import SharedMemory
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.run.variables import broadcast_variables
+from ringtrain.runtime.processes import list_threads
 from tests.world.group import GLOO, on_ranks
 
 
@@ -133,7 +134,7 @@ def test_an_ordered_sum_may_be_on_its_way_beside_sums_of_horovod(collective: Col
 def test_horovods_threads_give_way_on_the_only_core_of_a_rank(collective: Collective) -> None:
     import horovod.tensorflow as hvd
 
-    before = priorities_of(running_threads())
+    before = priorities_of(list_threads())
     end = threading.Event()
     waiting = threading.Thread(target=end.wait, args=(60,))
     waiting.start()

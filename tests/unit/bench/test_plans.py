@@ -22,7 +22,6 @@ from ringtrain.bench.peers.peer_models import MODELS
 from ringtrain.bench.plans import PLANS, VARIATIONS, plan_starts, plan_variations
 from ringtrain.bench.rounds import plan_orders
 from ringtrain.bench.settings import BenchOptions, Settings, choose_settings
-from ringtrain.bench.spread import bus_bandwidth
 from ringtrain.bench.steps import (
     GOALS,
     ORDER_FILE,
@@ -34,6 +33,7 @@ from ringtrain.bench.steps import (
 )
 from ringtrain.commands.bench import MODES, bench, find_obstacle
 from ringtrain.data.order import SampleOrder
+from ringtrain.doctor.ranks import bus_bandwidth
 from ringtrain.errors import UsageError
 from ringtrain.runtime.machine import Machine
 

@@ -35,7 +35,7 @@ MARKS = {  # glyph, meaning, colour where there is one run, dash
     "end": ("\N{BLACK SQUARE}", "end", "#6d7a8b", "solid"),
     "failure": ("\N{BLACK DIAMOND}", "end by an error", "#d9453b", "solid"),
 }
-GLYPH_WIDTH, LEGEND_ROW = 12, 20  # pixels
+GLYPH_WIDTH, LEGEND_ROW, TITLE_STANDOFF = 12, 20, 6  # pixels
 MAX_LEGEND_ROWS = 6  # more are reached by scrolling
 MAX_DOTS = 60  # of a curve; more would hide it
 MAX_NAME = 40  # characters of a name in a legend
@@ -61,13 +61,14 @@ def make_figures(charts: Sequence[Chart], runs: Sequence[DrawnRun], *, along_tim
     shown = [run.curves[key] for run in runs for chart in charts for key in chart.curves if key in run.curves]
     if not shown:
         return []
-    axis: dict[str, Any] = {"title": {"text": "step"}, "unifiedhovertitle": {"text": "step %{x}"}, "hoverformat": ",d"}
+    title: dict[str, Any] = {"text": "step", "standoff": TITLE_STANDOFF}
+    axis: dict[str, Any] = {"title": title, "unifiedhovertitle": {"text": "step %{x}"}, "hoverformat": ",d"}
     if along_time:
         longest = max(float(curve.elapsed[-1]) for curve in shown if curve.elapsed is not None)
         size, unit = next((unit for unit in UNITS if longest >= 2 * unit[0]), UNITS[-1])
         runs = [_along_time(run, size) for run in runs]
-        axis = {"title": {"text": f"time since the start ({unit})"}, "unifiedhovertitle": {"text": f"%{{x}} {unit}"}}
-        axis["hoverformat"] = ",.4~r"
+        title["text"] = f"time since the start ({unit})"
+        axis |= {"unifiedhovertitle": {"text": f"%{{x}} {unit}"}, "hoverformat": ",.4~r"}
     every = [curve.steps for run in runs for curve in run.curves.values()]
     low, high = min(0.0, *(float(at[0]) for at in every)), max(float(at[-1]) for at in every)
     axis["range"] = [low, high if high > low else low + 1]
@@ -89,7 +90,7 @@ def _layout(
         "rangemode": "tozero" if chart.scale == "zero" else "normal",
         "fixedrange": True,  # a drag enlarges along the axis that all charts share
         "hoverformat": ",.4~r" if chart.unit == "examples/s" else ".4~g",
-        "exponentformat": "SI" if chart.unit == "examples/s" else "power",
+        "exponentformat": "SI" if chart.unit == "examples/s" else "none" if chart.scale == "log" else "power",
     }
     rows = 1 if num_names <= 2 else min(num_names, MAX_LEGEND_ROWS)  # as on a phone or on paper
     legend_height = num_names and LEGEND_ROW * rows + 12

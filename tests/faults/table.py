@@ -15,7 +15,6 @@ LAUNCHERS = ("launch", "launch over Gloo", "mpirun", "horovodrun")
 # What `make test` runs of it; `make test-faults` runs all. Other tests hold more of it (runs, stops, resumed runs).
 BY_DEFAULT = {
     "SIGKILL to rank 1 in all-reduce under launch",
-    "quit at rank 1 in data under launch",
     "sleep at rank 1 in data under mpirun",
 }
 

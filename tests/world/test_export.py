@@ -70,7 +70,10 @@ print(json.dumps(float(np.mean((np.asarray(outputs, np.float64) - x.sum(axis=1, 
 """
 
 
-def test_what_is_exported_predicts_as_what_was_evaluated(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["keras", pytest.param("saved_model", marks=pytest.mark.slow)])
+def test_what_is_exported_predicts_as_what_was_evaluated(
+    run_ringtrain: RunRingtrain, tmp_path: Path, form: str
+) -> None:
     import numpy as np
 
     (tmp_path / "mine.py").write_text(WORKLOAD)
@@ -87,21 +90,20 @@ def test_what_is_exported_predicts_as_what_was_evaluated(run_ringtrain: RunRingt
     step = events(tmp_path / "run", "eval")[-1]["step"]
     x = data.rename(tmp_path / "moved") / "x.npy"
 
-    for form, name in (("keras", f"step-{step:09d}.keras"), ("saved_model", f"step-{step:09d}")):
-        arguments = ["export", tmp_path / "run", "--workload", tmp_path / "mine.py"]
-        arguments += ["--format", form, "--checkpoint", "newest"]
-        exported = run_ringtrain(arguments, env=env)
-        assert exported.rc == 0, exported.stderr
-        assert "moving averages of the weights" in exported.stdout
-        assert ("import what its own layers are made of: layers_of_mine" in exported.stdout) == (form == "keras")
-        output = tmp_path / "run/export" / name
-        assert list(output.parent.glob(".*")) == []
-        loaded = run_command(
-            [sys.executable, "-c", LOAD, form, str(output), str(x)],
-            env=clean_environment(PYTHONPATH=str(tmp_path)), timeout=60, cwd=tmp_path,
-        )  # fmt: skip
-        assert loaded.rc == 0, loaded.stderr
-        assert json.loads(loaded.stdout) == pytest.approx(loss, rel=1e-5)
+    arguments = ["export", tmp_path / "run", "--workload", tmp_path / "mine.py"]
+    arguments += ["--format", form, "--checkpoint", "newest"]
+    exported = run_ringtrain(arguments, env=env)
+    assert exported.rc == 0, exported.stderr
+    assert "moving averages of the weights" in exported.stdout
+    assert ("import what its own layers are made of: layers_of_mine" in exported.stdout) == (form == "keras")
+    output = tmp_path / "run/export" / (f"step-{step:09d}.keras" if form == "keras" else f"step-{step:09d}")
+    assert list(output.parent.glob(".*")) == []
+    loaded = run_command(
+        [sys.executable, "-c", LOAD, form, str(output), str(x)],
+        env=clean_environment(PYTHONPATH=str(tmp_path)), timeout=60, cwd=tmp_path,
+    )  # fmt: skip
+    assert loaded.rc == 0, loaded.stderr
+    assert json.loads(loaded.stdout) == pytest.approx(loss, rel=1e-5)
 
     again = run_ringtrain(arguments, env=env)
     assert (again.rc, "is there already, and is left as it is" in again.stderr) == (2, True)

@@ -64,8 +64,13 @@ def test_some_steps_are_profiled_and_their_communication_is_drawn(run_ringtrain:
     first = [event for event in timeline if event["pid"] == tensors["gradients/0"]]
     assert sum(event.get("name") == "NEGOTIATE_ALLREDUCE" for event in first) == 3
     assert sum(event.get("name") == "MPI_ALLREDUCE" for event in first) == 3
-    finished = run_ringtrain([*FLAGS, "--profile", "1:2", "--steps", "14", "--out", str(out)], launcher="mpirun")
-    assert "warning: --profile 1:2: step 12 is done already; there is none" in finished.stdout
+
+
+@pytest.mark.slow
+def test_steps_that_are_done_are_not_profiled(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    for steps, profile, expected in (("12", "3:5", ""), ("14", "1:2", "step 12 is done already; there is none")):
+        finished = run_ringtrain([*FLAGS, "--profile", profile, "--steps", steps, "--out", str(tmp_path)])
+        assert expected in finished.stdout
 
 
 @pytest.mark.slow

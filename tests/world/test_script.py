@@ -39,7 +39,7 @@ def test_the_run_of_a_script_can_be_evaluated_by_the_command(run_ringtrain: RunR
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("setting", "there is no key epoch. Did you mean epochs?"),
+        pytest.param("setting", "there is no key epoch. Did you mean epochs?", marks=pytest.mark.slow),
         pytest.param("nested", "there is no key optimizer.learning_rate.", marks=pytest.mark.slow),
         pytest.param("type", "epochs is '1.5'; it must be a whole number.", marks=pytest.mark.slow),
         pytest.param("value", "epochs is 0; it must be at least 1.", marks=pytest.mark.slow),

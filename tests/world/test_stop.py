@@ -196,7 +196,7 @@ def test_a_run_under_nohup_goes_on_when_its_terminal_and_its_shell_go(tmp_path: 
 @pytest.mark.parametrize(
     "start",
     [
-        pytest.param(None, id="mpirun"),
+        pytest.param(None, id="mpirun", marks=pytest.mark.slow),
         pytest.param(HOROVODRUN, id="horovodrun", marks=pytest.mark.slow),
         pytest.param(HOROVODRUN_GLOO, id="horovodrun over Gloo", marks=pytest.mark.slow),
     ],

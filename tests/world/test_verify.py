@@ -34,12 +34,10 @@ OPTIMIZERS = {
     "sgd": SGD,
     "adamw": ["--optimizer.name", "adamw", "--optimizer.weight_decay", "0.01"],
 }
-DEFECTS = [
-    "a reduction that returns its input",
-    "a mean of means",
+DEFECTS = ["a reduction that returns its input", "a mean of means", "a weight that is not broadcast"]
+RARER_DEFECTS = [
     "a duplicated sample",
     "augmentation seeded by rank",
-    "a weight that is not broadcast",
     "a slot that is not broadcast",
     "regularisation added on every rank",
 ]
@@ -137,7 +135,9 @@ def test_verify_passes_without_a_defect(collective: Any) -> None:
     assert notes == []
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize(
+    "defect", [*DEFECTS, *(pytest.param(defect, marks=pytest.mark.slow) for defect in RARER_DEFECTS)]
+)
 @on_ranks(2)
 def test_verify_fails_on_a_planted_defect(collective: Any, defect: str) -> None:
     from tests.world.workloads.small import Small

@@ -13,6 +13,7 @@ GPU ?=
 TENSORFLOW ?=
 BIN := .venv/bin
 SOURCES = $(wildcard ringtrain launch tests .ci)
+CXX_SOURCES = $(wildcard ringtrain/collectives/native/*.cc ringtrain/collectives/native/*.h tests/native/*.cc)
 
 # What TensorFlow says in horovodrun's own process: that it registers its CUDA plugins twice (before 2.21), and where it
 # found no GPU, before it has read TF_CPP_MIN_LOG_LEVEL (since).
@@ -47,17 +48,19 @@ test-faults: setup-tests ## Run all injected faults (an hour or two) and write r
 	@tests=$$($(BIN)/python -m tests.faults.summary); RINGTRAIN_TEST_EXAMPLES=500 $(BIN)/python -m pytest -m '' $$tests \
 		--faults-table results/faults.json
 
-lint: setup ## Check style and types: ruff and mypy
+lint: setup ## Check style and types: ruff, clang-format and mypy
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 	@$(BIN)/mypy $(SOURCES)
 
 docs: ## Build the site of all documents into site/; a link that leads nowhere fails
 	@.ci/docs
 
-format: setup ## Rewrite the source files in ruff's style
+format: setup ## Rewrite the source files in the style of ruff and clang-format
 	@$(BIN)/ruff check --fix-only $(SOURCES)
 	@$(BIN)/ruff format $(SOURCES)
+	@$(BIN)/clang-format -i $(CXX_SOURCES)
 
 lock: ## Write all locks anew from pyproject.toml
 	@.ci/lock

@@ -194,9 +194,10 @@ class Config:
     init_from: Path | None = None
     """checkpoint, or run directory, whose weights a new run starts from"""
 
-    backend: Literal["auto", "horovod", "solo"] = "auto"
+    backend: Literal["auto", "native", "horovod", "solo"] = "auto"
     """who carries the reductions: auto is solo without a launcher, else Horovod, and among the cores of a single node
-    memory for what is short, or for all where each rank has one core; horovod is Horovod for everything"""
+    memory for what is short, or for all where each rank has one core; native is the same by an operation in C++, on
+    one node; horovod is Horovod for everything"""
 
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients travel"""

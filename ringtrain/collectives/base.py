@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ringtrain.runtime.world import World
@@ -20,7 +20,9 @@ class Totals(NamedTuple):
     """What was summed over all ranks, the same on each."""
 
     tensors: list[tf.Tensor]  # in the order given
-    squares: tf.Tensor | None = None  # float64 [len(tensors)]: the sum of squares of each, where known
+    # float64 [len(tensors)]: the sum of squares of each, where known. Of ``list_types`` it is finite where all values
+    # are, but for float64, whose squares may be too large; of whole numbers it is nothing.
+    squares: tf.Tensor | None = None
     keep_alive: Sequence[tf.Tensor] = ()  # to be kept until all that is made of the tensors is computed
 
 
@@ -32,6 +34,7 @@ class Collective(abc.ABC):
     # Whether sums travel while this rank computes; alike on all ranks. Gradients then leave in groups, as the backward
     # pass makes them; otherwise all at once, by an ordered sum.
     overlaps_compute: bool = True
+    list_types: Collection[str] = ()  # of which an ordered sum takes many tensors, also of several, as fast as one
 
     @abc.abstractmethod
     def all_reduce(
@@ -40,7 +43,7 @@ class Collective(abc.ABC):
         """Add each tensor over all ranks; works in graphs and eagerly.
 
         Args:
-            tensors: of one type, any shapes, the same on every rank.
+            tensors: of one type (unless of ``list_types``), any shapes, the same on every rank.
             name: unique in a graph; ranks with the same name meet.
             ordered: every rank comes to its ordered sums in the same order, one at a time, as MPI and NCCL ask of all.
                 So nothing is agreed on before, and what is short is there at once. The tensors are of one dimension at

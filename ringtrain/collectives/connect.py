@@ -13,25 +13,34 @@ from ringtrain.runtime.world import World
 SIZES = (3, 1000)  # of tensors that travel together, to see whether their sums are right
 
 
-def connect(backend: Literal["auto", "horovod", "solo"], world: World) -> Collective:
+Backend = Literal["auto", "native", "horovod", "solo"]
+
+
+def connect(backend: Backend, world: World) -> Collective:
     """Join the other ranks."""
     if backend == "solo" and world.size > 1:
         raise UsageError(
             f"backend is 'solo', but {world.launcher} started {world.size} processes, each of which would train alone. "
             "Use --backend auto, or start one process."
         )
-    if backend == "horovod" or (backend == "auto" and world.size > 1):
+    if backend == "horovod" or (backend in ("auto", "native") and world.size > 1):
         from ringtrain.collectives.horovod import connect_horovod
 
         return connect_horovod(world)
     return Solo(world)
 
 
-def share_memory(collective: Collective) -> Collective:
+def share_memory(collective: Collective, backend: Backend = "auto") -> Collective:
     """The same ranks, whose ordered sums go through memory where all of them are on the cores of one node.
 
-    Every rank must call it, after they have met.
+    Every rank must call it, after they have met. With the backend "native" it is a UsageError where they are not.
     """
+    if backend == "native":
+        from ringtrain.collectives.native.backend import join_node
+
+        return join_node(collective)
+    if backend != "auto":
+        return collective
     from ringtrain.collectives.horovod import HorovodCollective
 
     world = collective.world

@@ -43,6 +43,7 @@ class Reduced(NamedTuple):
     is_finite: tf.Tensor  # bool []; False where any value on any rank was not finite
     global_norm: tf.Tensor  # float [], the Euclidean norm of all gradients together
     control: tf.Tensor | None = None  # the sum of the control vectors; None where none was given
+    state: Sequence[tf.Tensor] = ()  # the sums of what was given as such
     keep_alive: Sequence[tf.Tensor] = ()  # to be kept until all that is made of the others is computed
 
 
@@ -60,18 +61,25 @@ class GradientReduction:
     groups: Sequence[Sequence[int]] | None = None  # that travel together, each of one type; None: by ``plan_groups``
     read_only: bool = False  # Reduced.keep_alive is kept, no variable takes over a part (Collective.all_reduce)
 
-    def __call__(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor | None = None) -> Reduced:
+    def __call__(
+        self,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+        control: tf.Tensor | None = None,
+        state: Sequence[tf.Tensor] = (),
+    ) -> Reduced:
         """Reduce one gradient for each variable, in the order in which the forward pass uses the variables.
 
-        ``control``, a short vector of sums, is reduced as well; the finite check is of the gradients alone.
+        ``control``, a short vector of sums, and ``state`` are summed as well; the finite check is of the gradients
+        alone.
         """
         if control is not None and self._leaves_at_once([*gradients, control]):
-            return self._sum_at_once(gradients, control)
+            return self._sum_at_once(gradients, control, state)
+        summed_state = self._sum_state(state)
         if control is not None:  # issued once the forward pass has it: it travels while the backward pass computes
             [control] = self.collective.all_reduce([control], name="control").tensors
         sums = self.all_reduce(gradients)
         is_finite, global_norm = check_finite(sums)
-        return Reduced(sums, is_finite, global_norm, control)
+        return Reduced(sums, is_finite, global_norm, control, summed_state)
 
     def all_reduce(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The sums alone, without the finite check."""
@@ -87,9 +95,21 @@ class GradientReduction:
                     sums[index] = total
         return sums
 
-    def _sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor) -> Reduced:
-        """All as one vector, which the finite check reads at once, too; large ones as they are, where that is much."""
+    def _sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor]) -> Reduced:
+        """All in one sum: as they are, or, where the backend sums one tensor faster than many, as one vector."""
         GradientReduction.calls += 1
+        if not self.collective.list_types:
+            summed_state = self._sum_state(state)
+            return self._sum_as_vector(gradients, control)._replace(state=summed_state)
+        together = [*gradients, control, *state]
+        name, num = f"{self.name}/0", len(gradients)
+        totals = self.collective.all_reduce(together, name=name, ordered=True, read_only=self.read_only)
+        sums, (control, *summed_state) = totals.tensors[:num], totals.tensors[num:]
+        assert totals.squares is not None
+        return Reduced(sums, *check_squares(sums, totals.squares[:num]), control, summed_state, totals.keep_alive)
+
+    def _sum_as_vector(self, gradients: Sequence[tf.Tensor], control: tf.Tensor) -> Reduced:
+        """One vector, which the finite check reads at once, too; large ones as they are, where that is much."""
         specs = [gradient_spec(gradient) for gradient in gradients]
         is_much = sum(spec.num_bytes for spec in specs) > ONE_MESSAGE_BYTES
         large = [index for index, spec in enumerate(specs) if is_much and spec.num_bytes >= MIN_GROUP_BYTES]
@@ -106,12 +126,21 @@ class GradientReduction:
         for index, part in zip(short, tf.split(of_short, lengths) if short else [], strict=True):
             sums[index] = tf.reshape(part, gradients[index].shape)
         reduced = [sums[index] for index in range(len(gradients))]
-        return Reduced(reduced, is_finite, global_norm, control, totals.keep_alive)
+        return Reduced(reduced, is_finite, global_norm, control, (), totals.keep_alive)
+
+    def _sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        def sum_group(values: list[tf.Tensor]) -> list[tf.Tensor]:
+            return self.collective.all_reduce(values, name=f"state/{values[0].dtype.name}").tensors
+
+        return by_type(state, sum_group)
 
     def _leaves_at_once(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
-        """Whether these are summed together, each as it is: of the same type, none of them sparse."""
+        """Whether these are summed together, each as it is: none of them sparse, and of a type where that counts."""
         specs = [gradient_spec(tensor) for tensor in tensors]
-        if self.groups is not None or self.compression != "none" or len({(s.dtype, s.is_sparse) for s in specs}) > 1:
+        if self.groups is not None or self.compression != "none" or any(spec.is_sparse for spec in specs):
+            return False
+        dtypes = {spec.dtype for spec in specs}
+        if len(dtypes) > 1 and not dtypes <= set(self.collective.list_types):
             return False
         return not self.collective.overlaps_compute or sum(spec.num_bytes for spec in specs) <= ONE_MESSAGE_BYTES
 
@@ -212,6 +241,14 @@ def check_finite(
         lambda: tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values]),
     )
     return is_finite, tf.sqrt(2 * half_squares)
+
+
+def check_squares(tensors: Sequence[tf.Tensor], squares: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The same by the sums of squares [tensors], which are finite where all values are (``Totals.squares``)."""
+    if any(tensor.dtype == tf.float64 for tensor in tensors):
+        return check_finite(tensors, squares)
+    total = tf.reduce_sum(squares)
+    return tf.math.is_finite(total), tf.cast(tf.sqrt(total), tf.float32)
 
 
 def _cast(tensor: tf.Tensor, dtype: str | tf.DType) -> tf.Tensor:

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives.base import MARK
-from ringtrain.collectives.gradients import GradientReduction, by_type
+from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import Config, Precision
 from ringtrain.data.pipeline import Batch
 from ringtrain.guard.labels import find_labels
@@ -181,9 +181,8 @@ class TrainStep:
         )
         # TensorFlow runs what is stateful in the order in which it is written here: a clock, a sum in shared memory.
         begin = moment_after([*forward.state, *forward.gradients]) if self.times_communication else None
-        state = self._sum_state(forward)
-        gradients, gradients_finite, scaled_norm, sums, keep_alive = self._reduction(
-            forward.gradients, forward.sums + extra_scalars
+        gradients, gradients_finite, scaled_norm, sums, state, keep_alive = self._reduction(
+            forward.gradients, forward.sums + extra_scalars, forward.state
         )
         communication_sec = tf.constant(0.0, tf.float64)
         if begin is not None:
@@ -217,13 +216,6 @@ class TrainStep:
         }
         returned = tf.concat([sums, tf.stack([tf.cast(facts[name], self._dtype) for name in STEP_FACTS])], axis=0)
         return returned, list(keep_alive)  # what a function returns is kept until all of it is computed
-
-    def _sum_state(self, forward: Forward) -> list[tf.Tensor]:
-        """The mean over all samples of what the ranks' forward passes made of the state (BatchNorm's statistics)."""
-        collective = self._reduction.collective
-        return by_type(
-            forward.state, lambda values: collective.all_reduce(values, name=f"state/{values[0].dtype.name}").tensors
-        )
 
 
 def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) -> tuple[Any, Found]:

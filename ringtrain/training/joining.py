@@ -62,7 +62,7 @@ def needs_of(config: Config, workload_class: type[Workload] | None) -> Needs:
     """What a run asks of a rank's devices; as far as it is known."""
     from ringtrain.workloads import names_python_functions  # here: it loads NumPy, which the doctor has to do without
 
-    sums_through_memory = config.backend == "auto" and config.compression == "none"
+    sums_through_memory = config.backend in ("auto", "native") and config.compression == "none"
     return Needs(
         deterministic=config.deterministic,
         hang_timeout=config.hang_timeout,
@@ -87,8 +87,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
         try:
             require_same_start(collective, config, command=command, environ=os.environ)
             require_working_sums(collective, own_gpu())
-            if config.backend == "auto":
-                collective = share_memory(collective)
+            collective = share_memory(collective, config.backend)
             watchdog.meet(collective)
             yield collective, watchdog
         except RingtrainError as error:

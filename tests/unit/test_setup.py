@@ -27,6 +27,7 @@ else:
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]
+NATIVE = "ringtrain/collectives/native"  # which the set-up compiles
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -174,6 +175,7 @@ def run_setup(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of .ci in a copy of its files, as a user other than root, on a system that lacks some commands."""
     shutil.copytree(ROOT / ".ci", folder / ".ci")
+    shutil.copytree(ROOT / NATIVE, folder / NATIVE)
     for name in ("pyproject.toml", "requirements.lock", "requirements-gpu.lock"):
         shutil.copy(ROOT / name, folder)
     if made_with:
@@ -282,6 +284,7 @@ esac"""
 @pytest.mark.parametrize("gpu", ["535.104, 8.0", "580.65, 7.0"])
 def test_setup_for_gpus_refuses_what_the_compiler_that_it_fetches_cannot_serve(tmp_path: Path, gpu: str) -> None:
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    shutil.copytree(ROOT / NATIVE, tmp_path / NATIVE)
     for name in ("pyproject.toml", "requirements-gpu.lock"):
         shutil.copy(ROOT / name, tmp_path)
     write_command(tmp_path / "fetched-nvcc", NVCC.format("13.0"))

@@ -353,6 +353,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     from ringtrain.verify import record
 
     right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
+    right_update = step.TrainStep._reduce_and_update
     right_sum, right_reduction = SharedMemory.all_reduce, GradientReduction.__call__
     right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
     right_batches, right_seeds = evaluation.evaluation_batches, local_gradients.LocalGradients._dropout_seeds
@@ -380,9 +381,13 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     def its_input(self: Any, tensors: Any, **how: Any) -> Totals:
         return Totals(list(tensors)) if how["name"].startswith("gradients") else right_sum(self, tensors, **how)
 
-    def doubled_on_rank_1(self: Any, gradients: Any, control: Any = None) -> Any:
+    def doubled_on_rank_1(self: Any, gradients: Any, *others_to_sum: Any) -> Any:
         first, bias, *others = gradients
-        return right_reduction(self, [first, 2 * bias if rank == 1 else bias, *others], control)
+        return right_reduction(self, [first, 2 * bias if rank == 1 else bias, *others], *others_to_sum)
+
+    def with_old_state(self: Any, forward: Any, *arguments: Any) -> Any:
+        old = [tf.convert_to_tensor(variable.value) for variable in forward.structure.state]
+        return right_update(self, forward._replace(state=old), *arguments)
 
     def as_in_first_epoch(positions: Any, domain_size: int, key: Any) -> Any:
         return right_permute(positions, domain_size, (key[0], 0))
@@ -414,8 +419,8 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
         ),
         "batch normalization's state kept as it was": (
             step.TrainStep,
-            "_sum_state",
-            lambda self, forward: [tf.convert_to_tensor(variable.value) for variable in forward.structure.state],
+            "_reduce_and_update",
+            with_old_state,
         ),
         "batch normalization's state weighted by ranks": (step.TrainStep, "_compute_forward", by_ranks),
         "micro-batches that count alike": (local_gradients, "partial_objective", mean_of_micro_batches),

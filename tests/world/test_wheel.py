@@ -108,6 +108,8 @@ def test_it_puts_one_package_beside_everybodys(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"ringtrain"}
     assert {"ringtrain/py.typed", "ringtrain/launch/rank.py", "ringtrain/launch/templates/srun.sh.j2"} <= set(names)
+    assert "ringtrain/collectives/native/libringtrain.so" in names
+    assert re.search(r"-py3-none-(many)?linux_\w+\.whl$", wheel.name), "it is for this processor"
 
 
 def test_it_trains_a_users_file(run_installed: RunInstalled, tmp_path: Path) -> None:
@@ -125,8 +127,9 @@ def test_it_trains_a_users_file(run_installed: RunInstalled, tmp_path: Path) -> 
 def test_it_starts_two_ranks(controller: str, run_installed: RunInstalled, tmp_path: Path) -> None:
     run_installed("ringtrain", "init", "mine.py")
     start = ["ringtrain", "launch", "local", "-np", "2", "--controller", controller, "--"]
-    finished = run_installed(*start, "--workload", "mine.py", "--steps", "2", "--out", "run")
+    finished = run_installed(*start, "--workload", "mine.py", "--steps", "2", "--backend", "native", "--out", "run")
     assert "[0] " in finished.stdout
+    assert " natively" in finished.stdout
     assert [event["size"] for event in events(tmp_path / "run", "start")] == [2]
 
 

@@ -1,0 +1,62 @@
+"""The library of the native backend, compiled when ringtrain is installed (Hatchling's build hook)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+HERE = Path(__file__).parent
+LIBRARY = HERE / "libringtrain.so"
+FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra",
+    "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2", "-fstack-protector-strong", "-Wl,-z,relro,-z,now,-z,noexecstack",
+    "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL",  # TensorFlow has a C++ library of its own
+)  # fmt: skip
+
+
+def compile_library() -> str | None:
+    """Compile it beside its sources; why that failed, or None. An older one does not stay: it may not fit them."""
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    sources = sorted(map(str, HERE.glob("*.cc")))
+    aside = LIBRARY.with_suffix(f".{os.getpid()}")
+    try:
+        finished = subprocess.run(
+            [*compiler, *FLAGS, *sources, "-o", str(aside)], capture_output=True, text=True, check=False
+        )
+        if finished.returncode == 0:
+            aside.replace(LIBRARY)  # a process that has the old one open keeps it
+            return None
+        reason = f"{compiler[0]} ended with {finished.returncode}: {finished.stderr.strip()}"
+    except OSError as error:
+        reason = str(error)
+    with contextlib.suppress(OSError):
+        LIBRARY.unlink(missing_ok=True)
+    return reason
+
+
+class NativeBuildHook(BuildHookInterface[Any]):
+    """Put the library into the wheel; without a compiler there is none, and ringtrain takes another backend."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name != "wheel":
+            return
+        reason = compile_library()
+        if reason is not None:
+            print(f"ringtrain: the native backend is left out, {reason}", file=sys.stderr)
+            return
+        build_data["artifacts"].append(str(LIBRARY.relative_to(self.root)))
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{_platform()}"
+
+
+def _platform() -> str:
+    from packaging.tags import platform_tags
+
+    return next(tag for tag in platform_tags() if tag.startswith("linux"))

@@ -1,0 +1,232 @@
+// The operation that TensorFlow calls for a sum, and what Python calls to join the ranks of a node.
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <memory>
+#include <mutex>
+
+#include "sums.h"
+#include "tensorflow.h"
+#include "transport.h"
+
+namespace ringtrain {
+namespace {
+
+// The ranks that sum together. It lives as long as the process: tensors may lie in its memory.
+struct Group {
+  std::unique_ptr<Transport> transport;
+  std::mutex mutex;  // one sum at a time
+};
+
+std::mutex groups_mutex;
+std::vector<Group*>& groups = *new std::vector<Group*>;  // for operations that run while the process ends
+
+Group* find_group(int64_t number) {
+  const std::lock_guard<std::mutex> lock(groups_mutex);
+  return number >= 0 && number < static_cast<int64_t>(groups.size()) ? groups[number] : nullptr;
+}
+
+struct Status {
+  TF_Status* const status = TF_NewStatus();
+  ~Status() { TF_DeleteStatus(status); }
+  bool is_ok() const { return TF_GetCode(status) == TF_OK; }
+};
+
+struct Tensor {
+  TF_Tensor* tensor = nullptr;
+  ~Tensor() {
+    if (tensor != nullptr) TF_DeleteTensor(tensor);
+  }
+  std::byte* data() const { return static_cast<std::byte*>(TF_TensorData(tensor)); }
+};
+
+Type type_of(TF_DataType type) {
+  switch (type) {
+    case TF_HALF:
+      return Type::kHalf;
+    case TF_BFLOAT16:
+      return Type::kBfloat16;
+    case TF_FLOAT:
+      return Type::kFloat;
+    case TF_DOUBLE:
+      return Type::kDouble;
+    case TF_INT32:
+      return Type::kInt32;
+    default:  // the operation's definition allows no other
+      return Type::kInt64;
+  }
+}
+
+// FNV-1a, by whole numbers: of what is summed, not against an attacker.
+uint64_t mix(uint64_t digest, uint64_t value) { return (digest ^ value) * 0x100000001b3u; }
+
+class AllReduce {
+ public:
+  explicit AllReduce(TF_OpKernelConstruction* construction) {
+    const Status status;
+    unsigned char may_share = 0;
+    int64_t meaning = 0;
+    TF_OpKernelConstruction_GetAttrInt64(construction, "group", &group_, status.status);
+    if (status.is_ok()) TF_OpKernelConstruction_GetAttrInt64(construction, "meaning", &meaning, status.status);
+    if (status.is_ok()) TF_OpKernelConstruction_GetAttrBool(construction, "may_share", &may_share, status.status);
+    if (!status.is_ok()) TF_OpKernelConstruction_Failure(construction, status.status);
+    meaning_ = static_cast<uint64_t>(meaning);
+    may_share_ = may_share != 0;
+  }
+
+  void compute(TF_OpKernelContext* context) const {
+    const Status status;
+    if (Error error = sum(context, status); !error.empty()) {
+      TF_SetStatus(status.status, TF_ABORTED, error.c_str());
+    }
+    if (!status.is_ok()) TF_OpKernelContext_Failure(context, status.status);
+  }
+
+ private:
+  Error sum(TF_OpKernelContext* context, const Status& status) const {
+    Group* group = find_group(group_);
+    if (group == nullptr) return "the ranks have not joined: this graph is of another process.";
+    const int64_t num_parts = TF_NumInputs(context);
+    Parts parts;
+    std::vector<TF_DataType> types;
+    std::vector<std::vector<int64_t>> shapes;
+    parts.reserve(num_parts);
+    uint64_t meaning = mix(meaning_, may_share_);
+    for (int index = 0; index < num_parts; ++index) {
+      Tensor input;  // dropped at once: else its memory would not become that of the sum
+      TF_GetInput(context, index, &input.tensor, status.status);
+      if (!status.is_ok()) return "";
+      types.push_back(TF_TensorType(input.tensor));
+      std::vector<int64_t>& dims = shapes.emplace_back(TF_NumDims(input.tensor));
+      int64_t count = 1;
+      meaning = mix(mix(meaning, types.back()), dims.size());
+      for (size_t axis = 0; axis < dims.size(); ++axis) {
+        dims[axis] = TF_Dim(input.tensor, static_cast<int>(axis));
+        count *= dims[axis];
+        meaning = mix(meaning, dims[axis]);
+      }
+      parts.push_back({type_of(types.back()), count, input.data()});
+    }
+
+    const std::lock_guard<std::mutex> lock(group->mutex);
+    Transport& transport = *group->transport;
+    const bool is_short = transport.lay_out(parts);
+    Tensor squares;
+    squares.tensor = TF_AllocateOutput(context, static_cast<int>(num_parts), TF_DOUBLE, &num_parts, 1,
+                                       num_parts * sizeof(double), status.status);
+    const auto allocate = [&](const Result* result) {
+      for (int index = 0; index < num_parts && status.is_ok(); ++index) {
+        if (result != nullptr && parts[index].count > 0) continue;
+        const std::vector<int64_t>& dims = shapes[index];
+        Tensor output;
+        int forwarded = -1;
+        output.tensor = TF_ForwardInputOrAllocateOutput(context, &index, 1, index, dims.data(),
+                                                        static_cast<int>(dims.size()), &forwarded, status.status);
+        if (status.is_ok()) parts[index].out = output.data();
+      }
+      if (!status.is_ok()) transport.fail();
+      return status.is_ok();
+    };
+    // Where it can be, before the ranks meet: else the others may have their sum already when there is no memory here.
+    const bool is_own = is_short || !may_share_;
+    if (is_own && !allocate(nullptr)) return "";
+    if (Error error = transport.begin(meaning, parts, may_share_); !error.empty()) return error;
+    Result* result = transport.result();
+    if (!is_own && !allocate(result)) return "";
+    if (Error error = transport.finish(parts, reinterpret_cast<double*>(squares.data())); !error.empty()) return error;
+    for (int index = 0; index < num_parts && result != nullptr && status.is_ok(); ++index) {
+      const Part& part = parts[index];
+      if (part.count == 0) continue;
+      Tensor output;
+      result->uses.fetch_add(1, std::memory_order_relaxed);
+      output.tensor = TF_NewTensor(types[index], shapes[index].data(), static_cast<int>(shapes[index].size()),
+                                   result->read + part.offset, part.bytes(), release, result);
+      TF_SetOutput(context, index, output.tensor, status.status);
+    }
+    return "";
+  }
+
+  static void release(void*, size_t, void* result) {
+    static_cast<Result*>(result)->uses.fetch_sub(1, std::memory_order_release);
+  }
+
+  int64_t group_ = -1;
+  uint64_t meaning_ = 0;
+  bool may_share_ = false;
+};
+
+void infer_shapes(TF_ShapeInferenceContext* context, TF_Status* status) {
+  const int64_t num_parts = TF_ShapeInferenceContextNumInputs(context);
+  for (int index = 0; index < num_parts; ++index) {
+    TF_ShapeHandle* shape = TF_NewShapeHandle();
+    TF_ShapeInferenceContextGetInput(context, index, shape, status);
+    if (TF_GetCode(status) == TF_OK) TF_ShapeInferenceContextSetOutput(context, index, shape, status);
+    TF_DeleteShapeHandle(shape);
+    if (TF_GetCode(status) != TF_OK) return;
+  }
+  TF_ShapeHandle* squares = TF_ShapeInferenceContextVectorFromSize(context, num_parts);
+  TF_ShapeInferenceContextSetOutput(context, static_cast<int>(num_parts), squares, status);
+  TF_DeleteShapeHandle(squares);
+}
+
+void* create(TF_OpKernelConstruction* construction) { return new AllReduce(construction); }
+void compute(void* kernel, TF_OpKernelContext* context) { static_cast<AllReduce*>(kernel)->compute(context); }
+void destroy(void* kernel) { delete static_cast<AllReduce*>(kernel); }
+
+// Once, when TensorFlow loads the library.
+const bool is_registered = [] {
+  const Status status;
+  TF_OpDefinitionBuilder* definition = TF_NewOpDefinitionBuilder("RingtrainAllReduce");
+  TF_OpDefinitionBuilderAddAttr(definition, "T: list({half, bfloat16, float, double, int32, int64}) >= 1");
+  TF_OpDefinitionBuilderAddAttr(definition, "group: int");
+  TF_OpDefinitionBuilderAddAttr(definition, "meaning: int");
+  TF_OpDefinitionBuilderAddAttr(definition, "may_share: bool");
+  TF_OpDefinitionBuilderAddInput(definition, "tensors: T");
+  TF_OpDefinitionBuilderAddOutput(definition, "totals: T");
+  TF_OpDefinitionBuilderAddOutput(definition, "squares: double");
+  TF_OpDefinitionBuilderSetIsStateful(definition, true);  // never merged, pruned or computed beforehand
+  TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, infer_shapes);
+  TF_RegisterOpDefinition(definition, status.status);
+  if (!status.is_ok()) return false;  // then Python does not find the operation
+  TF_KernelBuilder* builder = TF_NewKernelBuilder("RingtrainAllReduce", "CPU", create, compute, destroy);
+  TF_RegisterKernelBuilder("RingtrainAllReduce", builder, status.status);
+  return status.is_ok();
+}();
+
+std::byte* map_memory(int descriptor, int64_t offset, int64_t length, bool is_writable) {
+  int error;
+  while ((error = posix_fallocate(descriptor, offset, length)) == EINTR) continue;
+  if (error != 0) return nullptr;  // a limit of the process, or its container's
+  const int access = is_writable ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* memory = mmap(nullptr, length, access, MAP_SHARED | MAP_POPULATE, descriptor, offset);
+  if (memory == MAP_FAILED) return nullptr;
+  // A child of a rank has no part in the sums. What it reads, such as a variable that has taken over one, stays.
+  if (is_writable) madvise(memory, length, MADV_DONTFORK);
+  return static_cast<std::byte*>(memory);
+}
+
+}  // namespace
+}  // namespace ringtrain
+
+// Join the ranks of a node: `descriptor` is the memory that all have open, and stays open here. Returns a number for
+// the operation's attribute `group`; -1 where the memory cannot be mapped.
+extern "C" __attribute__((visibility("default"))) int ringtrain_join(int descriptor, int rank, int size,
+                                                                     const int* processes, int64_t spin_ns) {
+  using ringtrain::Group;
+  const int own = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
+  if (own < 0) return -1;
+  const auto map = [own](int64_t offset, int64_t length, bool is_writable) {
+    return ringtrain::map_memory(own, offset, length, is_writable);
+  };
+  auto transport = ringtrain::Transport::open(map, rank, std::vector<int>(processes, processes + size), spin_ns);
+  if (transport == nullptr) {
+    close(own);
+    return -1;
+  }
+  const std::lock_guard<std::mutex> lock(ringtrain::groups_mutex);
+  ringtrain::groups.push_back(new Group{std::move(transport), {}});
+  return static_cast<int>(ringtrain::groups.size()) - 1;
+}

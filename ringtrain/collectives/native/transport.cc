@@ -1,0 +1,343 @@
+#include "transport.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstring>
+
+#include "sums.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ringtrain {
+namespace {
+
+constexpr int64_t kChunkBytes = 256 * 1024;
+constexpr int kSlots = 4;                   // chunks that are under way at the same time
+constexpr int64_t kShortBytes = 64 * 1024;  // what all ranks read of each other in all, where each adds everything
+constexpr int64_t kMaxParts = 4096;         // whose squares travel
+constexpr size_t kMaxResults = 3;           // of one sum: TensorFlow may still have the last two
+constexpr int64_t kPageBytes = 64 * 1024;   // the largest page of the processors in use
+constexpr char kLostRank[] = "a rank has ended that others wait for: rank ";
+constexpr long kLookNs = 50 * 1000 * 1000;  // between two looks whether the others live
+
+int64_t round_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
+
+// Whether a counter that wraps has come to a value.
+bool has_reached(uint32_t counter, uint32_t least) { return static_cast<int32_t>(counter - least) >= 0; }
+
+void pause_core() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Call `visit(index, part, from, at, bytes)` for what lies in [begin, end) of the stream: the bytes from `from` of a
+// part on, which are at `at` in the stream.
+template <typename AnyParts, typename Visit>
+void for_each_piece(AnyParts& parts, int64_t begin, int64_t end, Visit visit) {
+  auto after = std::upper_bound(parts.begin(), parts.end(), begin,
+                                [](int64_t at, const Part& part) { return at < part.offset; });
+  for (size_t index = after == parts.begin() ? 0 : after - parts.begin() - 1; index < parts.size(); ++index) {
+    auto& part = parts[index];
+    if (part.offset >= end) break;
+    const int64_t at = std::max(begin, part.offset);
+    const int64_t bytes = std::min(end, part.offset + part.bytes()) - at;
+    if (bytes > 0) visit(index, part, at - part.offset, at, bytes);
+  }
+}
+
+}  // namespace
+
+int64_t Part::bytes() const { return count * size_of(type); }
+
+// The window: a state, squares and slots for each rank, and a row of slots for sums.
+std::unique_ptr<Transport> Transport::open(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns) {
+  const int64_t size = processes.size();
+  const int64_t bytes = size * (sizeof(RankState) + kMaxParts * sizeof(double)) + (size + 1) * kSlots * kChunkBytes;
+  std::byte* window = map(0, round_up(bytes, kPageBytes), true);
+  if (window == nullptr) return nullptr;
+  std::unique_ptr<Transport> transport(new Transport(std::move(map), window, rank, processes, spin_ns));
+  transport->end_ = round_up(bytes, kPageBytes);
+  return transport;
+}
+
+Transport::Transport(Map map, std::byte* window, int rank, const std::vector<int>& processes, int64_t spin_ns)
+    : map_(std::move(map)),
+      window_(window),
+      rank_(rank),
+      size_(static_cast<int>(processes.size())),
+      spin_ns_(spin_ns),
+      processes_(processes) {
+  for (int process : processes) {
+#if defined(SYS_pidfd_open)
+    pidfds_.push_back(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
+#else
+    pidfds_.push_back(-1);
+#endif
+  }
+}
+
+Transport::~Transport() {
+  for (int pidfd : pidfds_) {
+    if (pidfd >= 0) close(pidfd);
+  }
+}
+
+RankState& Transport::state(int rank) const { return reinterpret_cast<RankState*>(window_)[rank]; }
+
+double* Transport::squares_of(int rank) const {
+  return reinterpret_cast<double*>(window_ + size_ * sizeof(RankState)) + rank * kMaxParts;
+}
+
+// Of the contributions of a rank to a chunk; those of rank `size_` are the sums.
+std::byte* Transport::slot(int rank, uint32_t chunk) const {
+  std::byte* slots = window_ + size_ * (sizeof(RankState) + kMaxParts * sizeof(double));
+  return slots + (rank * kSlots + chunk % kSlots) * kChunkBytes;
+}
+
+Transport::Range Transport::chunk_range(uint32_t number) const {
+  const int64_t begin = static_cast<int64_t>(number - first_) * kChunkBytes;
+  return {begin, std::min(begin + kChunkBytes, length_)};
+}
+
+// What a rank adds of a chunk.
+Transport::Range Transport::segment(const Range& chunk, int rank) const {
+  const int64_t lines = (chunk.end - chunk.begin) / kLine;
+  return {chunk.begin + lines * rank / size_ * kLine, chunk.begin + lines * (rank + 1) / size_ * kLine};
+}
+
+bool Transport::is_short() const { return length_ <= kChunkBytes && length_ * (size_ - 1) <= kShortBytes; }
+
+bool Transport::lay_out(Parts& parts) {
+  length_ = 0;
+  for (Part& part : parts) {
+    part.offset = length_;
+    length_ += round_up(part.bytes(), kLine);
+  }
+  return is_short();
+}
+
+Error Transport::begin(uint64_t meaning, const Parts& parts, bool may_share) {
+  if (!broken_.empty()) return broken_;
+  first_ += num_chunks_;
+  num_chunks_ = static_cast<uint32_t>(std::max<int64_t>(1, (length_ + kChunkBytes - 1) / kChunkBytes));
+  result_ = nullptr;
+  may_share = may_share && !is_short();
+
+  static std::vector<std::unique_ptr<Result>> none;
+  const bool is_known = may_share && results_.count(meaning) > 0;
+  std::vector<std::unique_ptr<Result>>& results = may_share ? results_[meaning] : none;
+  uint32_t are_free = 0;
+  for (size_t number = 0; number < results.size(); ++number) {
+    const Result& result = *results[number];
+    if (result.read != nullptr && result.uses.load(std::memory_order_acquire) == 0) are_free |= 1u << number;
+  }
+  const int parity = num_calls_++ % 2;
+  RankState& mine = state(rank_);
+  mine.meaning[parity].store(meaning, std::memory_order_relaxed);
+  mine.free_results[parity].store(are_free, std::memory_order_relaxed);
+  if (Error error = give(parts, first_); !error.empty()) return error;
+  if (Error error = wait_for(&RankState::given, first_ + 1); !error.empty()) return error;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (state(rank).meaning[parity].load(std::memory_order_relaxed) != meaning) {
+      return stop("the ranks are at different places of the program: they sum different things.", rank);
+    }
+    are_free &= state(rank).free_results[parity].load(std::memory_order_relaxed);
+  }
+  for (size_t number = 0; number < results.size(); ++number) {
+    if (are_free >> number & 1) result_ = results[number].get();
+  }
+  // From the second time on that a sum is made; all ranks do so in the same call, so that all have it at one place.
+  if (is_known && result_ == nullptr && results.size() < kMaxResults) prepare_result(results);
+  return "";
+}
+
+void Transport::prepare_result(std::vector<std::unique_ptr<Result>>& results) {
+  auto result = std::make_unique<Result>();
+  result->write = map_(end_, round_up(length_, kPageBytes), true);
+  result->read = result->write == nullptr ? nullptr : map_(end_, round_up(length_, kPageBytes), false);
+  end_ += round_up(length_, kPageBytes);
+  results.push_back(std::move(result));
+}
+
+// While the others give a chunk, this rank adds the one before.
+Error Transport::finish(Parts& parts, double* squares) {
+  if (!broken_.empty()) return broken_;
+  std::fill(squares, squares + parts.size(), 0.0);
+  const int lag = is_short() ? 0 : 1;
+  for (uint32_t step = 0; step < num_chunks_ + 2 * lag; ++step) {
+    const uint32_t number = first_ + step;
+    if (step > 0 && step < num_chunks_) {  // the first was given when the ranks met
+      if (Error error = give(parts, number); !error.empty()) return error;
+    }
+    if (step >= static_cast<uint32_t>(lag) && step - lag < num_chunks_) {
+      if (Error error = add(parts, number - lag, squares); !error.empty()) return error;
+    }
+    if (lag == 1 && step >= 2) {
+      if (Error error = take(parts, number - 2); !error.empty()) return error;
+    }
+  }
+  if (is_short()) return "";
+  if (static_cast<int64_t>(parts.size()) > kMaxParts) {  // too many to travel
+    for (size_t index = 0; index < parts.size(); ++index) {
+      const Part& part = parts[index];
+      const std::byte* sum = result_ == nullptr ? part.out : result_->read + part.offset;
+      squares[index] = sum_of_squares(part.type, sum, part.count);
+    }
+    return "";
+  }
+  for (size_t index = 0; index < parts.size(); ++index) {
+    squares[index] = 0;
+    for (int rank = 0; rank < size_; ++rank) squares[index] += squares_of(rank)[index];
+  }
+  return "";
+}
+
+// Let the others read their segments of a chunk.
+Error Transport::give(const Parts& parts, uint32_t number) {
+  if (Error error = wait_for(&RankState::added, number - kSlots + 1); !error.empty()) return error;
+  const Range chunk = chunk_range(number);
+  Range own = segment(chunk, rank_);
+  if (is_short()) own = {chunk.end, chunk.end};  // the others add all of it
+  std::byte* to = slot(rank_, number) - chunk.begin;
+  const auto copy = [to](size_t, const Part& part, int64_t from, int64_t at, int64_t bytes) {
+    std::memcpy(to + at, part.in + from, bytes);
+  };
+  for_each_piece(parts, chunk.begin, own.begin, copy);
+  for_each_piece(parts, own.end, chunk.end, copy);
+  publish(&RankState::given, number + 1);
+  return "";
+}
+
+// Add everybody's segment of this rank, or all of what is short.
+Error Transport::add(Parts& parts, uint32_t number, double* squares) {
+  const Range chunk = chunk_range(number);
+  if (Error error = wait_for(&RankState::given, number + 1); !error.empty()) return error;
+  if (is_short()) {
+    add_range(parts, chunk, chunk, number, false, squares);
+    publish(&RankState::taken, number + 1);
+    publish(&RankState::added, number + 1);
+    return "";
+  }
+  const bool is_kept = result_ == nullptr;
+  if (is_kept) {
+    if (Error error = wait_for(&RankState::taken, number - kSlots + 1); !error.empty()) return error;
+  }
+  add_range(parts, chunk, segment(chunk, rank_), number, is_kept, squares);
+  // All ranks are in this call, so that nobody still reads the squares of the one before.
+  if (number + 1 == first_ + num_chunks_ && static_cast<int64_t>(parts.size()) <= kMaxParts) {
+    std::copy(squares, squares + parts.size(), squares_of(rank_));
+  }
+  publish(&RankState::added, number + 1);
+  return "";
+}
+
+// Add a range of a chunk in the order of the ranks; `is_kept`: also where the others take it.
+void Transport::add_range(Parts& parts, const Range& chunk, const Range& range, uint32_t number, bool is_kept,
+                          double* squares) {
+  std::vector<const std::byte*> sources(size_);
+  for_each_piece(parts, range.begin, range.end, [&](size_t index, Part& part, int64_t from, int64_t at, int64_t bytes) {
+    for (int rank = 0; rank < size_; ++rank) {
+      sources[rank] = rank == rank_ ? part.in + from : slot(rank, number) + (at - chunk.begin);
+    }
+    std::byte* out = result_ == nullptr ? part.out + from : result_->write + at;
+    squares[index] += add_values(part.type, sources, bytes / size_of(part.type), out);
+    if (is_kept) std::memcpy(slot(size_, number) + (at - chunk.begin), out, bytes);
+  });
+}
+
+// Take the sums of the other ranks' segments.
+Error Transport::take(Parts& parts, uint32_t number) {
+  if (Error error = wait_for(&RankState::added, number + 1); !error.empty()) return error;
+  if (result_ == nullptr) {
+    const Range chunk = chunk_range(number), own = segment(chunk, rank_);
+    const std::byte* sums = slot(size_, number) - chunk.begin;
+    const auto copy = [sums](size_t, Part& part, int64_t from, int64_t at, int64_t bytes) {
+      std::memcpy(part.out + from, sums + at, bytes);
+    };
+    for_each_piece(parts, chunk.begin, own.begin, copy);
+    for_each_piece(parts, own.end, chunk.end, copy);
+  }
+  publish(&RankState::taken, number + 1);
+  return "";
+}
+
+// Wait until every rank's counter has come to a value.
+Error Transport::wait_for(Counter counter, uint32_t least) {
+  using Clock = std::chrono::steady_clock;
+  for (int rank = 0; rank < size_; ++rank) {
+    RankState& other = state(rank);
+    uint32_t seen = (other.*counter).load(std::memory_order_acquire);
+    if (has_reached(seen, least)) continue;
+    auto last_look = Clock::now();
+    const auto end_of_spin = last_look + std::chrono::nanoseconds(spin_ns_);
+    while (!has_reached(seen = (other.*counter).load(std::memory_order_acquire), least)) {
+      const auto now = Clock::now();
+      if (now < end_of_spin) {
+        pause_core();
+        continue;
+      }
+      if (now - last_look >= std::chrono::nanoseconds(kLookNs)) {
+        const int lost = find_lost();
+        last_look = now;
+        if (lost >= 0 && (other.*counter).load(std::memory_order_acquire) == seen) {  // what it had said counts
+          const bool has_failed = state(lost).blamed.load() == static_cast<uint32_t>(lost) + 1;
+          return stop(kLostRank + std::to_string(lost) + (has_failed ? ", where a sum could not be finished" : ""),
+                      lost);
+        }
+      }
+      sleep_until_moved(other, counter, seen);
+    }
+  }
+  return "";
+}
+
+// Sleep until another rank's counter is no more what was seen, or it is time to look whether the ranks live.
+void Transport::sleep_until_moved(RankState& other, Counter counter, uint32_t seen) {
+  const timespec look = {0, kLookNs};
+  other.asleep.fetch_add(1);  // before the last look at the counter, which the kernel does
+  syscall(SYS_futex, &(other.*counter), FUTEX_WAIT, seen, &look, nullptr, 0);
+  other.asleep.fetch_sub(1);
+}
+
+void Transport::publish(Counter counter, uint32_t value) {
+  RankState& mine = state(rank_);
+  (mine.*counter).store(value);  // sequentially consistent: nobody falls asleep between this and the question
+  if (mine.asleep.load() > 0) syscall(SYS_futex, &(mine.*counter), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// The rank because of which another takes no part any more, or one whose process has ended; -1: there is none.
+int Transport::find_lost() const {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (const uint32_t blamed = state(rank).blamed.load(); blamed != 0) return static_cast<int>(blamed) - 1;
+  }
+  for (int rank = 0; rank < size_; ++rank) {
+    pollfd ended = {pidfds_[rank], POLLIN, 0};
+    const bool is_gone =
+        pidfds_[rank] >= 0 ? poll(&ended, 1, 0) == 1 : kill(processes_[rank], 0) != 0 && errno == ESRCH;
+    if (is_gone) return rank;
+  }
+  return -1;
+}
+
+Error Transport::stop(Error error, int blamed) {
+  broken_ = error;
+  state(rank_).blamed.store(static_cast<uint32_t>(blamed) + 1);
+  return error;
+}
+
+void Transport::fail() { stop("an earlier sum of this process was not finished.", rank_); }
+
+}  // namespace ringtrain

@@ -1,0 +1,78 @@
+"""The transport of the native backend, without TensorFlow: exact, and clean under the sanitizers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringtrain.collectives.native import build
+from ringtrain.collectives.native.build import FLAGS
+from tests.world.processes import REPOSITORY
+
+NATIVE = REPOSITORY / "ringtrain/collectives/native"
+SOURCES = [NATIVE / "sums.cc", NATIVE / "transport.cc", Path(__file__).with_name("transport_test.cc")]
+SANITIZERS: dict[str, list[str]] = {
+    "none": [],
+    "thread": ["-fsanitize=thread"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+}
+
+
+CASES = [
+    *(("none", how, size) for how in ("threads", "processes") for size in (2, 3)),
+    *(pytest.param("none", how, 7, marks=pytest.mark.slow) for how in ("threads", "processes")),
+    *(pytest.param("address", how, 3, marks=pytest.mark.slow) for how in ("threads", "processes")),
+    # This sanitizer sees one process only.
+    *(pytest.param("thread", "threads", size, marks=pytest.mark.slow) for size in (2, 3)),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The test program, with a sanitizer or without."""
+
+    @functools.cache
+    def compile_with(sanitizer: str) -> Path:
+        path = tmp_path_factory.mktemp("transport") / sanitizer
+        flags = [*SANITIZERS[sanitizer], "-std=c++17", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
+        compiler = os.environ.get("CXX", "g++")
+        subprocess.run([compiler, *flags, f"-I{NATIVE}", *SOURCES, "-o", path], check=True, timeout=120)
+        return path
+
+    return compile_with
+
+
+@pytest.mark.parametrize(("sanitizer", "how", "size"), CASES)
+def test_sums_are_those_of_the_ranks_in_their_order(
+    compiled: Callable[[str], Path], sanitizer: str, how: str, size: int
+) -> None:
+    """Many calls of many kinds, results held and left; as processes also ranks that differ, end, or fail."""
+    path = compiled(sanitizer)
+    for seed in range(2):
+        command = [path, how, str(size), str(seed), "120" if sanitizer == "none" else "50"]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert finished.returncode == 0, finished.stderr
+
+
+def test_the_operation_compiles_without_a_warning() -> None:
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run(
+        [compiler, *FLAGS, "-Werror", "-fsyntax-only", *sorted(NATIVE.glob("*.cc"))], check=True, timeout=120
+    )
+
+
+def test_a_library_that_does_not_compile_leaves_no_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "libringtrain.so"
+    monkeypatch.setattr(build, "LIBRARY", library)
+    for compiler, reason in (("false", "false ended with 1: "), ("no-such-compiler", "No such file")):
+        library.write_text("an older one")
+        monkeypatch.setenv("CXX", compiler)
+        found = build.compile_library()
+        assert found is not None
+        assert reason in found
+        assert not library.exists()

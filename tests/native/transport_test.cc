@@ -1,0 +1,258 @@
+// Ranks that sum through memory, without TensorFlow: as threads, where a sanitizer sees all that they touch, or as
+// processes. `transport_test threads|processes SIZE SEED CALLS` ends with 0, or says what was wrong.
+
+#include "transport.h"
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <random>
+#include <thread>
+
+#include "sums.h"
+
+using namespace ringtrain;
+
+namespace {
+
+constexpr int64_t kMemoryBytes = int64_t{1} << 32;
+
+#define REQUIRE(condition, ...)                 \
+  do {                                          \
+    if (!(condition)) {                         \
+      std::fprintf(stderr, "%s: ", #condition); \
+      std::fprintf(stderr, __VA_ARGS__);        \
+      std::fputc('\n', stderr);                 \
+      std::_Exit(1);                            \
+    }                                           \
+  } while (false)
+
+struct Call {
+  uint64_t meaning;
+  bool may_share, in_place;
+  std::vector<std::pair<Type, int64_t>> specs;
+};
+
+// The same on all ranks. Calls come again, as those of a training step do.
+std::vector<Call> draw_calls(int seed, int num_calls) {
+  std::mt19937 random(seed);
+  const auto below = [&](int64_t limit) { return static_cast<int64_t>(random() % limit); };
+  std::vector<Call> kinds, calls;
+  for (int kind = 0; kind < 8; ++kind) {
+    Call call = {static_cast<uint64_t>(below(1 << 30) * 100 + kind), below(3) > 0, below(2) > 0, {}};
+    const int64_t num_parts = kind == 0 ? 5000 : 1 + below(12);
+    const int64_t limit = kind == 0 ? 40 : kind % 3 == 0 ? 300 : kind % 3 == 1 ? 30'000 : 400'000;
+    for (int64_t part = 0; part < num_parts; ++part) {
+      call.specs.push_back({static_cast<Type>(below(6)), below(4) == 0 ? below(2) : below(limit)});
+    }
+    kinds.push_back(call);
+  }
+  for (int number = 0; number < num_calls; ++number) calls.push_back(kinds[below(8)]);
+  return calls;
+}
+
+// Whole numbers of which all sums are exact in each type, half precision included.
+std::vector<std::byte> draw_values(Type type, int64_t count, int rank, int call, size_t part) {
+  std::vector<std::byte> values(count * size_of(type) + 1);
+  for (int64_t i = 0; i < count; ++i) {
+    const int value = static_cast<int>((i * 7 + rank * 13 + call * 3 + static_cast<int>(part)) % 32) - 12;
+    std::byte* at = values.data() + i * size_of(type);
+    const float single = static_cast<float>(value);
+    const double wide = value;
+    const int32_t whole = value;
+    const int64_t long_whole = value;
+    uint32_t bits;
+    std::memcpy(&bits, &single, 4);
+    uint16_t half = static_cast<uint16_t>(bits >> 16);
+    if (type == Type::kHalf) {
+      const uint32_t size = bits & 0x7fffffff;
+      half = static_cast<uint16_t>((bits >> 16 & 0x8000) | (size == 0 ? 0 : (size - (112u << 23)) >> 13));
+    }
+    switch (type) {
+      case Type::kHalf:
+      case Type::kBfloat16:
+        std::memcpy(at, &half, 2);
+        break;
+      case Type::kFloat:
+        std::memcpy(at, &single, 4);
+        break;
+      case Type::kDouble:
+        std::memcpy(at, &wide, 8);
+        break;
+      case Type::kInt32:
+        std::memcpy(at, &whole, 4);
+        break;
+      case Type::kInt64:
+        std::memcpy(at, &long_whole, 8);
+        break;
+    }
+  }
+  return values;
+}
+
+struct Held {  // a result that is in use, and what it must still be
+  Result* result;
+  std::vector<std::pair<const std::byte*, std::vector<std::byte>>> contents;
+};
+
+void run_rank(const Map& map, int rank, const std::vector<int>& processes, int seed, int num_calls) {
+  const int size = static_cast<int>(processes.size());
+  auto transport = Transport::open(map, rank, processes, 20'000);
+  REQUIRE(transport != nullptr, "rank %d cannot map the window", rank);
+  std::deque<Held> held;
+  std::mt19937 random(seed * 1000 + rank);
+  int number = 0, num_shared = 0;
+  for (const Call& call : draw_calls(seed, num_calls)) {
+    ++number;
+    std::vector<std::vector<std::byte>> inputs, outputs, expected;
+    Parts parts;
+    std::vector<double> squares(call.specs.size());
+    for (size_t index = 0; index < call.specs.size(); ++index) {
+      const auto [type, count] = call.specs[index];
+      std::vector<std::vector<std::byte>> of_ranks;
+      std::vector<const std::byte*> sources;
+      for (int other = 0; other < size; ++other) of_ranks.push_back(draw_values(type, count, other, number, index));
+      for (const auto& values : of_ranks) sources.push_back(values.data());
+      expected.emplace_back(count * size_of(type) + 1);
+      add_values(type, sources, count, expected.back().data());
+      inputs.push_back(of_ranks[rank]);
+      outputs.emplace_back(call.in_place ? 0 : count * size_of(type) + 1);
+      parts.push_back({type, count, inputs.back().data()});
+    }
+    transport->lay_out(parts);
+    if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 400));
+    Error error = transport->begin(call.meaning, parts, call.may_share);
+    REQUIRE(error.empty(), "rank %d, call %d: %s", rank, number, error.c_str());
+    Result* result = transport->result();
+    for (size_t index = 0; index < parts.size() && result == nullptr; ++index) {
+      parts[index].out = call.in_place ? inputs[index].data() : outputs[index].data();
+    }
+    error = transport->finish(parts, squares.data());
+    REQUIRE(error.empty(), "rank %d, call %d: %s", rank, number, error.c_str());
+    Held now = {result, {}};
+    for (size_t index = 0; index < parts.size(); ++index) {
+      const Part& part = parts[index];
+      const std::byte* sum = result == nullptr ? part.out : result->read + part.offset;
+      REQUIRE(std::memcmp(sum, expected[index].data(), part.bytes()) == 0, "rank %d, call %d, part %zu of type %d",
+              rank, number, index, static_cast<int>(part.type));
+      const bool is_whole = part.type == Type::kInt32 || part.type == Type::kInt64;
+      const double true_squares = sum_of_squares(part.type, expected[index].data(), part.count);
+      REQUIRE(is_whole || std::abs(squares[index] - true_squares) <= 1e-6 * true_squares, "rank %d, call %d: %g", rank,
+              number, squares[index]);
+      if (result != nullptr && index < 20) now.contents.push_back({sum, expected[index]});
+    }
+    if (result != nullptr) {
+      ++num_shared;
+      result->uses.fetch_add(1);
+      held.push_back(std::move(now));
+    }
+    while (held.size() > random() % 3) {
+      for (const auto& [at, content] : held.front().contents) {
+        REQUIRE(std::memcmp(at, content.data(), content.size() - 1) == 0, "rank %d: a result has changed", rank);
+      }
+      held.front().result->uses.fetch_sub(1);
+      held.pop_front();
+    }
+  }
+  REQUIRE(num_shared > 0 || num_calls < 100, "no sum was shared");
+}
+
+// One rank that means something else is an error on all, and so is one that has ended.
+void run_wrong_rank(const Map& map, int rank, const std::vector<int>& processes, bool has_ended) {
+  auto transport = Transport::open(map, rank, processes, 20'000);
+  float value = 1;
+  double squares;
+  Parts parts = {{Type::kFloat, 1, reinterpret_cast<std::byte*>(&value), reinterpret_cast<std::byte*>(&value)}};
+  transport->lay_out(parts);
+  REQUIRE(transport->begin(1, parts, false).empty() && transport->finish(parts, &squares).empty(), "rank %d", rank);
+  if (rank == 1 && has_ended) std::_Exit(0);
+  const Error error = transport->begin(rank == 1 ? 2 : 1, parts, false);
+  const char* expected =
+      has_ended ? "a rank has ended that others wait for: rank 1" : "the ranks are at different places";
+  REQUIRE(error.find(expected) == 0, "rank %d: %s", rank, error.c_str());
+  REQUIRE(transport->begin(1, parts, false) == error, "rank %d goes on", rank);
+}
+
+// And one that cannot go on within a sum of many chunks.
+void run_failing_rank(const Map& map, int rank, const std::vector<int>& processes) {
+  auto transport = Transport::open(map, rank, processes, 20'000);
+  std::vector<float> values(1'000'000, 1.0f);
+  double squares;
+  std::byte* data = reinterpret_cast<std::byte*>(values.data());
+  Parts parts = {{Type::kFloat, static_cast<int64_t>(values.size()), data, data}};
+  REQUIRE(!transport->lay_out(parts), "that is not short");
+  REQUIRE(transport->begin(1, parts, true).empty(), "rank %d", rank);
+  if (rank == 1) return transport->fail();
+  const Error error = transport->finish(parts, &squares);
+  const char* expected = "a rank has ended that others wait for: rank 1, where a sum could not be finished";
+  REQUIRE(error == expected, "rank %d: %s", rank, error.c_str());
+}
+
+template <typename Act>
+void in_processes(int size, const Map& map, Act act) {
+  std::vector<int> processes;
+  int gate[2];
+  REQUIRE(pipe(gate) == 0, "pipe");
+  for (int rank = 0; rank < size; ++rank) {
+    const int process = fork();
+    if (process == 0) {
+      std::vector<int> all(size);
+      close(gate[1]);
+      REQUIRE(read(gate[0], all.data(), size * sizeof(int)) == static_cast<ssize_t>(size * sizeof(int)), "read");
+      act(map, rank, all);
+      std::exit(0);
+    }
+    processes.push_back(process);
+  }
+  for (int rank = 0; rank < size; ++rank) {
+    REQUIRE(write(gate[1], processes.data(), size * sizeof(int)) > 0, "write");
+  }
+  for (int process : processes) {
+    int status;
+    REQUIRE(waitpid(process, &status, 0) == process && status == 0, "a rank ended with status %d", status);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  REQUIRE(argc == 5, "four arguments");
+  const std::string how = argv[1];
+  const int size = std::atoi(argv[2]), seed = std::atoi(argv[3]), num_calls = std::atoi(argv[4]);
+  alarm(240);
+  if (how == "threads") {  // one mapping: a sanitizer takes two of the same memory for different places
+    const int flags = MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* memory = mmap(nullptr, kMemoryBytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    REQUIRE(memory != MAP_FAILED, "mmap");
+    const Map map = [memory](int64_t offset, int64_t, bool) { return static_cast<std::byte*>(memory) + offset; };
+    std::vector<std::thread> threads;
+    const std::vector<int> processes(size, getpid());
+    for (int rank = 0; rank < size; ++rank) {
+      threads.emplace_back([&, rank] { run_rank(map, rank, processes, seed, num_calls); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return 0;
+  }
+  for (int kind = 0; kind < 4; ++kind) {
+    const int descriptor = memfd_create("transport_test", MFD_CLOEXEC);
+    REQUIRE(descriptor >= 0 && ftruncate(descriptor, kMemoryBytes) == 0, "memfd");
+    const Map map = [descriptor](int64_t offset, int64_t length, bool is_writable) -> std::byte* {
+      const int access = is_writable ? PROT_READ | PROT_WRITE : PROT_READ;
+      void* memory = mmap(nullptr, length, access, MAP_SHARED, descriptor, offset);
+      return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
+    };
+    in_processes(size, map, [&](const Map& map, int rank, const std::vector<int>& processes) {
+      if (kind == 0) run_rank(map, rank, processes, seed, num_calls);
+      if (kind == 1 || kind == 2) run_wrong_rank(map, rank, processes, kind == 2);
+      if (kind == 3) run_failing_rank(map, rank, processes);
+    });
+    close(descriptor);
+  }
+  return 0;
+}

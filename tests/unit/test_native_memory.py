@@ -1,0 +1,78 @@
+"""Memory that all ranks of a node have open: who gets it, and who does not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from ringtrain.collectives.native import library
+from ringtrain.collectives.native.memory import NAME, share_memory
+
+
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_it_is_open_in_all_and_gone_with_the_last() -> None:
+    before = open_descriptors()
+    place: list[Any] = []
+
+    def on_rank_0(value: Any) -> list[Any]:
+        place.append(value)
+        return [value, True]
+
+    mine = share_memory(0, on_rank_0)
+    theirs = share_memory(1, lambda value: [place[0], None] if value is None else [True, value])
+    assert mine is not None
+    assert theirs is not None
+    os.ftruncate(mine, 5)
+    assert os.fstat(theirs).st_size == 5
+    assert os.get_inheritable(theirs) is False
+    os.close(mine)
+    os.close(theirs)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("which", ["a plain file", "no file", "no process", "other memory"])
+def test_what_is_not_the_memory_of_rank_0_is_not_taken_for_it(which: str, tmp_path: Path) -> None:
+    """Another container's process may have the number that rank 0 has in its own."""
+    descriptor = os.memfd_create(f"{NAME}-theirs")
+    try:
+        with (tmp_path / "file").open("wb+") as file:
+            number = {"a plain file": file.fileno(), "no file": 10**6}.get(which, descriptor)
+            place = [2**22 + 1 if which == "no process" else os.getpid(), number, f"{NAME}-ours"]
+            assert share_memory(1, lambda value: [place, None] if value is None else [True, value]) is None
+    finally:
+        os.close(descriptor)
+
+
+def test_memory_that_cannot_be_had_ends_nothing() -> None:
+    before, said = open_descriptors(), []
+
+    def on_all(value: Any) -> list[Any]:
+        said.append(value)
+        return [value, False]
+
+    with mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files")):
+        assert share_memory(0, on_all) is None
+    assert said == [None, False], "the others are told"
+    assert share_memory(0, on_all) is None, "a rank that cannot open it"
+    assert open_descriptors() == before
+
+
+def test_where_the_window_cannot_be_mapped_nobody_joins(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:  # which cannot be read
+        assert library.join(file.fileno(), 0, [os.getpid(), os.getpid()], 0.0) == -1
+
+
+def test_a_library_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    library.load_operation.cache_clear()
+    try:
+        with mock.patch.object(library, "LIBRARY", tmp_path / "none.so"):
+            assert library.load_operation() is None
+    finally:
+        library.load_operation.cache_clear()

@@ -1,0 +1,203 @@
+"""The native backend: its sums, what trains by them, and what becomes of a run that cannot have it."""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, share_memory
+from ringtrain.collectives.gradients import MIN_GROUP_BYTES, ONE_MESSAGE_BYTES, GradientReduction
+from ringtrain.collectives.horovod import HorovodCollective
+from ringtrain.collectives.native import library
+from ringtrain.collectives.native.backend import Native
+from ringtrain.errors import UsageError
+from tests.world import test_step
+from tests.world.conftest import RunRingtrain
+from tests.world.group import on_ranks
+from tests.world.running import digest, events, final_checkpoint, running
+from tests.world.test_collectives import poison, values_of_all, values_of_rank
+
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+
+
+@functools.cache
+def native_of(collective: Collective) -> Native:
+    """Of the same ranks."""
+    assert isinstance(collective, HorovodCollective)
+    native = share_memory(HorovodCollective(collective.world, collective.hvd), "native")
+    assert isinstance(native, Native)
+    return native
+
+
+@on_ranks(2, 3)
+def test_tensors_of_all_types_are_summed_together(collective: Collective) -> None:
+    """Of no value, of fewer than there are ranks, and of many chunks; from the third time on in memory of all."""
+    world, native = collective.world, native_of(collective)
+    specs = [(shape, dtype) for shape in [(), (0, 3), (1,), (7, 3), (300, 1100)] for dtype in DTYPES]
+    numpy_types = {"bfloat16": "float32"}
+
+    def of(rank: int) -> list[np.ndarray]:
+        return [values_of_rank(rank, shape, numpy_types.get(dtype, dtype)) for shape, dtype in specs]
+
+    mine = [tf.cast(values, dtype) for values, (_, dtype) in zip(of(world.rank), specs, strict=True)]
+    expected = [np.sum(parts, axis=0, dtype=parts[0].dtype) for parts in zip(*map(of, range(world.size)), strict=True)]
+    for read_only in (False, True):
+        add = functools.partial(native.all_reduce, ordered=True, read_only=read_only)
+        in_graph = tf.function(functools.partial(add, name=f"graph/{read_only}"), autograph=False)
+        for totals in (add(mine, name="eager"), *(in_graph(mine) for _ in range(5))):
+            for tensor, total, right in zip(mine, totals.tensors, expected, strict=True):
+                assert (total.dtype, total.shape) == (tensor.dtype, tensor.shape)
+                np.testing.assert_array_equal(tf.cast(total, right.dtype), right)
+            for (_, dtype), square, right in zip(specs, totals.squares.numpy(), expected, strict=True):
+                if "int" not in dtype:
+                    np.testing.assert_allclose(square, np.sum(np.square(right.astype(float))), rtol=1e-6)
+
+
+@on_ranks(2, 3)
+def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) -> None:
+    native = native_of(collective)
+    size = collective.world.size
+
+    @tf.function(autograph=False)
+    def add(tensor: tf.Tensor) -> Any:
+        return native.all_reduce([tensor], name="kept", ordered=True, read_only=True)
+
+    kept: list[tuple[tf.Tensor, float]] = []
+    generator = np.random.default_rng(collective.world.rank)  # each rank keeps others
+    for step in range(60):
+        [total] = add(tf.fill([50_000], float(step))).tensors
+        kept.append((total, float(size * step)))
+        del total
+        while len(kept) > generator.integers(1, 6):
+            kept.pop(int(generator.integers(len(kept))))
+        for earlier, expected in kept:
+            np.testing.assert_array_equal(earlier, np.full(50_000, expected))
+
+
+@on_ranks(2)
+def test_nothing_is_computed_into_memory_of_all(collective: Collective) -> None:
+    """TensorFlow takes the memory of what nobody needs any more; here it would end the process."""
+    native, rank = native_of(collective), collective.world.rank
+    variable = tf.Variable(tf.zeros([512, 256]))
+
+    @tf.function(autograph=False)
+    def compute(values: tf.Tensor) -> Any:
+        totals = native.all_reduce([values], name="used", ordered=True, read_only=True)
+        [total] = totals.tensors
+        variable.assign(total)
+        variable.assign_add(tf.ones_like(total))
+        changed = [
+            3 * total, -total, tf.nn.relu(total), tf.add_n([total, tf.ones_like(total)]), total[:9] + 1,
+            tf.split(total, 2)[0] * 3, tf.unstack(total)[0] + 1, tf.clip_by_global_norm([total], 1.0)[0],
+            tf.tensor_scatter_nd_add(total, [[0, 0]], [5.0]), tf.nn.bias_add(total, tf.ones(256)),
+        ]  # fmt: skip
+        return total, changed, totals.keep_alive
+
+    for step in range(8):
+        total, changed, _ = compute(tf.fill([512, 256], float(rank + step)))
+        right = 2.0 * step + 1
+        np.testing.assert_array_equal(total, np.full((512, 256), right))
+        np.testing.assert_array_equal(variable, np.full((512, 256), right + 1))
+        assert [float(tf.reshape(each, [-1])[-1]) for each in changed[:4]] == [3 * right, -right, right, right + 1]
+        del total, changed
+
+
+@on_ranks(2, 3)
+def test_what_is_not_finite_is_seen_by_all_and_what_is_large_is_finite(collective: Collective) -> None:
+    rank, size, native = collective.world.rank, collective.world.size, native_of(collective)
+    shapes = [(4,), (MIN_GROUP_BYTES, 2), (3, 2), (ONE_MESSAGE_BYTES,)]
+    control, state = tf.fill([3], 1e20), [tf.constant([1.0, float(rank)]), tf.constant(2.0, tf.float64)]
+    with mock.patch.object(native, "overlaps_compute", False):
+        reduce = tf.function(GradientReduction(collective=native), autograph=False)
+        gradients = [values_of_rank(rank, shape, "float32") for shape in shapes]
+        reduced = reduce([tf.constant(gradient) for gradient in gradients], control, state)
+        expected = [np.sum(values_of_all(size, shape), axis=0) for shape in shapes]
+        for total, right in zip(reduced.gradients, expected, strict=True):
+            np.testing.assert_array_equal(total, right)
+        np.testing.assert_array_equal(reduced.control, size * control)
+        np.testing.assert_array_equal(reduced.state[0], [size, sum(range(size))])
+        assert float(reduced.state[1]) == 2 * size
+        norm = np.sqrt(sum(np.sum(np.square(right)) for right in expected))
+        np.testing.assert_allclose(reduced.global_norm, norm, rtol=1e-6)
+        assert bool(reduced.is_finite)
+        for index, bad in ((0, np.nan), (1, np.nan), (1, np.inf), (3, -np.inf), (3, 1e30)):
+            mine = [tf.constant(gradient) for gradient in gradients]
+            if rank == size - 1:
+                mine[index] = poison(mine[index], bad)
+            reduced = reduce(mine, control, state)
+            assert bool(reduced.is_finite) == np.isfinite(bad), (index, bad)
+        signed = [tf.constant([np.inf if rank == 0 else -np.inf])]
+        assert not bool(reduce(signed, control, state).is_finite)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "accumulate", "num_samples"),
+    [
+        ("regularised", "momentum", 1, 46),
+        ("regularised", "adam", 3, 45),
+        ("regularised", "clipped", 1, 46),
+        ("embedding", "momentum", 1, 46),
+    ],
+)
+@on_ranks(2, 3)
+def test_n_ranks_train_what_one_process_trains(
+    collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int
+) -> None:
+    test_step.test_n_ranks_train_what_one_process_trains.body(
+        native_of(collective), model, optimizer, accumulate, num_samples
+    )
+
+
+@on_ranks(2)
+def test_ranks_that_sum_something_else_are_told(collective: Collective) -> None:
+    """On every rank, and for good: not at the next sum by chance."""
+    assert isinstance(collective, HorovodCollective)
+    native = share_memory(HorovodCollective(collective.world, collective.hvd), "native")
+    rank = collective.world.rank
+    for number in range(2):
+        with pytest.raises(tf.errors.AbortedError, match="the ranks are at different places of the program"):
+            native.all_reduce([tf.zeros([3 + rank])], name=f"other/{number}", ordered=True)
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_have_it_is_told_on_all(collective: Collective) -> None:
+    assert isinstance(collective, HorovodCollective)
+    carrier = HorovodCollective(collective.world, collective.hvd)
+    on_rank_1 = None if collective.world.rank == 1 else library.load_operation()
+    with (
+        mock.patch.object(library, "load_operation", return_value=on_rank_1),
+        pytest.raises(UsageError, match=r"backend is 'native'.*libringtrain.so is not there.* Use --backend auto\."),
+    ):
+        share_memory(carrier, "native")
+
+
+def test_a_run_trains_the_same_bits_as_by_the_other_backend(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    """Of two ranks there is one sum."""
+    digests = []
+    for backend in ("auto", "native"):
+        arguments = ["--steps", "20", "--seed", "1", "--deterministic", "true", "--backend", backend]
+        finished = run_ringtrain([*arguments, "--out", tmp_path / backend], launcher="mpirun")
+        assert finished.rc == 0, finished.stderr
+        digests.append(digest(final_checkpoint(tmp_path / backend, 20)))
+    assert re.search("communication: Horovod over MPI, (gradients|short sums) natively", finished.stdout)
+    assert digests[0] == digests[1]
+
+
+def test_a_killed_rank_is_answered(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    slow = {"RINGTRAIN_TEST_STEP_SECONDS": "0.1"}
+    with running(out, "--backend", "native", "--epochs", "50", env=slow) as run:
+        run.wait_for_step(3)
+        run.signal_rank(1, signal.SIGKILL)
+        assert run.wait(20) != 0, run.text()
+        run.wait_until_gone()
+    assert "Traceback" not in run.text()
+    assert len(events(out, "start")) == 1

@@ -71,6 +71,15 @@ class HorovodCollective(Collective):
             totals = self.hvd.grouped_allreduce(list(tensors), op=self.hvd.Sum, name=name)
         return Totals(mark_collective(totals, name))
 
+    @property
+    def has_threads_of_mpi(self) -> bool:
+        """Whether other threads than Horovod's own may call MPI as well."""
+        if not self.hvd.mpi_enabled():
+            return False
+        from mpi4py import MPI
+
+        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
     def yield_core(self) -> None:
         """Let the threads of Horovod and MPI run when nothing else of this process wants the core.
 

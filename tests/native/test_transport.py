@@ -23,12 +23,14 @@ SANITIZERS: dict[str, list[str]] = {
 }
 
 
-CASES = [
-    *(("none", how, size) for how in ("threads", "processes") for size in (2, 3)),
-    *(pytest.param("none", how, 7, marks=pytest.mark.slow) for how in ("threads", "processes")),
-    *(pytest.param("address", how, 3, marks=pytest.mark.slow) for how in ("threads", "processes")),
+CASES = [  # (sanitizer, how, nodes, ranks of a node)
+    *(("none", how, 1, size) for how in ("threads", "processes") for size in (2, 3)),
+    *(("none", "processes", nodes, size) for nodes, size in ((2, 2), (3, 2), (5, 1))),
+    *(pytest.param("none", how, 1, 7, marks=pytest.mark.slow) for how in ("threads", "processes")),
+    *(pytest.param("address", how, 1, 3, marks=pytest.mark.slow) for how in ("threads", "processes")),
+    pytest.param("address", "processes", 3, 2, marks=pytest.mark.slow),
     # This sanitizer sees one process only.
-    *(pytest.param("thread", "threads", size, marks=pytest.mark.slow) for size in (2, 3)),
+    *(pytest.param("thread", "threads", 1, size, marks=pytest.mark.slow) for size in (2, 3)),
 ]
 
 
@@ -47,14 +49,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return compile_with
 
 
-@pytest.mark.parametrize(("sanitizer", "how", "size"), CASES)
+@pytest.mark.parametrize(("sanitizer", "how", "nodes", "size"), CASES)
 def test_sums_are_those_of_the_ranks_in_their_order(
-    compiled: Callable[[str], Path], sanitizer: str, how: str, size: int
+    compiled: Callable[[str], Path], sanitizer: str, how: str, nodes: int, size: int
 ) -> None:
     """Many calls of many kinds, results held and left; as processes also ranks that differ, end, or fail."""
     path = compiled(sanitizer)
     for seed in range(2):
-        command = [path, how, str(size), str(seed), "120" if sanitizer == "none" else "50"]
+        calls = 120 if sanitizer == "none" else 50
+        command = [str(path), how, *map(str, (nodes, size, seed, calls))]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert finished.returncode == 0, finished.stderr
 

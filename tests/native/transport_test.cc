@@ -1,9 +1,12 @@
 // Ranks that sum through memory, without TensorFlow: as threads, where a sanitizer sees all that they touch, or as
-// processes. `transport_test threads|processes SIZE SEED CALLS` ends with 0, or says what was wrong.
+// processes, also of several nodes, between which sockets take MPI's place.
+// `transport_test threads|processes NODES SIZE SEED CALLS` ends with 0, or says what was wrong.
 
 #include "transport.h"
 
+#include <poll.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -96,17 +99,42 @@ std::vector<std::byte> draw_values(Type type, int64_t count, int rank, int call,
   return values;
 }
 
+// Of sums of numbers of which none is exact: the ranks' own, the bits of whose sums all must have.
+uint64_t digest_of_fractions(Transport& transport, std::mt19937& random) {
+  std::uniform_real_distribution<float> fraction(-1, 1);
+  uint64_t digest = 14695981039346656037u;
+  for (int64_t count : {1'000, 7'777, 500'000}) {
+    std::vector<float> values(count);
+    for (float& value : values) value = fraction(random);
+    std::byte* data = reinterpret_cast<std::byte*>(values.data());
+    double squares;
+    Parts parts = {{Type::kFloat, count, data, data}};
+    transport.lay_out(parts);
+    Error error = transport.begin(count, parts, false);
+    if (error.empty()) error = transport.finish(parts, &squares);
+    REQUIRE(error.empty(), "%s", error.c_str());
+    uint32_t bits;
+    for (float value : values) {
+      std::memcpy(&bits, &value, sizeof bits);
+      digest = (digest ^ bits) * 0x100000001b3u;
+    }
+  }
+  return digest;
+}
+
 struct Held {  // a result that is in use, and what it must still be
   Result* result;
   std::vector<std::pair<const std::byte*, std::vector<std::byte>>> contents;
 };
 
-void run_rank(const Map& map, int rank, const std::vector<int>& processes, int seed, int num_calls) {
-  const int size = static_cast<int>(processes.size());
-  auto transport = Transport::open(map, rank, processes, 20'000);
+void run_rank(const Map& map, int rank, const std::vector<int>& processes, int seed, int num_calls, Nodes nodes = {},
+              uint64_t* digests = nullptr) {
+  const int local_size = static_cast<int>(processes.size());
+  const int size = local_size * nodes.count, global_rank = nodes.mine * local_size + rank;
+  auto transport = Transport::open(map, rank, processes, 20'000, nodes);
   REQUIRE(transport != nullptr, "rank %d cannot map the window", rank);
   std::deque<Held> held;
-  std::mt19937 random(seed * 1000 + rank);
+  std::mt19937 random(seed * 1000 + global_rank);
   int number = 0, num_shared = 0;
   for (const Call& call : draw_calls(seed, num_calls)) {
     ++number;
@@ -121,7 +149,7 @@ void run_rank(const Map& map, int rank, const std::vector<int>& processes, int s
       for (const auto& values : of_ranks) sources.push_back(values.data());
       expected.emplace_back(count * size_of(type) + 1);
       add_values(type, sources, count, expected.back().data());
-      inputs.push_back(of_ranks[rank]);
+      inputs.push_back(of_ranks[global_rank]);
       outputs.emplace_back(call.in_place ? 0 : count * size_of(type) + 1);
       parts.push_back({type, count, inputs.back().data()});
     }
@@ -161,6 +189,7 @@ void run_rank(const Map& map, int rank, const std::vector<int>& processes, int s
     }
   }
   REQUIRE(num_shared > 0 || num_calls < 100, "no sum was shared");
+  if (digests != nullptr) digests[global_rank] = digest_of_fractions(*transport, random);
 }
 
 // One rank that means something else is an error on all, and so is one that has ended.
@@ -194,26 +223,84 @@ void run_failing_rank(const Map& map, int rank, const std::vector<int>& processe
   REQUIRE(error == expected, "rank %d: %s", rank, error.c_str());
 }
 
-template <typename Act>
-void in_processes(int size, const Map& map, Act act) {
-  std::vector<int> processes;
-  int gate[2];
-  REQUIRE(pipe(gate) == 0, "pipe");
-  for (int rank = 0; rank < size; ++rank) {
-    const int process = fork();
-    if (process == 0) {
-      std::vector<int> all(size);
-      close(gate[1]);
-      REQUIRE(read(gate[0], all.data(), size * sizeof(int)) == static_cast<ssize_t>(size * sizeof(int)), "read");
-      act(map, rank, all);
-      std::exit(0);
+// Sockets between all nodes, for one local rank: [from][to].
+using Sockets = std::vector<std::vector<int>>;
+
+Sockets connect_nodes(int count) {
+  Sockets sockets(count, std::vector<int>(count, -1));
+  for (int first = 0; first < count; ++first) {
+    for (int second = first + 1; second < count; ++second) {
+      int pair[2];
+      REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) == 0, "socketpair");
+      sockets[first][second] = pair[0];
+      sockets[second][first] = pair[1];
     }
-    processes.push_back(process);
   }
-  for (int rank = 0; rank < size; ++rank) {
-    REQUIRE(write(gate[1], processes.data(), size * sizeof(int)) > 0, "write");
+  return sockets;
+}
+
+// What MPI_Sendrecv does.
+bool exchange_by_sockets(const std::vector<int>& sockets, const void* sent, int64_t num_sent, int to, void* received,
+                         int64_t num_received, int from) {
+  const char* out = static_cast<const char*>(sent);
+  char* in = static_cast<char*>(received);
+  while (num_sent > 0 || num_received > 0) {
+    pollfd ready[2] = {{num_sent > 0 ? sockets[to] : -1, POLLOUT, 0},
+                       {num_received > 0 ? sockets[from] : -1, POLLIN, 0}};
+    REQUIRE(poll(ready, 2, 60'000) > 0, "a node does not answer");
+    if (ready[0].revents != 0) {
+      const ssize_t length = write(sockets[to], out, num_sent);
+      REQUIRE(length > 0, "write");
+      out += length, num_sent -= length;
+    }
+    if (ready[1].revents != 0) {
+      const ssize_t length = read(sockets[from], in, num_received);
+      REQUIRE(length > 0, "read");
+      in += length, num_received -= length;
+    }
   }
-  for (int process : processes) {
+  return true;
+}
+
+Map map_of_memory() {
+  const int descriptor = memfd_create("transport_test", MFD_CLOEXEC);
+  REQUIRE(descriptor >= 0 && ftruncate(descriptor, kMemoryBytes) == 0, "memfd");
+  return [descriptor](int64_t offset, int64_t length, bool is_writable) -> std::byte* {
+    const int access = is_writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    void* memory = mmap(nullptr, length, access, MAP_SHARED, descriptor, offset);
+    return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
+  };
+}
+
+// Call `act(map, rank, processes, nodes)` in so many processes on each of so many nodes.
+template <typename Act>
+void in_processes(int num_nodes, int size, Act act) {
+  std::vector<Sockets> sockets;
+  for (int rank = 0; rank < size; ++rank) sockets.push_back(connect_nodes(num_nodes));
+  std::vector<int> all;
+  for (int node = 0; node < num_nodes; ++node) {
+    const Map map = map_of_memory();
+    int gate[2];
+    REQUIRE(pipe(gate) == 0, "pipe");
+    std::vector<int> processes;
+    for (int rank = 0; rank < size; ++rank) {
+      const int process = fork();
+      if (process == 0) {
+        std::vector<int> of_node(size);
+        REQUIRE(read(gate[0], of_node.data(), size * sizeof(int)) == static_cast<ssize_t>(size * sizeof(int)), "read");
+        const std::vector<int>& of_rank = sockets[rank][node];
+        const auto exchange = [&of_rank](auto... what) { return exchange_by_sockets(of_rank, what...); };
+        act(map, rank, of_node, Nodes{num_nodes, node, exchange});
+        std::exit(0);
+      }
+      processes.push_back(process);
+    }
+    for (int rank = 0; rank < size; ++rank) {
+      REQUIRE(write(gate[1], processes.data(), size * sizeof(int)) > 0, "write");
+    }
+    all.insert(all.end(), processes.begin(), processes.end());
+  }
+  for (int process : all) {
     int status;
     REQUIRE(waitpid(process, &status, 0) == process && status == 0, "a rank ended with status %d", status);
   }
@@ -222,14 +309,15 @@ void in_processes(int size, const Map& map, Act act) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  REQUIRE(argc == 5, "four arguments");
+  REQUIRE(argc == 6, "five arguments");
   const std::string how = argv[1];
-  const int size = std::atoi(argv[2]), seed = std::atoi(argv[3]), num_calls = std::atoi(argv[4]);
+  const int num_nodes = std::atoi(argv[2]), size = std::atoi(argv[3]);
+  const int seed = std::atoi(argv[4]), num_calls = std::atoi(argv[5]);
   alarm(240);
+  const int flags = MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* memory = mmap(nullptr, kMemoryBytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  REQUIRE(memory != MAP_FAILED, "mmap");
   if (how == "threads") {  // one mapping: a sanitizer takes two of the same memory for different places
-    const int flags = MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* memory = mmap(nullptr, kMemoryBytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-    REQUIRE(memory != MAP_FAILED, "mmap");
     const Map map = [memory](int64_t offset, int64_t, bool) { return static_cast<std::byte*>(memory) + offset; };
     std::vector<std::thread> threads;
     const std::vector<int> processes(size, getpid());
@@ -239,20 +327,20 @@ int main(int argc, char** argv) {
     for (std::thread& thread : threads) thread.join();
     return 0;
   }
-  for (int kind = 0; kind < 4; ++kind) {
-    const int descriptor = memfd_create("transport_test", MFD_CLOEXEC);
-    REQUIRE(descriptor >= 0 && ftruncate(descriptor, kMemoryBytes) == 0, "memfd");
-    const Map map = [descriptor](int64_t offset, int64_t length, bool is_writable) -> std::byte* {
-      const int access = is_writable ? PROT_READ | PROT_WRITE : PROT_READ;
-      void* memory = mmap(nullptr, length, access, MAP_SHARED, descriptor, offset);
-      return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
-    };
-    in_processes(size, map, [&](const Map& map, int rank, const std::vector<int>& processes) {
-      if (kind == 0) run_rank(map, rank, processes, seed, num_calls);
-      if (kind == 1 || kind == 2) run_wrong_rank(map, rank, processes, kind == 2);
-      if (kind == 3) run_failing_rank(map, rank, processes);
+  uint64_t* digests = static_cast<uint64_t*>(memory);
+  in_processes(num_nodes, size, [&](const Map& map, int rank, const std::vector<int>& processes, const Nodes& nodes) {
+    run_rank(map, rank, processes, seed, num_calls, nodes, digests);
+  });
+  for (int rank = 0; rank < num_nodes * size; ++rank)
+    REQUIRE(digests[rank] == digests[0], "rank %d has other bits", rank);
+  if (num_nodes > 1) return 0;
+  for (bool has_ended : {false, true}) {
+    in_processes(1, size, [&](const Map& map, int rank, const std::vector<int>& processes, const Nodes&) {
+      run_wrong_rank(map, rank, processes, has_ended);
     });
-    close(descriptor);
   }
+  in_processes(1, size, [&](const Map& map, int rank, const std::vector<int>& processes, const Nodes&) {
+    run_failing_rank(map, rank, processes);
+  });
   return 0;
 }

@@ -10,10 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ringtrain.run.checkpoint import read_checkpoint
 from tests.slurm.cluster import NODES, Cluster, pids_of_site
 from tests.world.processes import REPOSITORY
+from tests.world.running import final_checkpoint
 
 DIGITS = f"{REPOSITORY / 'tests/world/workloads/endings.py'}:DigitsWithDigest"
 SRUN = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1"]
@@ -82,6 +85,21 @@ with Cluster() as cluster:
     print(cluster.site, flush=True)
     time.sleep(60)
 """
+
+
+@pytest.mark.slow
+def test_two_nodes_sum_natively_what_horovod_sums(cluster: Cluster, tmp_path: Path) -> None:
+    """Two ranks on each, which meet in the memory of their node, and by MPI those of the other."""
+    variables, env = [], {"PYTHONPATH": str(REPOSITORY)}
+    for backend in ("horovod", "native"):
+        flags = ["--workload", "digits", "--steps", "20", "--precision", "float64", "--backend", backend]
+        command = [*SRUN, "--nodes=2", "--ntasks-per-node=2", "--overcommit", sys.executable, "-m", "ringtrain", *flags]
+        finished = cluster.run([*command, "--out", str(tmp_path / backend)], env=env, timeout=240)
+        assert finished.rc == 0, finished.stderr
+        variables.append(read_checkpoint(final_checkpoint(tmp_path / backend, 20)).variables)
+    assert "natively" in finished.stdout
+    for name, value in variables[0].items():
+        np.testing.assert_allclose(variables[1][name], value, rtol=0, atol=1e-10 * max(1.0, np.abs(value).max()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""Ordered sums of the ranks of a node by an operation of ringtrain's own; all else Horovod carries.
+"""Ordered sums by an operation of ringtrain's own, within nodes and between them; all else Horovod carries.
 
 The operation is in C++, and TensorFlow calls it itself: a sum waits neither for Horovod's cycle, nor for Python's
 interpreter. Where a step makes all its sums at one place, the ranks need no agreement on an order: whoever comes there
@@ -8,6 +8,7 @@ waits for the others, and for nothing else. ``transport.h`` says how they add.
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,10 +25,14 @@ from ringtrain.errors import UsageError
 # How long a rank looks at what another has given before it sleeps: its core is wanted by nobody else meanwhile, and to
 # be woken takes longer than a short sum.
 SPIN_SECONDS = 200e-6
+NO_MEMORY_OF_OTHERS = (
+    "the ranks of a node cannot open memory of each other: they are in several containers, or at a limit"
+)
+MAX_NODES = 8
 
 
 class Native(HorovodCollective):
-    """The collective of a run whose ranks are on the cores of one node."""
+    """The collective of a run whose ranks are on cores, equally many on each node."""
 
     list_types = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
@@ -59,7 +64,7 @@ class Native(HorovodCollective):
 
 
 def join_node(collective: Collective) -> Collective:
-    """The same ranks, which are on the cores of one node: a UsageError where they are not. Every rank must call it."""
+    """The same ranks, which are on cores: a UsageError where they cannot join. Every rank must call it."""
     world = collective.world
     if not isinstance(collective, HorovodCollective):
         return collective  # a single process
@@ -67,19 +72,25 @@ def join_node(collective: Collective) -> Collective:
     def on_all(value: Any) -> list[Any]:
         return all_gather_object(collective, value, name="native")
 
+    def on_node(value: Any) -> list[Any]:
+        of_node = [its[1:] for its in on_all([world.node, world.local_rank, value]) if its[0] == world.node]
+        return [its for _, its in sorted(of_node, key=operator.itemgetter(0))]
+
     operation = library.load_operation()
-    facts = on_all([_why_not(collective, operation), sorted(os.sched_getaffinity(0)), os.getpid()])
-    _require_none([reason for reason, _, _ in facts])
-    descriptor = share_memory(world.rank, on_all)
-    if descriptor is None:
-        raise _refusal("the ranks cannot open memory of each other: they are in several containers, or at a limit")
-    cores = [its_cores for _, its_cores, _ in facts]
-    is_shared = len({core for its_cores in cores for core in its_cores}) < world.size
-    pids = [pid for _, _, pid in facts]
-    group = library.join(descriptor, world.rank, pids, 0 if is_shared else SPIN_SECONDS)
+    cores = sorted(os.sched_getaffinity(0))
+    facts = on_all([world.node, world.local_rank, cores, os.getpid(), _why_not(collective, operation)])
+    of_node = sorted((fact for fact in facts if fact[0] == world.node), key=operator.itemgetter(1))
+    _require_none([*(reason for *_, reason in facts), why_no_nodes([(node, rank) for node, rank, *_ in facts])])
+    nodes = library.find_nodes(world.local_rank, world.rank) if world.local_size < world.size else library.Nodes()
+    descriptor = share_memory(world.local_rank, on_node)
+    _require_none(on_all(None if descriptor is not None else NO_MEMORY_OF_OTHERS))
+    assert descriptor is not None
+    is_shared = len({core for _, _, its_cores, *_ in of_node for core in its_cores}) < world.local_size
+    processes = [process for *_, process, _ in of_node]
+    group = library.join(descriptor, world.local_rank, processes, 0 if is_shared else SPIN_SECONDS, nodes)
     os.close(descriptor)
-    _require_none(on_all(None if group >= 0 else "there is no memory for what the ranks share"))
-    has_one_core = all(len(its_cores) == 1 for its_cores in cores)
+    _require_none(on_all(None if group >= 0 else "there is no memory for what the ranks of a node share"))
+    has_one_core = all(len(its_cores) == 1 for _, _, its_cores, *_ in facts)
     if has_one_core:
         collective.yield_core()
     native = Native(collective, operation, group, overlaps_compute=not has_one_core)
@@ -90,13 +101,25 @@ def join_node(collective: Collective) -> Collective:
 
 def _why_not(collective: HorovodCollective, operation: Callable[..., Any] | None) -> str | None:
     """Why this rank cannot join, in the user's words."""
-    world = collective.world
-    if world.local_size < world.size:
-        return f"the ranks are on several nodes ({world.local_size} of {world.size} on {world.node})"
     if tf.config.get_visible_devices("GPU"):
         return "the ranks compute on GPUs"
     if operation is None:
         return f"{library.LIBRARY.name} is not there, or not for this processor: run `make setup` with a C++ compiler"
+    if collective.world.local_size < collective.world.size and not collective.has_threads_of_mpi:
+        return "between nodes it needs MPI with MPI_THREAD_MULTIPLE, which the ranks have not"
+    return None
+
+
+def why_no_nodes(places: Sequence[tuple[str, int]]) -> str | None:
+    """Why these ranks [(node, local rank)] cannot meet by their local ranks, in the user's words."""
+    ranks_of_nodes: dict[str, list[int]] = {}
+    for node, local_rank in places:
+        ranks_of_nodes.setdefault(node, []).append(local_rank)
+    if twice := [node for node, ranks in ranks_of_nodes.items() if len(set(ranks)) < len(ranks)]:
+        return f"nodes have the same name ({', '.join(twice[:MAX_NODES])})"
+    if len({len(ranks) for ranks in ranks_of_nodes.values()}) > 1:
+        numbers = ", ".join(f"{len(ranks)} on {node}" for node, ranks in list(ranks_of_nodes.items())[:MAX_NODES])
+        return f"the nodes have not equally many ranks ({numbers})"
     return None
 
 
@@ -107,4 +130,4 @@ def _require_none(reasons: Sequence[str | None]) -> None:
 
 
 def _refusal(reason: str) -> UsageError:
-    return UsageError(f"backend is 'native', which sums among the cores of one node, but {reason}. Use --backend auto.")
+    return UsageError(f"backend is 'native', which sums on the cores of equal nodes, but {reason}. Use --backend auto.")

@@ -1,4 +1,4 @@
-"""The compiled operation: found, loaded, and joined to the other ranks of the node."""
+"""The compiled operation: found, loaded, and joined to the other ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LIBRARY = Path(__file__).with_name("libringtrain.so")
+
+
+class Nodes(NamedTuple):
+    """The nodes of a run: by which MPI a rank meets those with its local rank on the others."""
+
+    size: int = 1
+    mine: int = 0
+    send_receive: int | None = None  # the address of MPI_Sendrecv, and handles for it
+    communicator: int | None = None
+    byte: int | None = None
 
 
 @functools.cache
@@ -22,11 +32,24 @@ def load_operation() -> Any:
         return None
 
 
-def join(descriptor: int, rank: int, processes: Sequence[int], spin_seconds: float) -> int:
-    """Join the ranks with these process numbers in the memory that all have open; -1 where it cannot be mapped.
+def find_nodes(local_rank: int, rank: int) -> Nodes:
+    """The nodes of a run over MPI. Every rank must call it."""
+    from mpi4py import MPI
+
+    of_local_rank = MPI.COMM_WORLD.Split(color=local_rank, key=rank)
+    send_receive = ctypes.CDLL(MPI.__file__).MPI_Sendrecv  # of the library that mpi4py is linked with
+    address = ctypes.cast(send_receive, ctypes.c_void_p).value
+    handles = [MPI._handleof(handle) for handle in (of_local_rank, MPI.BYTE)]
+    return Nodes(of_local_rank.Get_size(), of_local_rank.Get_rank(), address, *handles)
+
+
+def join(descriptor: int, local_rank: int, processes: Sequence[int], spin_seconds: float, nodes: Nodes) -> int:
+    """Join the ranks with these process numbers in the memory that all of a node have open; -1 where that fails.
 
     What it returns is the operation's attribute ``group``.
     """
     function = ctypes.CDLL(str(LIBRARY)).ringtrain_join
     numbers = (ctypes.c_int * len(processes))(*processes)
-    return int(function(descriptor, rank, len(processes), numbers, ctypes.c_int64(round(spin_seconds * 1e9))))
+    handles = map(ctypes.c_void_p, (nodes.send_receive, nodes.communicator, nodes.byte))
+    spin_ns = ctypes.c_int64(round(spin_seconds * 1e9))
+    return int(function(descriptor, local_rank, len(processes), numbers, spin_ns, nodes.size, nodes.mine, *handles))

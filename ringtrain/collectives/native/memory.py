@@ -12,26 +12,23 @@ from typing import Any
 NAME = "ringtrain"  # of the memory, in /proc
 
 
-def share_memory(rank: int, on_all: Callable[[Any], list[Any]]) -> int | None:
-    """A descriptor of memory of no bytes; None, on every rank, where some cannot open it. Every rank must call it.
+def share_memory(local_rank: int, on_node: Callable[[Any], list[Any]]) -> int | None:
+    """A descriptor of memory of no bytes; None where this rank cannot open it. Every rank must call it.
 
-    ``on_all`` gives everybody's JSON value to everybody, in the order of the ranks.
+    ``on_node`` gives the JSON value of each rank of the node to each, in the order of the local ranks.
     """
     place: list[Any] | None = None
     descriptor: int | None = None
-    if rank == 0:
+    if local_rank == 0:
         name = f"{NAME}-{secrets.token_hex(16)}"
         with contextlib.suppress(OSError):  # a limit of the process, or of its container
             descriptor = os.memfd_create(name)
             place = [os.getpid(), descriptor, name]
-    [place, *_] = on_all(place)
-    if place is not None and rank > 0:
+    [place, *_] = on_node(place)
+    if place is not None and local_rank > 0:
         descriptor = _open(*place)
-    if all(on_all(descriptor is not None)):
-        return descriptor
-    if descriptor is not None:
-        os.close(descriptor)
-    return None
+    on_node(None)  # all that can have opened it
+    return descriptor
 
 
 def _open(process: int, number: int, name: str) -> int | None:

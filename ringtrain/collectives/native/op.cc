@@ -211,17 +211,33 @@ std::byte* map_memory(int descriptor, int64_t offset, int64_t length, bool is_wr
 }  // namespace
 }  // namespace ringtrain
 
-// Join the ranks of a node: `descriptor` is the memory that all have open, and stays open here. Returns a number for
-// the operation's attribute `group`; -1 where the memory cannot be mapped.
+// MPI_Sendrecv of whatever MPI the process has. Its handles are pointers (Open MPI) or whole numbers (MPICH), which
+// travel alike, in a register or in a place on the stack.
+using SendReceive = int (*)(const void* sent, int num_sent, void* type, int to, int tag, void* received,
+                            int num_received, void* received_type, int from, int received_tag, void* communicator,
+                            void* status);
+
+// Join the ranks of a node, and those with the same local rank of other nodes: `descriptor` is the memory that all of
+// this node have open, `node` the number of this one among them in `communicator`. Returns a number for the operation's
+// attribute `group`; -1 where the memory cannot be mapped.
 extern "C" __attribute__((visibility("default"))) int ringtrain_join(int descriptor, int rank, int size,
-                                                                     const int* processes, int64_t spin_ns) {
+                                                                     const int* processes, int64_t spin_ns,
+                                                                     int num_nodes, int node, SendReceive send_receive,
+                                                                     void* communicator, void* byte) {
   using ringtrain::Group;
   const int own = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
   if (own < 0) return -1;
   const auto map = [own](int64_t offset, int64_t length, bool is_writable) {
     return ringtrain::map_memory(own, offset, length, is_writable);
   };
-  auto transport = ringtrain::Transport::open(map, rank, std::vector<int>(processes, processes + size), spin_ns);
+  const auto exchange = [=](const void* sent, int64_t num_sent, int to, void* received, int64_t num_received,
+                            int from) {
+    int64_t status[16];  // larger than any MPI's
+    return send_receive(sent, static_cast<int>(num_sent), byte, to, 0, received, static_cast<int>(num_received), byte,
+                        from, 0, communicator, status) == 0;  // mpi4py lets MPI return its errors
+  };
+  auto transport = ringtrain::Transport::open(map, rank, std::vector<int>(processes, processes + size), spin_ns,
+                                              {num_nodes, node, exchange});
   if (transport == nullptr) {
     close(own);
     return -1;

@@ -22,11 +22,15 @@ namespace ringtrain {
 namespace {
 
 constexpr int64_t kChunkBytes = 256 * 1024;
+constexpr int64_t kChunkBytesOfNodes = 1024 * 1024;  // a message takes its time however short it is
+constexpr int64_t kRingBytes = 64 * 1024;   // of a segment, from which on less data counts more than fewer messages
 constexpr int kSlots = 4;                   // chunks that are under way at the same time
 constexpr int64_t kShortBytes = 64 * 1024;  // what all ranks read of each other in all, where each adds everything
 constexpr int64_t kMaxParts = 4096;         // whose squares travel
 constexpr size_t kMaxResults = 3;           // of one sum: TensorFlow may still have the last two
 constexpr int64_t kPageBytes = 64 * 1024;   // the largest page of the processors in use
+constexpr char kApart[] = "the ranks are at different places of the program: they sum different things.";
+constexpr char kLostNode[] = "a rank has ended that others wait for: one on another node, says MPI";
 constexpr char kLostRank[] = "a rank has ended that others wait for: rank ";
 constexpr long kLookNs = 50 * 1000 * 1000;  // between two looks whether the others live
 
@@ -63,23 +67,23 @@ void for_each_piece(AnyParts& parts, int64_t begin, int64_t end, Visit visit) {
 int64_t Part::bytes() const { return count * size_of(type); }
 
 // The window: a state, squares and slots for each rank, and a row of slots for sums.
-std::unique_ptr<Transport> Transport::open(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns) {
-  const int64_t size = processes.size();
-  const int64_t bytes = size * (sizeof(RankState) + kMaxParts * sizeof(double)) + (size + 1) * kSlots * kChunkBytes;
-  std::byte* window = map(0, round_up(bytes, kPageBytes), true);
-  if (window == nullptr) return nullptr;
-  std::unique_ptr<Transport> transport(new Transport(std::move(map), window, rank, processes, spin_ns));
-  transport->end_ = round_up(bytes, kPageBytes);
-  return transport;
+std::unique_ptr<Transport> Transport::open(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns,
+                                           Nodes nodes) {
+  std::unique_ptr<Transport> transport(new Transport(std::move(map), rank, processes, spin_ns, std::move(nodes)));
+  return transport->window_ == nullptr ? nullptr : std::move(transport);
 }
 
-Transport::Transport(Map map, std::byte* window, int rank, const std::vector<int>& processes, int64_t spin_ns)
+Transport::Transport(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns, Nodes nodes)
     : map_(std::move(map)),
-      window_(window),
       rank_(rank),
       size_(static_cast<int>(processes.size())),
       spin_ns_(spin_ns),
-      processes_(processes) {
+      processes_(processes),
+      nodes_(std::move(nodes)),
+      chunk_bytes_(nodes_.count == 1 ? kChunkBytes : kChunkBytesOfNodes) {
+  const int64_t bytes = size_ * (sizeof(RankState) + kMaxParts * sizeof(double)) + (size_ + 1) * kSlots * chunk_bytes_;
+  end_ = round_up(bytes, kPageBytes);
+  window_ = map_(0, end_, true);
   for (int process : processes) {
 #if defined(SYS_pidfd_open)
     pidfds_.push_back(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
@@ -104,12 +108,12 @@ double* Transport::squares_of(int rank) const {
 // Of the contributions of a rank to a chunk; those of rank `size_` are the sums.
 std::byte* Transport::slot(int rank, uint32_t chunk) const {
   std::byte* slots = window_ + size_ * (sizeof(RankState) + kMaxParts * sizeof(double));
-  return slots + (rank * kSlots + chunk % kSlots) * kChunkBytes;
+  return slots + (rank * kSlots + chunk % kSlots) * chunk_bytes_;
 }
 
 Transport::Range Transport::chunk_range(uint32_t number) const {
-  const int64_t begin = static_cast<int64_t>(number - first_) * kChunkBytes;
-  return {begin, std::min(begin + kChunkBytes, length_)};
+  const int64_t begin = static_cast<int64_t>(number - first_) * chunk_bytes_;
+  return {begin, std::min(begin + chunk_bytes_, length_)};
 }
 
 // What a rank adds of a chunk.
@@ -118,7 +122,9 @@ Transport::Range Transport::segment(const Range& chunk, int rank) const {
   return {chunk.begin + lines * rank / size_ * kLine, chunk.begin + lines * (rank + 1) / size_ * kLine};
 }
 
-bool Transport::is_short() const { return length_ <= kChunkBytes && length_ * (size_ - 1) <= kShortBytes; }
+bool Transport::is_short() const {
+  return nodes_.count == 1 && length_ <= chunk_bytes_ && length_ * (size_ - 1) <= kShortBytes;
+}
 
 bool Transport::lay_out(Parts& parts) {
   length_ = 0;
@@ -132,7 +138,7 @@ bool Transport::lay_out(Parts& parts) {
 Error Transport::begin(uint64_t meaning, const Parts& parts, bool may_share) {
   if (!broken_.empty()) return broken_;
   first_ += num_chunks_;
-  num_chunks_ = static_cast<uint32_t>(std::max<int64_t>(1, (length_ + kChunkBytes - 1) / kChunkBytes));
+  num_chunks_ = static_cast<uint32_t>(std::max<int64_t>(1, (length_ + chunk_bytes_ - 1) / chunk_bytes_));
   result_ = nullptr;
   may_share = may_share && !is_short();
 
@@ -152,9 +158,16 @@ Error Transport::begin(uint64_t meaning, const Parts& parts, bool may_share) {
   if (Error error = wait_for(&RankState::given, first_ + 1); !error.empty()) return error;
   for (int rank = 0; rank < size_; ++rank) {
     if (state(rank).meaning[parity].load(std::memory_order_relaxed) != meaning) {
-      return stop("the ranks are at different places of the program: they sum different things.", rank);
+      return stop(kApart, rank);
     }
     are_free &= state(rank).free_results[parity].load(std::memory_order_relaxed);
+  }
+  if (nodes_.count > 1) {
+    uint64_t theirs = 0;
+    const int after = (nodes_.mine + 1) % nodes_.count, before = (nodes_.mine + nodes_.count - 1) % nodes_.count;
+    if (!nodes_.exchange(&meaning, sizeof meaning, after, &theirs, sizeof theirs, before))
+      return stop(kLostNode, rank_);
+    if (theirs != meaning) return stop(kApart, rank_);
   }
   for (size_t number = 0; number < results.size(); ++number) {
     if (are_free >> number & 1) result_ = results[number].get();
@@ -226,16 +239,20 @@ Error Transport::add(Parts& parts, uint32_t number, double* squares) {
   const Range chunk = chunk_range(number);
   if (Error error = wait_for(&RankState::given, number + 1); !error.empty()) return error;
   if (is_short()) {
-    add_range(parts, chunk, chunk, number, false, squares);
+    add_range(parts, chunk, chunk, number, squares);
     publish(&RankState::taken, number + 1);
     publish(&RankState::added, number + 1);
     return "";
   }
-  const bool is_kept = result_ == nullptr;
-  if (is_kept) {
+  if (result_ == nullptr) {
     if (Error error = wait_for(&RankState::taken, number - kSlots + 1); !error.empty()) return error;
   }
-  add_range(parts, chunk, segment(chunk, rank_), number, is_kept, squares);
+  const Range own = segment(chunk, rank_);
+  add_range(parts, chunk, own, number, squares);
+  if (nodes_.count > 1) {
+    add_over_nodes(parts, own, result_ == nullptr ? slot(size_, number) - chunk.begin : result_->write, squares);
+    if (!broken_.empty()) return broken_;
+  }
   // All ranks are in this call, so that nobody still reads the squares of the one before.
   if (number + 1 == first_ + num_chunks_ && static_cast<int64_t>(parts.size()) <= kMaxParts) {
     std::copy(squares, squares + parts.size(), squares_of(rank_));
@@ -244,31 +261,102 @@ Error Transport::add(Parts& parts, uint32_t number, double* squares) {
   return "";
 }
 
-// Add a range of a chunk in the order of the ranks; `is_kept`: also where the others take it.
-void Transport::add_range(Parts& parts, const Range& chunk, const Range& range, uint32_t number, bool is_kept,
-                          double* squares) {
+// Add a range of a chunk in the order of the ranks of this node: to where all read it, or, what is short, to its end.
+void Transport::add_range(Parts& parts, const Range& chunk, const Range& range, uint32_t number, double* squares) {
   std::vector<const std::byte*> sources(size_);
+  const bool is_own = is_short();
+  std::byte* sums = result_ == nullptr ? slot(size_, number) - chunk.begin : result_->write;
   for_each_piece(parts, range.begin, range.end, [&](size_t index, Part& part, int64_t from, int64_t at, int64_t bytes) {
     for (int rank = 0; rank < size_; ++rank) {
       sources[rank] = rank == rank_ ? part.in + from : slot(rank, number) + (at - chunk.begin);
     }
-    std::byte* out = result_ == nullptr ? part.out + from : result_->write + at;
-    squares[index] += add_values(part.type, sources, bytes / size_of(part.type), out);
-    if (is_kept) std::memcpy(slot(size_, number) + (at - chunk.begin), out, bytes);
+    std::byte* out = is_own ? part.out + from : sums + at;
+    const double of_node = add_values(part.type, sources, bytes / size_of(part.type), out);
+    if (nodes_.count == 1) squares[index] += of_node;
   });
 }
 
-// Take the sums of the other ranks' segments.
+// Add a range, which lies at `sums`, over all nodes. Of each value there is one sum, or all add it alike: the same
+// bits.
+void Transport::add_over_nodes(Parts& parts, const Range& range, std::byte* sums, double* squares) {
+  received_.resize(range.end - range.begin);
+  if (range.end - range.begin < kRingBytes) {
+    add_by_doubling(parts, range, sums);
+  } else {
+    add_by_ring(parts, range, sums);
+  }
+  for_each_piece(parts, range.begin, range.end, [&](size_t index, Part& part, int64_t, int64_t at, int64_t bytes) {
+    squares[index] += sum_of_squares(part.type, sums + at, bytes / size_of(part.type));
+  });
+}
+
+// Few messages: each node has the sum of 1, 2, 4, ... nodes, and adds that of as many others, as these do with its own.
+// Nodes beyond a power of two give theirs to another first, and get the sum in the end.
+void Transport::add_by_doubling(Parts& parts, const Range& range, std::byte* sums) {
+  const Range nothing = {range.begin, range.begin};
+  int power = 1;
+  while (2 * power <= nodes_.count) power *= 2;
+  const bool is_beyond = nodes_.mine >= power;
+  const int partner = is_beyond ? nodes_.mine - power : nodes_.mine + power;
+  if (partner < nodes_.count) {
+    exchange(sums, is_beyond ? range : nothing, partner, is_beyond ? nothing : range, partner);
+    if (!is_beyond) add_received(parts, range, sums);
+  }
+  for (int distance = 1; distance < power && !is_beyond; distance *= 2) {
+    exchange(sums, range, nodes_.mine ^ distance, range, nodes_.mine ^ distance);
+    add_received(parts, range, sums);
+  }
+  if (partner < nodes_.count) {
+    exchange(sums, is_beyond ? nothing : range, partner, is_beyond ? range : nothing, partner);
+    if (is_beyond) std::memcpy(sums + range.begin, received_.data(), range.end - range.begin);
+  }
+}
+
+// Little data: 2 (nodes - 1) / nodes of the range. A block is added on its way once around the nodes, and goes around
+// once more.
+void Transport::add_by_ring(Parts& parts, const Range& range, std::byte* sums) {
+  const int count = nodes_.count, after = (nodes_.mine + 1) % count, before = (nodes_.mine + count - 1) % count;
+  const int64_t lines = (range.end - range.begin) / kLine;
+  const auto block = [&](int number) -> Range {
+    const int64_t which = (number % count + count) % count;
+    return {range.begin + lines * which / count * kLine, range.begin + lines * (which + 1) / count * kLine};
+  };
+  for (int step = 0; step < count - 1; ++step) {
+    const Range in = block(nodes_.mine - step - 1);
+    exchange(sums, block(nodes_.mine - step), after, in, before);
+    add_received(parts, in, sums);
+  }
+  for (int step = 0; step < count - 1; ++step) {
+    const Range in = block(nodes_.mine - step);
+    exchange(sums, block(nodes_.mine - step + 1), after, in, before);
+    std::memcpy(sums + in.begin, received_.data(), in.end - in.begin);
+  }
+}
+
+// Send a range of the stream that begins at `sums`, and receive another.
+void Transport::exchange(const std::byte* sums, const Range& out, int to, const Range& in, int from) {
+  if (!broken_.empty()) return;
+  const int64_t num_sent = out.end - out.begin, num_received = in.end - in.begin;
+  if (!nodes_.exchange(sums + out.begin, num_sent, to, received_.data(), num_received, from)) stop(kLostNode, rank_);
+}
+
+// Add what came from another node for a range.
+void Transport::add_received(Parts& parts, const Range& range, std::byte* sums) {
+  const std::byte* received = received_.data() - range.begin;
+  for_each_piece(parts, range.begin, range.end, [&](size_t, Part& part, int64_t, int64_t at, int64_t bytes) {
+    add_values(part.type, {received + at, sums + at}, bytes / size_of(part.type), sums + at);
+  });
+}
+
+// Take the sums of a chunk.
 Error Transport::take(Parts& parts, uint32_t number) {
   if (Error error = wait_for(&RankState::added, number + 1); !error.empty()) return error;
   if (result_ == nullptr) {
-    const Range chunk = chunk_range(number), own = segment(chunk, rank_);
+    const Range chunk = chunk_range(number);
     const std::byte* sums = slot(size_, number) - chunk.begin;
-    const auto copy = [sums](size_t, Part& part, int64_t from, int64_t at, int64_t bytes) {
+    for_each_piece(parts, chunk.begin, chunk.end, [sums](size_t, Part& part, int64_t from, int64_t at, int64_t bytes) {
       std::memcpy(part.out + from, sums + at, bytes);
-    };
-    for_each_piece(parts, chunk.begin, own.begin, copy);
-    for_each_piece(parts, own.end, chunk.end, copy);
+    });
   }
   publish(&RankState::taken, number + 1);
   return "";

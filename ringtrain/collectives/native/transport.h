@@ -62,11 +62,20 @@ struct Result {
 // mapped as long as the process lives, as tensors may.
 using Map = std::function<std::byte*(int64_t offset, int64_t length, bool is_writable)>;
 
+// Other nodes, of each of which one rank takes part, with the same local rank: each carries its own segment of a chunk.
+struct Nodes {
+  int count = 1, mine = 0;
+  // Send to a node while receiving from one; the lengths [bytes] may differ. Whether it was possible.
+  std::function<bool(const void* sent, int64_t num_sent, int to, void* received, int64_t num_received, int from)>
+      exchange;
+};
+
 class Transport {
  public:
   // `processes` are the ranks' process numbers; `spin_ns`: how long to look at another rank's counter before sleeping,
-  // 0 where ranks share a core. nullptr where the window cannot be mapped.
-  static std::unique_ptr<Transport> open(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns);
+  // 0 where ranks share a core; all of a node, as many as on every other. nullptr where the window cannot be mapped.
+  static std::unique_ptr<Transport> open(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns,
+                                         Nodes nodes = {});
   ~Transport();
 
   // Look at what is to be added; whether it is short.
@@ -89,7 +98,7 @@ class Transport {
     int64_t begin, end;
   };
 
-  Transport(Map map, std::byte* window, int rank, const std::vector<int>& processes, int64_t spin_ns);
+  Transport(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns, Nodes nodes);
 
   RankState& state(int rank) const;
   double* squares_of(int rank) const;
@@ -107,15 +116,23 @@ class Transport {
   Error give(const Parts& parts, uint32_t number);
   Error add(Parts& parts, uint32_t number, double* squares);
   Error take(Parts& parts, uint32_t number);
-  void add_range(Parts& parts, const Range& chunk, const Range& range, uint32_t number, bool is_kept, double* squares);
+  void add_range(Parts& parts, const Range& chunk, const Range& range, uint32_t number, double* squares);
+  void add_over_nodes(Parts& parts, const Range& range, std::byte* sums, double* squares);
+  void add_by_doubling(Parts& parts, const Range& range, std::byte* sums);
+  void add_by_ring(Parts& parts, const Range& range, std::byte* sums);
+  void add_received(Parts& parts, const Range& range, std::byte* sums);
+  void exchange(const std::byte* sums, const Range& out, int to, const Range& in, int from);
   void prepare_result(std::vector<std::unique_ptr<Result>>& results);
 
   const Map map_;
-  std::byte* const window_;
+  std::byte* window_ = nullptr;
   const int rank_, size_;
   const int64_t spin_ns_;
   const std::vector<int> processes_;
   std::vector<int> pidfds_;
+  const Nodes nodes_;
+  const int64_t chunk_bytes_;
+  std::vector<std::byte> received_;                                             // from another node
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Result>>> results_;  // by what is added
   int64_t end_;                                                                 // of the memory that is in use
   uint32_t num_calls_ = 0;

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a node have open: who gets it, and who does not."""
+"""How ranks join natively: who gets the memory of a node, and which nodes can meet."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from ringtrain.collectives.native import library
+from ringtrain.collectives.native.backend import why_no_nodes
 from ringtrain.collectives.native.memory import NAME, share_memory
 
 
@@ -23,10 +24,10 @@ def test_it_is_open_in_all_and_gone_with_the_last() -> None:
 
     def on_rank_0(value: Any) -> list[Any]:
         place.append(value)
-        return [value, True]
+        return [value, None]
 
     mine = share_memory(0, on_rank_0)
-    theirs = share_memory(1, lambda value: [place[0], None] if value is None else [True, value])
+    theirs = share_memory(1, lambda value: [place[0], None])
     assert mine is not None
     assert theirs is not None
     os.ftruncate(mine, 5)
@@ -45,7 +46,7 @@ def test_what_is_not_the_memory_of_rank_0_is_not_taken_for_it(which: str, tmp_pa
         with (tmp_path / "file").open("wb+") as file:
             number = {"a plain file": file.fileno(), "no file": 10**6}.get(which, descriptor)
             place = [2**22 + 1 if which == "no process" else os.getpid(), number, f"{NAME}-ours"]
-            assert share_memory(1, lambda value: [place, None] if value is None else [True, value]) is None
+            assert share_memory(1, lambda value: [place, None]) is None
     finally:
         os.close(descriptor)
 
@@ -59,14 +60,14 @@ def test_memory_that_cannot_be_had_ends_nothing() -> None:
 
     with mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files")):
         assert share_memory(0, on_all) is None
-    assert said == [None, False], "the others are told"
-    assert share_memory(0, on_all) is None, "a rank that cannot open it"
+    assert said == [None, None], "the others are told"
     assert open_descriptors() == before
 
 
 def test_where_the_window_cannot_be_mapped_nobody_joins(tmp_path: Path) -> None:
+    assert library.load_operation() is not None
     with (tmp_path / "file").open("wb") as file:  # which cannot be read
-        assert library.join(file.fileno(), 0, [os.getpid(), os.getpid()], 0.0) == -1
+        assert library.join(file.fileno(), 0, [os.getpid(), os.getpid()], 0.0, library.Nodes()) == -1
 
 
 def test_a_library_that_is_not_there_is_no_error(tmp_path: Path) -> None:
@@ -76,3 +77,18 @@ def test_a_library_that_is_not_there_is_no_error(tmp_path: Path) -> None:
             assert library.load_operation() is None
     finally:
         library.load_operation.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("places", "reason"),
+    [
+        ("a0 a1", None),
+        ("a0 a1 b0 b1", None),
+        ("a0 b0 a1 b1", None),  # as mpirun --map-by node has them
+        ("a0 a1 b0", "the nodes have not equally many ranks (2 on a, 1 on b)"),
+        ("a0 a0", "nodes have the same name (a)"),  # two containers, for example
+        ("a0 a1 a0 a1 b0 b1 b0 b1", "nodes have the same name (a, b)"),
+    ],
+)
+def test_nodes_meet_where_each_has_the_same_local_ranks(places: str, reason: str | None) -> None:
+    assert why_no_nodes([(place[0], int(place[1])) for place in places.split()]) == reason

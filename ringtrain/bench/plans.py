@@ -48,6 +48,7 @@ def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:
     size = options.size
     flags = ["--sizes", ",".join(map(str, SIZES)), "--output", DIRECTORY]
     ringtrain = Command(launch(size, own("own_sums", *flags)))
+    native = Command(launch(size, own("own_sums", *flags, "--backend", "native")))
     horovod = launch(size, peer("horovod_allreduce.py", flags))
     pinned = Command((*horovod, *settings.flags), settings.env)
     mpirun = ("mpirun", "-np", str(size), "--oversubscribe", "--bind-to", "none")
@@ -56,6 +57,7 @@ def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:
         read_figures,
         ("ringtrain", "ringtrain's collective under stock horovodrun", ringtrain),
         ("ringtrain_again", AGAIN, ringtrain),
+        ("native", "the same with --backend native", native),
         ("horovod_stock", "hvd.allreduce under stock horovodrun", Command(horovod)),
         ("horovod", "hvd.allreduce with ringtrain's cores, threads and variables", pinned),
         ("mpi", "mpi4py's Allreduce on the same cores, spinning", mpi),
@@ -176,7 +178,7 @@ class Variation(NamedTuple):
 
     other: str
     env: Mapping[str, str] = {}
-    by_horovod: bool = False
+    backend: str = "auto"
 
 
 RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
@@ -187,17 +189,18 @@ VARIATIONS = {
     "spinning": Variation("ringtrain", {"OMPI_MCA_mpi_yield_when_idle": "0"}),
     "inter_op_2": Variation("ringtrain", {"TF_NUM_INTEROP_THREADS": "2"}),
     "intra_op_2": Variation("ringtrain", {"TF_NUM_INTRAOP_THREADS": "2"}),
-    "horovod": Variation("ringtrain", by_horovod=True),
+    "native": Variation("ringtrain", backend="native"),
+    "horovod": Variation("ringtrain", backend="horovod"),
     # What tells only where Horovod carries the gradients.
-    "horovod_again": Variation("horovod", by_horovod=True),
-    "horovod_cycle_5_ms": Variation("horovod", {"HOROVOD_CYCLE_TIME": "5"}, by_horovod=True),
-    "horovod_cycle_0.2_ms": Variation("horovod", {"HOROVOD_CYCLE_TIME": "0.2"}, by_horovod=True),
-    "horovod_inter_op_1": Variation("horovod", {"TF_NUM_INTEROP_THREADS": "1"}, by_horovod=True),
-    "horovod_no_fusion": Variation("horovod", NO_FUSION, by_horovod=True),
-    "horovod_fusion_128_mib": Variation("horovod", {"HOROVOD_FUSION_THRESHOLD": str(2**27)}, by_horovod=True),
-    "horovod_autotune": Variation("horovod", AUTOTUNE, by_horovod=True),
-    "horovod_ring": Variation("horovod", RING, by_horovod=True),
-    "horovod_tcp": Variation("horovod", {"OMPI_MCA_btl": "self,tcp"}, by_horovod=True),
+    "horovod_again": Variation("horovod", backend="horovod"),
+    "horovod_cycle_5_ms": Variation("horovod", {"HOROVOD_CYCLE_TIME": "5"}, backend="horovod"),
+    "horovod_cycle_0.2_ms": Variation("horovod", {"HOROVOD_CYCLE_TIME": "0.2"}, backend="horovod"),
+    "horovod_inter_op_1": Variation("horovod", {"TF_NUM_INTEROP_THREADS": "1"}, backend="horovod"),
+    "horovod_no_fusion": Variation("horovod", NO_FUSION, backend="horovod"),
+    "horovod_fusion_128_mib": Variation("horovod", {"HOROVOD_FUSION_THRESHOLD": str(2**27)}, backend="horovod"),
+    "horovod_autotune": Variation("horovod", AUTOTUNE, backend="horovod"),
+    "horovod_ring": Variation("horovod", RING, backend="horovod"),
+    "horovod_tcp": Variation("horovod", {"OMPI_MCA_btl": "self,tcp"}, backend="horovod"),
 }
 SETTINGS_CONTENDERS = ("ringtrain", *VARIATIONS)
 
@@ -210,7 +213,8 @@ def plan_variations(options: BenchOptions, _: Settings) -> list[Experiment]:
         length = options.length(LENGTHS[model])
         rows = []
         for name in [name for name in known if name in (options.contender_names or known)]:
-            flags = ["--backend", "horovod"] if known[name].by_horovod else []
+            backend = known[name].backend
+            flags = [] if backend == "auto" else ["--backend", backend]
             command = plan_training(options.size, [*workload_flags(model), *flags], length)
             words = [*(f"{key}={value}" for key, value in known[name].env.items()), *flags]
             rows.append((name, " ".join(words) or "as it is", Command(command.argv, known[name].env)))

@@ -212,8 +212,8 @@ def test_variations_differ_by_their_variables_and_flags_alone() -> None:
     for name, variation in VARIATIONS.items():
         [command] = commands(experiment, name)
         assert command.env == variation.env
-        assert ("--backend" in command.argv) == variation.by_horovod == name.startswith("horovod")
-        assert flags_of(command.argv, ["--backend"]).get("--backend", "horovod") == "horovod"
+        assert flags_of(command.argv, ["--backend"]).get("--backend", "auto") == variation.backend
+        assert (variation.backend == "horovod") == name.startswith("horovod")
         assert without(command.argv, ["--backend"]) == list(as_it_is.argv)
         assert sum({each.name, each.other} == {name, variation.other} for each in experiment.comparisons) == 1
 

@@ -370,6 +370,17 @@ def poison(gradient: Any, bad: float) -> Any:
     return tf.constant(values)
 
 
+def assert_sums_of_all(reduced: Any, shapes: list[tuple[int, ...]], control: tf.Tensor, size: int) -> None:
+    """Of ``values_of_rank`` and a control vector that is the same on all."""
+    expected = [np.sum(values_of_all(size, shape), axis=0) for shape in shapes]
+    for total, right in zip(reduced.gradients, expected, strict=True):
+        np.testing.assert_array_equal(total, right)
+    np.testing.assert_array_equal(reduced.control, size * control)
+    norm = np.sqrt(sum(np.sum(np.square(right)) for right in expected))
+    np.testing.assert_allclose(reduced.global_norm, norm, rtol=1e-6)
+    assert bool(reduced.is_finite)
+
+
 @on_ranks(2, 3)
 def test_what_leaves_at_once_is_judged_as_it_is_summed(collective: Collective) -> None:
     """The control vector is no gradient; what is large is judged chunk by chunk, what is short as one."""
@@ -381,13 +392,7 @@ def test_what_leaves_at_once_is_judged_as_it_is_summed(collective: Collective) -
         reduce = tf.function(GradientReduction(collective=collective), autograph=False)
         gradients = [values_of_rank(rank, shape, "float32") for shape in shapes]
         reduced = reduce([tf.constant(gradient) for gradient in gradients], control)
-        expected = [np.sum(values_of_all(size, shape), axis=0) for shape in shapes]
-        for total, right in zip(reduced.gradients, expected, strict=True):
-            np.testing.assert_array_equal(total, right)
-        np.testing.assert_array_equal(reduced.control, size * control)
-        norm = np.sqrt(sum(np.sum(np.square(right)) for right in expected))
-        np.testing.assert_allclose(reduced.global_norm, norm, rtol=1e-6)
-        assert bool(reduced.is_finite)
+        assert_sums_of_all(reduced, shapes, control, size)
         for index, bad in ((0, np.nan), (1, np.nan), (1, np.inf), (3, -np.inf), (3, 1e30)):
             mine = [tf.constant(gradient) for gradient in gradients]
             if rank == size - 1:

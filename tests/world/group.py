@@ -35,6 +35,8 @@ BODY_TIMEOUT_SECONDS = 60
 GRACE_SECONDS = 2.0
 SOCKET_DIRECTORY = "RINGTRAIN_TEST_SOCKET_DIRECTORY"
 
+_running: list[Group] = []  # at most one: idle ranks of another world would take the cores from this one
+
 
 class BodyFailedError(AssertionError):
     """A test body failed on some rank, or was not done in time."""
@@ -142,6 +144,7 @@ class Group:
         if self._process is not None:
             self._process.end()
             self._process = None
+            _running.remove(self)
         for connection in self._connections:
             connection.close()
         self._connections = []
@@ -150,6 +153,7 @@ class Group:
             self._directory = Path()
 
     def _start(self) -> None:
+        close_group()
         self._directory = Path(tempfile.mkdtemp(prefix="ringtrain-world-"))
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self._directory / "socket"))
@@ -157,6 +161,7 @@ class Group:
         env = clean_environment(**{SOCKET_DIRECTORY: str(self._directory)}, **self.launch.env)
         with (self._directory / "output").open("wb") as output:
             self._process = MarkedProcess(self.launch.command(), env, stdout=output, stderr=subprocess.STDOUT)
+            _running.append(self)
         try:
             self._connections = self._accept(listener, time.monotonic() + START_TIMEOUT_SECONDS)
         except BaseException:
@@ -221,6 +226,12 @@ class Group:
 
     def _output(self) -> str:
         return (self._directory / "output").read_text(errors="replace")[-3000:]
+
+
+def close_group() -> None:
+    """Let the ranks that wait for a body leave, if there are any."""
+    for group in list(_running):
+        group.close()
 
 
 def _read_line(connection: socket.socket) -> bytes:

@@ -1,0 +1,42 @@
+"""The groups of ranks that run test bodies, of one world at a time for all directories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.world.group import Group, Launch, close_group
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the tests of one world follow each other, so that its ranks start once."""
+    mine = [item for item in items if launch_of(item) is not None]
+    if mine:
+        launches = list(dict.fromkeys(id(launch_of(item)) for item in mine))
+        place = items.index(mine[0])
+        others = [item for item in items if launch_of(item) is None]
+        mine.sort(key=lambda item: launches.index(id(launch_of(item))))
+        items[:] = [*others[:place], *mine, *others[place:]]
+
+
+def launch_of(item: pytest.Item) -> Launch | None:
+    """The world of a test that runs in a group of ranks."""
+    callspec = getattr(item, "callspec", None)
+    launch = callspec.params.get("world") if callspec else None
+    return launch if isinstance(launch, Launch) else None
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the last world's ranks when its tests are done: waiting, they take half a core from those that follow."""
+    if nextitem is not None and launch_of(item) is not None and launch_of(nextitem) is None:
+        close_group()
+
+
+@pytest.fixture(scope="session")
+def world(request: pytest.FixtureRequest) -> Iterator[Group]:
+    """The ranks of a world (see `tests.world.group.on_ranks`)."""
+    group = Group(request.param)
+    yield group
+    group.close()

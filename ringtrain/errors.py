@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-# In the errors of sums in shared memory, which pass through TensorFlow and lose their type there.
+# In the errors of native sums, which pass through TensorFlow and lose their type there.
 LOST_RANK_SIGN = "a rank has ended that others wait for"
 # In the errors of ringtrain.keras, in a script that has not called ringtrain.keras.init().
 NO_HOROVOD_SIGN = "Horovod is not initialized"

@@ -1,6 +1,6 @@
 """ringtrain's own collective for what leaves at once, by sizes: a rank of ``bench allreduce``.
 
-horovodrun -np 2 python -m ringtrain.bench.own_sums --sizes 4096,65536 --backend native --output DIR
+horovodrun -np 2 python -m ringtrain.bench.own_sums --sizes 4096,65536 --output DIR
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ringtrain.training.joining import pin
 
 def main() -> None:
     arguments = peer_sums.parse_arguments(__doc__)
-    config = Config(backend=arguments.backend)
+    config = Config()
     world = read_world(os.environ)
     plan = pin(world, config)
     start_tensorflow(plan, world)
     import tensorflow as tf
 
-    from ringtrain.collectives import connect, share_memory
+    from ringtrain.collectives import connect, with_native_sums
 
-    collective = share_memory(connect(config.backend, world), config.backend)
+    collective = with_native_sums(connect(config.backend, world))
 
     def prepare(values: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         tensor = tf.Variable(values)

@@ -48,7 +48,6 @@ def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:
     size = options.size
     flags = ["--sizes", ",".join(map(str, SIZES)), "--output", DIRECTORY]
     ringtrain = Command(launch(size, own("own_sums", *flags)))
-    native = Command(launch(size, own("own_sums", *flags, "--backend", "native")))
     horovod = launch(size, peer("horovod_allreduce.py", flags))
     pinned = Command((*horovod, *settings.flags), settings.env)
     mpirun = ("mpirun", "-np", str(size), "--oversubscribe", "--bind-to", "none")
@@ -57,7 +56,6 @@ def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:
         read_figures,
         ("ringtrain", "ringtrain's collective under stock horovodrun", ringtrain),
         ("ringtrain_again", AGAIN, ringtrain),
-        ("native", "the same with --backend native", native),
         ("horovod_stock", "hvd.allreduce under stock horovodrun", Command(horovod)),
         ("horovod", "hvd.allreduce with ringtrain's cores, threads and variables", pinned),
         ("mpi", "mpi4py's Allreduce on the same cores, spinning", mpi),
@@ -189,7 +187,6 @@ VARIATIONS = {
     "spinning": Variation("ringtrain", {"OMPI_MCA_mpi_yield_when_idle": "0"}),
     "inter_op_2": Variation("ringtrain", {"TF_NUM_INTEROP_THREADS": "2"}),
     "intra_op_2": Variation("ringtrain", {"TF_NUM_INTRAOP_THREADS": "2"}),
-    "native": Variation("ringtrain", backend="native"),
     "horovod": Variation("ringtrain", backend="horovod"),
     # What tells only where Horovod carries the gradients.
     "horovod_again": Variation("horovod", backend="horovod"),

@@ -46,8 +46,7 @@ class Collective(abc.ABC):
             tensors: of one type (unless of ``list_types``), any shapes, the same on every rank.
             name: unique in a graph; ranks with the same name meet.
             ordered: every rank comes to its ordered sums in the same order, one at a time, as MPI and NCCL ask of all.
-                So nothing is agreed on before, and what is short is there at once. The tensors are of one dimension at
-                least.
+                So nothing is agreed on before, and what is short is there at once.
             read_only: nothing writes to the sums, which may then lie in memory that others read, for which nobody has
                 to copy them. TensorFlow writes to the memory of a part of a tensor, such as its first rows, where
                 nothing else refers to it. So whoever says this keeps ``Totals.keep_alive``, and lets no variable take

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any, Literal
+from typing import Literal
 
 from ringtrain.collectives.base import Collective, Solo
 from ringtrain.collectives.objects import all_gather_object
@@ -30,40 +29,29 @@ def connect(backend: Backend, world: World) -> Collective:
     return Solo(world)
 
 
-def share_memory(collective: Collective, backend: Backend = "auto") -> Collective:
-    """The same ranks, whose ordered sums go through memory where all of them are on the cores of one node.
+def with_native_sums(collective: Collective, backend: Backend = "auto") -> Collective:
+    """The same ranks, whose ordered sums are native where they can be; all else Horovod carries.
 
-    Every rank must call it, after they have met. With the backend "native" it is a UsageError where they are not.
+    Every rank must call it, after they have met. Between nodes they are native where that is asked for, since it was
+    not measured against Horovod on a real network. With the backend "native" it is a UsageError where they cannot be.
     """
-    if backend == "native":
-        from ringtrain.collectives.native.backend import join_node
-
-        return join_node(collective)
-    if backend != "auto":
-        return collective
     from ringtrain.collectives.horovod import HorovodCollective
 
-    world = collective.world
-    if not isinstance(collective, HorovodCollective) or world.local_size < world.size:
+    is_one_node = collective.world.local_size == collective.world.size
+    if not isinstance(collective, HorovodCollective) or backend == "horovod" or (backend == "auto" and not is_one_node):
         return collective
-    import tensorflow as tf
+    from ringtrain.collectives.native.backend import ON_GPUS, Native, join
 
-    from ringtrain.collectives.shared_memory import SharedMemory
-    from ringtrain.collectives.shared_window import share_window
-
-    def on_all(value: Any) -> list[Any]:
-        return all_gather_object(collective, value, name="shared_memory")
-
-    facts = on_all([bool(tf.config.get_visible_devices("GPU")), len(os.sched_getaffinity(0))])
-    if any(has_gpu for has_gpu, _ in facts):
-        return collective
-    window = share_window(world.rank, world.size, on_all)
-    if window is None:
-        return collective
-    has_one_core = all(num_cores == 1 for _, num_cores in facts)
-    if has_one_core:
-        collective.yield_core()
-    return SharedMemory(collective, window, overlaps_compute=not has_one_core)
+    native = join(collective)
+    if isinstance(native, Native):
+        return native
+    if backend == "native":
+        raise UsageError(
+            f"backend is 'native', which sums on the cores of equal nodes, but {native}. Use --backend auto."
+        )
+    if native != ON_GPUS:
+        collective.description += f", and no sum natively: {native}"
+    return collective
 
 
 def require_working_sums(collective: Collective, gpu: str | None) -> None:

@@ -98,35 +98,24 @@ class GradientReduction:
     def _sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor]) -> Reduced:
         """All in one sum: as they are, or, where the backend sums one tensor faster than many, as one vector."""
         GradientReduction.calls += 1
-        if not self.collective.list_types:
-            summed_state = self._sum_state(state)
-            return self._sum_as_vector(gradients, control)._replace(state=summed_state)
-        together = [*gradients, control, *state]
         name, num = f"{self.name}/0", len(gradients)
+        if not self.collective.list_types:
+            return self._sum_as_vector(gradients, control, name)._replace(state=self._sum_state(state))
+        together = [*gradients, control, *state]
         totals = self.collective.all_reduce(together, name=name, ordered=True, read_only=self.read_only)
         sums, (control, *summed_state) = totals.tensors[:num], totals.tensors[num:]
         assert totals.squares is not None
         return Reduced(sums, *check_squares(sums, totals.squares[:num]), control, summed_state, totals.keep_alive)
 
-    def _sum_as_vector(self, gradients: Sequence[tf.Tensor], control: tf.Tensor) -> Reduced:
-        """One vector, which the finite check reads at once, too; large ones as they are, where that is much."""
-        specs = [gradient_spec(gradient) for gradient in gradients]
-        is_much = sum(spec.num_bytes for spec in specs) > ONE_MESSAGE_BYTES
-        large = [index for index, spec in enumerate(specs) if is_much and spec.num_bytes >= MIN_GROUP_BYTES]
-        short = [index for index in range(len(specs)) if index not in large]
-        vector = tf.concat([*(tf.reshape(gradients[i], [-1]) for i in short), control], axis=0)
-        together = [*(gradients[i] for i in large), vector]
-        totals = self.collective.all_reduce(together, name=f"{self.name}/0", ordered=True, read_only=self.read_only)
-        *of_large, total = totals.tensors
-        lengths = [gradients[i].shape.num_elements() for i in short]
-        of_short, control = tf.split(total, [sum(lengths), control.shape[0]])
-        squares = None if totals.squares is None else totals.squares[:-1]  # the vector's hold the control's as well
-        is_finite, global_norm = check_finite([*of_large, of_short], squares)
-        sums = dict(zip(large, of_large, strict=True))
-        for index, part in zip(short, tf.split(of_short, lengths) if short else [], strict=True):
-            sums[index] = tf.reshape(part, gradients[index].shape)
-        reduced = [sums[index] for index in range(len(gradients))]
-        return Reduced(reduced, is_finite, global_norm, control, (), totals.keep_alive)
+    def _sum_as_vector(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, name: str) -> Reduced:
+        """One vector, which the finite check reads at once, too."""
+        vector = tf.concat([*(tf.reshape(gradient, [-1]) for gradient in gradients), control], axis=0)
+        [total] = self.collective.all_reduce([vector], name=name).tensors
+        lengths = [gradient.shape.num_elements() for gradient in gradients]
+        of_gradients, control = tf.split(total, [sum(lengths), control.shape[0]])
+        parts = tf.split(of_gradients, lengths) if lengths else []
+        reduced = [tf.reshape(part, gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
+        return Reduced(reduced, *check_finite([of_gradients]), control)
 
     def _sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         def sum_group(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -225,16 +214,16 @@ def check_finite(
     """Whether all values are finite (bool []) and the norm of all of them together (float []).
 
     One pass over the data yields both. Only where the sum of squares is not finite, which large finite values can bring
-    about as well, is each value looked at. ``squares`` [k] are the sums of squares of the first k tensors, where they
-    are known: none of these is passed over.
+    about as well, is each value looked at. ``squares`` [tensors] are their sums of squares, where they are known.
     """
     values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
     norm_dtype = tf.float64 if any(value.dtype == tf.float64 for value in values) else tf.float32
-    # Squares of half precision would overflow, or round to a thousandth.
-    wide = [tf.cast(value, norm_dtype) if value.dtype.size < 4 else value for value in values]
-    known = [] if squares is None else [tf.cast(tf.reduce_sum(squares) / 2, norm_dtype)]
-    num_known = 0 if squares is None else squares.shape[0]
-    half_squares = tf.add_n([*known, *(tf.cast(tf.nn.l2_loss(value), norm_dtype) for value in wide[num_known:])])
+    if squares is None:
+        # Squares of half precision would overflow, or round to a thousandth.
+        wide = [tf.cast(value, norm_dtype) if value.dtype.size < 4 else value for value in values]
+        half_squares = tf.add_n([tf.cast(tf.nn.l2_loss(value), norm_dtype) for value in wide])
+    else:
+        half_squares = tf.cast(tf.reduce_sum(squares) / 2, norm_dtype)
     is_finite = tf.cond(
         tf.math.is_finite(half_squares),
         lambda: tf.constant(True),

@@ -70,7 +70,7 @@ class Needs:
     hang_timeout: float = 0.0  # seconds after which the watchdog ends a run that does not move; 0: there is none
     profiles: bool = False  # Horovod's timeline is to be written later
     # The operations of a step may run one at a time where each rank has one core of the same node: the ranks sum
-    # through memory there (``collectives.share_memory``), and no operation calls Python code.
+    # natively there (``collectives.native``), and no operation calls Python code.
     one_at_a_time: bool = False
 
 

@@ -179,7 +179,7 @@ class TrainStep:
         extra_scalars = tf.pad(
             tf.cast(extra_scalars, self._dtype), [[end - NUM_EXTRA_SCALARS, forward.sums.shape[0] - end]]
         )
-        # TensorFlow runs what is stateful in the order in which it is written here: a clock, a sum in shared memory.
+        # TensorFlow runs what is stateful in the order in which it is written here: a clock, a native sum.
         begin = moment_after([*forward.state, *forward.gradients]) if self.times_communication else None
         gradients, gradients_finite, scaled_norm, sums, state, keep_alive = self._reduction(
             forward.gradients, forward.sums + extra_scalars, forward.state

@@ -62,12 +62,12 @@ def needs_of(config: Config, workload_class: type[Workload] | None) -> Needs:
     """What a run asks of a rank's devices; as far as it is known."""
     from ringtrain.workloads import names_python_functions  # here: it loads NumPy, which the doctor has to do without
 
-    sums_through_memory = config.backend in ("auto", "native") and config.compression == "none"
+    sums_natively = config.backend in ("auto", "native") and config.compression == "none"
     return Needs(
         deterministic=config.deterministic,
         hang_timeout=config.hang_timeout,
         profiles=config.profile is not None,
-        one_at_a_time=sums_through_memory and not (workload_class and names_python_functions(workload_class)),
+        one_at_a_time=sums_natively and not (workload_class and names_python_functions(workload_class)),
     )
 
 
@@ -77,7 +77,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
 
     At the end leave them in good order; at once where this rank failed alone, as they would wait for it.
     """
-    from ringtrain.collectives.connect import connect, require_working_sums, share_memory
+    from ringtrain.collectives.connect import connect, require_working_sums, with_native_sums
     from ringtrain.guard.preflight import require_same_start
     from ringtrain.runtime.devices import own_gpu
 
@@ -87,7 +87,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
         try:
             require_same_start(collective, config, command=command, environ=os.environ)
             require_working_sums(collective, own_gpu())
-            collective = share_memory(collective, config.backend)
+            collective = with_native_sums(collective, config.backend)
             watchdog.meet(collective)
             yield collective, watchdog
         except RingtrainError as error:

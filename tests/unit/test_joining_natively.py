@@ -26,15 +26,12 @@ def test_it_is_open_in_all_and_gone_with_the_last() -> None:
         place.append(value)
         return [value, None]
 
-    mine = share_memory(0, on_rank_0)
-    theirs = share_memory(1, lambda value: [place[0], None])
-    assert mine is not None
-    assert theirs is not None
-    os.ftruncate(mine, 5)
-    assert os.fstat(theirs).st_size == 5
-    assert os.get_inheritable(theirs) is False
-    os.close(mine)
-    os.close(theirs)
+    with share_memory(0, on_rank_0) as mine, share_memory(1, lambda value: [place[0], None]) as theirs:
+        assert mine is not None
+        assert theirs is not None
+        os.ftruncate(mine, 5)
+        assert os.fstat(theirs).st_size == 5
+        assert os.get_inheritable(theirs) is False
     assert open_descriptors() == before
 
 
@@ -46,7 +43,8 @@ def test_what_is_not_the_memory_of_rank_0_is_not_taken_for_it(which: str, tmp_pa
         with (tmp_path / "file").open("wb+") as file:
             number = {"a plain file": file.fileno(), "no file": 10**6}.get(which, descriptor)
             place = [2**22 + 1 if which == "no process" else os.getpid(), number, f"{NAME}-ours"]
-            assert share_memory(1, lambda value: [place, None]) is None
+            with share_memory(1, lambda value: [place, None]) as memory:
+                assert memory is None
     finally:
         os.close(descriptor)
 
@@ -58,8 +56,11 @@ def test_memory_that_cannot_be_had_ends_nothing() -> None:
         said.append(value)
         return [value, False]
 
-    with mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files")):
-        assert share_memory(0, on_all) is None
+    with (
+        mock.patch.object(os, "memfd_create", side_effect=OSError(24, "Too many open files")),
+        share_memory(0, on_all) as memory,
+    ):
+        assert memory is None
     assert said == [None, None], "the others are told"
     assert open_descriptors() == before
 

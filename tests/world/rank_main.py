@@ -45,9 +45,9 @@ def join(world: World) -> Any:
     apply_plan(plan)
     with quiet_start():
         start_tensorflow(plan, world)
-    from ringtrain.collectives import connect, share_memory
+    from ringtrain.collectives import connect, with_native_sums
 
-    collective = share_memory(connect("auto", world))
+    collective = with_native_sums(connect("auto", world))
     return collective
 
 

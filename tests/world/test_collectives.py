@@ -20,17 +20,16 @@ from ringtrain.collectives import (
     connect,
     raise_on_all_ranks,
     run_on_rank0,
-    share_memory,
+    with_native_sums,
 )
 from ringtrain.collectives.gradients import (
-    MIN_GROUP_BYTES,
     ONE_MESSAGE_BYTES,
     GradientReduction,
     check_finite,
     merge_rows,
 )
 from ringtrain.collectives.horovod import LOWEST_PRIORITY, HorovodCollective
-from ringtrain.collectives.shared_memory import SharedMemory
+from ringtrain.collectives.native.backend import Native
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.run.variables import broadcast_variables
 from ringtrain.runtime.processes import list_threads
@@ -72,7 +71,7 @@ def test_sum_works_in_a_graph(collective: Collective) -> None:
 
 @on_ranks(1, 2, 3, GLOO)
 def test_an_ordered_sum_is_the_same_sum(collective: Collective) -> None:
-    """Through shared memory, by Horovod for other types, and by nobody for one: eagerly and in a graph."""
+    """Natively, and by nobody for one: eagerly and in a graph."""
     world = collective.world
     shapes = [(0,), (1,), (7, 3), (1200, 1100)]
     for dtype in ("float16", "float32", "float64"):
@@ -85,33 +84,10 @@ def test_an_ordered_sum_is_the_same_sum(collective: Collective) -> None:
                 assert (total.dtype, total.shape) == (tensor.dtype, tensor.shape)
                 np.testing.assert_array_equal(total, sum_of_all)
             if totals.squares is not None:
-                np.testing.assert_allclose(totals.squares, [np.sum(np.square(e)) for e in expected], rtol=1e-6)
-            assert (totals.squares is not None) == (world.size > 1 and dtype != "float16")
-
-
-@on_ranks(2)
-def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) -> None:
-    """Memory of results is used again, but not of those that somebody has."""
-
-    @tf.function(autograph=False)
-    def add(tensor: tf.Tensor) -> tf.Tensor:
-        return collective.all_reduce([tensor], name="kept", ordered=True).tensors[0]
-
-    variable = tf.Variable(tf.zeros([1000]))
-    kept = []
-    for step in range(20):
-        total = add(tf.fill([1000], float(step)))
-        variable.assign(total)
-        kept.append((total if step % 3 else tf.identity(total), np.full(1000, 2.0 * step)))
-        for earlier, expected in kept:
-            np.testing.assert_array_equal(earlier, expected)
-        np.testing.assert_array_equal(variable, kept[-1][1])
-    assert isinstance(collective, SharedMemory)
-    kept_memory = collective._sums._buffers._memory[4000]
-    before = len(kept_memory)
-    for step in range(50):
-        add(tf.fill([1000], float(step)))
-    assert len(kept_memory) <= before + 2, "what nobody has is used again"
+                np.testing.assert_allclose(
+                    totals.squares, [np.sum(np.square(e.astype(float))) for e in expected], rtol=1e-6
+                )
+            assert (totals.squares is not None) == (world.size > 1)
 
 
 @on_ranks(2, 3)
@@ -143,8 +119,8 @@ def test_horovods_threads_give_way_on_the_only_core_of_a_rank(collective: Collec
         for cores, expected in (({0, 1}, before[os.getpid()]), ({0}, LOWEST_PRIORITY)):
             its = HorovodCollective(collective.world, hvd, {waiting.native_id, 2**22 + 1})  # one has ended
             with mock.patch("os.sched_getaffinity", return_value=cores):
-                shared = share_memory(its)
-            assert isinstance(shared, SharedMemory)
+                shared = with_native_sums(its)
+            assert isinstance(shared, Native)
             assert shared.overlaps_compute == (len(cores) > 1)
             assert priorities_of({waiting.native_id}) == {waiting.native_id: expected}
         after = priorities_of(before)
@@ -166,7 +142,7 @@ def priorities_of(threads: Collection[int]) -> dict[int, int]:
 
 @on_ranks(2, 3, GLOO)
 def test_only_where_horovod_is_asked_for_it_carries_everything(collective: Collective) -> None:
-    assert isinstance(collective, SharedMemory)
+    assert isinstance(collective, Native)
     asked_for = connect("horovod", collective.world)
     assert isinstance(asked_for, HorovodCollective)
     mine = tf.constant(values_of_rank(collective.world.rank, (5,)))
@@ -381,30 +357,9 @@ def assert_sums_of_all(reduced: Any, shapes: list[tuple[int, ...]], control: tf.
     assert bool(reduced.is_finite)
 
 
-@on_ranks(2, 3)
-def test_what_leaves_at_once_is_judged_as_it_is_summed(collective: Collective) -> None:
-    """The control vector is no gradient; what is large is judged chunk by chunk, what is short as one."""
-    rank, size = collective.world.rank, collective.world.size
-    shapes = [(4,), (MIN_GROUP_BYTES, 2), (3, 2), (ONE_MESSAGE_BYTES,)]
-    control = tf.fill([3], 1e20)
-    assert isinstance(collective, SharedMemory)
-    with mock.patch.object(collective, "overlaps_compute", False):
-        reduce = tf.function(GradientReduction(collective=collective), autograph=False)
-        gradients = [values_of_rank(rank, shape, "float32") for shape in shapes]
-        reduced = reduce([tf.constant(gradient) for gradient in gradients], control)
-        assert_sums_of_all(reduced, shapes, control, size)
-        for index, bad in ((0, np.nan), (1, np.nan), (1, np.inf), (3, -np.inf), (3, 1e30)):
-            mine = [tf.constant(gradient) for gradient in gradients]
-            if rank == size - 1:
-                mine[index] = poison(mine[index], bad)
-            reduced = reduce(mine, control)
-            assert bool(reduced.is_finite) == np.isfinite(bad), (index, bad)
-            assert reduced.gradients[index].numpy().flat[-1] == pytest.approx(bad, nan_ok=True)
-
-
 @on_ranks(2)
 def test_a_small_model_and_ranks_of_one_core_send_one_message_and_keep_what_is_shared(collective: Collective) -> None:
-    assert isinstance(collective, SharedMemory)
+    assert isinstance(collective, Native)
     small, large, control = tf.zeros([8]), tf.zeros([ONE_MESSAGE_BYTES // 4]), tf.zeros([3])  # float32
     for overlaps, gradient, is_one in ((True, small, True), (True, large, False), (False, large, True)):
         for read_only in (False, True):

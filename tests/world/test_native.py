@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, share_memory
+from ringtrain.collectives import Collective, with_native_sums
 from ringtrain.collectives.gradients import MIN_GROUP_BYTES, ONE_MESSAGE_BYTES, GradientReduction
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.collectives.native import library
@@ -28,19 +28,11 @@ from tests.world.test_collectives import assert_sums_of_all, poison, values_of_r
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
 
-@functools.cache
-def native_of(collective: Collective) -> Native:
-    """Of the same ranks."""
-    assert isinstance(collective, HorovodCollective)
-    native = share_memory(HorovodCollective(collective.world, collective.hvd), "native")
-    assert isinstance(native, Native)
-    return native
-
-
 @on_ranks(2, 3)
 def test_tensors_of_all_types_are_summed_together(collective: Collective) -> None:
     """Of no value, of fewer than there are ranks, and of many chunks; from the third time on in memory of all."""
-    world, native = collective.world, native_of(collective)
+    world = collective.world
+    assert isinstance(collective, Native)
     specs = [(shape, dtype) for shape in [(), (0, 3), (1,), (7, 3), (300, 1100)] for dtype in DTYPES]
     numpy_types = {"bfloat16": "float32"}
 
@@ -50,7 +42,7 @@ def test_tensors_of_all_types_are_summed_together(collective: Collective) -> Non
     mine = [tf.cast(values, dtype) for values, (_, dtype) in zip(of(world.rank), specs, strict=True)]
     expected = [np.sum(parts, axis=0, dtype=parts[0].dtype) for parts in zip(*map(of, range(world.size)), strict=True)]
     for read_only in (False, True):
-        add = functools.partial(native.all_reduce, ordered=True, read_only=read_only)
+        add = functools.partial(collective.all_reduce, ordered=True, read_only=read_only)
         in_graph = tf.function(functools.partial(add, name=f"graph/{read_only}"), autograph=False)
         for totals in (add(mine, name="eager"), *(in_graph(mine) for _ in range(5))):
             for tensor, total, right in zip(mine, totals.tensors, expected, strict=True):
@@ -63,12 +55,11 @@ def test_tensors_of_all_types_are_summed_together(collective: Collective) -> Non
 
 @on_ranks(2, 3)
 def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) -> None:
-    native = native_of(collective)
     size = collective.world.size
 
     @tf.function(autograph=False)
     def add(tensor: tf.Tensor) -> Any:
-        return native.all_reduce([tensor], name="kept", ordered=True, read_only=True)
+        return collective.all_reduce([tensor], name="kept", ordered=True, read_only=True)
 
     kept: list[tuple[tf.Tensor, float]] = []
     generator = np.random.default_rng(collective.world.rank)  # each rank keeps others
@@ -85,12 +76,12 @@ def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) ->
 @on_ranks(2)
 def test_nothing_is_computed_into_memory_of_all(collective: Collective) -> None:
     """TensorFlow takes the memory of what nobody needs any more; here it would end the process."""
-    native, rank = native_of(collective), collective.world.rank
+    rank = collective.world.rank
     variable = tf.Variable(tf.zeros([512, 256]))
 
     @tf.function(autograph=False)
     def compute(values: tf.Tensor) -> Any:
-        totals = native.all_reduce([values], name="used", ordered=True, read_only=True)
+        totals = collective.all_reduce([values], name="used", ordered=True, read_only=True)
         [total] = totals.tensors
         variable.assign(total)
         variable.assign_add(tf.ones_like(total))
@@ -112,11 +103,11 @@ def test_nothing_is_computed_into_memory_of_all(collective: Collective) -> None:
 
 @on_ranks(2, 3)
 def test_what_is_not_finite_is_seen_by_all_and_what_is_large_is_finite(collective: Collective) -> None:
-    rank, size, native = collective.world.rank, collective.world.size, native_of(collective)
+    rank, size = collective.world.rank, collective.world.size
     shapes = [(4,), (MIN_GROUP_BYTES, 2), (3, 2), (ONE_MESSAGE_BYTES,)]
     control, state = tf.fill([3], 1e20), [tf.constant([1.0, float(rank)]), tf.constant(2.0, tf.float64)]
-    with mock.patch.object(native, "overlaps_compute", False):
-        reduce = tf.function(GradientReduction(collective=native), autograph=False)
+    with mock.patch.object(collective, "overlaps_compute", False):
+        reduce = tf.function(GradientReduction(collective=collective), autograph=False)
         gradients = [values_of_rank(rank, shape, "float32") for shape in shapes]
         reduced = reduce([tf.constant(gradient) for gradient in gradients], control, state)
         assert_sums_of_all(reduced, shapes, control, size)
@@ -142,19 +133,20 @@ def test_what_is_not_finite_is_seen_by_all_and_what_is_large_is_finite(collectiv
     ],
 )
 @on_ranks(2, 3)
-def test_n_ranks_train_what_one_process_trains(
+def test_where_horovod_carries_all_n_ranks_train_the_same(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int
 ) -> None:
-    test_step.test_n_ranks_train_what_one_process_trains.body(
-        native_of(collective), model, optimizer, accumulate, num_samples
-    )
+    """As on GPUs and between nodes."""
+    assert isinstance(collective, HorovodCollective)
+    by_horovod = HorovodCollective(collective.world, collective.hvd)
+    test_step.test_n_ranks_train_what_one_process_trains.body(by_horovod, model, optimizer, accumulate, num_samples)
 
 
 @on_ranks(2)
 def test_ranks_that_sum_something_else_are_told(collective: Collective) -> None:
     """On every rank, and for good: not at the next sum by chance."""
     assert isinstance(collective, HorovodCollective)
-    native = share_memory(HorovodCollective(collective.world, collective.hvd), "native")
+    native = with_native_sums(HorovodCollective(collective.world, collective.hvd))  # as it will sum no more
     rank = collective.world.rank
     for number in range(2):
         with pytest.raises(tf.errors.AbortedError, match="the ranks are at different places of the program"):
@@ -166,17 +158,17 @@ def test_a_rank_that_cannot_have_it_is_told_on_all(collective: Collective) -> No
     assert isinstance(collective, HorovodCollective)
     carrier = HorovodCollective(collective.world, collective.hvd)
     on_rank_1 = None if collective.world.rank == 1 else library.load_operation()
-    with (
-        mock.patch.object(library, "load_operation", return_value=on_rank_1),
-        pytest.raises(UsageError, match=r"backend is 'native'.*libringtrain.so is not there.* Use --backend auto\."),
-    ):
-        share_memory(carrier, "native")
+    with mock.patch.object(library, "load_operation", return_value=on_rank_1):
+        with pytest.raises(UsageError, match=r"backend is 'native'.*libringtrain.so is not there.* Use --backend auto"):
+            with_native_sums(carrier, "native")
+        assert with_native_sums(carrier) is carrier
+    assert re.search("Horovod over .*, and no sum natively: libringtrain.so is not there", carrier.description)
 
 
 def test_a_run_trains_the_same_bits_as_by_the_other_backend(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """Of two ranks there is one sum."""
     digests = []
-    for backend in ("auto", "native"):
+    for backend in ("horovod", "auto"):
         arguments = ["--steps", "20", "--seed", "1", "--deterministic", "true", "--backend", backend]
         finished = run_ringtrain([*arguments, "--out", tmp_path / backend], launcher="mpirun")
         assert finished.rc == 0, finished.stderr
@@ -188,7 +180,7 @@ def test_a_run_trains_the_same_bits_as_by_the_other_backend(run_ringtrain: RunRi
 def test_a_killed_rank_is_answered(tmp_path: Path) -> None:
     out = tmp_path / "run"
     slow = {"RINGTRAIN_TEST_STEP_SECONDS": "0.1"}
-    with running(out, "--backend", "native", "--epochs", "50", env=slow) as run:
+    with running(out, "--epochs", "50", env=slow) as run:
         run.wait_for_step(3)
         run.signal_rank(1, signal.SIGKILL)
         assert run.wait(20) != 0, run.text()

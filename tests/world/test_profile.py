@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ringtrain.collectives.shared_memory import TRACE
 from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY
 
 LASTING = f"{REPOSITORY / 'tests/world/workloads/lasting.py'}:Lasting"
+SUM = "native_all_reduce:RingtrainAllReduce"  # as TensorFlow's profile calls it
 FLAGS = ["--workload", LASTING, "--log_every", "4", "--steps", "12"]
 
 
@@ -74,10 +74,10 @@ def test_steps_that_are_done_are_not_profiled(run_ringtrain: RunRingtrain, tmp_p
 
 
 @pytest.mark.slow
-def test_what_is_summed_in_shared_memory_is_in_the_profile(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_native_sums_are_in_the_profile(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     finished = run_ringtrain([*FLAGS, "--profile", "3:5", "--out", str(tmp_path)], launcher="mpirun")
     assert finished.rc == 0, finished.stderr
-    assert count_events(tmp_path / "profile", TRACE) == 3
+    assert count_events(tmp_path / "profile", SUM) == 3
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
 
     from ringtrain.collectives import Totals
     from ringtrain.collectives.gradients import GradientReduction
-    from ringtrain.collectives.shared_memory import SharedMemory
+    from ringtrain.collectives.native.backend import Native
     from ringtrain.data import augment, order, pipeline
     from ringtrain.data.order import SampleOrder
     from ringtrain.run import variables
@@ -354,7 +354,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
 
     right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
     right_update = step.TrainStep._reduce_and_update
-    right_sum, right_reduction = SharedMemory.all_reduce, GradientReduction.__call__
+    right_sum, right_reduction = Native.all_reduce, GradientReduction.__call__
     right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
     right_batches, right_seeds = evaluation.evaluation_batches, local_gradients.LocalGradients._dropout_seeds
 
@@ -429,7 +429,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
             "_dropout_seeds",
             lambda self, number, micro_batch: right_seeds(self, tf.zeros_like(number), micro_batch),
         ),
-        "a reduction that returns its input": (SharedMemory, "all_reduce", its_input),
+        "a reduction that returns its input": (Native, "all_reduce", its_input),
         "a mean of means": (SampleOrder, "_plan", mean_of_means),
         "a duplicated sample": (SampleOrder, "_plan", duplicated_sample),
         "augmentation seeded by rank": (pipeline, "sample_keys", keys_of_each_rank),

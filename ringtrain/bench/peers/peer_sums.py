@@ -28,7 +28,6 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--cores", action="append", default=[], help="a rank's cores, such as 0,1; once for each rank")
     parser.add_argument("--intra_op_threads", type=int, default=0, help="0: TensorFlow's own number")
     parser.add_argument("--inter_op_threads", type=int, default=0, help="0: TensorFlow's own number")
-    parser.add_argument("--backend", default="auto", help="of ringtrain, where it is measured")
     return parser.parse_args()
 
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringtrain.collectives.base import Collective, Totals, mark_collective
+from ringtrain.collectives.base import Totals, mark_collective
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.collectives.native import library
 from ringtrain.collectives.native.memory import share_memory
 from ringtrain.collectives.objects import all_gather_object
-from ringtrain.errors import UsageError
 
 # How long a rank looks at what another has given before it sleeps: its core is wanted by nobody else meanwhile, and to
 # be woken takes longer than a short sum.
 SPIN_SECONDS = 200e-6
+ON_GPUS = "the ranks compute on GPUs"
 NO_MEMORY_OF_OTHERS = (
     "the ranks of a node cannot open memory of each other: they are in several containers, or at a limit"
 )
@@ -63,11 +63,9 @@ class Native(HorovodCollective):
         return Totals(list(totals), squares, keep_alive=totals if read_only else ())
 
 
-def join_node(collective: Collective) -> Collective:
-    """The same ranks, which are on cores: a UsageError where they cannot join. Every rank must call it."""
+def join(collective: HorovodCollective) -> Native | str:
+    """The same ranks with native sums, or why they cannot have them, the same on all. Every rank must call it."""
     world = collective.world
-    if not isinstance(collective, HorovodCollective):
-        return collective  # a single process
 
     def on_all(value: Any) -> list[Any]:
         return all_gather_object(collective, value, name="native")
@@ -76,33 +74,41 @@ def join_node(collective: Collective) -> Collective:
         of_node = [its[1:] for its in on_all([world.node, world.local_rank, value]) if its[0] == world.node]
         return [its for _, its in sorted(of_node, key=operator.itemgetter(0))]
 
+    def why_not(reason: str | None) -> str | None:
+        """The first rank's reason that has one."""
+        return next(filter(None, on_all(reason)), None)
+
     operation = library.load_operation()
     cores = sorted(os.sched_getaffinity(0))
     facts = on_all([world.node, world.local_rank, cores, os.getpid(), _why_not(collective, operation)])
-    of_node = sorted((fact for fact in facts if fact[0] == world.node), key=operator.itemgetter(1))
-    _require_none([*(reason for *_, reason in facts), why_no_nodes([(node, rank) for node, rank, *_ in facts])])
+    reasons = [*(reason for *_, reason in facts), why_no_nodes([(node, rank) for node, rank, *_ in facts])]
+    if reason := next(filter(None, reasons), None):
+        return reason
     nodes = library.find_nodes(world.local_rank, world.rank) if world.local_size < world.size else library.Nodes()
-    descriptor = share_memory(world.local_rank, on_node)
-    _require_none(on_all(None if descriptor is not None else NO_MEMORY_OF_OTHERS))
-    assert descriptor is not None
-    is_shared = len({core for _, _, its_cores, *_ in of_node for core in its_cores}) < world.local_size
-    processes = [process for *_, process, _ in of_node]
-    group = library.join(descriptor, world.local_rank, processes, 0 if is_shared else SPIN_SECONDS, nodes)
-    os.close(descriptor)
-    _require_none(on_all(None if group >= 0 else "there is no memory for what the ranks of a node share"))
+    with share_memory(world.local_rank, on_node) as descriptor:
+        if reason := why_not(None if descriptor is not None else NO_MEMORY_OF_OTHERS):
+            return reason
+        assert descriptor is not None
+        of_node = sorted((fact for fact in facts if fact[0] == world.node), key=operator.itemgetter(1))
+        is_shared = len({core for _, _, its_cores, *_ in of_node for core in its_cores}) < world.local_size
+        processes = [process for *_, process, _ in of_node]
+        group = library.join(descriptor, world.local_rank, processes, 0 if is_shared else SPIN_SECONDS, nodes)
+    if reason := why_not(None if group >= 0 else "there is no memory for what the ranks of a node share"):
+        return reason
     has_one_core = all(len(its_cores) == 1 for _, _, its_cores, *_ in facts)
-    if has_one_core:
-        collective.yield_core()
     native = Native(collective, operation, group, overlaps_compute=not has_one_core)
     total = native.all_reduce([tf.constant(world.rank + 1.0)], name="checks/native", ordered=True).tensors[0]
-    _require_none(on_all(None if float(total) == sum(range(1, world.size + 1)) else f"its sum is {float(total):g}"))
+    if reason := why_not(None if float(total) == sum(range(1, world.size + 1)) else f"its sum is {float(total):g}"):
+        return reason
+    if has_one_core:
+        collective.yield_core()
     return native
 
 
 def _why_not(collective: HorovodCollective, operation: Callable[..., Any] | None) -> str | None:
     """Why this rank cannot join, in the user's words."""
     if tf.config.get_visible_devices("GPU"):
-        return "the ranks compute on GPUs"
+        return ON_GPUS
     if operation is None:
         return f"{library.LIBRARY.name} is not there, or not for this processor: run `make setup` with a C++ compiler"
     if collective.world.local_size < collective.world.size and not collective.has_threads_of_mpi:
@@ -121,13 +127,3 @@ def why_no_nodes(places: Sequence[tuple[str, int]]) -> str | None:
         numbers = ", ".join(f"{len(ranks)} on {node}" for node, ranks in list(ranks_of_nodes.items())[:MAX_NODES])
         return f"the nodes have not equally many ranks ({numbers})"
     return None
-
-
-def _require_none(reasons: Sequence[str | None]) -> None:
-    """A UsageError on every rank where there is a reason on any."""
-    if reason := next(filter(None, reasons), None):
-        raise _refusal(reason)
-
-
-def _refusal(reason: str) -> UsageError:
-    return UsageError(f"backend is 'native', which sums on the cores of equal nodes, but {reason}. Use --backend auto.")

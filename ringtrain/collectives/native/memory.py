@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 NAME = "ringtrain"  # of the memory, in /proc
 
 
-def share_memory(local_rank: int, on_node: Callable[[Any], list[Any]]) -> int | None:
-    """A descriptor of memory of no bytes; None where this rank cannot open it. Every rank must call it.
+@contextlib.contextmanager
+def share_memory(local_rank: int, on_node: Callable[[Any], list[Any]]) -> Iterator[int | None]:
+    """A descriptor of memory of no bytes, open so long; None where this rank cannot open it. Every rank must call it.
 
     ``on_node`` gives the JSON value of each rank of the node to each, in the order of the local ranks.
     """
@@ -28,7 +29,11 @@ def share_memory(local_rank: int, on_node: Callable[[Any], list[Any]]) -> int | 
     if place is not None and local_rank > 0:
         descriptor = _open(*place)
     on_node(None)  # all that can have opened it
-    return descriptor
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _open(process: int, number: int, name: str) -> int | None:

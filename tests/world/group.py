@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,15 @@ GLOO = Launch(2, "horovodrun --gloo")
 OVER_MPI = {size: Launch(size) for size in (1, 2, 3)}
 
 
-def on_ranks(*worlds: int | Launch, timeout: float = BODY_TIMEOUT_SECONDS) -> Callable[[Callable[..., Any]], Any]:
-    """Make a test body a test that runs it in a group of ranks, once for each of these worlds."""
+def on_ranks(
+    *worlds: int | Launch, slow: Collection[int] = (), timeout: float = BODY_TIMEOUT_SECONDS
+) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test body a test that runs it in a group of ranks, once for each of these worlds.
+
+    In those of the sizes ``slow`` it is run with the slow tests alone.
+    """
     launches = [OVER_MPI[world] if isinstance(world, int) else world for world in worlds]
+    params = [*launches, *(pytest.param(OVER_MPI[size], marks=pytest.mark.slow) for size in slow)]
 
     def decorate(body: Callable[..., Any]) -> Any:
         def test(world: Group, **arguments: Any) -> None:
@@ -89,7 +95,7 @@ def on_ranks(*worlds: int | Launch, timeout: float = BODY_TIMEOUT_SECONDS) -> Ca
         test.__name__, test.__qualname__, test.__doc__ = body.__name__, body.__qualname__, body.__doc__
         test.__module__ = body.__module__
         test.body = body  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("world", launches, indirect=True, scope="session", ids=str)(test)
+        return pytest.mark.parametrize("world", params, indirect=True, scope="session", ids=str)(test)
 
     return decorate
 

@@ -132,7 +132,7 @@ def test_what_is_not_finite_is_seen_by_all_and_what_is_large_is_finite(collectiv
         ("embedding", "momentum", 1, 46),
     ],
 )
-@on_ranks(2, 3)
+@on_ranks(2, slow=[3])
 def test_where_horovod_carries_all_n_ranks_train_the_same(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int
 ) -> None:

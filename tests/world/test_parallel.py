@@ -62,7 +62,7 @@ def test_the_result_is_the_function_s(collective: Collective, form: str) -> None
 
 
 @pytest.mark.parametrize("form", FORMS)
-@on_ranks(2, 3)
+@on_ranks(2, slow=[3])
 def test_structures_go_in_and_out(collective: Collective, form: str) -> None:
     def inner(pair: Any, *, extra: dict[str, tf.Tensor]) -> dict[str, Any]:
         x, y = pair
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_one_process(collective: Collective, form: str) -
             assert_close(got, wanted, f"{name} of {count} samples")
 
 
-@on_ranks(2, 3)
+@on_ranks(2, slow=[3])
 def test_a_tape_outside_of_the_graph_gets_the_same_gradients(collective: Collective) -> None:
     model = Model()
     parallel = tf.function(make_parallel(model.fn, combine=model.COMBINE, collective=collective))
@@ -146,7 +146,7 @@ def test_a_tape_outside_of_the_graph_gets_the_same_gradients(collective: Collect
 
 
 @pytest.mark.parametrize("form", ["eager", "function"])
-@on_ranks(2, 3)
+@on_ranks(2, slow=[3])
 def test_tensors_of_the_surrounding_code_have_gradients(collective: Collective, form: str) -> None:
     """They are not sliced, and another value at the next call is seen."""
     weight = tf.Variable([1.0, 2.0, 3.0], dtype=tf.float64)
@@ -171,7 +171,7 @@ def test_tensors_of_the_surrounding_code_have_gradients(collective: Collective, 
             weight.assign(weight * 1.5)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, slow=[3])
 def test_a_persisting_function_sees_the_surrounding_tensors_of_each_call(collective: Collective) -> None:
     offset = tf.constant(0.0, tf.float64)
     parallel = make_parallel(lambda x: x + offset, collective=collective)
@@ -180,7 +180,7 @@ def test_a_persisting_function_sees_the_surrounding_tensors_of_each_call(collect
         assert_close(parallel(samples(4)), samples(4) + value, "shifted")
 
 
-@on_ranks(2, 3)
+@on_ranks(2, slow=[3])
 def test_the_same_function_serves_twice_in_one_graph_with_constant_inputs(collective: Collective) -> None:
     """TensorFlow's optimizer would fold collectives of constants, and merge two of the same input."""
     weight = tf.Variable(2.0, dtype=tf.float64)
@@ -200,7 +200,7 @@ def test_the_same_function_serves_twice_in_one_graph_with_constant_inputs(collec
         assert_close(gradient, 4 * tf.reduce_sum(x), "gradient")
 
 
-@on_ranks(2, 3)
+@on_ranks(2, slow=[3])
 def test_second_derivatives_are_those_of_one_process(collective: Collective) -> None:
     def fn(x: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(x**3, axis=1)
@@ -238,7 +238,7 @@ def test_a_keras_model_is_a_function(collective: Collective) -> None:
         assert_close(got, wanted, "keras", tolerance=1e-6)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, slow=[3])
 def test_it_is_a_decorator(collective: Collective) -> None:
     @make_parallel(collective=collective)
     def double(x: tf.Tensor) -> tf.Tensor:

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("part", ["train", "evaluation"])
-@on_ranks(2, 3)
+@on_ranks(2, slow=[3])
 def test_other_data_on_another_rank_are_an_error_on_every_rank(collective: Collective, case: str, part: str) -> None:
     first, last, words = CASES[case]
     is_last = collective.world.rank == collective.world.size - 1
@@ -107,7 +107,7 @@ def refusal(collective: Collective, read: Contents) -> str:
 
 
 @pytest.mark.parametrize("case", CONTENTS)
-@on_ranks(2, 3)
+@on_ranks(2, slow=[3])
 def test_the_first_sample_that_differs_is_named(collective: Collective, case: str) -> None:
     x, y, where, odd_value, value = CONTENTS[case]
     rank, last = collective.world.rank, collective.world.size - 1

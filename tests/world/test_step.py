@@ -68,7 +68,7 @@ STEPS = 11  # two epochs of five steps, and one of the next
         *(("regularised", name, 1, 46) for name in ("muon", "multi") if name in OPTIMIZERS),
     ],
 )
-@on_ranks(1, 2, 3)
+@on_ranks(3, slow=[1, 2])
 def test_n_ranks_train_what_one_process_trains(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int
 ) -> None:
@@ -131,7 +131,7 @@ def test_float8_is_refused_before_it_sums_what_is_no_gradient(collective: Collec
         create_job(workload, config, collective, num_threads=1, adapt_model=lambda model: model.quantize("float8"))
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, slow=[1, 2])
 def test_the_logged_loss_is_the_mean_over_all_samples_of_all_ranks(collective: Collective) -> None:
     source = dense_samples(46)
     batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=5)
@@ -167,7 +167,7 @@ def test_what_a_layer_adds_to_the_loss_is_trained_as_keras_does(collective: Coll
         assert_close(variable.numpy(), right.numpy(), variable.path)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, slow=[1, 2])
 def test_each_sample_comes_once_per_epoch(collective: Collective) -> None:
     source = dense_samples(46)
     epochs = 2
@@ -206,7 +206,7 @@ def test_averages_follow_the_weights_and_are_evaluated_in_their_stead(collective
     assert_same_bits_on_all_ranks(step.variables, collective)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, slow=[1, 2])
 def test_a_vote_of_one_rank_reaches_all_in_steps_and_evaluations(collective: Collective) -> None:
     source = dense_samples(13)
     batches = batches_of(source, collective, global_batch_size=5, steps=2)
@@ -239,7 +239,7 @@ def eval_step_of(step: TrainStep, collective: Collective, spec: Any, workload: W
     )
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, slow=[1, 2])
 def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
     source = dense_samples(13)
     spec = batches_of(source, collective, global_batch_size=5, steps=1).element_spec
@@ -290,7 +290,7 @@ def test_the_watchdog_hears_of_each_batch_of_an_evaluation(collective: Collectiv
         assert said == [*first, *others, Note(Phase.EVALUATION_DATA, 4)]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, slow=[1, 2])
 def test_moving_statistics_are_those_of_all_samples_on_all_ranks(collective: Collective) -> None:
     world = collective.world
     source = dense_samples(45)
@@ -327,7 +327,7 @@ class FragileClassification(Classification):
         return super().loss(tf.maximum(y, 0), poison_gradient(outputs, factor))
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, slow=[1, 2])
 def test_a_step_that_is_not_finite_on_any_rank_changes_nothing_on_all(collective: Collective) -> None:
     world = collective.world
     x, y = np.random.default_rng(world.rank).normal(size=(2, NUM_FEATURES)), np.array([0, 1])
@@ -377,7 +377,7 @@ def one_weight_model() -> keras.Model:
     return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer=ones, use_bias=False)])
 
 
-@on_ranks(1, 2, 3, timeout=30)
+@on_ranks(3, slow=[1, 2], timeout=30)
 def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(collective: Collective) -> None:
     world = collective.world
     for bad_rank in range(world.size):
@@ -470,7 +470,7 @@ def kept_inputs(collective: Collective, x: np.ndarray, *, seed: int = 0, step_nu
     return (before - step.model.trainable_variables[0].numpy())[:, 0] > 1
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, slow=[1, 2])
 def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collective) -> None:
     world = collective.world
     # this rank on its own, told that it is one of four: its whole mask, in which the number of ranks plays no part
@@ -520,7 +520,7 @@ def test_a_step_is_traced_for_batches_of_a_kind_that_came_before(collective: Col
         assert step.is_traced_for(batch(num_samples))
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, slow=[1, 2])
 def test_first_values_reach_every_variable_and_slot_but_no_seed(collective: Collective) -> None:
     world = collective.world
 

@@ -9,6 +9,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?=
 # GPU=1: Horovod with NCCL; GPU=0: for cores; empty: as .venv is.
 GPU ?=
+# HOROVOD=0: without it, for cores over MPI, which is set up sooner; HOROVOD=1: with it; empty: as .venv is.
+HOROVOD ?=
 # An older TensorFlow, for example `make TENSORFLOW=2.18 setup`; 2.21: the newest; empty: that of .venv.
 TENSORFLOW ?=
 BIN := .venv/bin
@@ -24,8 +26,8 @@ NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory|
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-setup: ## Install what is missing and make .venv (options: PYTHON=python3.12, TENSORFLOW=2.18, GPU=1)
-	@PYTHON='$(PYTHON)' GPU='$(GPU)' TENSORFLOW='$(TENSORFLOW)' .ci/setup
+setup: ## Install what is missing and make .venv (options: PYTHON=python3.12, TENSORFLOW=2.18, GPU=1, HOROVOD=0)
+	@PYTHON='$(PYTHON)' GPU='$(GPU)' TENSORFLOW='$(TENSORFLOW)' HOROVOD='$(HOROVOD)' .ci/setup
 
 setup-tests: setup ## Install what the tests need besides: Slurm, which they start themselves, shellcheck and Chromium
 	@.ci/setup-tests

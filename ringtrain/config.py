@@ -196,8 +196,8 @@ class Config:
 
     backend: Literal["auto", "native", "horovod", "solo"] = "auto"
     """who carries the reductions: auto is solo without a launcher, else Horovod, and among the cores of a single node
-    ringtrain itself for what is short, or for all where each rank has one core; native asks for these sums of its own,
-    also between nodes; horovod is Horovod for everything"""
+    ringtrain itself for what is short, or for all where each rank has one core; native is ringtrain for all sums, also
+    between nodes, and MPI for the rest; horovod is Horovod for everything"""
 
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients travel"""

@@ -34,6 +34,8 @@ class Collective(abc.ABC):
     # Whether sums travel while this rank computes; alike on all ranks. Gradients then leave in groups, as the backward
     # pass makes them; otherwise all at once, by an ordered sum.
     overlaps_compute: bool = True
+    is_ordered: bool = False  # whether every rank must come to all calls in the same order, not to ordered sums alone
+    may_use_mpi: bool = False  # whether MPI may be called beside it
     list_types: Collection[str] = ()  # of which an ordered sum takes many tensors, also of several, as fast as one
 
     @abc.abstractmethod
@@ -61,7 +63,10 @@ class Collective(abc.ABC):
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         """Rank 0's tensors, on every rank. Shapes and types are the same on every rank."""
 
-    def start_timeline(self, path: str) -> None:  # noqa: B027, a backend may have nothing to do
+    def yield_core(self) -> None:  # noqa: B027, a backend may have nothing to do
+        """Let the backend's own threads run when nothing else of this process wants the core."""
+
+    def start_timeline(self, path: str) -> None:  # noqa: B027
         """From now on write down, in this file of rank 0, what the communication does; every rank calls it."""
 
     def stop_timeline(self) -> None:  # noqa: B027

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal
 
 from ringtrain.collectives.base import Collective, Solo
 from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
-from ringtrain.runtime.world import World
+from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 SIZES = (3, 1000)  # of tensors that travel together, to see whether their sums are right
 
@@ -22,23 +23,28 @@ def connect(backend: Backend, world: World) -> Collective:
             f"backend is 'solo', but {world.launcher} started {world.size} processes, each of which would train alone. "
             "Use --backend auto, or start one process."
         )
-    if backend == "horovod" or (backend in ("auto", "native") and world.size > 1):
+    if world.size == 1 and backend != "horovod":
+        return Solo(world)
+    is_wanted = backend == "horovod" or (backend == "auto" and importlib.util.find_spec("horovod") is not None)
+    if is_wanted or world.launcher == GLOO_LAUNCHER:
         from ringtrain.collectives.horovod import connect_horovod
 
         return connect_horovod(world)
-    return Solo(world)
+    from ringtrain.collectives.mpi import connect_mpi
+
+    return connect_mpi(world)
 
 
 def with_native_sums(collective: Collective, backend: Backend = "auto") -> Collective:
-    """The same ranks, whose ordered sums are native where they can be; all else Horovod carries.
+    """The same ranks, who sum natively where they can.
 
-    Every rank must call it, after they have met. Between nodes they are native where that is asked for, since it was
-    not measured against Horovod on a real network. With the backend "native" it is a UsageError where they cannot be.
+    Every rank must call it, after they have met. Between nodes Horovod's sums stay unless native ones are asked for,
+    since these were not measured against it on a real network. With the backend "native" it is a UsageError where the
+    ranks cannot have them.
     """
-    from ringtrain.collectives.horovod import HorovodCollective
-
     is_one_node = collective.world.local_size == collective.world.size
-    if not isinstance(collective, HorovodCollective) or backend == "horovod" or (backend == "auto" and not is_one_node):
+    is_left_alone = backend == "horovod" or (backend == "auto" and not (is_one_node or collective.is_ordered))
+    if isinstance(collective, Solo) or is_left_alone:
         return collective
     from ringtrain.collectives.native.backend import ON_GPUS, Native, join
 
@@ -51,6 +57,8 @@ def with_native_sums(collective: Collective, backend: Backend = "auto") -> Colle
         )
     if native != ON_GPUS:
         collective.description += f", and no sum natively: {native}"
+    elif collective.is_ordered:
+        raise UsageError(f"{native}, whose sums Horovod carries over NCCL, but it is not installed: make setup GPU=1.")
     return collective
 
 

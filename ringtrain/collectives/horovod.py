@@ -8,16 +8,13 @@ import dataclasses
 import http.client
 import json
 import os
-import re
 import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ringtrain.collectives.base import Collective, Totals, mark_collective
+from ringtrain.collectives.mpi import gather_by_mpi, require_size
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import DYNAMIC_TIMELINE
 from ringtrain.runtime.processes import list_threads
@@ -72,7 +69,7 @@ class HorovodCollective(Collective):
         return Totals(mark_collective(totals, name))
 
     @property
-    def has_threads_of_mpi(self) -> bool:
+    def may_use_mpi(self) -> bool:  # type: ignore[override]
         """Whether other threads than Horovod's own may call MPI as well."""
         if not self.hvd.mpi_enabled():
             return False
@@ -132,12 +129,7 @@ def connect_horovod(world: World) -> HorovodCollective:
     places = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size()}
     seen = dataclasses.replace(world, rank=hvd.rank(), size=hvd.size(), **places)
     for who, size in (("Horovod", seen.size), ("mpi4py", _mpi4py_size(hvd, world))):
-        if size != world.size:
-            raise UsageError(
-                f"{world.launcher} started {world.size} processes, but {who} sees {size}: the launcher belongs to "
-                f"another MPI than Horovod. {_describe_mpi_libraries()} Start the run with that MPI's own mpirun, or "
-                "build Horovod and mpi4py with the launcher's MPI first in PATH."
-            )
+        require_size(world, who, size)
     if seen != world:
         raise UsageError(
             f"{world.launcher} says {world}, but Horovod says {seen}. Start the run again in a clean shell.",
@@ -158,7 +150,7 @@ def _require_same_settings(world: World) -> None:
 
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:  # Horovod's own thread uses MPI at the same time
         return
-    ranks = _gather_by_mpi(_settings_of(world))
+    ranks = gather_by_mpi(_settings_of(world))
     if differences := [line for rank, its in enumerate(ranks) for line in _find_differences(rank, its, ranks[0])]:
         atexit.register(os._exit, UsageError.exit_code)  # before Horovod's own way out, which would wait as well
         error = UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]))
@@ -223,20 +215,6 @@ def _ask_rendezvous(place: str, value: bytes | None = None) -> bytes | None:
         connection.close()
 
 
-def _gather_by_mpi(value: Any) -> list[Any]:
-    """Every rank's value, by MPI itself and as JSON."""
-    from mpi4py import MPI
-
-    ranks = MPI.COMM_WORLD
-    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = np.empty(ranks.Get_size(), np.int64)
-    ranks.Allgather(np.array([mine.size], np.int64), lengths)
-    offsets = np.cumsum(lengths) - lengths
-    joined = np.empty(lengths.sum(), np.uint8)
-    ranks.Allgatherv(mine, [joined, lengths, offsets, MPI.BYTE])
-    return [json.loads(part.tobytes()) for part in np.split(joined, offsets[1:])]
-
-
 def _mpi4py_size(hvd: ModuleType, world: World) -> int:
     """The size that mpi4py sees, where MPI is in use at all."""
     if not hvd.mpi_enabled():
@@ -247,16 +225,3 @@ def _mpi4py_size(hvd: ModuleType, world: World) -> int:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Get_size() if MPI.Is_initialized() else 1
-
-
-def _describe_mpi_libraries() -> str:
-    """The MPI libraries loaded into this process, one sentence."""
-    mapped = re.findall(r"(/\S*/libmpi\S*\.so\S*)", Path("/proc/self/maps").read_text())
-    libraries = ", ".join(dict.fromkeys(mapped)) or "none"
-    try:
-        from mpi4py import MPI
-
-        version = MPI.Get_library_version().split(",")[0].strip("\0\n ")
-    except (ImportError, RuntimeError) as error:
-        version = f"not to be had ({error})"
-    return f"Loaded: {libraries}; mpi4py was built for: {version}."

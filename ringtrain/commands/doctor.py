@@ -76,7 +76,7 @@ def meet(facts: Facts, said: threading.Event) -> int:
         plan = pin(world)
         with quiet_start():
             facts = take_device(plan, facts)
-        collective = connect("horovod", world)
+        collective = connect("horovod" if "horovod" in facts.stack.versions else "native", world)
         code = share(collective, facts, said)
     except RingtrainError as error:
         leave_alone(world, [*judge(facts), cannot_join(str(error), "")], said)

@@ -117,6 +117,12 @@ def judge_horovod(facts: Facts) -> Finding:
             return Finding("broken", f"{version}{build}; does not load, as it needs {title}", f"mend {title} first")
     if "horovod" in stack.failures and is_for_another:
         return Finding("broken", f"{version}{build}{here}, and does not load", REBUILD_HOROVOD)
+    if version is None and stack.versions.get("mpi4py"):
+        return Finding(
+            "warning",
+            "not installed: cores sum natively, over MPI",
+            "GPUs and ringtrain.keras need it: make setup HOROVOD=1",
+        )
     if missing := find_missing(stack, "horovod", remedy=REBUILD_HOROVOD):
         return missing
     text = f"{version}{build}{here}; {describe_parts(stack)}"
@@ -287,8 +293,9 @@ CHECKS: Mapping[str, Callable[[Facts], Finding]] = {
 
 def can_join(facts: Facts) -> bool:
     """Whether this process can talk to other ranks at all."""
-    uses_mpi = "mpi" in facts.stack.horovod_parts and facts.world.launcher != GLOO_LAUNCHER
-    needed = ["tensorflow", "horovod", *(["mpi4py"] if uses_mpi else [])]
+    has_horovod = "horovod" in facts.stack.versions
+    uses_mpi = facts.world.launcher != GLOO_LAUNCHER and (not has_horovod or "mpi" in facts.stack.horovod_parts)
+    needed = ["tensorflow", *(["horovod"] if has_horovod else []), *(["mpi4py"] if uses_mpi else [])]
     return not set(needed) & set(facts.stack.failures)
 
 

@@ -7,7 +7,14 @@ In place of ``import horovod.tensorflow.keras as hvd`` or ``import horovod.keras
 import sys
 from typing import Any
 
-import horovod.tensorflow
+try:
+    import horovod.tensorflow
+except ModuleNotFoundError as error:
+    if error.name == "horovod":
+        error.msg = (
+            "ringtrain.keras passes on what Horovod has, and Horovod is not installed. Run: make setup HOROVOD=1"
+        )
+    raise
 from horovod.tensorflow import (
     Adasum,
     Average,

@@ -76,12 +76,12 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
 
     world = collective.world
     rows = all_gather_object(collective, [world.node, os.getpid(), device, plan.intra_op_threads], name="start")
-    versions = ", ".join(
-        f"{title} {importlib.metadata.version(package)}"
-        for title, package in (("TensorFlow", "tensorflow"), ("Keras", "keras"), ("Horovod", "horovod"))
-    )
+    versions = []
+    for title, package in (("TensorFlow", "tensorflow"), ("Keras", "keras"), ("Horovod", "horovod")):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Horovod may be absent
+            versions.append(f"{title} {importlib.metadata.version(package)}")
     return [
-        f"ringtrain {__version__}: {versions}",
+        f"ringtrain {__version__}: {', '.join(versions)}",
         f"{world.size} rank{'s' if world.size > 1 else ''}, started by {world.launcher}; communication: "
         f"{collective.description}",
         *(

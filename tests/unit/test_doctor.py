@@ -16,7 +16,7 @@ from ringtrain.doctor.judging import Finding, can_join, is_within, judge
 from ringtrain.doctor.ranks import bus_bandwidth, judge_all_reduce, judge_ranks, judge_versions
 from ringtrain.doctor.table import WIDTH, conclusion, exit_code, format_table
 from ringtrain.runtime.world import World
-from tests.unit.test_setup import PROJECT, ranges
+from tests.unit.test_setup import EXTRAS, PROJECT, ranges
 
 GIB, MIB = 2**30, 2**20
 LIBMPI = "/usr/lib/libmpi.so.40"
@@ -106,7 +106,10 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     "tf.keras is legacy": ({"legacy_keras": True}, "Keras", "warning", "TF_USE_LEGACY_KERAS", "unset TF_USE_LEGACY"),
     "other backend": ({"keras_backend": "jax"}, "Keras", "broken", "KERAS_BACKEND=jax", "unset KERAS_BACKEND"),
     "untested Keras": ({"versions": at(keras="3.16.0")}, "Keras", "warning", "3.16.0", "keras>=3.10,<3.16"),
-    "no Horovod": ({"versions": without("horovod")}, "Horovod", "broken", "not installed", "make setup"),
+    "no Horovod": ({"versions": without("horovod")}, "Horovod", "warning", "cores sum natively", "make setup"),
+    "no Horovod and no MPI": (
+        {"versions": {"tensorflow": "2.21.0"}}, "Horovod", "broken", "not installed", "make setup"
+    ),
     "Horovod for another TensorFlow, loads not": (
         {"horovod_built_for": "2.18.1", "failures": {"horovod": "undefined symbol"}},
         "Horovod", "broken", "built for TensorFlow 2.18.1, but 2.21.0 is installed, and does not load",
@@ -227,7 +230,7 @@ def test_the_versions_that_are_judged_are_those_of_the_project() -> None:
     known = ranges(PROJECT["dependencies"])
     for name, (first, end) in {"tensorflow": judging.TENSORFLOWS, "keras": judging.KERASES}.items():
         assert known[name] == "<{1},>={0}".format(*(".".join(map(str, item)) for item in (first, end)))
-    assert known["horovod"] == f"=={judging.HOROVOD}"
+    assert ranges(EXTRAS["horovod"])["horovod"] == f"=={judging.HOROVOD}"
     assert PROJECT["requires-python"] == ">={}.{},<{}.{}".format(*judging.PYTHONS[0], *judging.PYTHONS[1])
 
 

@@ -75,7 +75,7 @@ def test_conda_environment_and_pyproject_name_the_same_ranges() -> None:
     conda = ranges(ENVIRONMENT["dependencies"])
     assert conda.pop("python") == ranges([f"python{PROJECT['requires-python']}"])["python"]
     assert {name: conda[name] for name in conda if name not in CONDA_ONLY} == ranges(
-        PROJECT["dependencies"] + EXTRAS["dev"]
+        PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["horovod"]
     )
 
 
@@ -85,7 +85,7 @@ def test_conda_environment_brings_an_mpi() -> None:
 
 @EVERY_LOCK_AND_PYTHON
 def test_a_lock_holds_every_direct_dependency_in_its_range(lock: str, python: str) -> None:
-    for requirement in map(Requirement, PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["build"]):
+    for requirement in map(Requirement, PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["horovod"] + EXTRAS["build"]):
         version = locked_version(requirement.name, python, lock)
         assert version in requirement.specifier, f"{requirement}, but {lock} has {version}; run make lock"
 

@@ -33,6 +33,7 @@ START_TIMEOUT_SECONDS = 120
 BODY_TIMEOUT_SECONDS = 60
 # Once a rank has failed, this long for the others to say how they fared; they may wait for it for ever.
 GRACE_SECONDS = 2.0
+BACKEND = "RINGTRAIN_TEST_BACKEND"
 SOCKET_DIRECTORY = "RINGTRAIN_TEST_SOCKET_DIRECTORY"
 
 _running: list[Group] = []  # at most one: idle ranks of another world would take the cores from this one
@@ -59,6 +60,8 @@ class Launch:
     is_bare: bool = False
 
     def __str__(self) -> str:
+        if BACKEND in self.env:
+            return f"{self.size} without Horovod"
         return f"{self.size} over Gloo" if self.launcher == "horovodrun --gloo" else str(self.size)
 
     def command(self) -> list[str]:
@@ -69,6 +72,7 @@ class Launch:
 
 
 GLOO = Launch(2, "horovodrun --gloo")
+BY_MPI = Launch(3, env={BACKEND: "native"})  # without Horovod
 # pytest keeps a fixture from test to test where its parameter is the very same object.
 OVER_MPI = {size: Launch(size) for size in (1, 2, 3)}
 

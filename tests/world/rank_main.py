@@ -47,8 +47,8 @@ def join(world: World) -> Any:
         start_tensorflow(plan, world)
     from ringtrain.collectives import connect, with_native_sums
 
-    collective = with_native_sums(connect("auto", world))
-    return collective
+    backend = os.environ.get("RINGTRAIN_TEST_BACKEND", "auto")
+    return with_native_sums(connect(backend, world), backend)  # type: ignore[arg-type]
 
 
 def serve(connection: socket.socket, collective: Any) -> None:

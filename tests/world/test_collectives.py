@@ -33,7 +33,7 @@ from ringtrain.collectives.native.backend import Native
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.run.variables import broadcast_variables
 from ringtrain.runtime.processes import list_threads
-from tests.world.group import GLOO, on_ranks
+from tests.world.group import BY_MPI, GLOO, on_ranks
 
 
 def values_of_rank(rank: int, shape: tuple[int, ...], dtype: str = "float64") -> np.ndarray:
@@ -45,7 +45,7 @@ def values_of_all(size: int, shape: tuple[int, ...], dtype: str = "float64") -> 
     return [values_of_rank(rank, shape, dtype) for rank in range(size)]
 
 
-@on_ranks(1, 2, 3, GLOO)
+@on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_sum_adds_over_all_ranks(collective: Collective) -> None:
     world = collective.world
     shapes = [(), (3,), (2, 5), (0,)]
@@ -59,7 +59,7 @@ def test_sum_adds_over_all_ranks(collective: Collective) -> None:
                 assert total.dtype == dtype
 
 
-@on_ranks(1, 2, 3, GLOO)
+@on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_sum_works_in_a_graph(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
     add = tf.function(lambda tensor: collective.all_reduce([tensor, 2 * tensor], name="graph").tensors, autograph=False)
@@ -69,7 +69,7 @@ def test_sum_works_in_a_graph(collective: Collective) -> None:
         assert float(twice[0]) == 2 * float(once[0])
 
 
-@on_ranks(1, 2, 3, GLOO)
+@on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_an_ordered_sum_is_the_same_sum(collective: Collective) -> None:
     """Natively, and by nobody for one: eagerly and in a graph."""
     world = collective.world
@@ -152,7 +152,7 @@ def test_only_where_horovod_is_asked_for_it_carries_everything(collective: Colle
     np.testing.assert_array_equal(by_horovod, by_memory)
 
 
-@on_ranks(1, 2, 3, GLOO)
+@on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_gather_joins_parts_of_any_length_in_the_order_of_the_ranks(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
     for empty_rank in (None, *range(size)):
@@ -168,7 +168,7 @@ def test_gather_of_nothing_anywhere_is_nothing(collective: Collective) -> None:
     assert collective.all_gather(tf.zeros([0, 4]), name="nothing").shape == (0, 4)
 
 
-@on_ranks(1, 2, 3, GLOO)
+@on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_broadcast_gives_every_rank_the_values_of_rank_0(collective: Collective) -> None:
     shapes = [(), (3,), (2, 5)]
     for dtype in ("float32", "float64", "int64"):
@@ -177,7 +177,7 @@ def test_broadcast_gives_every_rank_the_values_of_rank_0(collective: Collective)
             np.testing.assert_array_equal(first, values_of_rank(0, shape, dtype))
 
 
-@on_ranks(1, 2, 3, GLOO)
+@on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_gather_objects_gives_every_value_to_every_rank(collective: Collective) -> None:
     def value_of(rank: int) -> Any:
         return {"rank": rank, "text": "ä" * rank * 100, "list": [None, 1.5, True][: rank + 1]}
@@ -187,7 +187,7 @@ def test_gather_objects_gives_every_value_to_every_rank(collective: Collective) 
     ]
 
 
-@on_ranks(2, 3, GLOO)
+@on_ranks(2, 3, GLOO, BY_MPI)
 def test_ranks_that_are_at_different_places_do_not_take_one_anothers_values(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
     with pytest.raises(RingtrainError, match=f"rank 0 at 'here', rank {size - 1} at 'there'"):
@@ -289,7 +289,7 @@ def dense_sum(gradients_of_ranks: list[list[Any]]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("compression", "compiled"), [("none", False), ("none", True), ("fp16", False)])
-@on_ranks(1, 2, 3, GLOO)
+@on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_the_reduction_is_the_sum_of_the_ranks_gradients(
     collective: Collective, compression: str, compiled: bool
 ) -> None:
@@ -324,7 +324,7 @@ def test_fp16_compression_sends_half_precision(collective: Collective) -> None:
     assert not bool(reduced.is_finite)
 
 
-@on_ranks(1, 2, 3, GLOO)
+@on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_a_value_that_is_not_finite_on_any_rank_is_seen_by_all(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
     reduction = GradientReduction(collective=collective)
@@ -403,7 +403,7 @@ def test_merged_rows_are_the_same_gradient(collective: Collective) -> None:
     np.testing.assert_array_equal(tf.convert_to_tensor(merged), tf.convert_to_tensor(sparse))
 
 
-@on_ranks(1, 2, 3, GLOO)
+@on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_first_values_reach_every_variable_of_every_type(collective: Collective) -> None:
     import keras
 

@@ -1,4 +1,4 @@
-"""Ordered sums by an operation of ringtrain's own, within nodes and between them; all else Horovod carries.
+"""Sums by an operation of ringtrain's own, within nodes and between them; all else Horovod carries, or MPI.
 
 The operation is in C++, and TensorFlow calls it itself: a sum waits neither for Horovod's cycle, nor for Python's
 interpreter. Where a step makes all its sums at one place, the ranks need no agreement on an order: whoever comes there
@@ -15,8 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringtrain.collectives.base import Totals, mark_collective
-from ringtrain.collectives.horovod import HorovodCollective
+from ringtrain.collectives.base import Collective, Totals, mark_collective
 from ringtrain.collectives.native import library
 from ringtrain.collectives.native.memory import share_memory
 from ringtrain.collectives.objects import all_gather_object
@@ -31,30 +30,31 @@ NO_MEMORY_OF_OTHERS = (
 MAX_NODES = 8
 
 
-class Native(HorovodCollective):
+class Native(Collective):
     """The collective of a run whose ranks are on cores, equally many on each node."""
 
     list_types = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
     def __init__(
-        self, carrier: HorovodCollective, operation: Callable[..., Any], group: int, *, overlaps_compute: bool
+        self, carrier: Collective, operation: Callable[..., Any], group: int, *, overlaps_compute: bool
     ) -> None:
-        """The ranks have joined as this group; ``carrier`` carries what is not ordered.
+        """The ranks have joined as this group; ``carrier`` carries what is not summed natively.
 
-        Where a rank has one core, the carrier's sums do not overlap compute, since they take it as well: then all
-        gradients are best ordered.
+        That is what is not ordered, unless the carrier orders all its calls itself. Where a rank has one core, sums do
+        not overlap compute, since they take it as well: then all gradients are best ordered.
         """
-        super().__init__(carrier.world, carrier.hvd, carrier.threads)
+        self.world, self.is_ordered = carrier.world, carrier.is_ordered
         self.overlaps_compute = overlaps_compute
-        what = "short sums" if overlaps_compute else "gradients"
-        self.description += f", {what} natively"
-        self._operation, self._group = operation, group
+        what = "sums" if self.is_ordered else "short sums" if overlaps_compute else "gradients"
+        self.description = f"{carrier.description}, {what} natively"
+        self._carrier, self._operation, self._group = carrier, operation, group
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
     ) -> Totals:
-        if not ordered or any(tensor.dtype.name not in self.list_types for tensor in tensors):
-            return super().all_reduce(tensors, name=name)
+        is_known = all(tensor.dtype.name in self.list_types for tensor in tensors)
+        if not is_known or not (ordered or self.is_ordered):
+            return self._carrier.all_reduce(tensors, name=name)
         meaning = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         totals, squares = self._operation(
             tensors=list(tensors), group=self._group, meaning=meaning, may_share=read_only, name="native_all_reduce"
@@ -62,8 +62,23 @@ class Native(HorovodCollective):
         mark_collective([squares], name)
         return Totals(list(totals), squares, keep_alive=totals if read_only else ())
 
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        return self._carrier.all_gather(tensor, name=name)
 
-def join(collective: HorovodCollective) -> Native | str:
+    def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        return self._carrier.broadcast(tensors, name=name)
+
+    def start_timeline(self, path: str) -> None:
+        self._carrier.start_timeline(path)
+
+    def stop_timeline(self) -> None:
+        self._carrier.stop_timeline()
+
+    def close(self) -> None:
+        self._carrier.close()
+
+
+def join(collective: Collective) -> Native | str:
     """The same ranks with native sums, or why they cannot have them, the same on all. Every rank must call it."""
     world = collective.world
 
@@ -105,13 +120,13 @@ def join(collective: HorovodCollective) -> Native | str:
     return native
 
 
-def _why_not(collective: HorovodCollective, operation: Callable[..., Any] | None) -> str | None:
+def _why_not(collective: Collective, operation: Callable[..., Any] | None) -> str | None:
     """Why this rank cannot join, in the user's words."""
     if tf.config.get_visible_devices("GPU"):
         return ON_GPUS
     if operation is None:
         return f"{library.LIBRARY.name} is not there, or not for this processor: run `make setup` with a C++ compiler"
-    if collective.world.local_size < collective.world.size and not collective.has_threads_of_mpi:
+    if collective.world.local_size < collective.world.size and not collective.may_use_mpi:
         return "between nodes it needs MPI with MPI_THREAD_MULTIPLE, which the ranks have not"
     return None
 

@@ -1,0 +1,159 @@
+"""Collectives by MPI itself, through mpi4py: what carries all that is not summed natively where Horovod does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringtrain.collectives.base import Collective, Totals, mark_collective
+from ringtrain.errors import UsageError
+from ringtrain.runtime.world import World
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+Array = npt.NDArray[Any]
+
+LARGEST_WORD_BYTES = 8
+
+
+class MpiCollective(Collective):
+    """The collective of a run over MPI alone.
+
+    MPI agrees on no order: every rank comes to all calls in the same one. So it is where they are made in one thread,
+    or in functions of TensorFlow, which runs what is stateful in the order in which it is written.
+    """
+
+    description = "MPI"
+    is_ordered = True
+    may_use_mpi = True
+
+    def __init__(self, world: World) -> None:
+        """MPI has been started."""
+        from mpi4py import MPI
+
+        self.world = world
+        self._ranks = MPI.COMM_WORLD
+        self._byte = MPI.BYTE
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: bool) -> Totals:
+        import tensorflow as tf
+
+        def add(*arrays: Array) -> list[Array]:
+            totals = [np.empty_like(array, order="C") for array in arrays]
+            for array, total in zip(arrays, totals, strict=True):
+                self._ranks.Allreduce(array, total)
+            return totals
+
+        # MPI has no type of half precision.
+        wide = [tf.cast(tensor, tf.float32) if _is_half(tensor) else tensor for tensor in tensors]
+        totals = _call(add, wide, name)
+        return Totals([tf.cast(total, tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)])
+
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        def gather(part: Array) -> list[Array]:
+            counts = np.empty(self.world.size, np.int64)
+            self._ranks.Allgather(np.array([len(part)], np.int64), counts)
+            joined = np.empty((counts.sum(), *part.shape[1:]), part.dtype)
+            if row_bytes := math.prod(part.shape[1:]) * part.itemsize:
+                row = self._byte.Create_contiguous(row_bytes).Commit()  # counts of bytes might be too large for MPI
+                self._ranks.Allgatherv([part, len(part), row], [joined, counts, np.cumsum(counts) - counts, row])
+                row.Free()
+            return [joined]
+
+        [joined] = _call(gather, [tensor], name, keeps_rows=False)
+        return joined
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        def share(*arrays: Array) -> list[Array]:
+            values = [np.array(array, order="C") for array in arrays]
+            for value in values:
+                word_bytes = min(value.itemsize, LARGEST_WORD_BYTES)
+                self._ranks.Bcast(value.reshape(-1).view(f"u{word_bytes}"), root=0)
+            return values
+
+        return _call(share, tensors, name)
+
+    def close(self) -> None:
+        from mpi4py import MPI
+
+        MPI.Finalize()
+
+
+def _call(
+    function: Callable[..., list[Array]], tensors: Sequence[tf.Tensor], name: str, *, keeps_rows: bool = True
+) -> list[tf.Tensor]:
+    """What a function of arrays makes of tensors, of the same types, and of their shapes but for the first axis."""
+    import tensorflow as tf
+
+    with tf.device("CPU:0"):
+        dtypes = [tensor.dtype for tensor in tensors]
+        outputs = tf.nest.flatten(tf.numpy_function(function, tensors, dtypes, name="mpi"))  # eagerly, one is no list
+    for tensor, output in zip(tensors, outputs, strict=True):
+        output.set_shape(tensor.shape if keeps_rows else [None, *tensor.shape[1:]])
+    return mark_collective(outputs, name)
+
+
+def _is_half(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype.is_floating and tensor.dtype.size < np.dtype(np.float32).itemsize)
+
+
+def connect_mpi(world: World) -> MpiCollective:
+    """Start MPI and hold what it sees against what the launcher said."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"MPI cannot be loaded: {error}. Install it with mpi4py built against it, or Horovod for --backend horovod."
+        ) from error
+    require_size(world, "mpi4py", MPI.COMM_WORLD.Get_size())
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise UsageError(
+            "MPI gives its main thread alone access (MPI_THREAD_FUNNELED or less), and TensorFlow's threads call it. "
+            "Use an MPI built with threads, or --backend horovod."
+        )
+    return MpiCollective(world)
+
+
+def require_size(world: World, who: str, size: int) -> None:
+    """See that the launcher's number of processes is what is seen here."""
+    if size != world.size:
+        raise UsageError(
+            f"{world.launcher} started {world.size} processes, but {who} sees {size}: the launcher belongs to another "
+            f"MPI than Horovod. {_describe_libraries()} Start the run with that MPI's own mpirun, or build Horovod and "
+            "mpi4py with the launcher's MPI first in PATH."
+        )
+
+
+def gather_by_mpi(value: Any) -> list[Any]:
+    """Every rank's value, by MPI itself and as JSON."""
+    from mpi4py import MPI
+
+    ranks = MPI.COMM_WORLD
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = np.empty(ranks.Get_size(), np.int64)
+    ranks.Allgather(np.array([mine.size], np.int64), lengths)
+    offsets = np.cumsum(lengths) - lengths
+    joined = np.empty(lengths.sum(), np.uint8)
+    ranks.Allgatherv(mine, [joined, lengths, offsets, MPI.BYTE])
+    return [json.loads(part.tobytes()) for part in np.split(joined, offsets[1:])]
+
+
+def _describe_libraries() -> str:
+    """The MPI libraries loaded into this process, one sentence."""
+    mapped = re.findall(r"(/\S*/libmpi\S*\.so\S*)", Path("/proc/self/maps").read_text())
+    libraries = ", ".join(dict.fromkeys(mapped)) or "none"
+    try:
+        from mpi4py import MPI
+
+        version = MPI.Get_library_version().split(",")[0].strip("\0\n ")
+    except (ImportError, RuntimeError) as error:
+        version = f"not to be had ({error})"
+    return f"Loaded: {libraries}; mpi4py was built for: {version}."

@@ -1,0 +1,63 @@
+"""Training where Horovod is not installed: ranks on cores sum natively, and MPI carries the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ringtrain.collectives.native import library
+from tests.world.conftest import RunRingtrain
+from tests.world.environments import make_environment
+from tests.world.processes import REPOSITORY, clean_environment, run_command
+from tests.world.running import digest, final_checkpoint
+
+# What trains, sums and joins, on ranks of MPI; what is of Horovod alone is left out.
+CORE = [
+    "tests/world/test_step.py",
+    "tests/world/test_replicas.py",
+    "tests/world/test_nonfinite.py",
+    "tests/world/test_parallel.py",
+]
+TRAIN = ["-m", "ringtrain", "--steps", "20", "--seed", "1", "--deterministic", "true"]
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """The interpreter of an environment without Horovod."""
+    interpreter, _ = make_environment(tmp_path / "without", without="horovod*")
+    return interpreter
+
+
+def mpirun(python: Path, *arguments: object, np: int = 2) -> list[str]:
+    return ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(np), *map(str, (python, *arguments))]
+
+
+def test_it_trains_the_same_bits(python: Path, run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    there = run_command(mpirun(python, *TRAIN, "--out", tmp_path / "there"), env=clean_environment(), timeout=120)
+    assert there.rc == 0, there.stderr
+    assert "Horovod" not in there.stdout
+    assert "communication: MPI, sums natively" in there.stdout
+    here = run_ringtrain([*TRAIN[2:], "--out", tmp_path / "here"], launcher="mpirun")
+    assert here.rc == 0, here.stderr
+    assert digest(final_checkpoint(tmp_path / "there", 20)) == digest(final_checkpoint(tmp_path / "here", 20))
+
+
+@pytest.mark.slow
+def test_without_a_compiled_library_mpi_carries_all(python: Path, tmp_path: Path) -> None:
+    hidden = library.LIBRARY.with_suffix(".hidden")
+    library.LIBRARY.rename(hidden)
+    try:
+        finished = run_command(mpirun(python, *TRAIN, "--out", tmp_path / "run"), env=clean_environment(), timeout=120)
+    finally:
+        hidden.rename(library.LIBRARY)
+    assert finished.rc == 0, finished.stderr
+    assert "communication: MPI, and no sum natively: libringtrain.so is not there" in finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_core_of_the_tests_passes(python: Path) -> None:
+    command = [str(python), "-m", "pytest", "-q", "-m", "", *CORE]
+    finished = run_command(command, env=clean_environment(), timeout=2900, cwd=REPOSITORY)
+    assert finished.rc == 0, finished.stdout[-5000:]

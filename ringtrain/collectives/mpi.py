@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 LARGEST_WORD_BYTES = 8
+FIRST_WAIT_SECONDS = 60.0  # ranks start apart, by the time that a slow file system takes to load TensorFlow
 
 
 class MpiCollective(Collective):
@@ -119,6 +122,15 @@ def connect_mpi(world: World) -> MpiCollective:
             "MPI gives its main thread alone access (MPI_THREAD_FUNNELED or less), and TensorFlow's threads call it. "
             "Use an MPI built with threads, or --backend horovod."
         )
+    text = (
+        f"ringtrain: warning: rank {world.rank} on {world.node} has waited {FIRST_WAIT_SECONDS:g} s for the others "
+        "by MPI alone, without Horovod. Those that use Horovod wait elsewhere: give all the same packages and backend."
+    )
+    warning = threading.Timer(FIRST_WAIT_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
+    warning.daemon = True
+    warning.start()
+    MPI.COMM_WORLD.Barrier()
+    warning.cancel()
     return MpiCollective(world)
 
 

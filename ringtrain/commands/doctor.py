@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 # All that the ranks do, the looks at themselves included.
 TOGETHER_SECONDS = LOAD_SECONDS + 120.0
-PAYLOAD_BYTES = 16 * 2**20
+PAYLOAD_BYTES, SHORT_BYTES = 16 * 2**20, 4 * 2**10
 REPETITIONS = 5
 
 
@@ -69,14 +70,14 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 def meet(facts: Facts, said: threading.Event) -> int:
     """Join the other ranks, hold what each found against the others, and time an all-reduce."""
-    from ringtrain.collectives import connect
+    from ringtrain.collectives import connect, with_native_sums
 
     world = facts.world
     try:
         plan = pin(world)
         with quiet_start():
             facts = take_device(plan, facts)
-        collective = connect("horovod" if "horovod" in facts.stack.versions else "native", world)
+        collective = with_native_sums(connect("horovod" if "horovod" in facts.stack.versions else "native", world))
         code = share(collective, facts, said)
     except RingtrainError as error:
         leave_alone(world, [*judge(facts), cannot_join(str(error), "")], said)
@@ -122,20 +123,33 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
 
 
 def time_all_reduce(collective: Collective) -> AllReduce:
-    """The median of a few all-reduces, after one that is not counted."""
+    """A long sum and a short one, as training makes those that leave at once."""
+    seconds, is_right = time_sums(collective, PAYLOAD_BYTES)
+    short_seconds, is_short_right = time_sums(collective, SHORT_BYTES)
+    return AllReduce(
+        description=collective.description,
+        payload_bytes=PAYLOAD_BYTES,
+        seconds=seconds,
+        short_bytes=SHORT_BYTES,
+        short_seconds=short_seconds,
+        is_right=is_right and is_short_right,
+    )
+
+
+def time_sums(collective: Collective, num_bytes: int) -> tuple[float, bool]:
+    """The median [seconds] of a few all-reduces after one that is not counted, and whether all were right."""
     import tensorflow as tf
 
     rank, size = collective.world.rank, collective.world.size
-    tensor = tf.fill([PAYLOAD_BYTES // 4], float(rank + 1))
+    tensor = tf.fill([num_bytes // 4], float(rank + 1))
     seconds, is_right = [], True
     for _ in range(1 + REPETITIONS):
         start = time.perf_counter()
-        [total] = collective.all_reduce([tensor], name="doctor/all_reduce").tensors
+        [total] = collective.all_reduce([tensor], name=f"doctor/sum/{num_bytes}", ordered=True).tensors
         float(total[0])  # a GPU's work has ended once its result is here
         seconds.append(time.perf_counter() - start)
         is_right &= bool(tf.reduce_all(total == size * (size + 1) / 2))
-    median = sorted(seconds[1:])[REPETITIONS // 2]
-    return AllReduce(description=collective.description, payload_bytes=PAYLOAD_BYTES, seconds=median, is_right=is_right)
+    return statistics.median(seconds[1:]), is_right
 
 
 def leave_alone(world: World, findings: list[Finding], said: threading.Event) -> NoReturn:

@@ -85,12 +85,14 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce:
-    """One timed all-reduce among all ranks."""
+    """Timed all-reduces among all ranks: a long and a short one."""
 
     description: str  # who carried it, such as ``Horovod over MPI``
     payload_bytes: int  # of the tensor of each rank
     seconds: float
-    is_right: bool  # every element of the sum was what it must be
+    short_bytes: int
+    short_seconds: float
+    is_right: bool  # every element of the sums was what it must be
 
 
 def facts_from_plain(values: Mapping[str, Any]) -> Facts:

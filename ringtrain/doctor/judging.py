@@ -21,7 +21,7 @@ KERASES = ((3, 10), (3, 16))
 KERAS_3 = ((3, 0), (4, 0))
 HOROVOD = "0.28.1"
 
-GIB, MIB = 2**30, 2**20
+GIB, MIB, KIB = 2**30, 2**20, 2**10
 # A process that trains the built-in digits on a core has a peak of 0.6 GiB, measured.
 MEMORY_PER_RANK = 1 * GIB
 # The file of each rank through which Open MPI 4.1 talks within a node (btl_vader_segment_size).

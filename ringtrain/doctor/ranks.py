@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringtrain.doctor.facts import AllReduce, Facts
-from ringtrain.doctor.judging import MIB, Finding, judge
+from ringtrain.doctor.judging import KIB, MIB, Finding, judge
 from ringtrain.messages.ranks import name_ranks
 
 
@@ -91,16 +91,17 @@ def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def judge_all_reduce(result: AllReduce, size: int) -> Finding:
-    """One all-reduce: its sum, its time and its bandwidth."""
+    """All-reduces: their sums, times and bandwidth."""
     bus = bus_bandwidth(result.payload_bytes, result.seconds, size)
     text = (
         f"{result.payload_bytes // MIB} MiB among {size} ranks by {result.description} in "
-        f"{result.seconds * 1e3:.1f} ms: {bus / 1e9:.2f} GB/s (bytes / time x 2 (n - 1) / n)"
+        f"{result.seconds * 1e3:.1f} ms: {bus / 1e9:.2f} GB/s (bytes / time x 2 (n - 1) / n); "
+        f"{result.short_bytes // KIB} KiB in {result.short_seconds * 1e3:.2f} ms"
     )
     if result.is_right:
-        return Finding("ok", f"{text}; the sum is right", subject="all-reduce")
+        return Finding("ok", f"{text}; the sums are right", subject="all-reduce")
     remedy = "try another carrier: horovodrun --gloo, or NCCL_P2P_DISABLE=1; then look at the network's driver"
-    return Finding("broken", f"{text}; THE SUM IS WRONG", remedy, subject="all-reduce")
+    return Finding("broken", f"{text}; A SUM IS WRONG", remedy, subject="all-reduce")
 
 
 def bus_bandwidth(payload_bytes: int, seconds: float, size: int) -> float:

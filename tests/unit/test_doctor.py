@@ -260,14 +260,23 @@ def test_who_can_talk_to_other_ranks(failures: dict[str, str], parts: tuple[str,
 # --- Several ranks ---
 
 
+SUMS = AllReduce(
+    description="Horovod over MPI",
+    payload_bytes=16 * MIB,
+    seconds=0.008,
+    short_bytes=4096,
+    short_seconds=2e-4,
+    is_right=True,
+)
+
+
 def rank_facts(rank: int, size: int = 2, node: str = "a", **changes: Any) -> Facts:
     place = {"size": size, "rank": rank, "local_size": size, "local_rank": rank, "node": node, "launcher": "mpirun"}
     return changed(**{**place, "device": f"core {rank}", **changes})
 
 
 def test_ranks_that_are_alike_make_one_table() -> None:
-    result = AllReduce(description="Horovod over MPI", payload_bytes=16 * MIB, seconds=0.008, is_right=True)
-    findings = judge_ranks([rank_facts(0), rank_facts(1)], result)
+    findings = judge_ranks([rank_facts(0), rank_facts(1)], SUMS)
     assert [item.status for item in findings] == ["ok"] * 13
     assert [item.subject for item in findings[-3:]] == ["versions", "plan", "all-reduce"]
     assert "the same on all 2 ranks: Python 3.11.7, TensorFlow 2.21.0" in findings[-3].text
@@ -335,10 +344,10 @@ def test_bandwidth_is_that_of_a_ring_s_links() -> None:
 
 
 def test_a_wrong_sum_is_broken() -> None:
-    result = AllReduce(description="Horovod over MPI", payload_bytes=16 * MIB, seconds=0.008, is_right=False)
-    finding = judge_all_reduce(result, 2)
+    finding = judge_all_reduce(replace(SUMS, is_right=False), 2)
     assert finding.status == "broken"
     assert "16 MiB among 2 ranks by Horovod over MPI in 8.0 ms: 2.10 GB/s" in finding.text
+    assert "4 KiB in 0.20 ms; A SUM IS WRONG" in finding.text
     assert "WRONG" in finding.text
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,19 @@ def test_it_trains_the_same_bits(python: Path, run_ringtrain: RunRingtrain, tmp_
     here = run_ringtrain([*TRAIN[2:], "--out", tmp_path / "here"], launcher="mpirun")
     assert here.rc == 0, here.stderr
     assert digest(final_checkpoint(tmp_path / "there", 20)) == digest(final_checkpoint(tmp_path / "here", 20))
+
+
+@pytest.mark.slow
+def test_ranks_that_join_in_other_ways_are_told(tmp_path: Path) -> None:
+    """As where one node's environment has no Horovod. The watchdog ends them, but a start may take ten minutes."""
+    ranks: list[str] = []
+    for backend in ("horovod", "native"):
+        flags = [*TRAIN, "--backend", backend, "--out", str(tmp_path / "run")]
+        ranks += [":", "-np", "1", sys.executable, *flags]
+    with pytest.raises(subprocess.TimeoutExpired) as ended:
+        run_command(["mpirun", "--oversubscribe", *ranks[1:]], env=clean_environment(), timeout=110)
+    said = (ended.value.stderr or b"").decode()
+    assert re.search(r"rank 1 on \S+ has waited 60 s for the others by MPI alone, without Horovod", said)
 
 
 @pytest.mark.slow

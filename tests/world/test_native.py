@@ -28,6 +28,13 @@ from tests.world.test_collectives import assert_sums_of_all, poison, values_of_r
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
 
+def horovod_of(collective: Collective) -> HorovodCollective:
+    """Of the same ranks."""
+    import horovod.tensorflow as hvd
+
+    return HorovodCollective(collective.world, hvd)
+
+
 @on_ranks(2, 3)
 def test_tensors_of_all_types_are_summed_together(collective: Collective) -> None:
     """Of no value, of fewer than there are ranks, and of many chunks; from the third time on in memory of all."""
@@ -137,16 +144,15 @@ def test_where_horovod_carries_all_n_ranks_train_the_same(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int
 ) -> None:
     """As on GPUs and between nodes."""
-    assert isinstance(collective, HorovodCollective)
-    by_horovod = HorovodCollective(collective.world, collective.hvd)
-    test_step.test_n_ranks_train_what_one_process_trains.body(by_horovod, model, optimizer, accumulate, num_samples)
+    test_step.test_n_ranks_train_what_one_process_trains.body(
+        horovod_of(collective), model, optimizer, accumulate, num_samples
+    )
 
 
 @on_ranks(2)
 def test_ranks_that_sum_something_else_are_told(collective: Collective) -> None:
     """On every rank, and for good: not at the next sum by chance."""
-    assert isinstance(collective, HorovodCollective)
-    native = with_native_sums(HorovodCollective(collective.world, collective.hvd))  # as it will sum no more
+    native = with_native_sums(horovod_of(collective))  # as it will sum no more
     rank = collective.world.rank
     for number in range(2):
         with pytest.raises(tf.errors.AbortedError, match="the ranks are at different places of the program"):
@@ -155,8 +161,7 @@ def test_ranks_that_sum_something_else_are_told(collective: Collective) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_cannot_have_it_is_told_on_all(collective: Collective) -> None:
-    assert isinstance(collective, HorovodCollective)
-    carrier = HorovodCollective(collective.world, collective.hvd)
+    carrier = horovod_of(collective)
     on_rank_1 = None if collective.world.rank == 1 else library.load_operation()
     with mock.patch.object(library, "load_operation", return_value=on_rank_1):
         with pytest.raises(UsageError, match=r"backend is 'native'.*libringtrain.so is not there.* Use --backend auto"):

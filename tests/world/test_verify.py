@@ -379,7 +379,9 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
         return augment.sample_keys(seed + rank, epoch, indices)
 
     def its_input(self: Any, tensors: Any, **how: Any) -> Totals:
-        return Totals(list(tensors)) if how["name"].startswith("gradients") else right_sum(self, tensors, **how)
+        if not how["name"].startswith("gradients"):
+            return right_sum(self, tensors, **how)
+        return Totals(list(tensors), tf.stack([tf.reduce_sum(tf.square(tf.cast(t, tf.float64))) for t in tensors]))
 
     def doubled_on_rank_1(self: Any, gradients: Any, *others_to_sum: Any) -> Any:
         first, bias, *others = gradients

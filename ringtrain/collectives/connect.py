@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
 from ringtrain.collectives.base import Collective, Solo
 from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
-from ringtrain.runtime.world import GLOO_LAUNCHER, World
+from ringtrain.runtime.devices import uses_horovod
+from ringtrain.runtime.world import World
 
 SIZES = (3, 1000)  # of tensors that travel together, to see whether their sums are right
 
@@ -25,8 +25,7 @@ def connect(backend: Backend, world: World) -> Collective:
         )
     if world.size == 1 and backend != "horovod":
         return Solo(world)
-    is_wanted = backend == "horovod" or (backend == "auto" and importlib.util.find_spec("horovod") is not None)
-    if is_wanted or world.launcher == GLOO_LAUNCHER:
+    if uses_horovod(backend, world.launcher):
         from ringtrain.collectives.horovod import connect_horovod
 
         return connect_horovod(world)

@@ -7,6 +7,7 @@ shows each setting with where it came from.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 import re
@@ -72,6 +73,7 @@ class Needs:
     # The operations of a step may run one at a time where each rank has one core of the same node: the ranks sum
     # natively there (``collectives.native``), and no operation calls Python code.
     one_at_a_time: bool = False
+    horovod: bool = True  # whether Horovod is used, and its settings with it
 
 
 NO_NEEDS = Needs()
@@ -176,7 +178,14 @@ def plan_settings(
     return tuple(
         Setting(name=name, value=environ.get(name, value), source="environment" if name in environ else "ringtrain")
         for name, value in wanted.items()
+        if needs.horovod or not name.startswith("HOROVOD_")
     )
+
+
+def uses_horovod(backend: str, launcher: str) -> bool:
+    """Whether Horovod carries anything among several ranks; MPI does where it is not there or not wanted."""
+    is_wanted = backend == "horovod" or (backend == "auto" and importlib.util.find_spec("horovod") is not None)
+    return is_wanted or launcher == GLOO_LAUNCHER
 
 
 def is_on(value: str) -> bool:

@@ -17,7 +17,16 @@ from ringtrain.guard.lost import LostRanksError
 from ringtrain.messages.defects import describe_defect, format_defect
 from ringtrain.messages.escaping import escape, escape_block, escape_message
 from ringtrain.runtime import leaving
-from ringtrain.runtime.devices import NO_NEEDS, DevicePlan, Needs, adapt_plan, apply_plan, plan_devices, set_environment
+from ringtrain.runtime.devices import (
+    NO_NEEDS,
+    DevicePlan,
+    Needs,
+    adapt_plan,
+    apply_plan,
+    plan_devices,
+    set_environment,
+    uses_horovod,
+)
 from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.world import World
@@ -45,7 +54,7 @@ def pin(world: World, config: Config | None = None, workload_class: type[Workloa
     """Take this rank's share of its node, before anything heavy is imported; for a run with this configuration."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
-    needs = NO_NEEDS if config is None else needs_of(config, workload_class)
+    needs = NO_NEEDS if config is None else needs_of(config, world, workload_class)
     plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
     apply_plan(plan)
     return plan
@@ -53,12 +62,12 @@ def pin(world: World, config: Config | None = None, workload_class: type[Workloa
 
 def adapt(plan: DevicePlan, world: World, config: Config, workload_class: type[Workload]) -> DevicePlan:
     """The plan with what the workload asks for, once it is imported: before TensorFlow, MPI and Horovod start."""
-    adapted = adapt_plan(plan, world, os.environ, needs_of(config, workload_class))
+    adapted = adapt_plan(plan, world, os.environ, needs_of(config, world, workload_class))
     set_environment(adapted, before=plan)
     return adapted
 
 
-def needs_of(config: Config, workload_class: type[Workload] | None) -> Needs:
+def needs_of(config: Config, world: World, workload_class: type[Workload] | None) -> Needs:
     """What a run asks of a rank's devices; as far as it is known."""
     from ringtrain.workloads import names_python_functions  # here: it loads NumPy, which the doctor has to do without
 
@@ -68,6 +77,7 @@ def needs_of(config: Config, workload_class: type[Workload] | None) -> Needs:
         hang_timeout=config.hang_timeout,
         profiles=config.profile is not None,
         one_at_a_time=sums_natively and not (workload_class and names_python_functions(workload_class)),
+        horovod=uses_horovod(config.backend, world.launcher),
     )
 
 

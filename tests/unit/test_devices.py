@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -26,6 +27,7 @@ from ringtrain.runtime.devices import (
     plan_devices,
     plan_settings,
     set_environment,
+    uses_horovod,
 )
 from ringtrain.runtime.machine import Machine, claim_cores, format_cores, read_cgroup_quota, read_machine
 from ringtrain.runtime.world import World
@@ -111,6 +113,32 @@ def test_a_rank_of_one_core_whose_operations_may_run_one_at_a_time_has_one_inter
     assert plan(0, 1, machine(1), one_at_a_time=True).inter_op_threads == 2  # there are no sums
     shared = plan(0, 3, machine(2), one_at_a_time=True)
     assert (shared.intra_op_threads, shared.inter_op_threads) == (1, 2)  # Horovod carries them: the ranks share cores
+
+
+def test_where_horovod_is_not_used_nothing_is_set_for_it() -> None:
+    names = {
+        item.name for item in plan_settings(local_world(0, 2), machine(), {}, Needs(hang_timeout=9, horovod=False))
+    }
+    assert "OMPI_MCA_mpi_yield_when_idle" in names
+    assert not any(name.startswith("HOROVOD_") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher", "is_installed", "is_used"),
+    [
+        ("auto", "mpirun", True, True),
+        ("auto", "mpirun", False, False),
+        ("auto", "horovodrun --gloo", False, True),  # where it must be, then
+        ("native", "mpirun", True, False),
+        ("native", "horovodrun --gloo", True, True),
+        ("horovod", "mpirun", False, True),
+    ],
+)
+def test_horovod_is_used_where_it_is_there_or_asked_for(
+    backend: str, launcher: str, is_installed: bool, is_used: bool
+) -> None:
+    with mock.patch("importlib.util.find_spec", return_value=object() if is_installed else None):
+        assert uses_horovod(backend, launcher) is is_used
 
 
 def test_ranks_of_several_nodes_leave_their_sums_to_horovod() -> None:

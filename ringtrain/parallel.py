@@ -24,6 +24,7 @@ from ringtrain.collectives import Collective, connect
 from ringtrain.collectives.alike import requiring_same_inputs
 from ringtrain.collectives.differentiable import Tensors, add, gather, is_differentiable, take_and_spread, unique_name
 from ringtrain.errors import UsageError
+from ringtrain.runtime.devices import uses_horovod
 from ringtrain.runtime.world import World, read_world
 
 RULES = ("concat", "mean", "sum")
@@ -334,4 +335,8 @@ def _combine(parts: Tensors, rules: Sequence[str], share: _Share, collective: Co
 
 @functools.cache
 def _connect_from_environment() -> Collective:
-    return connect("auto", read_world(os.environ))
+    world = read_world(os.environ)
+    if world.size > 1 and not uses_horovod("auto", world.launcher):
+        # TensorFlow computes gradients that a tape outside of a function asks for in any order, and MPI agrees on none.
+        raise UsageError("make_parallel joins the ranks by Horovod, which is not installed. Run: make setup HOROVOD=1")
+    return connect("auto", world)

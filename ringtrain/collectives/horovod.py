@@ -121,6 +121,10 @@ def connect_horovod(world: World) -> HorovodCollective:
         threads = list_threads()
         hvd.init()
         threads = list_threads() - threads
+    except ModuleNotFoundError as error:
+        if error.name != "horovod":
+            raise
+        raise UsageError("Horovod is not installed. Run: make setup HOROVOD=1, or use --backend auto.") from error
     except (ImportError, ValueError) as error:  # ValueError: built without the controller that the launcher asks for
         raise UsageError(
             f"Horovod cannot be loaded: {error}. It must be built against the TensorFlow that is installed: "

@@ -117,6 +117,12 @@ def connect_mpi(world: World) -> MpiCollective:
             f"MPI cannot be loaded: {error}. Install it with mpi4py built against it, or Horovod for --backend horovod."
         ) from error
     require_size(world, "mpi4py", MPI.COMM_WORLD.Get_size())
+    if MPI.COMM_WORLD.Get_rank() != world.rank:
+        raise UsageError(
+            f"{world.launcher} says that this is rank {world.rank}, but MPI says {MPI.COMM_WORLD.Get_rank()}. "
+            "Start the run again in a clean shell.",
+            reach="rank",
+        )
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UsageError(
             "MPI gives its main thread alone access (MPI_THREAD_FUNNELED or less), and TensorFlow's threads call it. "

@@ -100,7 +100,7 @@ def judge_all_reduce(result: AllReduce, size: int) -> Finding:
     )
     if result.is_right:
         return Finding("ok", f"{text}; the sums are right", subject="all-reduce")
-    remedy = "try another carrier: horovodrun --gloo, or NCCL_P2P_DISABLE=1; then look at the network's driver"
+    remedy = "try --backend horovod, horovodrun --gloo, or NCCL_P2P_DISABLE=1; then look at the network's driver"
     return Finding("broken", f"{text}; A SUM IS WRONG", remedy, subject="all-reduce")
 
 

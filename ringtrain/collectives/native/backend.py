@@ -93,7 +93,7 @@ def join(collective: Collective) -> Native | str:
         """The first rank's reason that has one."""
         return next(filter(None, on_all(reason)), None)
 
-    operation = library.load_operation()
+    operation: Any = None if tf.config.get_visible_devices("GPU") else library.load_operation()
     cores = sorted(os.sched_getaffinity(0))
     facts = on_all([world.node, world.local_rank, cores, os.getpid(), _why_not(collective, operation)])
     reasons = [*(reason for *_, reason in facts), why_no_nodes([(node, rank) for node, rank, *_ in facts])]

@@ -195,9 +195,9 @@ class Config:
     """checkpoint, or run directory, whose weights a new run starts from"""
 
     backend: Literal["auto", "native", "horovod", "solo"] = "auto"
-    """who carries the reductions: auto is solo without a launcher, else Horovod, and among the cores of a single node
-    ringtrain itself for what is short, or for all where each rank has one core; native is ringtrain for all sums, also
-    between nodes, and MPI for the rest; horovod is Horovod for everything"""
+    """who carries the reductions: auto is solo without a launcher, else Horovod (MPI where that is not installed), and
+    among the cores of a single node ringtrain itself for what is short, or for all where each rank has one core; native
+    is ringtrain for all sums, also between nodes, and MPI for the rest; horovod is Horovod for everything"""
 
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients travel"""

@@ -44,7 +44,6 @@ class MpiCollective(Collective):
 
         self.world = world
         self._ranks = MPI.COMM_WORLD
-        self._byte = MPI.BYTE
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: bool) -> Totals:
         import tensorflow as tf
@@ -62,13 +61,7 @@ class MpiCollective(Collective):
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         def gather(part: Array) -> list[Array]:
-            counts = np.empty(self.world.size, np.int64)
-            self._ranks.Allgather(np.array([len(part)], np.int64), counts)
-            joined = np.empty((counts.sum(), *part.shape[1:]), part.dtype)
-            if row_bytes := math.prod(part.shape[1:]) * part.itemsize:
-                row = self._byte.Create_contiguous(row_bytes).Commit()  # counts of bytes might be too large for MPI
-                self._ranks.Allgatherv([part, len(part), row], [joined, counts, np.cumsum(counts) - counts, row])
-                row.Free()
+            joined, _ = _gather_rows(part)
             return [joined]
 
         [joined] = _call(gather, [tensor], name, keeps_rows=False)
@@ -152,16 +145,23 @@ def require_size(world: World, who: str, size: int) -> None:
 
 def gather_by_mpi(value: Any) -> list[Any]:
     """Every rank's value, by MPI itself and as JSON."""
+    joined, counts = _gather_rows(np.frombuffer(json.dumps(value).encode(), np.uint8))
+    return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(counts)[:-1])]
+
+
+def _gather_rows(part: Array) -> tuple[Array, Array]:
+    """The rows of all ranks, in their order, and how many each has: [n_r, ...] -> [sum of n_r, ...], [size]."""
     from mpi4py import MPI
 
     ranks = MPI.COMM_WORLD
-    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = np.empty(ranks.Get_size(), np.int64)
-    ranks.Allgather(np.array([mine.size], np.int64), lengths)
-    offsets = np.cumsum(lengths) - lengths
-    joined = np.empty(lengths.sum(), np.uint8)
-    ranks.Allgatherv(mine, [joined, lengths, offsets, MPI.BYTE])
-    return [json.loads(part.tobytes()) for part in np.split(joined, offsets[1:])]
+    counts = np.empty(ranks.Get_size(), np.int64)
+    ranks.Allgather(np.array([len(part)], np.int64), counts)
+    joined = np.empty((counts.sum(), *part.shape[1:]), part.dtype)
+    if row_bytes := math.prod(part.shape[1:]) * part.itemsize:
+        row = MPI.BYTE.Create_contiguous(row_bytes).Commit()  # counts of bytes might be too large for MPI
+        ranks.Allgatherv([part, len(part), row], [joined, counts, np.cumsum(counts) - counts, row])
+        row.Free()
+    return joined, counts
 
 
 def _describe_libraries() -> str:

@@ -295,9 +295,11 @@ class Profile(Action):
             activity.note(Phase.LOG, self._last, takes_long=True)
             with self._job.times.leaving_out(), explaining(self._directory):
                 tf.profiler.experimental.stop()
+            has_timeline = any(self._directory.glob("horovod-steps-*.json"))  # MPI and one process have none
             self._training.console.line(
                 f"the profile of steps {self._first} to {self._last} is in {self._directory}: see it by "
-                f"`tensorboard --logdir {self._directory}`, and Horovod's timeline by chrome://tracing"
+                f"`tensorboard --logdir {self._directory}`"
+                f"{', and the timeline of Horovod by chrome://tracing' if has_timeline else ''}"
             )
 
     def _begin(self) -> None:

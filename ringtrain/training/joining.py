@@ -69,9 +69,10 @@ def adapt(plan: DevicePlan, world: World, config: Config, workload_class: type[W
 
 def needs_of(config: Config, world: World, workload_class: type[Workload] | None) -> Needs:
     """What a run asks of a rank's devices; as far as it is known."""
-    from ringtrain.workloads import names_python_functions  # here: it loads NumPy, which the doctor has to do without
+    from ringtrain.collectives.native.library import LIBRARY
+    from ringtrain.workloads import names_python_functions  # here: they load NumPy, which the doctor has to do without
 
-    sums_natively = config.backend in ("auto", "native") and config.compression == "none"
+    sums_natively = config.backend in ("auto", "native") and config.compression == "none" and LIBRARY.exists()
     return Needs(
         deterministic=config.deterministic,
         hang_timeout=config.hang_timeout,

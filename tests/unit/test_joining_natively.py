@@ -12,6 +12,9 @@ import pytest
 from ringtrain.collectives.native import library
 from ringtrain.collectives.native.backend import why_no_nodes
 from ringtrain.collectives.native.memory import NAME, share_memory
+from ringtrain.config import Config
+from ringtrain.runtime.world import World
+from ringtrain.training.joining import needs_of
 
 
 def open_descriptors() -> set[str]:
@@ -93,3 +96,11 @@ def test_a_library_that_is_not_there_is_no_error(tmp_path: Path) -> None:
 )
 def test_nodes_meet_where_each_has_the_same_local_ranks(places: str, reason: str | None) -> None:
     assert why_no_nodes([(place[0], int(place[1])) for place in places.split()]) == reason
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_one_operation_at_a_time_is_for_native_sums_alone(is_there: bool, tmp_path: Path) -> None:
+    """Where the library was not compiled Horovod carries the sums, which travel beside another operation."""
+    world = World(rank=0, size=2, local_rank=0, local_size=2, node="here", launcher="mpirun")
+    with mock.patch.object(library, "LIBRARY", library.LIBRARY if is_there else tmp_path / "none.so"):
+        assert needs_of(Config(), world, None).one_at_a_time is is_there

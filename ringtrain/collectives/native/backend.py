@@ -89,7 +89,7 @@ def join(collective: Collective) -> Native | str:
         of_node = [its[1:] for its in on_all([world.node, world.local_rank, value]) if its[0] == world.node]
         return [its for _, its in sorted(of_node, key=operator.itemgetter(0))]
 
-    def why_not(reason: str | None) -> str | None:
+    def first_reason(reason: str | None) -> str | None:
         """The first rank's reason that has one."""
         return next(filter(None, on_all(reason)), None)
 
@@ -101,19 +101,21 @@ def join(collective: Collective) -> Native | str:
         return reason
     nodes = library.find_nodes(world.local_rank, world.rank) if world.local_size < world.size else library.Nodes()
     with share_memory(world.local_rank, on_node) as descriptor:
-        if reason := why_not(None if descriptor is not None else NO_MEMORY_OF_OTHERS):
+        if reason := first_reason(None if descriptor is not None else NO_MEMORY_OF_OTHERS):
             return reason
         assert descriptor is not None
         of_node = sorted((fact for fact in facts if fact[0] == world.node), key=operator.itemgetter(1))
         is_shared = len({core for _, _, its_cores, *_ in of_node for core in its_cores}) < world.local_size
         processes = [process for *_, process, _ in of_node]
         group = library.join(descriptor, world.local_rank, processes, 0 if is_shared else SPIN_SECONDS, nodes)
-    if reason := why_not(None if group >= 0 else "there is no memory for what the ranks of a node share"):
+    if reason := first_reason(None if group >= 0 else "there is no memory for what the ranks of a node share"):
         return reason
     has_one_core = all(len(its_cores) == 1 for _, _, its_cores, *_ in facts)
     native = Native(collective, operation, group, overlaps_compute=not has_one_core)
     total = native.all_reduce([tf.constant(world.rank + 1.0)], name="checks/native", ordered=True).tensors[0]
-    if reason := why_not(None if float(total) == sum(range(1, world.size + 1)) else f"its sum is {float(total):g}"):
+    if reason := first_reason(
+        None if float(total) == sum(range(1, world.size + 1)) else f"its sum is {float(total):g}"
+    ):
         return reason
     if has_one_core:
         collective.yield_core()

@@ -94,7 +94,7 @@ def global_moments(
 def _connect(layer_name: str) -> ProcessSetCollective | None:
     """The other ranks; None where there are none."""
     if not hvd.is_initialized() and read_world(os.environ).size > 1:
-        require_init(f"the layer {layer_name!r} (in a run without Horovod, such as of --backend native, there is none)")
+        require_init(f"the layer {layer_name!r}")
     return ProcessSetCollective() if hvd.is_initialized() and hvd.size() > 1 else None
 
 

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ringtrain.collectives.normalization import SyncBatchNormalization
     from ringtrain.config import Config, OptimizerConfig
     from ringtrain.data import augment
     from ringtrain.data.formats.image_folder import load_image_folder
@@ -52,6 +53,7 @@ __all__ = [
     "RingtrainError",
     "Source",
     "Sources",
+    "SyncBatchNormalization",
     "UsageError",
     "Workload",
     "__version__",
@@ -76,6 +78,7 @@ _HOMES = (
     "data.formats.tfrecord",
     "data.augment",
     "parallel",
+    "collectives.normalization",
 )
 
 if not TYPE_CHECKING:  # to mypy it would give any name whatever, a misspelt one as well

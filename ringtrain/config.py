@@ -235,7 +235,7 @@ class Config:
     """what keeps decoded images: a file on each node, decoded before the training, or each rank's memory"""
 
     profile: str | None = None
-    """START:STOP, the steps (from 1) of which a profile for TensorBoard and Horovod's timeline are written"""
+    """START:STOP, the steps (from 1) of which TensorFlow's profile and a timeline of all ranks' sums are written"""
 
     synthetic: bool = False
     """synthetic data of the same shape, for measuring"""

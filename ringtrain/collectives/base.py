@@ -66,8 +66,11 @@ class Collective(abc.ABC):
     def yield_core(self) -> None:  # noqa: B027, a backend may have nothing to do
         """Let the backend's own threads run when nothing else of this process wants the core."""
 
-    def start_timeline(self, path: str) -> None:  # noqa: B027
-        """From now on write down, in this file of rank 0, what the communication does; every rank calls it."""
+    def start_timeline(self, directory: str, name: str) -> None:  # noqa: B027
+        """From now on write down what the communication does; every rank calls it, rank 0's directory counts.
+
+        The file there is for ``chrome://tracing``, and called after the backend and this name.
+        """
 
     def stop_timeline(self) -> None:  # noqa: B027
         """Write no more, where that was begun."""

@@ -62,10 +62,11 @@ class HorovodCollective(Collective):
         self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
     ) -> Totals:
         del ordered, read_only  # Horovod agrees on an order in every cycle, and gives memory of the rank's own
+        options = {"op": self.hvd.Sum, "name": name, "ignore_name_scope": _is_whole(name)}
         if len(tensors) == 1:  # it may be reduced in place, without the copies into a fusion buffer
-            totals = [self.hvd.allreduce(tensors[0], op=self.hvd.Sum, name=name)]
+            totals = [self.hvd.allreduce(tensors[0], **options)]
         else:
-            totals = self.hvd.grouped_allreduce(list(tensors), op=self.hvd.Sum, name=name)
+            totals = self.hvd.grouped_allreduce(list(tensors), **options)
         return Totals(mark_collective(totals, name))
 
     @property
@@ -88,16 +89,17 @@ class HorovodCollective(Collective):
                 os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        return mark_collective([self.hvd.allgather(tensor, name=name)], name)[0]
+        gathered = self.hvd.allgather(tensor, name=name, ignore_name_scope=_is_whole(name))
+        return mark_collective([gathered], name)[0]
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         return [
             self.hvd.broadcast(tensor, root_rank=0, name=f"{name}/{number}") for number, tensor in enumerate(tensors)
         ]
 
-    def start_timeline(self, path: str) -> None:
+    def start_timeline(self, directory: str, name: str) -> None:
         if self._has_dynamic_timeline:
-            self.hvd.start_timeline(path)
+            self.hvd.start_timeline(os.path.join(directory, f"horovod-{name}.json"))
 
     def stop_timeline(self) -> None:
         if self._has_dynamic_timeline:
@@ -110,6 +112,15 @@ class HorovodCollective(Collective):
 
     def close(self) -> None:
         self.hvd.shutdown()
+
+
+def _is_whole(name: str) -> bool:
+    """Whether the ranks meet by this name alone.
+
+    The scopes around it are those of layers, which Keras numbers in the order of their creation, and a rank may have
+    created more of them. Of what Horovod calls a scope it is all before the last slash.
+    """
+    return "/" not in name
 
 
 def connect_horovod(world: World) -> HorovodCollective:

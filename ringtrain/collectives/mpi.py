@@ -139,7 +139,7 @@ def require_size(world: World, who: str, size: int) -> None:
         raise UsageError(
             f"{world.launcher} started {world.size} processes, but {who} sees {size}: the launcher belongs to another "
             f"MPI than Horovod. {_describe_libraries()} Start the run with that MPI's own mpirun, or build Horovod and "
-            "mpi4py with the launcher's MPI first in PATH."
+            "mpi4py with the launcher's MPI first in PATH; on cores --backend native needs no Horovod."
         )
 
 

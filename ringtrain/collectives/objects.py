@@ -18,15 +18,15 @@ Result = TypeVar("Result")
 def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[Any]:
     """Every rank's value, in the order of the ranks. Values travel as JSON: nothing received can run code.
 
-    Outside of a graph Horovod does not see a collective's name: ranks that are at different places of the program meet
-    where they happen to. So the name travels with the value.
+    Ranks that are at different places of the program meet all the same, to be told so: the name travels with the value,
+    since outside of a graph Horovod does not see that of a collective.
     """
     import tensorflow as tf
 
     data = np.frombuffer(json.dumps([name, value]).encode(), np.uint8)
     with activity.meeting(), tf.device("/CPU:0"):  # not by NCCL, which may not work yet, and is not needed
-        lengths = collective.all_gather(tf.constant([data.size], tf.int64), name=f"{name}/lengths").numpy()
-        joined = collective.all_gather(tf.constant(data), name=f"{name}/data").numpy()
+        lengths = collective.all_gather(tf.constant([data.size], tf.int64), name="objects/lengths").numpy()
+        joined = collective.all_gather(tf.constant(data), name="objects/data").numpy()
     said = [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
     for rank, (place, _) in enumerate(said):
         if place != said[0][0]:

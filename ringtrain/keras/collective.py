@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import socket
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from ringtrain.collectives import Totals, all_gather_object
 from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
-from ringtrain.runtime.world import World
+from ringtrain.runtime.world import World, read_world
 
 
 class ProcessSetCollective(HorovodCollective):
@@ -63,6 +64,13 @@ def require_init(what: str) -> None:
             f"{what} needs to know the ranks, and {NO_HOROVOD_SIGN}. Call ringtrain.keras.init() first: right after "
             "the imports, before TensorFlow computes anything. Where ringtrain trains: --backend auto, with Horovod."
         )
+
+
+def find_ranks(what: str) -> ProcessSetCollective | None:
+    """Horovod's ranks; None where there are no others. ``what`` needs them."""
+    if read_world(os.environ).size > 1:
+        require_init(what)
+    return ProcessSetCollective() if hvd.is_initialized() and hvd.size() > 1 else None
 
 
 def broadcast_variables(

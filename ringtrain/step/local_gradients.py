@@ -155,15 +155,18 @@ class LocalGradients:
         loop_variables = (tf.constant(1), gradients, first.sums, first.state)
         shapes = tf.nest.map_structure(lambda t: t.shape, loop_variables)
         shapes[1][:] = [_growing_shape(gradient) for gradient in gradients]
-        # Where the forward pass asks the other ranks, missing ones are computed as well, without samples.
-        _, gradients, sums, state = tf.while_loop(
-            lambda number, *_: self.needs_every_rank or tf.cast(number, tf.int64) * size < num_samples,
-            add,
-            loop_variables,
-            shape_invariants=shapes,
-            parallel_iterations=1,
-            maximum_iterations=self._accumulate - 1,
-        )
+        # Where the forward pass asks the other ranks, missing ones are computed as well, without samples, and none
+        # begins to ask before the last one is done: TensorFlow orders what is stateful within the loop, and outside.
+        asked = tf.nest.flatten(loop_variables) if self.needs_every_rank else []
+        with tf.control_dependencies(asked):
+            _, gradients, sums, state = tf.while_loop(
+                lambda number, *_: self.needs_every_rank or tf.cast(number, tf.int64) * size < num_samples,
+                add,
+                loop_variables,
+                shape_invariants=shapes,
+                parallel_iterations=1,
+                maximum_iterations=self._accumulate - 1,
+            )
         packed = [_pack(g, v) for g, v in zip(gradients, self._model.trainable_variables, strict=True)]
         return Forward(packed, sums, state, first.structure)
 

@@ -258,6 +258,7 @@ class Profile(Action):
         super().__init__(training)
         profile = self._job.config.profile
         self._first, self._last = map(int, profile.split(":")) if profile else (-1, -1)
+        self._name = f"steps-{self._first}-{self._last}"
         self._directory = training.records.run.path / PROFILE_DIRECTORY if training.records is not None else None
         self._is_under_way = False
 
@@ -285,32 +286,31 @@ class Profile(Action):
             return
         self._training.console.line(f"warning: --profile {self._job.config.profile}: {why}; there is none")
 
-    def close(self) -> None:
-        """Write what is there, where it is under way."""
+    def close(self, *, on_all: bool = True) -> None:
+        """Write what is there, where it is under way; the timeline only where all ranks do so, ``on_all``."""
         if not self._is_under_way:
             return
         self._is_under_way = False
-        self._job.collective.stop_timeline()
+        if on_all:
+            self._job.collective.stop_timeline()
         if self._directory is not None:
             activity.note(Phase.LOG, self._last, takes_long=True)
             with self._job.times.leaving_out(), explaining(self._directory):
                 tf.profiler.experimental.stop()
-            has_timeline = any(self._directory.glob("horovod-steps-*.json"))  # MPI and one process have none
+            timelines = sorted(path.name for path in self._directory.glob(f"*-{self._name}.json"))
             self._training.console.line(
                 f"the profile of steps {self._first} to {self._last} is in {self._directory}: see it by "
                 f"`tensorboard --logdir {self._directory}`"
-                f"{', and the timeline of Horovod by chrome://tracing' if has_timeline else ''}"
+                f"{', and the sums of all ranks by chrome://tracing: ' + ', '.join(timelines) if timelines else ''}"
             )
 
     def _begin(self) -> None:
         self._is_under_way = True
-        timeline = ""
         if self._directory is not None:
             with self._job.times.leaving_out(), explaining(self._directory):
                 self._directory.mkdir(exist_ok=True)
                 tf.profiler.experimental.start(str(self._directory))
-            timeline = str(self._directory / f"horovod-steps-{self._first}-{self._last}.json")
-        self._job.collective.start_timeline(timeline)
+        self._job.collective.start_timeline(str(self._directory or ""), self._name)
 
 
 def epoch_after(order: SampleOrder, step: int) -> float:

@@ -89,6 +89,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
     At the end leave them in good order; at once where this rank failed alone, as they would wait for it.
     """
     from ringtrain.collectives.connect import connect, require_working_sums, with_native_sums
+    from ringtrain.collectives.joined import having_joined
     from ringtrain.guard.preflight import require_same_start
     from ringtrain.runtime.devices import own_gpu
 
@@ -100,7 +101,8 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
             require_working_sums(collective, own_gpu())
             collective = with_native_sums(collective, config.backend)
             watchdog.meet(collective)
-            yield collective, watchdog
+            with having_joined(collective):
+                yield collective, watchdog
         except RingtrainError as error:
             watchdog.begin_leaving(error.exit_code, functools.partial(report_error, error, world))
             if isinstance(error, LostRanksError):

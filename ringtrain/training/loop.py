@@ -91,7 +91,7 @@ def train(
         raise
     finally:
         with contextlib.suppress(RingtrainError):
-            profile.close()
+            profile.close(on_all=False)  # where it is still under way, this rank has failed
         if records is not None:
             records.close()
         console.stop_progress()

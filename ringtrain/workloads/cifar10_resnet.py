@@ -128,7 +128,7 @@ def convolution(x: Any, channels: int, name: str, *, pool: bool = False) -> Any:
     """
     from keras import layers
 
-    from ringtrain.keras import SyncBatchNormalization
+    from ringtrain.collectives.normalization import SyncBatchNormalization
 
     x = layers.Conv2D(channels, 3, padding="same", use_bias=False, name=name)(x)
     if pool:

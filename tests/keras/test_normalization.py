@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
@@ -11,10 +12,11 @@ import tensorflow as tf
 
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
+from ringtrain.collectives.joined import having_joined
 from ringtrain.errors import UsageError
 from ringtrain.step.train_step import set_precision
 from tests.keras.training import WAYS, largest_difference, make_batches, make_model, split_batches, train
-from tests.world.group import on_ranks
+from tests.world.group import BY_MPI, on_ranks
 from tests.world.training import (
     NUM_CLASSES,
     assert_close,
@@ -28,7 +30,7 @@ from tests.world.training import train as run_train_step
 
 TOLERANCE = 1e-10
 SAMPLES = 7
-SHARES = {"uneven": (5, 2), "one empty": (7, 0)}
+SHARES = {"uneven": {2: (5, 2), 3: (4, 1, 2)}, "one empty": {2: (7, 0), 3: (4, 0, 3)}}
 
 
 def normalise(layer: keras.layers.Layer, x: np.ndarray, part: slice, mask: np.ndarray | None) -> dict[str, Any]:
@@ -45,18 +47,20 @@ def normalise(layer: keras.layers.Layer, x: np.ndarray, part: slice, mask: np.nd
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("case", ["dense", "images", "channels first", "masked"])
-@on_ranks(2)
+@on_ranks(2, BY_MPI)
 def test_values_and_gradients_are_those_of_the_whole_batch(collective: Collective, case: str, share: str) -> None:
     set_precision("float64")
     shape = {"dense": (5,), "images": (4, 3, 5), "channels first": (5, 4, 3), "masked": (4, 5)}[case]
     options: dict[str, Any] = {"axis": 1 if case == "channels first" else -1, "momentum": 0.8}
     x = np.random.default_rng(1).normal(1000, 2, size=(SAMPLES, *shape))
     mask = np.random.default_rng(2).random((SAMPLES, 4)) < 0.7 if case == "masked" else None
-    counts = SHARES[share]
+    counts = SHARES[share][collective.world.size]
     begin = sum(counts[: collective.world.rank])
     part = slice(begin, begin + counts[collective.world.rank])
     layer, plain = hvd.SyncBatchNormalization(**options), keras.layers.BatchNormalization(**options)
-    mine, whole = normalise(layer, x, part, mask), normalise(plain, x, slice(None), mask)
+    # Where Horovod is started nobody needs to say who the ranks are.
+    with having_joined(collective) if collective.is_ordered else contextlib.nullcontext():
+        mine, whole = normalise(layer, x, part, mask), normalise(plain, x, slice(None), mask)
     # Keras divides by (count + 1e-7) where there is a mask.
     tolerance = 1e-4 if case == "masked" else TOLERANCE
     for name in ("outputs", "of_inputs"):
@@ -134,14 +138,16 @@ def plain_model() -> keras.Model:
     return keras.Sequential([keras.Input((5,)), layers.BatchNormalization(momentum=0.75), layers.Dense(NUM_CLASSES)])
 
 
-@on_ranks(2)
+@on_ranks(2, BY_MPI)
 def test_the_training_step_is_exact_with_it_though_ranks_have_no_samples(collective: Collective) -> None:
     source, steps = dense_samples(45), 7  # the fifth step has one sample: all other ranks have none
     batches = batches_of(source, collective, global_batch_size=11, steps=steps)
-    step = create_step(collective, sync_model, lambda: keras.optimizers.Adam(0.01), batches.element_spec)
+    with having_joined(collective):
+        step = create_step(collective, sync_model, lambda: keras.optimizers.Adam(0.01), batches.element_spec)
     reference, optimizer = plain_model(), keras.optimizers.Adam(0.01)
     reference.set_weights(step.model.get_weights())
-    reports = run_train_step(step, batches)
+    with having_joined(collective):
+        reports = run_train_step(step, batches)
     expected = list(train_plainly(reference, optimizer, source, global_batch_size=11, steps=steps))
     assert [report.samples for report in reports] == [11, 11, 11, 11, 1, 11, 11]
     assert_same_bits_on_all_ranks(step.variables, collective)
@@ -150,12 +156,13 @@ def test_the_training_step_is_exact_with_it_though_ranks_have_no_samples(collect
     assert_close([report.loss for report in reports], [loss for loss, _, _ in expected], "loss", TOLERANCE)
 
 
-@on_ranks(2)
+@on_ranks(2, BY_MPI)
 def test_ranks_run_as_many_micro_batches_with_it(collective: Collective) -> None:
     """Five samples make three micro-batches of at most two, four samples four of one: ranks must not part ways."""
     batches = batches_of(dense_samples(19), collective, global_batch_size=9, steps=3)
-    step = create_step(collective, sync_model, keras.optimizers.SGD, batches.element_spec, accumulate=4)
-    reports = run_train_step(step, batches)
+    with having_joined(collective):
+        step = create_step(collective, sync_model, keras.optimizers.SGD, batches.element_spec, accumulate=4)
+        reports = run_train_step(step, batches)
     assert [report.samples for report in reports] == [9, 9, 1]
     assert all(np.isfinite(report.loss) for report in reports)
     assert_same_bits_on_all_ranks(step.variables, collective)

@@ -177,6 +177,30 @@ def test_broadcast_gives_every_rank_the_values_of_rank_0(collective: Collective)
             np.testing.assert_array_equal(first, values_of_rank(0, shape, dtype))
 
 
+@on_ranks(BY_MPI)
+def test_every_bit_of_every_type_arrives(collective: Collective) -> None:
+    """Natively they are summed as whole numbers: no zero loses its sign, and what is no number stays the same."""
+    rank, ranks = collective.world.rank, range(collective.world.size)
+    odd = [-0.0, 0.0, 1.5, -np.inf, 5e-324, *np.array([0x7FF0000000000001, -1]).view(np.float64)]
+
+    def of(rank: int) -> list[tf.Tensor]:
+        return [
+            *(tf.cast(tf.constant(odd[rank:]), dtype) for dtype in ("float16", "bfloat16", "float32")),
+            tf.constant(odd[rank:], tf.float64),
+            tf.constant([complex(value, -0.0) for value in odd], tf.complex128)[rank:],
+            tf.constant([[-128, 127], [rank, -1]], tf.int8),
+            tf.constant([[255], [rank]], tf.uint8),
+            tf.constant([rank == 1, True]),
+        ]
+
+    for number, mine in enumerate(of(rank)):
+        joined = collective.all_gather(mine, name=f"bits/{number}").numpy()
+        assert joined.tobytes() == b"".join(of(other)[number].numpy().tobytes() for other in ranks), mine.dtype
+    same_shapes = [values[-2:] for values in of(rank)]
+    for first, got in zip(of(0), collective.broadcast(same_shapes, name="bits"), strict=True):
+        assert got.numpy().tobytes() == first[-2:].numpy().tobytes(), first.dtype
+
+
 @on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_gather_objects_gives_every_value_to_every_rank(collective: Collective) -> None:
     def value_of(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""``--profile``: TensorFlow's profile of some steps of rank 0, and Horovod's timeline of all ranks."""
+"""``--profile``: TensorFlow's profile of some steps of rank 0, and a timeline of the sums of all ranks."""
 
 from __future__ import annotations
 
@@ -78,6 +78,14 @@ def test_native_sums_are_in_the_profile(run_ringtrain: RunRingtrain, tmp_path: P
     finished = run_ringtrain([*FLAGS, "--profile", "3:5", "--out", str(tmp_path)], launcher="mpirun")
     assert finished.rc == 0, finished.stderr
     assert count_events(tmp_path / "profile", SUM) == 3
+    assert "native-steps-3-5.json" in finished.stdout
+    events = json.loads((tmp_path / "profile/native-steps-3-5.json").read_text())
+    spans = [event for event in events if event["ph"] == "X" and event["args"]["sum"] == "gradients/0"]
+    for rank in (0, 1):
+        assert [span["name"] for span in spans if span["pid"] == rank] == ["wait", "gradients/0"] * 3
+    for waits in zip(*(spans[rank * 6 : rank * 6 + 6 : 2] for rank in (0, 1)), strict=True):
+        met = [span["ts"] + span["dur"] for span in waits]  # all ranks within a moment, whoever had waited
+        assert max(met) - min(met) < 50_000
 
 
 @pytest.mark.parametrize(

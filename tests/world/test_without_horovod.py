@@ -41,6 +41,19 @@ def test_it_trains_the_same_bits(python: Path, run_ringtrain: RunRingtrain, tmp_
     assert digest(final_checkpoint(tmp_path / "there", 20)) == digest(final_checkpoint(tmp_path / "here", 20))
 
 
+def test_a_layer_that_asks_the_other_ranks_trains_the_same_bits(
+    python: Path, run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    """SyncBatchNormalization, in micro-batches; two ranks, of which there is one sum."""
+    workload = f"{REPOSITORY / 'tests/world/workloads/small.py'}:Normalized"
+    flags = [*TRAIN, "--workload", workload, "--accumulate", "2"]
+    there = run_command(mpirun(python, *flags, "--out", tmp_path / "there"), env=clean_environment(), timeout=120)
+    assert there.rc == 0, there.stderr
+    here = run_ringtrain([*flags[2:], "--backend", "horovod", "--out", tmp_path / "here"], launcher="mpirun")
+    assert here.rc == 0, here.stderr
+    assert digest(final_checkpoint(tmp_path / "there", 20)) == digest(final_checkpoint(tmp_path / "here", 20))
+
+
 @pytest.mark.slow
 def test_ranks_that_join_in_other_ways_are_told(tmp_path: Path) -> None:
     """As where one node's environment has no Horovod. The watchdog ends them, but a start may take ten minutes."""
@@ -72,3 +85,32 @@ def test_the_core_of_the_tests_passes(python: Path) -> None:
     command = [str(python), "-m", "pytest", "-q", "-m", "", *CORE]
     finished = run_command(command, env=clean_environment(), timeout=2900, cwd=REPOSITORY)
     assert finished.rc == 0, finished.stdout[-5000:]
+
+
+# Installs, with its hashes, what stands in a lock.
+INSTALL = 'source .ci/lib.sh; find_uv "$0"; "$UV" pip install --quiet --no-deps --python "$0" --requirements "$1"'
+# A rank of one of two nodes, as its launcher and its machine would say: NAME PROGRAM...
+ON_NODE = 'hostname "$0"; MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 exec "$@"'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_it_trains_the_same_bits_by_mpich(
+    num_nodes: int, python: Path, run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    install = [*("bash", "-euc", INSTALL), str(python), ".ci/locks/mpich.lock"]
+    subprocess.run(install, check=True, timeout=120, cwd=REPOSITORY)
+    train = [str(python), *TRAIN, "--backend", "native", "--out", str(tmp_path / "there")]
+    ranks = ["-n", "2", *train]
+    if num_nodes == 2:
+        on_node = ["unshare", "--uts", "sh", "-c", ON_NODE]
+        ranks = ["-n", "1", *on_node, "n1", *train, ":", "-n", "1", *on_node, "n2", *train]
+    command = ["unshare", "--map-root-user", str(python.with_name("mpiexec")), "-localhost", "127.0.0.1", *ranks]
+    as_here = {"TF_NUM_INTRAOP_THREADS": "1"}  # two nodes take all cores each
+    there = run_command(command, env=clean_environment(**as_here), timeout=120)
+    assert there.rc == 0, there.stderr
+    assert "2 ranks, started by mpiexec (MPICH or Intel MPI); communication: MPI, sums natively" in there.stdout
+    assert len(set(re.findall(r"rank \d on (\S+)", there.stdout))) == num_nodes
+    here = run_ringtrain([*TRAIN[2:], "--out", tmp_path / "here"], launcher="mpirun")
+    assert here.rc == 0, here.stderr
+    assert digest(final_checkpoint(tmp_path / "there", 20)) == digest(final_checkpoint(tmp_path / "here", 20))

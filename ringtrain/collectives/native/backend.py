@@ -8,9 +8,11 @@ waits for the others, and for nothing else. ``transport.h`` says how they add.
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -48,6 +50,8 @@ class Native(Collective):
         what = "sums" if self.is_ordered else "short sums" if overlaps_compute else "gradients"
         self.description = f"{carrier.description}, {what} natively"
         self._carrier, self._operation, self._group = carrier, operation, group
+        self._names: dict[int, str] = {}  # of sums, by what the operation knows of them
+        self._timeline = Path()
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
@@ -56,6 +60,7 @@ class Native(Collective):
         if not is_known or not (ordered or self.is_ordered):
             return self._carrier.all_reduce(tensors, name=name)
         meaning = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+        self._names[meaning] = name
         totals, squares = self._operation(
             tensors=list(tensors), group=self._group, meaning=meaning, may_share=read_only, name="native_all_reduce"
         )
@@ -63,19 +68,70 @@ class Native(Collective):
         return Totals(list(totals), squares, keep_alive=totals if read_only else ())
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        return self._carrier.all_gather(tensor, name=name)
+        if not self.is_ordered:
+            return self._carrier.all_gather(tensor, name=name)
+        rank, size = self.world.rank, self.world.size
+        count = tf.one_hot(rank, size, dtype=tf.int64) * tf.shape(tensor, tf.int64)[0]
+        [counts] = self.all_reduce([count], name=f"{name}/rows").tensors
+        around = [tf.reduce_sum(counts[:rank]), tf.reduce_sum(counts[rank + 1 :])]
+        bits = _to_bits(tensor)
+        [joined] = self.all_reduce([tf.pad(bits, [around, *[[0, 0]] * (bits.shape.rank - 1)])], name=name).tensors
+        return tf.ensure_shape(_from_bits(joined, tensor.dtype), [None, *tensor.shape[1:]])
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        return self._carrier.broadcast(tensors, name=name)
+        if not self.is_ordered:
+            return self._carrier.broadcast(tensors, name=name)
+        bits = [_to_bits(tensor) for tensor in tensors]
+        totals = self.all_reduce(bits if self.world.is_rank0 else [*map(tf.zeros_like, bits)], name=name).tensors
+        return [_from_bits(total, tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
 
-    def start_timeline(self, path: str) -> None:
-        self._carrier.start_timeline(path)
+    def start_timeline(self, directory: str, name: str) -> None:
+        self._carrier.start_timeline(directory, name)
+        self._timeline = Path(directory, f"native-{name}.json")
+        library.record(self._group, True)
 
     def stop_timeline(self) -> None:
+        """Draw each sum of each rank, and how long it waited for the others before."""
         self._carrier.stop_timeline()
+        mine = [(self._names[event.meaning], *event.figures) for event in library.record(self._group, False)]
+        of_ranks = all_gather_object(self, mine, name="timeline")
+        if self.world.is_rank0:
+            self._timeline.write_text(json.dumps(draw_timeline(of_ranks)))
 
     def close(self) -> None:
         self._carrier.close()
+
+
+def draw_timeline(of_ranks: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    """The events of Chrome's trace format; of each rank (name, bytes, and when it came, all had come, and it was there)
+
+    in nanoseconds, by its node's clock.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, sums in enumerate(of_ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for name, num_bytes, begun, met, ended in sums:
+            for phase, start, end in (("wait", begun, met), (name, met, ended)):
+                span = {"ts": start / 1000, "dur": (end - start) / 1000, "pid": rank, "tid": 0}
+                events.append({"ph": "X", "name": phase, "args": {"sum": name, "bytes": num_bytes}, **span})
+    return events
+
+
+def _to_bits(tensor: tf.Tensor) -> tf.Tensor:
+    """Whole numbers that have the bits of a tensor's values. With zeros from all others their sum has them as well."""
+    if tensor.dtype == tf.bool:
+        return tf.cast(tensor, tf.int32)
+    if tensor.dtype.size < 4:
+        return tf.cast(tf.bitcast(tensor, tf.uint8 if tensor.dtype.size == 1 else tf.uint16), tf.int32)
+    return tf.bitcast(tensor, tf.int32 if tensor.dtype.size == 4 else tf.int64)
+
+
+def _from_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype == tf.bool:
+        return tf.cast(bits, dtype)
+    if dtype.size < 4:
+        bits = tf.cast(bits, tf.uint8 if dtype.size == 1 else tf.uint16)
+    return tf.bitcast(bits, dtype)
 
 
 def join(collective: Collective) -> Native | str:

@@ -43,6 +43,26 @@ def find_nodes(local_rank: int, rank: int) -> Nodes:
     return Nodes(of_local_rank.Get_size(), of_local_rank.Get_rank(), address, *handles)
 
 
+class Event(ctypes.Structure):
+    """A sum that was made: its operation's attribute, bytes, and moments in nanoseconds since 1970."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("meaning", "bytes", "begun", "met", "ended")]
+
+    @property
+    def figures(self) -> tuple[int, int, int, int]:
+        return self.bytes, self.begun, self.met, self.ended
+
+
+def record(group: int, is_recording: bool) -> list[Event]:
+    """Record a group's sums from now on, or no more; then those that were recorded."""
+    function = ctypes.CDLL(str(LIBRARY)).ringtrain_record
+    function.restype = ctypes.c_int64
+    count = function(group, is_recording, None, ctypes.c_int64(0))
+    events = (Event * (0 if is_recording else count))()
+    function(group, is_recording, events, ctypes.c_int64(len(events)))
+    return list(events)
+
+
 def join(descriptor: int, local_rank: int, processes: Sequence[int], spin_seconds: float, nodes: Nodes) -> int:
     """Join the ranks with these process numbers in the memory that all of a node have open; -1 where that fails.
 

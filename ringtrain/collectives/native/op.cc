@@ -3,8 +3,10 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 
@@ -13,12 +15,21 @@
 #include "transport.h"
 
 namespace ringtrain {
+
+// A sum that was made, for the timeline: when this rank came to it, when all ranks had, and when it was there, in
+// nanoseconds since 1970.
+struct Event {
+  int64_t meaning, bytes, begun, met, ended;
+};
+
 namespace {
 
 // The ranks that sum together. It lives as long as the process: tensors may lie in its memory.
 struct Group {
   std::unique_ptr<Transport> transport;
   std::mutex mutex;  // one sum at a time
+  bool is_recording = false;
+  std::vector<Event> events;
 };
 
 std::mutex groups_mutex;
@@ -27,6 +38,12 @@ std::vector<Group*>& groups = *new std::vector<Group*>;  // for operations that 
 Group* find_group(int64_t number) {
   const std::lock_guard<std::mutex> lock(groups_mutex);
   return number >= 0 && number < static_cast<int64_t>(groups.size()) ? groups[number] : nullptr;
+}
+
+int64_t now() {
+  timespec time;
+  clock_gettime(CLOCK_REALTIME, &time);
+  return time.tv_sec * int64_t{1'000'000'000} + time.tv_nsec;
 }
 
 struct Status {
@@ -68,12 +85,10 @@ class AllReduce {
   explicit AllReduce(TF_OpKernelConstruction* construction) {
     const Status status;
     unsigned char may_share = 0;
-    int64_t meaning = 0;
     TF_OpKernelConstruction_GetAttrInt64(construction, "group", &group_, status.status);
-    if (status.is_ok()) TF_OpKernelConstruction_GetAttrInt64(construction, "meaning", &meaning, status.status);
+    if (status.is_ok()) TF_OpKernelConstruction_GetAttrInt64(construction, "meaning", &meaning_, status.status);
     if (status.is_ok()) TF_OpKernelConstruction_GetAttrBool(construction, "may_share", &may_share, status.status);
     if (!status.is_ok()) TF_OpKernelConstruction_Failure(construction, status.status);
-    meaning_ = static_cast<uint64_t>(meaning);
     may_share_ = may_share != 0;
   }
 
@@ -94,7 +109,8 @@ class AllReduce {
     std::vector<TF_DataType> types;
     std::vector<std::vector<int64_t>> shapes;
     parts.reserve(num_parts);
-    uint64_t meaning = mix(meaning_, may_share_);
+    uint64_t meaning = mix(static_cast<uint64_t>(meaning_), may_share_);
+    int64_t bytes = 0;
     for (int index = 0; index < num_parts; ++index) {
       Tensor input;  // dropped at once: else its memory would not become that of the sum
       TF_GetInput(context, index, &input.tensor, status.status);
@@ -109,6 +125,7 @@ class AllReduce {
         meaning = mix(meaning, dims[axis]);
       }
       parts.push_back({type_of(types.back()), count, input.data()});
+      bytes += parts.back().bytes();
     }
 
     const std::lock_guard<std::mutex> lock(group->mutex);
@@ -133,10 +150,13 @@ class AllReduce {
     // Where it can be, before the ranks meet: else the others may have their sum already when there is no memory here.
     const bool is_own = is_short || !may_share_;
     if (is_own && !allocate(nullptr)) return "";
+    const int64_t begun = now();
     if (Error error = transport.begin(meaning, parts, may_share_); !error.empty()) return error;
+    const int64_t met = now();
     Result* result = transport.result();
     if (!is_own && !allocate(result)) return "";
     if (Error error = transport.finish(parts, reinterpret_cast<double*>(squares.data())); !error.empty()) return error;
+    if (group->is_recording) group->events.push_back({meaning_, bytes, begun, met, now()});
     for (int index = 0; index < num_parts && result != nullptr && status.is_ok(); ++index) {
       const Part& part = parts[index];
       if (part.count == 0) continue;
@@ -153,8 +173,7 @@ class AllReduce {
     static_cast<Result*>(result)->uses.fetch_sub(1, std::memory_order_release);
   }
 
-  int64_t group_ = -1;
-  uint64_t meaning_ = 0;
+  int64_t group_ = -1, meaning_ = 0;
   bool may_share_ = false;
 };
 
@@ -243,6 +262,18 @@ extern "C" __attribute__((visibility("default"))) int ringtrain_join(int descrip
     return -1;
   }
   const std::lock_guard<std::mutex> lock(ringtrain::groups_mutex);
-  ringtrain::groups.push_back(new Group{std::move(transport), {}});
+  ringtrain::groups.push_back(new Group{std::move(transport), {}, false, {}});
   return static_cast<int>(ringtrain::groups.size()) - 1;
+}
+
+// Record the sums of a group from now on, or no more. Returns how many were recorded, of which it gives up to `limit`.
+extern "C" __attribute__((visibility("default"))) int64_t ringtrain_record(int number, bool is_recording,
+                                                                           ringtrain::Event* events, int64_t limit) {
+  ringtrain::Group& group = *ringtrain::find_group(number);
+  const std::lock_guard<std::mutex> lock(group.mutex);
+  group.is_recording = is_recording;
+  const int64_t count = group.events.size();
+  std::copy_n(group.events.begin(), std::min(count, limit), events);
+  if (is_recording) group.events.clear();
+  return count;
 }

@@ -97,7 +97,7 @@ class Normalized(Small):
     """The normalization takes away what the bias before it adds; a layer is unused, and one is dead."""
 
     def create_model(self) -> keras.Model:
-        from ringtrain.keras import SyncBatchNormalization
+        from ringtrain import SyncBatchNormalization
 
         inputs = keras.Input((NUM_FEATURES,))
         x = SyncBatchNormalization(name="normalization")(layers.Dense(5, name="shifted")(inputs))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from ringtrain.collectives.base import Collective
 from ringtrain.collectives.differentiable import unique_name
+from ringtrain.collectives.joined import ranks_for
 from ringtrain.errors import UsageError
-from ringtrain.keras.collective import ProcessSetCollective, require_init
-from ringtrain.runtime.world import read_world
 
 
 @keras.saving.register_keras_serializable(package="ringtrain")
@@ -35,7 +33,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         """Mean and variance [channels] for each channel of ``inputs`` [n, ..., channels, ...], over all ranks."""
-        collective = _connect(self.name)
+        collective = ranks_for(f"the layer {self.name!r}")
         weights = tf.ones([], inputs.dtype) if mask is None else _broadcast_mask(mask, inputs)
         count, mean, variance = global_moments(inputs, weights, self._reduction_axes, collective)
         has_samples = count > 0  # otherwise the moving statistics stay as they are
@@ -46,7 +44,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 def global_moments(
-    inputs: tf.Tensor, weights: tf.Tensor, axes: list[int], collective: ProcessSetCollective | None
+    inputs: tf.Tensor, weights: tf.Tensor, axes: list[int], collective: Collective | None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Count, mean and variance of each channel over the samples of all ranks, with exact gradients.
 
@@ -89,13 +87,6 @@ def global_moments(
         return (count, mean, variance), gradient
 
     return moments(inputs)
-
-
-def _connect(layer_name: str) -> ProcessSetCollective | None:
-    """The other ranks; None where there are none."""
-    if not hvd.is_initialized() and read_world(os.environ).size > 1:
-        require_init(f"the layer {layer_name!r}")
-    return ProcessSetCollective() if hvd.is_initialized() and hvd.size() > 1 else None
 
 
 def _spread(values: tf.Tensor, like: tf.Tensor, axes: list[int]) -> tf.Tensor:

@@ -1,6 +1,9 @@
 """ringtrain's own collective for what leaves at once, by sizes: a rank of ``bench allreduce``.
 
-horovodrun -np 2 python -m ringtrain.bench.own_sums --sizes 4096,65536 --output DIR
+horovodrun -np 2 python -m ringtrain.bench.own_sums --sizes 4096,65536 --output DIR --how function
+
+``--how`` is ``function``: compiled, with sums that nothing writes to, as in the training step; ``copied``: sums in the
+rank's own memory; ``eager``; ``mpi``: compiled, by MPI alone; or ``nothing``: the same function without a sum.
 """
 
 from __future__ import annotations
@@ -24,20 +27,25 @@ def main() -> None:
     start_tensorflow(plan, world)
     import tensorflow as tf
 
-    from ringtrain.collectives import connect, with_native_sums
+    from ringtrain.collectives import Totals, connect, with_native_sums
 
-    collective = with_native_sums(connect(config.backend, world))
+    how = arguments.how
+    joined = connect("native" if how == "mpi" else config.backend, world)
+    collective = joined if how == "mpi" else with_native_sums(joined)
 
     def prepare(values: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         tensor = tf.Variable(values)
+        options = {"name": f"sum_{len(values)}", "ordered": True, "read_only": how == "function"}
 
-        @tf.function(jit_compile=False)
         def add() -> Any:
-            return collective.all_reduce([tensor.read_value()], name=f"sum_{len(values)}", ordered=True).tensors[0]
+            mine = [tensor.read_value()]
+            totals = Totals([*map(tf.identity, mine)]) if how == "nothing" else collective.all_reduce(mine, **options)
+            return totals.tensors[0], totals.keep_alive
 
-        return add, lambda total: total.numpy()
+        compiled = tf.function(add, jit_compile=False)
+        return (add if how == "eager" else compiled), lambda totals: totals[0].numpy()
 
-    peer_sums.time_sums(arguments, world.rank, world.size, prepare)
+    peer_sums.time_sums(arguments, world.rank, world.size, prepare, adds=how != "nothing")
     collective.close()
 
 

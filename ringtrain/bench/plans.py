@@ -33,7 +33,7 @@ from ringtrain.bench.steps import (
     write_order,
 )
 
-SIZES = tuple(4**power for power in range(6, 14))  # 4 KiB to 64 MiB
+SIZES = tuple(4**power for power in range(6, 15))  # 4 KiB to 256 MiB
 BEGUN = "begun-run"
 ONE_STEP, TWO_STEPS = Length(steps=1, log_every=1), Length(steps=2, log_every=1)
 
@@ -47,18 +47,26 @@ def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:
     """Sums over all ranks, by sizes: ringtrain's collective, Horovod's and MPI's."""
     size = options.size
     flags = ["--sizes", ",".join(map(str, SIZES)), "--output", DIRECTORY]
-    ringtrain = Command(launch(size, own("own_sums", *flags)))
+
+    def ringtrain(how: str) -> Command:
+        return Command(launch(size, own("own_sums", *flags, "--how", how)))
+
     horovod = launch(size, peer("horovod_allreduce.py", flags))
-    pinned = Command((*horovod, *settings.flags), settings.env)
+    pinned, eager = (Command((*horovod, *settings.flags, "--how", how), settings.env) for how in ("function", "eager"))
     mpirun = ("mpirun", "-np", str(size), "--oversubscribe", "--bind-to", "none")
     mpi = Command((*mpirun, *peer("mpi_allreduce.py", [*flags, *settings.flags])))
     contenders = contenders_of(
         read_figures,
-        ("ringtrain", "ringtrain's collective under stock horovodrun", ringtrain),
-        ("ringtrain_again", AGAIN, ringtrain),
-        ("horovod_stock", "hvd.allreduce under stock horovodrun", Command(horovod)),
-        ("horovod", "hvd.allreduce with ringtrain's cores, threads and variables", pinned),
-        ("mpi", "mpi4py's Allreduce on the same cores, spinning", mpi),
+        ("ringtrain", "ringtrain's collective in a tf.function, where all ranks read one sum", ringtrain("function")),
+        ("ringtrain_again", AGAIN, ringtrain("function")),
+        ("ringtrain_copied", "the same, each rank with a sum of its own", ringtrain("copied")),
+        ("ringtrain_eager", "the same outside of a tf.function", ringtrain("eager")),
+        ("nothing", "a tf.function of the same signature that asks nobody", ringtrain("nothing")),
+        ("horovod_stock", "hvd.allreduce in a tf.function under stock horovodrun", Command(horovod)),
+        ("horovod", "the same with ringtrain's cores, threads and variables", pinned),
+        ("horovod_eager", "the same outside of a tf.function", eager),
+        ("mpi_in_function", "MPI's Allreduce by tf.numpy_function in a tf.function", ringtrain("mpi")),
+        ("mpi", "mpi4py's Allreduce of NumPy arrays on the same cores, spinning", mpi),
     )
     others = [Comparison("ringtrain", each.name) for each in contenders[2:]]
     comparisons = (Comparison("ringtrain_again", "ringtrain"), *others)

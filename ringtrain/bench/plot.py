@@ -14,7 +14,9 @@ from ringtrain.doctor.ranks import bus_bandwidth
 WIDTH, LABEL_WIDTH, MARGIN = 860, 190, 24
 ROW_HEIGHT, TITLE_HEIGHT, AXIS_HEIGHT = 24, 36, 40
 LINES_HEIGHT = 320
-COLORS = ("#1f5fa8", "#7fb0de", "#d1661c", "#3d8c40", "#8a56ac", "#7a7a7a")
+COLORS = (
+    "#1f5fa8", "#7fb0de", "#d1661c", "#3d8c40", "#8a56ac", "#7a7a7a", "#b03a48", "#c9a227", "#2a9d9d", "#e39ac1",
+)  # fmt: skip
 TEXT = 'font-family="sans-serif" font-size="13" fill="#222"'
 
 

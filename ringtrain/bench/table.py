@@ -15,12 +15,13 @@ Result = Mapping[str, Any]
 QUESTIONS = {
     "step": "A step of training, on four models, beside plain Horovod, tf.distribute, unconnected processes and one",
     "loop": "ringtrain with logs, guards and a checkpoint every 100 steps, beside a loop that does nothing but train",
-    "allreduce": "A sum over all ranks, from 4 KiB to 64 MiB",
+    "allreduce": "A sum over all ranks, from 4 KiB to 256 MiB",
     "input": "Real data beside synthetic data; reading alone",
     "startup": "From the command to the end of the first step",
     "checkpoint": "A save every 100 steps beside none; what the training waits for it",
     "guards": "The guards that flags turn off, on and off",
     "settings": "Each variable that ringtrain sets beside another value of it",
+    "nodes": "A step on two nodes that a slow network joins (`python -m tests.bench.nodes`)",
 }
 HEAD = """\
 # Benchmarks

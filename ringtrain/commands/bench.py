@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.bench.children import clean_environment
+from ringtrain.bench.contenders import Experiment
 from ringtrain.bench.origin import describe_commit, describe_machine, find_claimed_cores, read_load, shorten
 from ringtrain.bench.plans import PLANS, SETTINGS_CONTENDERS
 from ringtrain.bench.plot import draw_result
@@ -120,13 +121,25 @@ def find_obstacle(mode: str, options: BenchOptions) -> str:
 
 def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_line: Callable[[str], None]) -> int:
     """Measure one mode, write its file and its plot, and show the table."""
+    command = " ".join(["python -m ringtrain bench", *(shorten(word) for word in arguments)])
+    experiments = PLANS[mode](options, choose_settings(options.size, read_machine(os.environ)))
     output = options.output or Path("results") / f"bench-{mode}.json"
+    return run_experiments(experiments, options, command, output, print_line)
+
+
+def run_experiments(
+    experiments: Sequence[Experiment],
+    options: BenchOptions,
+    command: str,
+    output: Path,
+    print_line: Callable[[str], None],
+) -> int:
+    """Measure experiments, write their file and its plot, and show the table; ``command`` is what the user has said."""
     with explaining_files(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-    settings = choose_settings(options.size, read_machine(os.environ))
     result: dict[str, Any] = {
         "format": FORMAT,
-        "command": " ".join(["python -m ringtrain bench", *(shorten(word) for word in arguments)]),
+        "command": command,
         **describe_commit(),
         "machine": describe_machine(),
         "claimed_cores": find_claimed_cores(),
@@ -139,7 +152,7 @@ def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_
     with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as directory:
         env = clean_environment(os.environ, programs=Path(sys.executable).parent)
         runner = Runner(Path(directory), env=env, timeout=options.timeout)
-        for experiment in PLANS[mode](options, settings):
+        for experiment in experiments:
             result["experiments"].append({})
 
             def note(measured: Mapping[str, Any]) -> None:

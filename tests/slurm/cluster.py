@@ -157,8 +157,11 @@ class Cluster:
         Raises:
             subprocess.TimeoutExpired: it took longer than ``timeout`` seconds; it carries what was written until then.
         """
-        enter = [*self._enter("pid", "net", "mount", "uts"), "env", f"--chdir={cwd}", *map(str, command)]
-        return run_command(enter, env=self.environment(**(env or {})), timeout=timeout)
+        return run_command(self.on_login(command, cwd=cwd), env=self.environment(**(env or {})), timeout=timeout)
+
+    def on_login(self, command: Sequence[str | Path], *, cwd: Path = REPOSITORY) -> list[str]:
+        """The command that runs another one on the login host."""
+        return [*self._enter("pid", "net", "mount", "uts"), "env", f"--chdir={cwd}", *map(str, command)]
 
     def ask(self, *command: str | Path) -> str:
         """What a Slurm command prints; it has to succeed."""
@@ -355,7 +358,7 @@ class Cluster:
         return pid
 
     def _enter(self, *kinds: str) -> list[str]:
-        """The command that runs another one on the login host."""
+        """The command that runs another one in name spaces of the login host."""
         return ["nsenter", f"--target={self._first_pid('login')}", *(f"--{kind}" for kind in kinds)]
 
     def _pids(self, name: str) -> list[int]:

@@ -25,6 +25,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--sizes", required=True, help="bytes of the arrays, such as 4096,65536")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
+    parser.add_argument("--how", default="function", help="function (compiled by TensorFlow), eager, or others")
     parser.add_argument("--cores", action="append", default=[], help="a rank's cores, such as 0,1; once for each rank")
     parser.add_argument("--intra_op_threads", type=int, default=0, help="0: TensorFlow's own number")
     parser.add_argument("--inter_op_threads", type=int, default=0, help="0: TensorFlow's own number")
@@ -36,11 +37,14 @@ def time_sums(
     rank: int,
     num_ranks: int,
     prepare: Callable[[np.ndarray], tuple[Callable[[], Any], Callable[[Any], Any]]],
+    *,
+    adds: bool = True,
 ) -> None:
     """Sum arrays of each size over all ranks; rank 0 writes the median seconds of each size, and what was wrong.
 
     Args:
         prepare: (this rank's array) -> (what sums it, what makes a NumPy array of the outcome).
+        adds: whether the outcome is a sum; else each rank has its own array, and nobody waits.
     """
     seconds, fault = {}, ""
     for text in arguments.sizes.split(","):
@@ -54,7 +58,7 @@ def time_sums(
             start = time.perf_counter()
             outcome = reduce()
             times.append(time.perf_counter() - start)
-        expected = num_ranks * values + num_ranks * (num_ranks - 1) // 2
+        expected = num_ranks * values + num_ranks * (num_ranks - 1) // 2 if adds else values + rank
         if not np.array_equal(to_array(outcome), expected):
             fault = fault or f"the sum of {text} bytes is wrong"
         seconds[text] = statistics.median(times)

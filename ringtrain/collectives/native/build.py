@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -57,6 +59,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
 
 
 def _platform() -> str:
-    from packaging.tags import platform_tags
-
-    return next(tag for tag in platform_tags() if tag.startswith("linux"))
+    """The oldest C library that has all that the library takes from it (PEP 600), as auditwheel would find."""
+    versions = re.findall(rb"GLIBC_2\.(\d+)", LIBRARY.read_bytes())
+    libc = f"manylinux_2_{max(map(int, versions))}" if versions else "linux"
+    return f"{libc}_{platform.machine()}"

@@ -13,7 +13,8 @@ import pytest
 import ringtrain
 from tests.unit.test_layers import HEAVY
 
-STARTS_TENSORFLOW = {"SyncBatchNormalization", "augment", "load_image_folder", "load_tfrecords", "make_parallel"}  # when asked for, not before
+# When asked for, not before.
+STARTS_TENSORFLOW = {"SyncBatchNormalization", "augment", "load_image_folder", "load_tfrecords", "make_parallel"}
 
 
 TREE = ast.parse(Path(ringtrain.__file__).read_text(encoding="utf-8"))

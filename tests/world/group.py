@@ -27,13 +27,12 @@ from typing import Any
 
 import pytest
 
-from tests.world.processes import MarkedProcess, clean_environment
+from tests.world.processes import BACKEND, MarkedProcess, clean_environment
 
 START_TIMEOUT_SECONDS = 120
 BODY_TIMEOUT_SECONDS = 60
 # Once a rank has failed, this long for the others to say how they fared; they may wait for it for ever.
 GRACE_SECONDS = 2.0
-BACKEND = "RINGTRAIN_TEST_BACKEND"
 SOCKET_DIRECTORY = "RINGTRAIN_TEST_SOCKET_DIRECTORY"
 
 _running: list[Group] = []  # at most one: idle ranks of another world would take the cores from this one

@@ -26,6 +26,7 @@ from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "RINGTRAIN_TEST_MARK"
+BACKEND = "RINGTRAIN_TEST_BACKEND"  # by which ranks communicate where a test does not say it itself, such as "horovod"
 OF_A_JOB = "ENVIRONMENT=BATCH"  # what Slurm adds to the environment that sbatch passes on
 TERMINAL_COLUMNS = 80
 # Of another launcher around the tests, or of what the test process itself needed.
@@ -50,6 +51,16 @@ def listen_to_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def by_chosen_backend(command: Sequence[str]) -> list[str]:
+    """The command; where it starts ranks that train, by the backend that the environment names, if it names one."""
+    words, backend = [*map(str, command)], os.environ.get(BACKEND)
+    after = words.index("ringtrain") + 1 if "ringtrain" in words else len(words)
+    trains = words[0] in ("mpirun", "horovodrun", "srun", "nsenter") and words[after : after + 1] != []
+    if backend and trains and words[after].startswith("--") and "--backend" not in words:
+        words[after:after] = ["--backend", backend]
+    return words
+
+
 class MarkedProcess:
     """A running command and all processes that came of it, but for those of a job that it has submitted."""
 
@@ -59,7 +70,7 @@ class MarkedProcess:
         self._mark = f"{MARK}={uuid.uuid4()}"
         name, value = self._mark.split("=")
         self.popen: subprocess.Popen[bytes] = subprocess.Popen(
-            command,
+            by_chosen_backend(command),
             env={**env, name: value},
             cwd=cwd,
             stdin=subprocess.DEVNULL,

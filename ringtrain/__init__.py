@@ -17,11 +17,13 @@ if TYPE_CHECKING:
         BadSample,
         FallibleSource,
         Feed,
+        Pass,
         Source,
         from_arrays,
         from_callable,
         from_generator,
     )
+    from ringtrain.data.tf_data import from_dataset
     from ringtrain.errors import (
         DataError,
         DivergedError,
@@ -48,6 +50,7 @@ __all__ = [
     "Histogram",
     "Images",
     "OptimizerConfig",
+    "Pass",
     "PreemptedError",
     "ReplicasDifferError",
     "RingtrainError",
@@ -60,6 +63,7 @@ __all__ = [
     "augment",
     "from_arrays",
     "from_callable",
+    "from_dataset",
     "from_generator",
     "load_image_folder",
     "load_tfrecords",
@@ -72,6 +76,7 @@ _HOMES = (
     "errors",
     "config",
     "data.sources",
+    "data.tf_data",
     "workloads.base",
     "script",
     "data.formats.image_folder",

@@ -129,16 +129,40 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
     return ArraySource(x, y, num_samples=lengths.pop())
 
 
-class Feed(NamedTuple):
-    """Batches that each rank is fed by code of the user's. Build one with ``from_generator`` or ``from_callable``.
+class Pass(NamedTuple):
+    """A pass over the samples, as one rank makes it.
 
     Attributes:
-        open_pass: (rank, size, number of the pass, batches to leave out) -> this rank's batches (x, y) of one pass.
-        steps_per_epoch: steps of a pass; None: there is one pass, as long as some rank still has a batch.
+        rank: of this process.
+        size: the number of ranks.
+        seed: of the run.
+        epoch: number of the pass, from 0.
+        local_batch_size: samples of a usual step on this rank.
+        global_batch_size: the same on all ranks together.
     """
 
-    open_pass: Callable[[int, int, int, int], Iterator[tuple[Any, Any]]]
+    rank: int
+    size: int
+    seed: int
+    epoch: int
+    local_batch_size: int
+    global_batch_size: int
+
+
+class Feed(NamedTuple):
+    """Batches that each rank is fed by code of the user's, by one of the functions ``from_...``.
+
+    Attributes:
+        open_pass: (pass, batches to leave out) -> this rank's batches (x, y).
+        steps_per_epoch: steps of a pass; None: there is one pass, as long as some rank still has a batch.
+        count_steps: the batches of a pass on this rank; None where that is not known.
+        is_shared: the batches are those of all ranks together, each of which takes its slice of them.
+    """
+
+    open_pass: Callable[[Pass, int], Iterator[tuple[Any, Any]]]
     steps_per_epoch: int | None
+    count_steps: Callable[[Pass], int | None] = lambda _: None
+    is_shared: bool = False
 
 
 def from_generator(
@@ -160,14 +184,17 @@ def from_generator(
             ends before the first step for which no rank has a sample, or after ``--steps``.
     """
 
-    def open_pass(rank: int, size: int, number: int, skip: int) -> Iterator[tuple[Any, Any]]:
-        del number
-        batches = iter(generate(rank, size))
-        for _ in itertools.islice(batches, skip):
-            activity.move()  # a replay may take long
-        return batches
+    def open_pass(of: Pass, skip: int) -> Iterator[tuple[Any, Any]]:
+        return replay(iter(generate(of.rank, of.size)), skip)
 
     return Feed(open_pass, steps_per_epoch)
+
+
+def replay(batches: Iterator[Any], skip: int) -> Iterator[Any]:
+    """The batches after those that were trained already, which are made once more; that may take long."""
+    for _ in itertools.islice(batches, skip):
+        activity.move()
+    return batches
 
 
 def from_callable(fetch: Callable[[int, int], tuple[Any, Any] | None], *, steps_per_epoch: int | None = None) -> Feed:
@@ -179,10 +206,9 @@ def from_callable(fetch: Callable[[int, int], tuple[Any, Any] | None], *, steps_
         steps_per_epoch: steps of an epoch, for what happens at the end of one. By default the run is one epoch.
     """
 
-    def open_pass(rank: int, size: int, number: int, skip: int) -> Iterator[tuple[Any, Any]]:
-        del size
-        for step in itertools.count(number * (steps_per_epoch or 0) + skip):
-            batch = fetch(rank, step)
+    def open_pass(of: Pass, skip: int) -> Iterator[tuple[Any, Any]]:
+        for step in itertools.count(of.epoch * (steps_per_epoch or 0) + skip):
+            batch = fetch(of.rank, step)
             if batch is None:
                 return
             yield batch

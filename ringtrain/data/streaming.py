@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.augment import sample_keys
-from ringtrain.data.order import StreamingOrder
+from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import (
     Augment,
     Batch,
@@ -21,8 +23,9 @@ from ringtrain.data.pipeline import (
     in_own_threads,
     own_errors,
 )
-from ringtrain.data.sources import Feed
+from ringtrain.data.sources import Feed, Pass
 from ringtrain.errors import DataError
+from ringtrain.runtime.world import World
 
 
 def streaming_batches(
@@ -34,35 +37,47 @@ def streaming_batches(
     end_step: int,
     num_threads: int,
     augment: Augment | None = None,
+    print_line: Callable[[str], None] = lambda line: None,
 ) -> tuple[tf.data.Dataset, Callable[[Exception, int], Exception]]:
     """This rank's batches from ``first_step`` up to, not including, ``end_step``, or until it has no more.
 
     Every rank must call this. The dataset is of ``Batch``, without the global counts, which are known once all ranks
-    have said theirs; the indices are the samples' places in the batch that this rank was fed. Beside it stands what
-    tells the error of a step: tf.data makes a text of the exceptions that the feed raised.
+    have said theirs; the indices are the samples' places in the batch that this rank was fed, or, where all are fed
+    alike, in the pass. Beside it stands what tells the error of a step: tf.data makes a text of the exceptions that the
+    feed raised. ``print_line`` shows a line to the user.
     """
     world = collective.world
-    steps = _open_steps(feed, rank=world.rank, size=world.size, first_step=first_step, end_step=end_step)
-    first = next(steps, None)
+    steps = _open_steps(feed, order, world, first_step=first_step, end_step=end_step)
+    begin = time.monotonic()
+    first = raise_on_all_ranks(collective, lambda: next(steps, None), name="feed")
+    if skipped := first_step % order.steps_per_epoch:
+        print_line(f"the pass was replayed up to its step {skipped:,}, in {time.monotonic() - begin:.1f} s")
     shown = first[1:] if first else None
     if shown is None and first_step:  # the rank has had its last batch: what it looked like is known from the first
-        before = next(feed.open_pass(world.rank, world.size, 0, 0), None)
+        before = next(feed.open_pass(_pass_of(order, world, 0), 0), None)
         shown = None if before is None else (_as_arrays(before[0]), _as_arrays(before[1]))
     spec = _agree_on_spec(collective, shown)
+    _require_own_samples(feed, order, collective, shown, print_line)
 
     failures: list[Exception] = []
 
     def read() -> Iterator[tuple[Any, ...]]:
         try:
             for step, x, y in itertools.chain([first] if first else [], steps):
-                count = _check(x, y, spec, rank=world.rank, step=step)
-                yield np.int64(step), np.arange(count, dtype=np.int64), x, y
+                numbers = np.arange(_check(x, y, spec, rank=world.rank, step=step))
+                if feed.is_shared:
+                    own = slice(*(len(numbers) * rank // world.size for rank in (world.rank, world.rank + 1)))
+                    x, y = tf.nest.map_structure(lambda array, own=own: array[own], (x, y))
+                    numbers = numbers[own] + step % order.steps_per_epoch * order.global_batch_size
+                yield np.int64(step), numbers, x, y
         except Exception as error:
             failures.append(error)
             raise
 
     def to_batch(step: tf.Tensor, indices: tf.Tensor, x: Any, y: Any) -> Batch:
-        if augment is not None:
+        if augment is not None and feed.is_shared:  # the same for every number of ranks
+            x, y = change(augment, x, y, sample_keys(order.seed, step // order.steps_per_epoch, indices))
+        elif augment is not None:
             # From the step, so that a run that goes on gives the same; another rank's sample must not get the same.
             keys = sample_keys(order.seed, step, indices * world.size + world.rank)
             x, y = change(augment, x, y, keys)
@@ -81,21 +96,73 @@ def streaming_batches(
     return raise_on_all_ranks(collective, trace, name="fed batches"), explain
 
 
-def _open_steps(feed: Feed, *, rank: int, size: int, first_step: int, end_step: int) -> Iterator[tuple[int, Any, Any]]:
+def pass_of(world: World, *, seed: int, global_batch_size: int, epoch: int) -> Pass:
+    """A rank's pass over what it is fed."""
+    begin, end = (global_batch_size * rank // world.size for rank in (world.rank, world.rank + 1))
+    return Pass(world.rank, world.size, seed, epoch, end - begin, global_batch_size)
+
+
+def with_steps_of_its_own(feed: Feed, collective: Collective, *, seed: int, global_batch_size: int) -> Feed:
+    """The feed with the steps of a pass, where it can say them: those of the rank that has most."""
+    of = pass_of(collective.world, seed=seed, global_batch_size=global_batch_size, epoch=0)
+    mine = raise_on_all_ranks(collective, lambda: feed.count_steps(of), name="steps of a pass")
+    counts = all_gather_object(collective, mine, name="steps of a pass")
+    if None in counts or not max(counts):  # of nothing it is said what was given
+        return feed
+    return feed._replace(steps_per_epoch=max(counts))
+
+
+def _pass_of(order: SampleOrder, world: World, epoch: int) -> Pass:
+    return pass_of(world, seed=order.seed, global_batch_size=order.global_batch_size, epoch=epoch)
+
+
+def _open_steps(
+    feed: Feed, order: StreamingOrder, world: World, *, first_step: int, end_step: int
+) -> Iterator[tuple[int, Any, Any]]:
     """(step, x, y) of one rank's steps; steps for which it is fed nothing are left out at the end of a pass."""
     step = first_step
     while step < end_step:
         epoch, skip = divmod(step, feed.steps_per_epoch) if feed.steps_per_epoch else (0, step)
         end = min(end_step, (epoch + 1) * feed.steps_per_epoch) if feed.steps_per_epoch else end_step
-        for batch in itertools.islice(feed.open_pass(rank, size, epoch, skip), end - step):
+        for batch in itertools.islice(feed.open_pass(_pass_of(order, world, epoch), skip), end - step):
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 kind = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
-                raise DataError(f"rank {rank} was fed {kind} in step {step + 1}; each batch must be a pair (x, y).")
+                raise DataError(
+                    f"rank {world.rank} was fed {kind} in step {step + 1}; each batch must be a pair (x, y)."
+                )
             yield step, _as_arrays(batch[0]), _as_arrays(batch[1])
             step += 1
         if not feed.steps_per_epoch:
             return
         step = end
+
+
+def _require_own_samples(
+    feed: Feed, order: SampleOrder, collective: Collective, first: Any, print_line: Callable[[str], None]
+) -> None:
+    """See that all ranks read the same samples where each takes its slice of them, and others where it does not."""
+    digests = all_gather_object(collective, _digest(first), name="first samples")
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if feed.is_shared and different:
+        raise DataError(
+            f"the dataset gives rank {different[0]} other samples than rank 0: the first {order.global_batch_size}, of "
+            "which each rank takes its slice, are not the same. Let all ranks list the same files, in one order; or "
+            "give from_dataset a function, which reads what is the rank's own.",
+            reach="run",
+        )
+    if not (feed.is_shared or different) and len(digests) > 1:
+        print_line(
+            f"warning: all {len(digests)} ranks are fed the very same first batch, so that each sample counts "
+            f"{len(digests)} times. Give each rank its own, by the rank and the size that your code is given."
+        )
+
+
+def _digest(samples: Any) -> str:
+    """Of arrays, or structures of them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in map(np.asarray, tf.nest.flatten(samples)):
+        digest.update(repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _check(x: Any, y: Any, spec: Any, *, rank: int, step: int) -> int:

@@ -12,6 +12,7 @@ from ringtrain.config import Config
 from ringtrain.data.contents import Contents
 from ringtrain.data.sources import ArraySource, Feed, Source
 from ringtrain.data.stepping import Batches
+from ringtrain.data.streaming import with_steps_of_its_own
 from ringtrain.errors import DataError
 from ringtrain.guard.contents import require_same_contents
 from ringtrain.guard.labels import Labels, keeps_labels
@@ -109,6 +110,9 @@ def create_job(
     sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
     # That of the run's first start holds, whatever the number of ranks is now.
     global_batch_size = start.global_batch_size or choose_global_batch_size(config, collective.world.size)
+    if isinstance(sources.train, Feed) and sources.train.steps_per_epoch is None:
+        known = {"seed": config.seed, "global_batch_size": global_batch_size}
+        sources = sources._replace(train=with_steps_of_its_own(sources.train, collective, **known))
     plan = plan_steps(workload, config, sources.train, global_batch_size, first_step=start.step)
     batches = create_batches(
         sources.train, plan, workload, config, collective, num_threads=num_threads, print_line=print_line

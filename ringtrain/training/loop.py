@@ -122,7 +122,9 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
     order, size = job.plan.order, job.collective.world.size
     parameters = job.step.model.count_params()
     evaluated = f", {job.evaluation.num_samples:,} to evaluate on" if job.evaluation else ""
-    samples = "samples fed by each rank" if isinstance(order, StreamingOrder) else f"{order.num_samples:,} samples"
+    samples = f"{order.num_samples:,} samples"
+    if isinstance(order, StreamingOrder):
+        samples = "every rank reads all samples, and takes its slice" if order.is_shared else "samples fed by each rank"
     console.line(f"{job.config.workload}: {parameters:,} parameters; {samples}{evaluated}")
     console.line(
         f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; "

@@ -67,13 +67,14 @@ def plan_order(config: Config, train: Source | Feed, global_batch_size: int) -> 
         raise UsageError(
             "how long the training lasts is not known: its samples are fed by code that does not say how many "
             "steps an epoch has. Give --steps (the run ends before that where no rank has samples left), or "
-            "steps_per_epoch to from_generator or from_callable."
+            "steps_per_epoch to from_generator, from_callable or from_dataset."
         )
     return StreamingOrder(
         num_samples=steps_per_epoch * global_batch_size,
         global_batch_size=global_batch_size,
         seed=config.seed,
         is_single_pass=train.steps_per_epoch is None,
+        is_shared=train.is_shared,
     )
 
 
@@ -92,7 +93,9 @@ def create_batches(
     steps: dict[str, Any] = {"first_step": plan.first_step, "end_step": plan.total_steps}
     read: dict[str, Any] = {"num_threads": num_threads, "augment": workload.augment}
     if isinstance(train, Feed):
-        dataset, explain = streaming_batches(train, cast(StreamingOrder, order), collective, **steps, **read)
+        dataset, explain = streaming_batches(
+            train, cast(StreamingOrder, order), collective, **steps, **read, print_line=print_line
+        )
         return CountedBatches(dataset, collective, order, **steps, explain=explain)
 
     explain = functools.partial(explain_bad, train, order, world)

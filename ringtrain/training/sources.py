@@ -26,7 +26,8 @@ def open_sources(
     sources = raise_on_all_ranks(collective, lambda: read_sources(workload, config), name="sources")
     require_same_sources(collective, sources)
     size = collective.world.size
-    if isinstance(sources.train, Feed) and former_size not in (None, size):
+    has_order_of_ranks = isinstance(sources.train, Feed) and not sources.train.is_shared
+    if has_order_of_ranks and former_size not in (None, size):
         raise UsageError(
             f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
             f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never."
@@ -58,8 +59,8 @@ def require_sources(workload: Workload, given: Any) -> Sources:
             continue
         remedy = "from_arrays(x, y) makes one of arrays"
         if part == "train":
-            remedy += "; from_generator and from_callable take batches from code of yours, such as a tf.data.Dataset's "
-            remedy += "as_numpy_iterator()"
+            remedy += "; from_dataset takes a tf.data.Dataset; from_generator and from_callable take batches from code "
+            remedy += "of yours"
         raise UsageError(
             f"{name} gave {name_kind(source)} as {part}; it must be a source, with num_samples and gather"
             f"{', or None' if part == 'evaluation' else ''}: in ringtrain, {remedy}."

@@ -1,0 +1,116 @@
+"""Pipelines of tf.data's: what N ranks train by them, how a run goes on, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.data.sources import Pass
+from ringtrain.run.checkpoint import read_checkpoint
+from tests.world.conftest import RunRingtrain
+from tests.world.processes import REPOSITORY
+from tests.world.running import events
+from tests.world.test_feeding import check, train_plainly
+from tests.world.workloads.fed import Sample, samples
+from tests.world.workloads.pipelines import COUNT, Sharded
+
+PIPELINES = REPOSITORY / "tests/world/workloads/pipelines.py"
+COMMON = ["--precision", "float64", "--log_every", "1", "--global_batch_size", "4"]
+WHOLE = ["--workload", f"{PIPELINES}:Whole", *COMMON]
+SHARDED = ["--workload", f"{PIPELINES}:Sharded", *COMMON]
+STEPS_PER_PASS = 3  # of 4, 4 and 3 samples
+
+
+def whole_steps(num_steps: int) -> Iterator[Sample]:
+    """What one process trains on the whole dataset."""
+    x, y = samples(0, COUNT)
+    for step in range(num_steps):
+        part = slice(4 * (step % STEPS_PER_PASS), 4 * (step % STEPS_PER_PASS) + 4)
+        yield x[part], y[part]
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_n_ranks_train_what_one_trains_on_the_whole_dataset(
+    run_ringtrain: RunRingtrain, tmp_path: Path, size: int
+) -> None:
+    out = tmp_path / "run"
+    launcher = "mpirun" if size > 1 else None
+    finished = run_ringtrain([*WHOLE, "--epochs", "2", "--out", out], launcher=launcher, np=size)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert "every rank reads all samples, and takes its slice" in finished.stdout
+    assert "warning" not in finished.stdout + finished.stderr
+    check(out, train_plainly(whole_steps(6)), step=6)
+    assert [event["samples_seen"] for event in events(out, "train")] == [4, 8, 11, 15, 19, 22]
+
+
+def test_it_goes_on_in_mid_pass_on_another_number_of_ranks(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    """Augmented by the number of the sample in the pass, and shuffled anew in each pass."""
+    noisy = [*WHOLE, "--options.noise", "0.5", "--options.shuffle", "true"]
+    assert run_ringtrain([*noisy, "--steps", "4", "--out", tmp_path / "parts"], launcher="mpirun").rc == 0
+    finished = run_ringtrain([*noisy, "--steps", "8", "--out", tmp_path / "parts"])
+    assert finished.rc == 0, finished.stderr
+    assert "the pass was replayed up to its step 1, in " in finished.stdout
+    assert run_ringtrain([*noisy, "--steps", "8", "--out", tmp_path / "whole"]).rc == 0
+    names = "checkpoints/step-000000008"
+    parts, whole = (read_checkpoint(tmp_path / run / names).variables for run in ("parts", "whole"))
+    for name, value in whole.items():
+        np.testing.assert_allclose(parts[name], value, rtol=1e-12, err_msg=name)
+
+
+def sharded_steps(size: int, epochs: int) -> Iterator[Sample]:
+    """What the ranks' own pipelines give, step by step."""
+    workload = Sharded()
+    tf.random.set_seed(0)  # as the run's seed
+    for epoch in range(epochs):
+        batches = [workload.read(Pass(rank, size, 0, epoch, 4 // size, 4)).as_numpy_iterator() for rank in range(size)]
+        for step in itertools.zip_longest(*batches):
+            there = [batch for batch in step if batch is not None]
+            yield np.concatenate([x for x, _ in there]), np.concatenate([y for _, y in there])
+
+
+def test_a_pipeline_of_each_rank_trains_the_mean_over_all(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    """Six samples in three batches on one rank, five on the other; as many steps as the longer one has."""
+    out = tmp_path / "run"
+    finished = run_ringtrain([*SHARDED, "--epochs", "2", "--out", out], launcher="mpirun")
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert "samples fed by each rank" in finished.stdout
+    check(out, train_plainly(sharded_steps(2, epochs=2)), step=6)
+
+
+def test_ranks_that_read_the_very_same_are_warned(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    flags = [*SHARDED, "--options.shards", "false", "--epochs", "1", "--out", tmp_path / "run"]
+    finished = run_ringtrain(flags, launcher="mpirun")
+    assert finished.rc == 0, finished.stderr
+    assert "warning: all 2 ranks are fed the very same first batch, so that each sample counts 2" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("fault", "rc", "message"),
+    [
+        ("another order", 3, "the dataset gives rank 1 other samples than rank 0: the first 4, of which each rank"),
+        ("no end", 2, "how long the training lasts is not known"),
+        ("no pairs", 3, "each must be a pair (x, y). Make them so"),
+        pytest.param("ragged", 3, "its tensors must be dense", marks=pytest.mark.slow),
+        pytest.param("a list", 3, "from_dataset got a list", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_wrong_is_told_before_the_first_step(
+    run_ringtrain: RunRingtrain, tmp_path: Path, fault: str, rc: int, message: str
+) -> None:
+    flags = [*WHOLE, "--options.fault", fault, "--out", tmp_path / "run"]
+    finished = run_ringtrain(flags, launcher="mpirun", timeout=60)
+    assert finished.rc == rc, finished.stdout + finished.stderr
+    assert message in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.slow
+def test_a_whole_dataset_can_be_verified(run_ringtrain: RunRingtrain) -> None:
+    flags = ["--workload", f"{PIPELINES}:Whole", "--global_batch_size", "4", "--steps", "5", "--world_sizes", "1,2,3"]
+    finished = run_ringtrain(["verify", *flags], timeout=240)
+    assert finished.rc == 0, finished.stdout + finished.stderr

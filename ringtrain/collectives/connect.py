@@ -34,12 +34,12 @@ def connect(backend: Backend, world: World) -> Collective:
     return connect_mpi(world)
 
 
-def with_native_sums(collective: Collective, backend: Backend = "auto") -> Collective:
+def with_native_sums(collective: Collective, backend: Backend = "auto", *, stall_seconds: float = 0.0) -> Collective:
     """The same ranks, who sum natively where they can.
 
     Every rank must call it, after they have met. Between nodes Horovod's sums stay unless native ones are asked for,
     since these were not measured against it on a real network. With the backend "native" it is a UsageError where the
-    ranks cannot have them.
+    ranks cannot have them. Where no watchdog looks, ``stall_seconds`` after which a rank says whom it waits for.
     """
     is_one_node = collective.world.local_size == collective.world.size
     is_left_alone = backend == "horovod" or (backend == "auto" and not (is_one_node or collective.is_ordered))
@@ -47,7 +47,7 @@ def with_native_sums(collective: Collective, backend: Backend = "auto") -> Colle
         return collective
     from ringtrain.collectives.native.backend import ON_GPUS, Native, join
 
-    native = join(collective)
+    native = join(collective, stall_seconds=stall_seconds)
     if isinstance(native, Native):
         return native
     if backend == "native":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import socket
@@ -13,11 +14,17 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from ringtrain.collectives import Totals, all_gather_object
+from ringtrain.collectives import Collective, Totals, all_gather_object, with_native_sums
+from ringtrain.collectives.connect import Backend
 from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.runtime.world import World, read_world
+
+log = logging.getLogger("ringtrain")
+STALL_SECONDS = 60.0  # as Horovod's own check
+_all_ranks: Collective | None = None
+_backend: Backend = "auto"
 
 
 class ProcessSetCollective(HorovodCollective):
@@ -55,6 +62,23 @@ class ProcessSetCollective(HorovodCollective):
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         with tf.device(self._device_sparse):
             return hvd.allgather(tensor, name=_last_part(name), ignore_name_scope=True, process_set=self._process_set)
+
+
+def all_ranks() -> Collective:
+    """All ranks, who sum natively where they can. The first time every rank must come here at one place."""
+    global _all_ranks
+    if _all_ranks is None:
+        backend: Backend = "horovod" if "HOROVOD_ELASTIC" in os.environ else _backend  # whose ranks come and go
+        with tf.init_scope():
+            _all_ranks = with_native_sums(ProcessSetCollective(), backend, stall_seconds=STALL_SECONDS)
+        log.info("communication: %s", _all_ranks.description)
+    return _all_ranks
+
+
+def forget_ranks(backend: Backend) -> None:
+    """Ranks are about to meet, perhaps others than before; they sum by this backend."""
+    global _all_ranks, _backend
+    _all_ranks, _backend = None, backend
 
 
 def require_init(what: str) -> None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
-from ringtrain.keras.collective import ProcessSetCollective, require_init
+from ringtrain.keras.collective import ProcessSetCollective, all_ranks, require_init
 from ringtrain.run.variables import require_gradients_that_add
 
 Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable
@@ -87,6 +87,8 @@ class Exchange:
     """Reduces the gradients of one optimizer or tape."""
 
     spans_world: ClassVar[bool] = True  # all that were made
+    # Whether all ranks are in a fit, about to take as many steps: there a rank that ends early can join.
+    is_in_fit: ClassVar[bool] = False
     _local_somewhere: ClassVar[set[Hashable]] = set()
 
     def __init__(self, settings: Settings, accumulation: Accumulation | None = None) -> None:
@@ -94,6 +96,9 @@ class Exchange:
         self.settings, self.accumulation = settings, accumulation
         self._local: set[Hashable] = set()
         self._last: Gradients = []
+        self._native_sum: tuple[str, list[tf.TensorSpec]] | None = (
+            None  # the last that was set up: its name and tensors
+        )
 
     def register_local(self, variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
@@ -145,25 +150,45 @@ class Exchange:
             require_gradients_that_add([variables[index] for index in shared])
             part = settings.gradient_predivide_factor
             before, after = (1 / part, part / size) if settings.op == hvd.Average else (1.0, 1.0)
-            sums = self._reduction([gradients[i] for i in shared], [variables[i] for i in shared]).all_reduce(
-                [scaled(gradients[index], before) for index in shared]
+            sums = self._sum(
+                [scaled(gradients[index], before) for index in shared], [variables[index] for index in shared]
             )
             for index, total in zip(shared, sums, strict=True):
                 reduced[index] = scaled(total, after)
         return reduced
+
+    def _sum(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
+        reduction = self._reduction(gradients, variables)
+        if not reduction.sums_natively(gradients):
+            return reduction.all_reduce(gradients)
+        given = [*gradients, tf.ones([])]  # of a rank that trains: see ``join``
+        self._native_sum = reduction.name, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in given]
+        return reduction.all_reduce(given)[:-1]
+
+    def join(self) -> None:
+        """Add nothing to the other ranks' native sums until all have come here; as Horovod's join does to its own."""
+        if self._native_sum is None:
+            return
+        name, specs = self._native_sum
+        nothing = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
+        reduction = GradientReduction(collective=all_ranks(), name=name)
+        while float(reduction.all_reduce(nothing)[-1]):
+            pass
 
     def _reduction(self, gradients: Gradients, variables: Sequence[Any]) -> GradientReduction:
         settings = self.settings
         is_adasum = settings.op == hvd.Adasum
         if is_adasum and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             raise UsageError("op=hvd.Adasum cannot add sparse gradients. Pass sparse_as_dense=True.")
+        is_horovods = is_adasum or settings.process_set != hvd.global_process_set or not Exchange.is_in_fit
+        of_horovod = ProcessSetCollective(
+            process_set=settings.process_set,
+            op=hvd.Adasum if is_adasum else hvd.Sum,
+            device_dense=settings.device_dense,
+            device_sparse=settings.device_sparse,
+        )
         return GradientReduction(
-            collective=ProcessSetCollective(
-                process_set=settings.process_set,
-                op=hvd.Adasum if is_adasum else hvd.Sum,
-                device_dense=settings.device_dense,
-                device_sparse=settings.device_sparse,
-            ),
+            collective=of_horovod if is_horovods or settings.device_dense or settings.device_sparse else all_ranks(),
             compression=COMPRESSIONS[settings.compression],
             name=unique_name(settings.name),
             # Adasum looks at each gradient as a whole, so each travels alone.

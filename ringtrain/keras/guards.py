@@ -81,10 +81,12 @@ class TrainingGuard(keras.callbacks.Callback):
         if self._collective is not None:
             self._require_same_plan(self._collective)
             require_working_sums(self._collective, own_gpu())
+            # Where nobody knows the steps, a rank may have none at all, and would not know what to join.
+            Exchange.is_in_fit = self.params.get("steps") is not None and self._spans_world()
         self._num_epochs = 0
 
     def on_train_end(self, logs: Any = None) -> None:
-        TrainingGuard.goes_on = False
+        TrainingGuard.goes_on = Exchange.is_in_fit = False
         self._require_same_way_on(is_end=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -102,6 +104,8 @@ class TrainingGuard(keras.callbacks.Callback):
                 self._require_same_weights(ProcessSetCollective(), epoch)
             return
         if self.params.get("steps") is None or self._spans_world():
+            if self._distributed is not None:
+                self._distributed.exchange.join()
             hvd.join()
             _require_equal(
                 all_gather_object(self._collective, self._num_batches, name="guard_batches"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from typing import Any, Literal
 
 import horovod.tensorflow as hvd
 import keras
@@ -13,13 +13,20 @@ from ringtrain.collectives.horovod import connect_horovod, require_same_settings
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.keras import hooks
+from ringtrain.keras.collective import forget_ranks
 from ringtrain.runtime.devices import apply_plan, plan_devices, start_tensorflow
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.world import read_world
 
 
-def init(comm: Any = None, process_sets: Any = None, *, exit_timeout: float = Config.exit_timeout) -> None:
+def init(
+    comm: Any = None,
+    process_sets: Any = None,
+    *,
+    backend: Literal["auto", "horovod"] = "auto",
+    exit_timeout: float = Config.exit_timeout,
+) -> None:
     """Start Horovod, on this rank's own GPU or cores.
 
     Call it right after the imports: devices, cores and thread pools can be chosen until TensorFlow computes something,
@@ -28,6 +35,8 @@ def init(comm: Any = None, process_sets: Any = None, *, exit_timeout: float = Co
     Args:
         comm: ranks, or a communicator of mpi4py; by default all processes of the launcher.
         process_sets: process sets to create, or ``"dynamic"``.
+        backend: ``"horovod"``: Horovod carries all sums. By default ranks on the cores of one node sum gradients
+            natively, as ``python -m ringtrain`` does; process sets, Adasum and what names devices stay Horovod's.
         exit_timeout: seconds after the end of the script in which its threads, child processes and what ``atexit``
             calls have to end; 0: any time. Other ranks are waited for at the end as long as they take.
 
@@ -40,6 +49,7 @@ def init(comm: Any = None, process_sets: Any = None, *, exit_timeout: float = Co
             f"Keras runs on {keras.config.backend()!r}, but Horovod's Keras interface needs TensorFlow. Set "
             "KERAS_BACKEND=tensorflow."
         )
+    forget_ranks(backend)
     world = read_world(os.environ)
     if not hvd.is_initialized():
         plan = plan_devices(world, read_machine(os.environ), os.environ, claim_cores=claim_cores)

@@ -131,7 +131,7 @@ void run_rank(const Map& map, int rank, const std::vector<int>& processes, int s
               uint64_t* digests = nullptr) {
   const int local_size = static_cast<int>(processes.size());
   const int size = local_size * nodes.count, global_rank = nodes.mine * local_size + rank;
-  auto transport = Transport::open(map, rank, processes, 20'000, nodes);
+  auto transport = Transport::open(map, rank, processes, {20'000}, nodes);
   REQUIRE(transport != nullptr, "rank %d cannot map the window", rank);
   std::deque<Held> held;
   std::mt19937 random(seed * 1000 + global_rank);
@@ -194,7 +194,7 @@ void run_rank(const Map& map, int rank, const std::vector<int>& processes, int s
 
 // One rank that means something else is an error on all, and so is one that has ended.
 void run_wrong_rank(const Map& map, int rank, const std::vector<int>& processes, bool has_ended) {
-  auto transport = Transport::open(map, rank, processes, 20'000);
+  auto transport = Transport::open(map, rank, processes, {20'000});
   float value = 1;
   double squares;
   Parts parts = {{Type::kFloat, 1, reinterpret_cast<std::byte*>(&value), reinterpret_cast<std::byte*>(&value)}};
@@ -210,7 +210,7 @@ void run_wrong_rank(const Map& map, int rank, const std::vector<int>& processes,
 
 // And one that cannot go on within a sum of many chunks.
 void run_failing_rank(const Map& map, int rank, const std::vector<int>& processes) {
-  auto transport = Transport::open(map, rank, processes, 20'000);
+  auto transport = Transport::open(map, rank, processes, {20'000});
   std::vector<float> values(1'000'000, 1.0f);
   double squares;
   std::byte* data = reinterpret_cast<std::byte*>(values.data());

@@ -71,7 +71,8 @@ def test_memory_that_cannot_be_had_ends_nothing() -> None:
 def test_where_the_window_cannot_be_mapped_nobody_joins(tmp_path: Path) -> None:
     assert library.load_operation() is not None
     with (tmp_path / "file").open("wb") as file:  # which cannot be read
-        assert library.join(file.fileno(), 0, [os.getpid(), os.getpid()], 0.0, library.Nodes()) == -1
+        patience = library.Patience(0.0, 0.0)
+        assert library.join(file.fileno(), 0, [os.getpid(), os.getpid()], patience, library.Nodes()) == -1
 
 
 def test_a_library_that_is_not_there_is_no_error(tmp_path: Path) -> None:

@@ -134,8 +134,11 @@ def _from_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(bits, dtype)
 
 
-def join(collective: Collective) -> Native | str:
-    """The same ranks with native sums, or why they cannot have them, the same on all. Every rank must call it."""
+def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
+    """The same ranks with native sums, or why they cannot have them, the same on all. Every rank must call it.
+
+    Where nobody else looks, a rank that has waited ``stall_seconds`` for another says so; 0: never.
+    """
     world = collective.world
 
     def on_all(value: Any) -> list[Any]:
@@ -163,7 +166,8 @@ def join(collective: Collective) -> Native | str:
         of_node = sorted((fact for fact in facts if fact[0] == world.node), key=operator.itemgetter(1))
         is_shared = len({core for _, _, its_cores, *_ in of_node for core in its_cores}) < world.local_size
         processes = [process for *_, process, _ in of_node]
-        group = library.join(descriptor, world.local_rank, processes, 0 if is_shared else SPIN_SECONDS, nodes)
+        patience = library.Patience(0.0 if is_shared else SPIN_SECONDS, stall_seconds)
+        group = library.join(descriptor, world.local_rank, processes, patience, nodes)
     if reason := first_reason(None if group >= 0 else "there is no memory for what the ranks of a node share"):
         return reason
     has_one_core = all(len(its_cores) == 1 for _, _, its_cores, *_ in facts)

@@ -63,7 +63,14 @@ def record(group: int, is_recording: bool) -> list[Event]:
     return list(events)
 
 
-def join(descriptor: int, local_rank: int, processes: Sequence[int], spin_seconds: float, nodes: Nodes) -> int:
+class Patience(NamedTuple):
+    """How long a rank waits for another, in seconds."""
+
+    spin: float  # until it sleeps
+    stall: float  # until it says so; 0: never
+
+
+def join(descriptor: int, local_rank: int, processes: Sequence[int], patience: Patience, nodes: Nodes) -> int:
     """Join the ranks with these process numbers in the memory that all of a node have open; -1 where that fails.
 
     What it returns is the operation's attribute ``group``.
@@ -71,5 +78,5 @@ def join(descriptor: int, local_rank: int, processes: Sequence[int], spin_second
     function = ctypes.CDLL(str(LIBRARY)).ringtrain_join
     numbers = (ctypes.c_int * len(processes))(*processes)
     handles = map(ctypes.c_void_p, (nodes.send_receive, nodes.communicator, nodes.byte))
-    spin_ns = ctypes.c_int64(round(spin_seconds * 1e9))
-    return int(function(descriptor, local_rank, len(processes), numbers, spin_ns, nodes.size, nodes.mine, *handles))
+    waits = [ctypes.c_int64(round(seconds * 1e9)) for seconds in patience]
+    return int(function(descriptor, local_rank, len(processes), numbers, *waits, nodes.size, nodes.mine, *handles))

@@ -241,8 +241,9 @@ using SendReceive = int (*)(const void* sent, int num_sent, void* type, int to, 
 // attribute `group`; -1 where the memory cannot be mapped.
 extern "C" __attribute__((visibility("default"))) int ringtrain_join(int descriptor, int rank, int size,
                                                                      const int* processes, int64_t spin_ns,
-                                                                     int num_nodes, int node, SendReceive send_receive,
-                                                                     void* communicator, void* byte) {
+                                                                     int64_t stall_ns, int num_nodes, int node,
+                                                                     SendReceive send_receive, void* communicator,
+                                                                     void* byte) {
   using ringtrain::Group;
   const int own = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
   if (own < 0) return -1;
@@ -255,8 +256,8 @@ extern "C" __attribute__((visibility("default"))) int ringtrain_join(int descrip
     return send_receive(sent, static_cast<int>(num_sent), byte, to, 0, received, static_cast<int>(num_received), byte,
                         from, 0, communicator, status) == 0;  // mpi4py lets MPI return its errors
   };
-  auto transport = ringtrain::Transport::open(map, rank, std::vector<int>(processes, processes + size), spin_ns,
-                                              {num_nodes, node, exchange});
+  auto transport = ringtrain::Transport::open(map, rank, std::vector<int>(processes, processes + size),
+                                              {spin_ns, stall_ns}, {num_nodes, node, exchange});
   if (transport == nullptr) {
     close(own);
     return -1;

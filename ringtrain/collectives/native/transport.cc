@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 
 #include "sums.h"
@@ -67,17 +68,17 @@ void for_each_piece(AnyParts& parts, int64_t begin, int64_t end, Visit visit) {
 int64_t Part::bytes() const { return count * size_of(type); }
 
 // The window: a state, squares and slots for each rank, and a row of slots for sums.
-std::unique_ptr<Transport> Transport::open(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns,
+std::unique_ptr<Transport> Transport::open(Map map, int rank, const std::vector<int>& processes, Patience patience,
                                            Nodes nodes) {
-  std::unique_ptr<Transport> transport(new Transport(std::move(map), rank, processes, spin_ns, std::move(nodes)));
+  std::unique_ptr<Transport> transport(new Transport(std::move(map), rank, processes, patience, std::move(nodes)));
   return transport->window_ == nullptr ? nullptr : std::move(transport);
 }
 
-Transport::Transport(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns, Nodes nodes)
+Transport::Transport(Map map, int rank, const std::vector<int>& processes, Patience patience, Nodes nodes)
     : map_(std::move(map)),
       rank_(rank),
       size_(static_cast<int>(processes.size())),
-      spin_ns_(spin_ns),
+      patience_(patience),
       processes_(processes),
       nodes_(std::move(nodes)),
       chunk_bytes_(nodes_.count == 1 ? kChunkBytes : kChunkBytesOfNodes) {
@@ -369,8 +370,11 @@ Error Transport::wait_for(Counter counter, uint32_t least) {
     RankState& other = state(rank);
     uint32_t seen = (other.*counter).load(std::memory_order_acquire);
     if (has_reached(seen, least)) continue;
-    auto last_look = Clock::now();
-    const auto end_of_spin = last_look + std::chrono::nanoseconds(spin_ns_);
+    const auto begin = Clock::now();
+    const auto end_of_spin = begin + std::chrono::nanoseconds(patience_.spin);
+    const auto stall = std::chrono::nanoseconds(patience_.stall);
+    auto last_look = begin;
+    bool has_warned = patience_.stall == 0;
     while (!has_reached(seen = (other.*counter).load(std::memory_order_acquire), least)) {
       const auto now = Clock::now();
       if (now < end_of_spin) {
@@ -384,6 +388,14 @@ Error Transport::wait_for(Counter counter, uint32_t least) {
           const bool has_failed = state(lost).blamed.load() == static_cast<uint32_t>(lost) + 1;
           return stop(kLostRank + std::to_string(lost) + (has_failed ? ", where a sum could not be finished" : ""),
                       lost);
+        }
+        if (!has_warned && now - begin >= stall) {
+          has_warned = true;
+          std::fprintf(
+              stderr,
+              "ringtrain: warning: local rank %d has waited %lld s in a sum for local rank %d, which lives and "
+              "does something else. Do all ranks train the same number of steps?\n",
+              rank_, static_cast<long long>(patience_.stall / 1'000'000'000), rank);
         }
       }
       sleep_until_moved(other, counter, seen);

@@ -70,11 +70,17 @@ struct Nodes {
       exchange;
 };
 
+// How long a rank waits for another, in nanoseconds.
+struct Patience {
+  int64_t spin;       // until it sleeps; 0 where ranks share a core
+  int64_t stall = 0;  // until it says so, where nobody else does; 0: never
+};
+
 class Transport {
  public:
-  // `processes` are the ranks' process numbers; `spin_ns`: how long to look at another rank's counter before sleeping,
-  // 0 where ranks share a core; all of a node, as many as on every other. nullptr where the window cannot be mapped.
-  static std::unique_ptr<Transport> open(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns,
+  // `processes` are the ranks' process numbers: all of a node, as many as on every other. nullptr where the window
+  // cannot be mapped.
+  static std::unique_ptr<Transport> open(Map map, int rank, const std::vector<int>& processes, Patience patience,
                                          Nodes nodes = {});
   ~Transport();
 
@@ -98,7 +104,7 @@ class Transport {
     int64_t begin, end;
   };
 
-  Transport(Map map, int rank, const std::vector<int>& processes, int64_t spin_ns, Nodes nodes);
+  Transport(Map map, int rank, const std::vector<int>& processes, Patience patience, Nodes nodes);
 
   RankState& state(int rank) const;
   double* squares_of(int rank) const;
@@ -127,7 +133,7 @@ class Transport {
   const Map map_;
   std::byte* window_ = nullptr;
   const int rank_, size_;
-  const int64_t spin_ns_;
+  const Patience patience_;
   const std::vector<int> processes_;
   std::vector<int> pidfds_;
   const Nodes nodes_;

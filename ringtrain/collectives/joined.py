@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 
 from ringtrain.collectives.base import Collective
 from ringtrain.errors import UsageError
 from ringtrain.runtime.world import read_world
 
 _joined: Collective | None = None
-_find: Callable[[str], Collective | None] | None = None
 
 
 @contextlib.contextmanager
@@ -25,23 +25,22 @@ def having_joined(collective: Collective) -> Iterator[None]:
         _joined = before
 
 
-def find_by(find: Callable[[str], Collective | None]) -> None:
-    """Ask this where ringtrain itself has joined nobody; it gets who needs the ranks, and gives None for no others."""
-    global _find
-    _find = find
-
-
 def ranks_for(what: str) -> Collective | None:
-    """The ranks of this run; None where this process is alone. ``what`` needs them, in words.
+    """The ranks of this run, or those that a script has joined by Horovod; None where this process is alone.
+
+    ``what`` needs them, in words.
 
     Raises:
         UsageError: a launcher has started several processes, and nothing has joined them.
     """
     if _joined is not None:
         return _joined if _joined.world.size > 1 else None
-    if _find is not None:
-        return _find(what)
-    if read_world(os.environ).size > 1:
+    world, horovod = read_world(os.environ), sys.modules.get("horovod.tensorflow")
+    if horovod is not None and horovod.is_initialized():
+        from ringtrain.collectives.horovod import HorovodCollective
+
+        return HorovodCollective(world, horovod) if horovod.size() > 1 else None
+    if world.size > 1:
         raise UsageError(
             f"{what} needs to know the ranks, and nothing has joined them. Train by `python -m ringtrain` or "
             "ringtrain.train(), or call ringtrain.keras.init() right after the imports."

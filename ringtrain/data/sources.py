@@ -129,6 +129,13 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
     return ArraySource(x, y, num_samples=lengths.pop())
 
 
+# Where all ranks must read the same, and do not.
+SAME_REMEDY = (
+    "Let all ranks list the same files, in one order, and draw nothing in parallel; or give from_dataset a function, "
+    "which reads what is the rank's own."
+)
+
+
 class Pass(NamedTuple):
     """A pass over the samples, as one rank makes it.
 
@@ -156,12 +163,14 @@ class Feed(NamedTuple):
         open_pass: (pass, batches to leave out) -> this rank's batches (x, y).
         steps_per_epoch: steps of a pass; None: there is one pass, as long as some rank still has a batch.
         count_steps: the batches of a pass on this rank; None where that is not known.
+        replays: whether batches to leave out have to be made once more.
         is_shared: the batches are those of all ranks together, each of which takes its slice of them.
     """
 
     open_pass: Callable[[Pass, int], Iterator[tuple[Any, Any]]]
     steps_per_epoch: int | None
     count_steps: Callable[[Pass], int | None] = lambda _: None
+    replays: bool = True
     is_shared: bool = False
 
 
@@ -213,4 +222,4 @@ def from_callable(fetch: Callable[[int, int], tuple[Any, Any] | None], *, steps_
                 return
             yield batch
 
-    return Feed(open_pass, steps_per_epoch)
+    return Feed(open_pass, steps_per_epoch, replays=False)

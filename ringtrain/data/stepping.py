@@ -18,7 +18,7 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Batch, explain_change
-from ringtrain.data.sources import BadSample, Source, is_fallible
+from ringtrain.data.sources import SAME_REMEDY, BadSample, Source, is_fallible
 from ringtrain.errors import DataError
 from ringtrain.runtime.world import World
 
@@ -120,6 +120,14 @@ class CountedBatches(Batches):
         if step >= self._end_step:
             return
         if isinstance(self._order, StreamingOrder):
+            upcoming = self._upcoming
+            whole = int(upcoming.global_count) if upcoming is not None and int(upcoming.step) == step else 0
+            if self._order.is_shared and whole != next_global_count and whole:
+                raise DataError(
+                    f"the dataset gives this rank {whole} samples for step {step + 1}, but the ranks' slices of what "
+                    f"they were given are {next_global_count}: it is not the same on all ranks. {SAME_REMEDY}",
+                    reach="rank",
+                )
             steps_per_epoch = self._order.steps_per_epoch
             if not next_global_count and not self._order.is_single_pass:
                 raise DataError(

@@ -1,4 +1,4 @@
-"""Batches that each rank is fed on its own, by a user's generator or function."""
+"""Batches that each rank is fed on its own, by a user's generator, function or pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ringtrain.data.pipeline import (
     in_own_threads,
     own_errors,
 )
-from ringtrain.data.sources import Feed, Pass
+from ringtrain.data.sources import SAME_REMEDY, Feed, Pass
 from ringtrain.errors import DataError
 from ringtrain.runtime.world import World
 
@@ -50,7 +50,7 @@ def streaming_batches(
     steps = _open_steps(feed, order, world, first_step=first_step, end_step=end_step)
     begin = time.monotonic()
     first = raise_on_all_ranks(collective, lambda: next(steps, None), name="feed")
-    if skipped := first_step % order.steps_per_epoch:
+    if (skipped := first_step % order.steps_per_epoch) and feed.replays:
         print_line(f"the pass was replayed up to its step {skipped:,}, in {time.monotonic() - begin:.1f} s")
     shown = first[1:] if first else None
     if shown is None and first_step:  # the rank has had its last batch: what it looked like is known from the first
@@ -65,26 +65,29 @@ def streaming_batches(
         try:
             for step, x, y in itertools.chain([first] if first else [], steps):
                 numbers = np.arange(_check(x, y, spec, rank=world.rank, step=step))
+                whole = len(numbers) if feed.is_shared else 0  # of all ranks, where that is known
                 if feed.is_shared:
                     own = slice(*(len(numbers) * rank // world.size for rank in (world.rank, world.rank + 1)))
                     x, y = tf.nest.map_structure(lambda array, own=own: array[own], (x, y))
                     numbers = numbers[own] + step % order.steps_per_epoch * order.global_batch_size
-                yield np.int64(step), numbers, x, y
+                yield np.int64(step), np.int64(whole), numbers, x, y
         except Exception as error:
             failures.append(error)
             raise
 
-    def to_batch(step: tf.Tensor, indices: tf.Tensor, x: Any, y: Any) -> Batch:
+    def to_batch(step: tf.Tensor, whole: tf.Tensor, indices: tf.Tensor, x: Any, y: Any) -> Batch:
         if augment is not None and feed.is_shared:  # the same for every number of ranks
             x, y = change(augment, x, y, sample_keys(order.seed, step // order.steps_per_epoch, indices))
         elif augment is not None:
             # From the step, so that a run that goes on gives the same; another rank's sample must not get the same.
             keys = sample_keys(order.seed, step, indices * world.size + world.rank)
             x, y = change(augment, x, y, keys)
-        return Batch(x, y, indices, step, tf.zeros([], tf.int64))
+        return Batch(x, y, indices, step, whole)
 
     scalar = tf.TensorSpec([], tf.int64)
-    fed = tf.data.Dataset.from_generator(read, output_signature=(scalar, tf.TensorSpec([None], tf.int64), *spec))
+    fed = tf.data.Dataset.from_generator(
+        read, output_signature=(scalar, scalar, tf.TensorSpec([None], tf.int64), *spec)
+    )
 
     def trace() -> tf.data.Dataset:
         with own_errors():
@@ -99,7 +102,7 @@ def streaming_batches(
 def pass_of(world: World, *, seed: int, global_batch_size: int, epoch: int) -> Pass:
     """A rank's pass over what it is fed."""
     begin, end = (global_batch_size * rank // world.size for rank in (world.rank, world.rank + 1))
-    return Pass(world.rank, world.size, seed, epoch, end - begin, global_batch_size)
+    return Pass(world.rank, world.size, seed, epoch, max(1, end - begin), global_batch_size)
 
 
 def with_steps_of_its_own(feed: Feed, collective: Collective, *, seed: int, global_batch_size: int) -> Feed:
@@ -107,8 +110,16 @@ def with_steps_of_its_own(feed: Feed, collective: Collective, *, seed: int, glob
     of = pass_of(collective.world, seed=seed, global_batch_size=global_batch_size, epoch=0)
     mine = raise_on_all_ranks(collective, lambda: feed.count_steps(of), name="steps of a pass")
     counts = all_gather_object(collective, mine, name="steps of a pass")
-    if None in counts or not max(counts):  # of nothing it is said what was given
+    if feed.is_shared and len(set(counts)) > 1:
+        raise DataError(
+            f"the dataset has {', '.join(f'{count} batches on rank {rank}' for rank, count in enumerate(counts))}; it "
+            f"must be the same on all ranks. {SAME_REMEDY}",
+            reach="run",
+        )
+    if None in counts:
         return feed
+    if not max(counts):
+        raise DataError("the dataset holds no samples. Look at its files, and at what it leaves out.", reach="run")
     return feed._replace(steps_per_epoch=max(counts))
 
 
@@ -146,8 +157,7 @@ def _require_own_samples(
     if feed.is_shared and different:
         raise DataError(
             f"the dataset gives rank {different[0]} other samples than rank 0: the first {order.global_batch_size}, of "
-            "which each rank takes its slice, are not the same. Let all ranks list the same files, in one order; or "
-            "give from_dataset a function, which reads what is the rank's own.",
+            f"which each rank takes its slice, are not the same. {SAME_REMEDY}",
             reach="run",
         )
     if not (feed.is_shared or different) and len(digests) > 1:

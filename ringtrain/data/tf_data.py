@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,42 +12,47 @@ from ringtrain.errors import DataError
 if TYPE_CHECKING:
     import tensorflow as tf
 
-PREFETCHED_BATCHES = 2
+AHEAD = 2  # batches that are made while a step trains
 
 
 def from_dataset(
     dataset: tf.data.Dataset | Callable[[Pass], tf.data.Dataset], *, steps_per_epoch: int | None = None
 ) -> Feed:
-    """Feed each rank by a ``tf.data.Dataset``.
+    """Feed each rank by a ``tf.data.Dataset``, to train on.
 
-    **One dataset of samples**, the same on every rank. Of every ``--global_batch_size`` samples each rank takes its
-    slice, so that N ranks train exactly what one trains, also on another number of ranks, on which such a run may go
-    on. Every rank reads all samples; where that takes longer than the training, shard the files in a function:
+    **One dataset of samples** (not of batches), the same on every rank. Of every ``--global_batch_size`` samples each
+    rank takes its slice, so that N ranks train exactly what one trains, also on another number of ranks, on which such
+    a run may go on. Every rank reads all samples; where that takes longer than the training, shard the files in a
+    function:
 
-    **A function of the pass** that gives this rank's batches, sharded by ``pass.rank`` and ``pass.size``, shuffled by
-    ``pass.seed`` and ``pass.epoch``, in batches of ``pass.local_batch_size``. Ranks may have batches of different sizes
-    and end at different steps: each step is the exact mean over all its samples. On other numbers of ranks the samples
-    of a step are others.
+    **A function of the pass** that gives this rank's batches, sharded by ``of.rank`` and ``of.size``, shuffled by
+    ``of.seed`` and ``of.epoch``, in batches of ``of.local_batch_size``. Ranks may have batches of different sizes and
+    end at different steps: each step is the exact mean over all its samples. On other numbers of ranks the samples of a
+    step are others.
 
-    A run that goes on replays the pass up to where it was. So a pass must always give the same. In the first form what
-    the dataset draws, such as the order of ``shuffle``, follows the run's seed and the number of the pass by itself; in
-    the second your function sees to it.
+    A run that goes on makes the samples of the pass once more, up to where it was, so a pass must always give the same.
+    In the second form your function sees to it. In the first a ``shuffle`` follows the run's seed and takes another
+    order in each pass, by itself; that holds where it is begun once in a pass, as where nothing repeats it. A dataset
+    without end (``repeat()``), which needs ``steps_per_epoch``, goes on from epoch to epoch, and is made once more from
+    its begin. What draws in parallel, such as a random ``map`` with ``num_parallel_calls``, gives something else each
+    time.
 
     Args:
         dataset: its elements are pairs (x, y) of dense tensors, or tuples or dicts of such: samples in the first form,
             batches [n, ...] in the second.
         steps_per_epoch: steps of a pass; by default as many as the dataset says that it has, on the rank with most.
-            Where it does not know, there is one pass of at most ``--steps``.
-
-    Raises:
-        DataError: on every rank: it is none, has no pairs, or the ranks do not read the same samples.
+            Where it does not know, as of files, there is one pass of at most ``--steps``.
     """
     if callable(dataset):
         return _from_function(dataset, steps_per_epoch)
-    num_passes = 0  # that were opened
+    num_passes = 0  # that were begun
+    endless: Iterator[Any] = iter(())
+    position = -1  # of what has no end, in batches
 
     def batches_of(of: Pass) -> tf.data.Dataset:
-        return _require_pairs(dataset).batch(of.global_batch_size).prefetch(PREFETCHED_BATCHES)
+        batches = _require_pairs(dataset, are_samples=True).batch(of.global_batch_size)
+        # No further: what is ahead would begin a shuffle once more, or not, by chance.
+        return (batches if steps_per_epoch is None else batches.take(steps_per_epoch)).prefetch(AHEAD)
 
     def open_pass(of: Pass, skip: int) -> Iterator[tuple[Any, Any]]:
         nonlocal num_passes
@@ -56,14 +62,33 @@ def from_dataset(
         num_passes += 1
         return replay(iter(batches_of(of)), skip)
 
-    return Feed(open_pass, steps_per_epoch, lambda of: _count(batches_of(of)), is_shared=True)
+    def go_on(of: Pass, skip: int) -> Iterator[tuple[Any, Any]]:
+        nonlocal endless, position
+        wanted = of.epoch * (steps_per_epoch or 0) + skip
+        if position != wanted:
+            batches = _require_pairs(dataset, are_samples=True).batch(of.global_batch_size).prefetch(AHEAD)
+            endless, position = replay(iter(batches), wanted), wanted
+        for batch in itertools.islice(endless, (steps_per_epoch or 0) - skip):
+            position += 1
+            yield batch
+
+    has_end = steps_per_epoch is None or _cardinality(dataset) != _INFINITE
+    return Feed(open_pass if has_end else go_on, steps_per_epoch, lambda of: _count(batches_of(of)), is_shared=True)
 
 
 def _from_function(make: Callable[[Pass], tf.data.Dataset], steps_per_epoch: int | None) -> Feed:
     def open_pass(of: Pass, skip: int) -> Iterator[tuple[Any, Any]]:
-        return replay(iter(_require_pairs(make(of)).prefetch(PREFETCHED_BATCHES)), skip)
+        return replay(iter(_require_pairs(make(of)).prefetch(AHEAD)), skip)
 
     return Feed(open_pass, steps_per_epoch, lambda of: _count(_require_pairs(make(of))))
+
+
+_INFINITE = -1  # tf.data.INFINITE_CARDINALITY
+
+
+def _cardinality(dataset: Any) -> int | None:
+    """As TensorFlow counts; None of what is no dataset, which is told later."""
+    return int(dataset.cardinality()) if hasattr(dataset, "cardinality") else None
 
 
 def _count(batches: tf.data.Dataset) -> int | None:
@@ -72,13 +97,14 @@ def _count(batches: tf.data.Dataset) -> int | None:
     return count if count >= 0 else None
 
 
-def _require_pairs(dataset: Any) -> tf.data.Dataset:
+def _require_pairs(dataset: Any, *, are_samples: bool = False) -> tf.data.Dataset:
     """See that it is a dataset of (x, y), dense."""
     import tensorflow as tf
 
     if not isinstance(dataset, tf.data.Dataset):
         raise DataError(
-            f"from_dataset got a {type(dataset).__name__}; it must be a tf.data.Dataset. Return the dataset."
+            f"from_dataset got a {type(dataset).__name__}; it must be a tf.data.Dataset, or a function of the pass "
+            "that returns one. Give the dataset itself, or return it."
         )
     spec = dataset.element_spec
     if not (isinstance(spec, tuple) and len(spec) == 2):
@@ -86,10 +112,16 @@ def _require_pairs(dataset: Any) -> tf.data.Dataset:
             f"the elements of a dataset are {spec}; each must be a pair (x, y). Make them so, such as by "
             "dataset.map(lambda element: (element['image'], element['label']))."
         )
-    for part in tf.nest.flatten(spec):
+    parts = tf.nest.flatten(spec)
+    for part in parts:
         if not isinstance(part, tf.TensorSpec):
             raise DataError(
                 f"a dataset holds {part}; its tensors must be dense. Fill it up: map it by to_tensor() or "
                 "tf.sparse.to_dense()."
             )
+    if are_samples and all(part.shape.rank and part.shape[0] is None for part in parts):
+        raise DataError(
+            f"the elements of a dataset for all ranks are {spec}, which are batches; they must be samples, of which "
+            "ringtrain makes batches. Leave batch() out, or add unbatch()."
+        )
     return dataset

@@ -190,7 +190,8 @@ def describe_source(name: str, source: Source | Feed | None) -> dict[str, str | 
     if source is None:
         return {name: NOT_SET}
     if isinstance(source, Feed):
-        return {name: f"a feed of {source.steps_per_epoch or 'unknown'} steps an epoch"}
+        kind = "a dataset for all ranks" if source.is_shared else "a feed of each rank"
+        return {name: f"{kind}, of {source.steps_per_epoch or 'unknown'} steps an epoch"}
     fingerprint = getattr(source, "fingerprint", "")
     printed = f", fingerprint {str(fingerprint)[:12]}" if fingerprint else ""
     facts: dict[str, str | list[str]] = {name: f"{source.num_samples:,} samples ({type(source).__name__}{printed})"}

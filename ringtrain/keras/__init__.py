@@ -49,10 +49,9 @@ from horovod.tensorflow import (
 )
 from horovod.tensorflow.keras import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
 
-from ringtrain.collectives.joined import find_by
 from ringtrain.collectives.normalization import SyncBatchNormalization
 from ringtrain.keras import callbacks
-from ringtrain.keras.collective import broadcast_variables, find_ranks
+from ringtrain.keras.collective import broadcast_variables
 from ringtrain.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringtrain.keras.start import init
 from ringtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape
@@ -103,8 +102,6 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
-
-find_by(find_ranks)
 
 PAGE = "docs/coming-from-horovod.md"
 NOT_HERE = {

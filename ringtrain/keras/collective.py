@@ -19,7 +19,7 @@ from ringtrain.collectives.connect import Backend
 from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
-from ringtrain.runtime.world import World, read_world
+from ringtrain.runtime.world import World
 
 log = logging.getLogger("ringtrain")
 STALL_SECONDS = 60.0  # as Horovod's own check
@@ -88,13 +88,6 @@ def require_init(what: str) -> None:
             f"{what} needs to know the ranks, and {NO_HOROVOD_SIGN}. Call ringtrain.keras.init() first: right after "
             "the imports, before TensorFlow computes anything. Where ringtrain trains: --backend auto, with Horovod."
         )
-
-
-def find_ranks(what: str) -> ProcessSetCollective | None:
-    """Horovod's ranks; None where there are no others. ``what`` needs them."""
-    if read_world(os.environ).size > 1:
-        require_init(what)
-    return ProcessSetCollective() if hvd.is_initialized() and hvd.size() > 1 else None
 
 
 def broadcast_variables(

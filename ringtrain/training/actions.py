@@ -248,7 +248,7 @@ class CheckReplicas(Action):
 
 
 class Profile(Action):
-    """``--profile START:STOP``: what rank 0 computes, by TensorFlow's profile, and what Horovod does, by its timeline.
+    """``--profile START:STOP``: what rank 0 computes, by TensorFlow's profile, and a timeline of the sums of all ranks.
 
     Both cost time: steps with a profile are slower than others. No step may be under way when it begins, or all its
     work would not be within it.
@@ -292,7 +292,8 @@ class Profile(Action):
             return
         self._is_under_way = False
         if on_all:
-            self._job.collective.stop_timeline()
+            with self._job.times.leaving_out(), explaining(self._directory or Path()):
+                self._job.collective.stop_timeline()
         if self._directory is not None:
             activity.note(Phase.LOG, self._last, takes_long=True)
             with self._job.times.leaving_out(), explaining(self._directory):

@@ -86,6 +86,7 @@ def train(
         with explaining_lost_ranks():  # before what is closed makes this rank be somewhere else
             # The check comes before whatever is saved; a save last, as it holds what the others have found.
             step, ending = run_steps(training, [profile, *log, check, evaluate, Save(training)])
+            profile.close()  # where the run ends within it
     except BaseException:
         requests.end_training()
         raise

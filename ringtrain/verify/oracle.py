@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,7 +19,8 @@ import tensorflow as tf
 from ringtrain.collectives import Collective
 from ringtrain.config import OPTIMIZER_CLASSES, Config
 from ringtrain.data.augment import sample_keys
-from ringtrain.data.sources import Source
+from ringtrain.data.sources import Feed, Source
+from ringtrain.errors import UsageError
 from ringtrain.run.variables import name_variables, named_slots, named_weights
 from ringtrain.step.optimizers import FUSED
 from ringtrain.training.creation import choose_optimizer
@@ -60,7 +61,11 @@ def train_oracle(
         optimizer = plain_class.from_config(optimizer.get_config())
     optimizer.build(model.trainable_variables)
     sources = workload.create_sources(config.data_dir, synthetic=config.synthetic)
-    train = cast(Source, sources.train)  # a feed is refused before
+    if isinstance(sources.train, Feed):
+        raise UsageError(
+            "verify --oracle reads the samples by number, and this workload's come from a pipeline. Leave --oracle out."
+        )
+    train = sources.train
     num_samples, batch_size = train.num_samples, job.plan.order.global_batch_size
     sizes = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
     counts = [sizes[step % len(sizes)] for step in range(job.plan.total_steps)]

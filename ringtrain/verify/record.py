@@ -151,7 +151,7 @@ def train_recorded(job: Job, notes: Sequence[str], path: Path) -> None:
         "samples": np.concatenate(recorder.samples),
         "samples_per_step": np.array([len(samples) for samples in recorder.samples]),
         "steps_per_epoch": job.plan.order.steps_per_epoch,
-        "num_samples": job.plan.order.num_samples,
+        "num_samples": 0 if isinstance(job.plan.order, StreamingOrder) else job.plan.order.num_samples,
         "variables": np.array([variable.path for variable in job.step.variables], str),
         "replicas": np.array(replicas, str),  # [ranks, variables]
         **{name: variable.numpy() for name, variable in job.step.named_variables.items()},
@@ -177,7 +177,7 @@ def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
             layer.trainable = False
             notes.append(
                 f"{layer.name}: local BatchNorm normalises each rank's samples by themselves; frozen for the "
-                "comparison (ringtrain.keras.SyncBatchNormalization is exact)"
+                "comparison (ringtrain.SyncBatchNormalization is exact)"
             )
     return notes
 

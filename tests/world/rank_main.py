@@ -41,13 +41,14 @@ def main() -> None:
 
 def join(world: World) -> Any:
     """Start TensorFlow on this rank's devices, and meet the other ranks."""
-    plan = plan_devices(world, read_machine(os.environ), os.environ, Needs(one_at_a_time=True))
+    backend = os.environ.get("RINGTRAIN_TEST_BACKEND", "auto")
+    needs = Needs(one_at_a_time=backend != "horovod")
+    plan = plan_devices(world, read_machine(os.environ), os.environ, needs)
     apply_plan(plan)
     with quiet_start():
         start_tensorflow(plan, world)
     from ringtrain.collectives import connect, with_native_sums
 
-    backend = os.environ.get("RINGTRAIN_TEST_BACKEND", "auto")
     return with_native_sums(connect(backend, world), backend)  # type: ignore[arg-type]
 
 

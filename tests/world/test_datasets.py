@@ -48,13 +48,17 @@ def test_n_ranks_train_what_one_trains_on_the_whole_dataset(
     assert [event["samples_seen"] for event in events(out, "train")] == [4, 8, 11, 15, 19, 22]
 
 
-def test_it_goes_on_in_mid_pass_on_another_number_of_ranks(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
-    """Augmented by the number of the sample in the pass, and shuffled anew in each pass."""
-    noisy = [*WHOLE, "--options.noise", "0.5", "--options.shuffle", "true"]
-    assert run_ringtrain([*noisy, "--steps", "4", "--out", tmp_path / "parts"], launcher="mpirun").rc == 0
+@pytest.mark.parametrize("endless", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_it_goes_on_in_mid_pass_on_another_number_of_ranks(
+    run_ringtrain: RunRingtrain, tmp_path: Path, endless: str
+) -> None:
+    """Augmented by the number of the sample in the pass, and shuffled anew in each, or with each repetition."""
+    options = {"noise": "0.5", "shuffle": "true", "endless": endless}
+    noisy = [*WHOLE, *(word for name, value in options.items() for word in (f"--options.{name}", value))]
+    assert run_ringtrain([*noisy, "--steps", "5", "--out", tmp_path / "parts"], launcher="mpirun").rc == 0
     finished = run_ringtrain([*noisy, "--steps", "8", "--out", tmp_path / "parts"])
     assert finished.rc == 0, finished.stderr
-    assert "the pass was replayed up to its step 1, in " in finished.stdout
+    assert f"the pass was replayed up to its step {1 if endless == 'true' else 2}, in " in finished.stdout
     assert run_ringtrain([*noisy, "--steps", "8", "--out", tmp_path / "whole"]).rc == 0
     names = "checkpoints/step-000000008"
     parts, whole = (read_checkpoint(tmp_path / run / names).variables for run in ("parts", "whole"))
@@ -95,14 +99,17 @@ def test_ranks_that_read_the_very_same_are_warned(run_ringtrain: RunRingtrain, t
         ("another order", 3, "the dataset gives rank 1 other samples than rank 0: the first 4, of which each rank"),
         ("no end", 2, "how long the training lasts is not known"),
         ("no pairs", 3, "each must be a pair (x, y). Make them so"),
+        ("fewer, unknown", 3, "the dataset gives this rank 3 samples for step 2, but the ranks' slices"),
+        pytest.param("fewer", 3, "3 batches on rank 0, 2 batches on rank 1", marks=pytest.mark.slow),
+        pytest.param("batches", 3, "which are batches; they must be samples", marks=pytest.mark.slow),
+        pytest.param("no samples", 3, "the dataset holds no samples", marks=pytest.mark.slow),
         pytest.param("ragged", 3, "its tensors must be dense", marks=pytest.mark.slow),
         pytest.param("a list", 3, "from_dataset got a list", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_wrong_is_told_before_the_first_step(
-    run_ringtrain: RunRingtrain, tmp_path: Path, fault: str, rc: int, message: str
-) -> None:
-    flags = [*WHOLE, "--options.fault", fault, "--out", tmp_path / "run"]
+def test_what_is_wrong_is_told(run_ringtrain: RunRingtrain, tmp_path: Path, fault: str, rc: int, message: str) -> None:
+    more = ["--steps", "9"] if fault == "fewer, unknown" else []
+    flags = [*WHOLE, "--options.fault", fault, *more, "--out", tmp_path / "run"]
     finished = run_ringtrain(flags, launcher="mpirun", timeout=60)
     assert finished.rc == rc, finished.stdout + finished.stderr
     assert message in finished.stderr

@@ -80,8 +80,9 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
 
 
-def test_the_smallest_workload(folder: Path) -> None:
-    losses = re.findall(r"\bstep \d+, loss = (\S+)", run(command_of("line.py"), folder).stdout)
+@pytest.mark.parametrize("example", ["line.py", "pipeline.py"])
+def test_the_smallest_workload(folder: Path, example: str) -> None:
+    losses = re.findall(r"\bstep \d+, loss = (\S+)", run(command_of(example), folder).stdout)
     assert float(losses[-1]) < 1e-6
 
 

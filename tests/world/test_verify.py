@@ -287,9 +287,9 @@ def findings_of(
     Returns:
         On rank 0 the findings in float64 and float32, and the notes; nothing on the others.
     """
+    from ringtrain.collectives import normalization
     from ringtrain.collectives.base import Solo
     from ringtrain.config import make_config
-    from ringtrain.keras import normalization
     from ringtrain.verify.compare import compare, load_record, measure_noise
     from ringtrain.verify.record import record
 

@@ -25,7 +25,8 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--sizes", required=True, help="bytes of the arrays, such as 4096,65536")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--how", default="function", help="function (compiled by TensorFlow), eager, or others")
+    ways = ["function", "copied", "eager", "mpi", "nothing"]
+    parser.add_argument("--how", default="function", choices=ways, help="function: compiled by TensorFlow")
     parser.add_argument("--cores", action="append", default=[], help="a rank's cores, such as 0,1; once for each rank")
     parser.add_argument("--intra_op_threads", type=int, default=0, help="0: TensorFlow's own number")
     parser.add_argument("--inter_op_threads", type=int, default=0, help="0: TensorFlow's own number")

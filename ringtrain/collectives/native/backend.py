@@ -1,4 +1,4 @@
-"""Sums by an operation of ringtrain's own, within nodes and between them; all else Horovod carries, or MPI.
+"""Sums by an operation of ringtrain's own, within nodes and between them, beside what Horovod carries, or alone.
 
 The operation is in C++, and TensorFlow calls it itself: a sum waits neither for Horovod's cycle, nor for Python's
 interpreter. Where a step makes all its sums at one place, the ranks need no agreement on an order: whoever comes there
@@ -103,9 +103,11 @@ class Native(Collective):
 
 
 def draw_timeline(of_ranks: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """The events of Chrome's trace format; of each rank (name, bytes, and when it came, all had come, and it was there)
+    """The events of Chrome's trace format.
 
-    in nanoseconds, by its node's clock.
+    Args:
+        of_ranks: of each rank its sums: name, bytes, and when it came to it, met the others, and had it, in nanoseconds
+            by its node's clock. (Of other nodes it met the one before its own in the ring of nodes.)
     """
     events: list[dict[str, Any]] = []
     for rank, sums in enumerate(of_ranks):

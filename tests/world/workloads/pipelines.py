@@ -18,7 +18,7 @@ COUNT = 11  # of samples in a pass
 class Whole(Linear):
     """One dataset for all ranks; ``options`` shuffle it, change it, or spoil it."""
 
-    options: ClassVar[Mapping[str, Any]] = {"fault": "", "noise": 0.0, "shuffle": False}
+    options: ClassVar[Mapping[str, Any]] = {"fault": "", "noise": 0.0, "shuffle": False, "endless": False}
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         dataset: Any = tf.data.Dataset.from_tensor_slices(samples(0, COUNT))
@@ -29,12 +29,22 @@ class Whole(Linear):
                 dataset = dataset.shuffle(COUNT, seed=os.getpid())
             case "no end":
                 dataset = dataset.repeat()
+            case "batches":
+                dataset = dataset.batch(2)
+            case "no samples":
+                dataset = dataset.take(0)
+            case "fewer" | "fewer, unknown":
+                dataset = dataset.take(COUNT - 4 * int(os.environ["OMPI_COMM_WORLD_RANK"]))
+                if "unknown" in self.options["fault"]:
+                    dataset = dataset.filter(lambda x, y: True)
             case "no pairs":
                 dataset = dataset.map(lambda x, y: {"image": x, "label": y})
             case "ragged":
                 dataset = tf.data.Dataset.from_tensor_slices((tf.ragged.constant([[1.0], [2.0, 3.0]]), [1, 2]))
             case "a list":
                 return Sources(from_dataset(list(dataset)))
+        if self.options["endless"]:
+            return Sources(from_dataset(dataset.repeat(), steps_per_epoch=4))
         return Sources(from_dataset(dataset))
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

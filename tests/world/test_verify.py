@@ -298,7 +298,7 @@ def findings_of(
         for name in ("one", "both"):
             (Path(directory) / name).mkdir()
         if collective.world.is_rank0:
-            with mock.patch.object(normalization, "_connect", return_value=None):  # one process, as it were
+            with mock.patch.object(normalization, "ranks_for", return_value=None):  # one process, as it were
                 record(workload, config, Solo(alone()), Path(directory) / "one", is_reference=True)
         with planted(defect, collective.world.rank):
             record(workload, config, collective, Path(directory) / "both")

@@ -84,8 +84,6 @@ class GradientReduction:
     def all_reduce(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The sums alone, without the finite check."""
         GradientReduction.calls += 1
-        if self.sums_natively(gradients):
-            return [*self.collective.all_reduce(gradients, name=f"{self.name}/0", ordered=True).tensors]
         groups = self.groups or plan_groups([gradient_spec(gradient) for gradient in gradients])
         sums: list[tf.Tensor | tf.IndexedSlices] = list(gradients)
         for number, group in enumerate(groups):
@@ -125,9 +123,14 @@ class GradientReduction:
 
         return by_type(state, sum_group)
 
-    def sums_natively(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
-        """Whether ``all_reduce`` makes one sum of these, each as it is, to which every rank comes in the same order."""
-        return len(gradients) > 0 and len(self.collective.list_types) > 0 and self._leaves_at_once(gradients)
+    def may_sum_at_once(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
+        """Whether ``sum_at_once`` is for these."""
+        return len(self.collective.list_types) > 0 and self._leaves_at_once(gradients)
+
+    def sum_at_once(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """One sum of all, each as it is, to which every rank comes in the same order."""
+        GradientReduction.calls += 1
+        return self.collective.all_reduce(gradients, name=f"{self.name}/0", ordered=True).tensors
 
     def _leaves_at_once(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
         """Whether these are summed together, each as it is: none of them sparse, and of a type where that counts."""

@@ -32,10 +32,10 @@ def from_dataset(
 
     A run that goes on makes the samples of the pass once more, up to where it was, so a pass must always give the same.
     In the second form your function sees to it. In the first a ``shuffle`` follows the run's seed and takes another
-    order in each pass, by itself; that holds where it is begun once in a pass, as where nothing repeats it. A dataset
-    without end (``repeat()``), which needs ``steps_per_epoch``, goes on from epoch to epoch, and is made once more from
-    its begin. What draws in parallel, such as a random ``map`` with ``num_parallel_calls``, gives something else each
-    time.
+    order in each pass, by itself; that holds where it is begun once in a pass, as where nothing repeats it. With
+    ``steps_per_epoch``, a dataset without end (``repeat()``) or of unknown length goes on from epoch to epoch, begins
+    anew where it ends, and is made once more from its begin. What draws in parallel, such as a random ``map`` with
+    ``num_parallel_calls``, gives something else each time.
 
     Args:
         dataset: its elements are pairs (x, y) of dense tensors, or tuples or dicts of such: samples in the first form,
@@ -67,12 +67,12 @@ def from_dataset(
         wanted = of.epoch * (steps_per_epoch or 0) + skip
         if position != wanted:
             batches = _require_pairs(dataset, are_samples=True).batch(of.global_batch_size).prefetch(AHEAD)
-            endless, position = replay(iter(batches), wanted), wanted
+            endless, position = replay(_again_and_again(batches), wanted), wanted
         for batch in itertools.islice(endless, (steps_per_epoch or 0) - skip):
             position += 1
             yield batch
 
-    has_end = steps_per_epoch is None or _cardinality(dataset) != _INFINITE
+    has_end = steps_per_epoch is None or _cardinality(dataset) >= 0
     return Feed(open_pass if has_end else go_on, steps_per_epoch, lambda of: _count(batches_of(of)), is_shared=True)
 
 
@@ -83,12 +83,19 @@ def _from_function(make: Callable[[Pass], tf.data.Dataset], steps_per_epoch: int
     return Feed(open_pass, steps_per_epoch, lambda of: _count(_require_pairs(make(of))))
 
 
-_INFINITE = -1  # tf.data.INFINITE_CARDINALITY
+def _again_and_again(batches: tf.data.Dataset) -> Iterator[Any]:
+    """The batches, begun anew where they end; nothing where there are none."""
+    is_empty = False
+    while not is_empty:
+        is_empty = True
+        for batch in batches:
+            is_empty = False
+            yield batch
 
 
-def _cardinality(dataset: Any) -> int | None:
-    """As TensorFlow counts; None of what is no dataset, which is told later."""
-    return int(dataset.cardinality()) if hasattr(dataset, "cardinality") else None
+def _cardinality(dataset: Any) -> int:
+    """As TensorFlow counts; below 0 where that is not known, or there is no end. What is no dataset is told later."""
+    return int(dataset.cardinality()) if hasattr(dataset, "cardinality") else 0
 
 
 def _count(batches: tf.data.Dataset) -> int | None:

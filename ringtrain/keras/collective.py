@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, Totals, all_gather_object, with_native_sums
-from ringtrain.collectives.connect import Backend
 from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
@@ -23,8 +22,9 @@ from ringtrain.runtime.world import World
 
 log = logging.getLogger("ringtrain")
 STALL_SECONDS = 60.0  # as Horovod's own check
+BACKENDS = ("horovod", "native")
 _all_ranks: Collective | None = None
-_backend: Backend = "auto"
+_backend = "horovod"
 
 
 class ProcessSetCollective(HorovodCollective):
@@ -68,17 +68,24 @@ def all_ranks() -> Collective:
     """All ranks, who sum natively where they can. The first time every rank must come here at one place."""
     global _all_ranks
     if _all_ranks is None:
-        backend: Backend = "horovod" if "HOROVOD_ELASTIC" in os.environ else _backend  # whose ranks come and go
         with tf.init_scope():
-            _all_ranks = with_native_sums(ProcessSetCollective(), backend, stall_seconds=STALL_SECONDS)
+            _all_ranks = with_native_sums(ProcessSetCollective(), stall_seconds=STALL_SECONDS)
         log.info("communication: %s", _all_ranks.description)
     return _all_ranks
 
 
-def forget_ranks(backend: Backend) -> None:
-    """Ranks are about to meet, perhaps others than before; they sum by this backend."""
+def wants_native_sums() -> bool:
+    """Whether they were asked for, of ranks that do not come and go."""
+    return _backend == "native" and "HOROVOD_ELASTIC" not in os.environ
+
+
+def choose_backend(backend: str) -> None:
+    """By what all ranks sum from now on; those that have met stay together, unless Horovod has left them."""
     global _all_ranks, _backend
-    _all_ranks, _backend = None, backend
+    if backend not in BACKENDS:
+        raise UsageError(f"backend is {backend!r}; ringtrain.keras.init() takes {' or '.join(map(repr, BACKENDS))}.")
+    if backend != _backend or not hvd.is_initialized():
+        _all_ranks, _backend = None, backend
 
 
 def require_init(what: str) -> None:

@@ -87,8 +87,6 @@ class Exchange:
     """Reduces the gradients of one optimizer or tape."""
 
     spans_world: ClassVar[bool] = True  # all that were made
-    # Whether all ranks are in a fit, about to take as many steps: there a rank that ends early can join.
-    is_in_fit: ClassVar[bool] = False
     _local_somewhere: ClassVar[set[Hashable]] = set()
 
     def __init__(self, settings: Settings, accumulation: Accumulation | None = None) -> None:
@@ -96,9 +94,10 @@ class Exchange:
         self.settings, self.accumulation = settings, accumulation
         self._local: set[Hashable] = set()
         self._last: Gradients = []
-        self._native_sum: tuple[str, list[tf.TensorSpec]] | None = (
-            None  # the last that was set up: its name and tensors
-        )
+        # Where all ranks are in a fit, about to take as many steps: there a rank that ends early can join.
+        self.may_sum_natively, self._has_traced = False, False
+        # The last native sum that was set up, and its tensors.
+        self._native_sum: tuple[GradientReduction, list[tf.TensorSpec]] | None = None
 
     def register_local(self, variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
@@ -158,21 +157,31 @@ class Exchange:
         return reduced
 
     def _sum(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
+        self._has_traced = True
         reduction = self._reduction(gradients, variables)
-        if not reduction.sums_natively(gradients):
-            return reduction.all_reduce(gradients)
         given = [*gradients, tf.ones([])]  # of a rank that trains: see ``join``
-        self._native_sum = reduction.name, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in given]
-        return reduction.all_reduce(given)[:-1]
+        if not reduction.may_sum_at_once(given):
+            return reduction.all_reduce(gradients)
+        shapes = [*(variable.shape for variable in variables), ()]
+        self._native_sum = reduction, [tf.TensorSpec(s, t.dtype) for s, t in zip(shapes, given, strict=True)]
+        return reduction.sum_at_once(given)[:-1]
 
     def join(self) -> None:
-        """Add nothing to the other ranks' native sums until all have come here; as Horovod's join does to its own."""
+        """Add nothing to the other ranks' native sums until all have come here; as Horovod's join does to its own.
+
+        Raises:
+            UsageError: this rank had no batch at all, and does not know what the others sum.
+        """
+        if self._native_sum is None and self.may_sum_natively and not self._has_traced:
+            raise UsageError(
+                "this rank had no batch in an epoch of which all ranks were to have the same number. Give every rank "
+                "as many, such as by shards of one size and batch(..., drop_remainder=True)."
+            )
         if self._native_sum is None:
             return
-        name, specs = self._native_sum
+        reduction, specs = self._native_sum
         nothing = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
-        reduction = GradientReduction(collective=all_ranks(), name=name)
-        while float(reduction.all_reduce(nothing)[-1]):
+        while float(reduction.sum_at_once(nothing)[-1]):
             pass
 
     def _reduction(self, gradients: Gradients, variables: Sequence[Any]) -> GradientReduction:
@@ -180,7 +189,7 @@ class Exchange:
         is_adasum = settings.op == hvd.Adasum
         if is_adasum and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             raise UsageError("op=hvd.Adasum cannot add sparse gradients. Pass sparse_as_dense=True.")
-        is_horovods = is_adasum or settings.process_set != hvd.global_process_set or not Exchange.is_in_fit
+        is_horovods = is_adasum or settings.process_set != hvd.global_process_set or not self.may_sum_natively
         of_horovod = ProcessSetCollective(
             process_set=settings.process_set,
             op=hvd.Adasum if is_adasum else hvd.Sum,

@@ -14,7 +14,7 @@ from ringtrain.collectives import all_gather_object
 from ringtrain.collectives.connect import require_working_sums
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
-from ringtrain.keras.collective import ProcessSetCollective
+from ringtrain.keras.collective import ProcessSetCollective, all_ranks, wants_native_sums
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
 from ringtrain.messages.ranks import name_ranks
@@ -81,12 +81,17 @@ class TrainingGuard(keras.callbacks.Callback):
         if self._collective is not None:
             self._require_same_plan(self._collective)
             require_working_sums(self._collective, own_gpu())
+        if self._distributed is not None:
             # Where nobody knows the steps, a rank may have none at all, and would not know what to join.
-            Exchange.is_in_fit = self.params.get("steps") is not None and self._spans_world()
+            knows_steps = self._collective is not None and self.params.get("steps") is not None
+            may_sum_natively = wants_native_sums() and knows_steps and self._spans_world()
+            self._distributed.exchange.may_sum_natively = may_sum_natively
+            if may_sum_natively:
+                all_ranks()  # join here, where all ranks are
         self._num_epochs = 0
 
     def on_train_end(self, logs: Any = None) -> None:
-        TrainingGuard.goes_on = Exchange.is_in_fit = False
+        TrainingGuard.goes_on = False
         self._require_same_way_on(is_end=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

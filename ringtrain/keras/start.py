@@ -13,7 +13,7 @@ from ringtrain.collectives.horovod import connect_horovod, require_same_settings
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.keras import hooks
-from ringtrain.keras.collective import forget_ranks
+from ringtrain.keras.collective import choose_backend
 from ringtrain.runtime.devices import apply_plan, plan_devices, start_tensorflow
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
@@ -24,7 +24,7 @@ def init(
     comm: Any = None,
     process_sets: Any = None,
     *,
-    backend: Literal["auto", "horovod"] = "auto",
+    backend: Literal["horovod", "native"] = "horovod",
     exit_timeout: float = Config.exit_timeout,
 ) -> None:
     """Start Horovod, on this rank's own GPU or cores.
@@ -35,21 +35,22 @@ def init(
     Args:
         comm: ranks, or a communicator of mpi4py; by default all processes of the launcher.
         process_sets: process sets to create, or ``"dynamic"``.
-        backend: ``"horovod"``: Horovod carries all sums. By default ranks on the cores of one node sum gradients
-            natively, as ``python -m ringtrain`` does; process sets, Adasum and what names devices stay Horovod's.
+        backend: ``"native"``: in a ``fit`` whose steps are known, ranks on the cores of one node sum gradients
+            natively, as ``python -m ringtrain`` does; the same on all ranks. There must be one optimizer, and no other
+            collective within a step: a rank that ends early joins these sums alone. By default Horovod carries all.
         exit_timeout: seconds after the end of the script in which its threads, child processes and what ``atexit``
             calls have to end; 0: any time. Other ranks are waited for at the end as long as they take.
 
     Raises:
-        UsageError: the launcher's processes do not see each other, Keras does not run on TensorFlow, or the node has
-            fewer GPUs than ranks.
+        UsageError: there is no such backend; the launcher's processes do not see each other; Keras does not run on
+            TensorFlow; or the node has fewer GPUs than ranks.
     """
     if keras.config.backend() != "tensorflow":
         raise UsageError(
             f"Keras runs on {keras.config.backend()!r}, but Horovod's Keras interface needs TensorFlow. Set "
             "KERAS_BACKEND=tensorflow."
         )
-    forget_ranks(backend)
+    choose_backend(backend)
     world = read_world(os.environ)
     if not hvd.is_initialized():
         plan = plan_devices(world, read_machine(os.environ), os.environ, claim_cores=claim_cores)

@@ -291,9 +291,14 @@ class Profile(Action):
         if not self._is_under_way:
             return
         self._is_under_way = False
-        if on_all:
-            with self._job.times.leaving_out(), explaining(self._directory or Path()):
-                self._job.collective.stop_timeline()
+        try:
+            if on_all:
+                with self._job.times.leaving_out(), explaining(self._directory or Path()):
+                    self._job.collective.stop_timeline()
+        finally:
+            self._stop_profiler()
+
+    def _stop_profiler(self) -> None:
         if self._directory is not None:
             activity.note(Phase.LOG, self._last, takes_long=True)
             with self._job.times.leaving_out(), explaining(self._directory):

@@ -86,6 +86,7 @@ def test_a_pipeline_of_each_rank_trains_the_mean_over_all(run_ringtrain: RunRing
     check(out, train_plainly(sharded_steps(2, epochs=2)), step=6)
 
 
+@pytest.mark.slow
 def test_ranks_that_read_the_very_same_are_warned(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     flags = [*SHARDED, "--options.shards", "false", "--epochs", "1", "--out", tmp_path / "run"]
     finished = run_ringtrain(flags, launcher="mpirun")
@@ -97,8 +98,8 @@ def test_ranks_that_read_the_very_same_are_warned(run_ringtrain: RunRingtrain, t
     ("fault", "rc", "message"),
     [
         ("another order", 3, "the dataset gives rank 1 other samples than rank 0: the first 4, of which each rank"),
-        ("no end", 2, "how long the training lasts is not known"),
-        ("no pairs", 3, "each must be a pair (x, y). Make them so"),
+        pytest.param("no end", 2, "how long the training lasts is not known", marks=pytest.mark.slow),
+        pytest.param("no pairs", 3, "each must be a pair (x, y). Make them so", marks=pytest.mark.slow),
         ("fewer, unknown", 3, "the dataset gives this rank 3 samples for step 2, but the ranks' slices"),
         pytest.param("fewer", 3, "3 batches on rank 0, 2 batches on rank 1", marks=pytest.mark.slow),
         pytest.param("batches", 3, "which are batches; they must be samples", marks=pytest.mark.slow),

@@ -49,7 +49,8 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "files": (Printed("a" * 64), Printed("b" * 64), ["fingerprint aaaaaaaaaaaa", "fingerprint bbbbbbbbbbbb"]),
     "nothing": (None, arrays(6), [" nothing", " 6 samples"]),
     "something": (arrays(6), None, [" 6 samples", " nothing"]),
-    "feeds": (feed(3), feed(4), ["a feed of 3 steps an epoch", "a feed of 4 steps an epoch"]),
+    "feeds": (feed(3), feed(4), ["of each rank, of 3 steps", "of each rank, of 4 steps"]),
+    "kinds of feeds": (feed(3), feed(3)._replace(is_shared=True), ["a feed of each rank", "a dataset for all ranks"]),
 }
 
 

@@ -41,6 +41,7 @@ def test_it_trains_the_same_bits(python: Path, run_ringtrain: RunRingtrain, tmp_
     assert digest(final_checkpoint(tmp_path / "there", 20)) == digest(final_checkpoint(tmp_path / "here", 20))
 
 
+@pytest.mark.slow
 def test_a_layer_that_asks_the_other_ranks_trains_the_same_bits(
     python: Path, run_ringtrain: RunRingtrain, tmp_path: Path
 ) -> None:

@@ -394,7 +394,7 @@ Error Transport::wait_for(Counter counter, uint32_t least) {
           std::fprintf(
               stderr,
               "ringtrain: warning: local rank %d has waited %lld s in a sum for local rank %d, which lives and "
-              "does something else. Do all ranks train the same number of steps?\n",
+              "has not come to it. Do all ranks train the same number of steps?\n",
               rank_, static_cast<long long>(patience_.stall / 1'000'000'000), rank);
         }
       }

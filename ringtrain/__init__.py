@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ringtrain.data import augment
     from ringtrain.data.formats.image_folder import load_image_folder
     from ringtrain.data.formats.tfrecord import load_tfrecords
+    from ringtrain.data.indexed import from_grain, from_pydataset
     from ringtrain.data.sources import (
         BadSample,
         FallibleSource,
@@ -65,6 +66,8 @@ __all__ = [
     "from_callable",
     "from_dataset",
     "from_generator",
+    "from_grain",
+    "from_pydataset",
     "load_image_folder",
     "load_tfrecords",
     "make_parallel",
@@ -77,6 +80,7 @@ _HOMES = (
     "config",
     "data.sources",
     "data.tf_data",
+    "data.indexed",
     "workloads.base",
     "script",
     "data.formats.image_folder",

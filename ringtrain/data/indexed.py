@@ -1,0 +1,257 @@
+"""Samples, or batches, that an object of the user's gives by their number: Grain's, Keras' PyDataset, or their own."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import itertools
+import multiprocessing
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringtrain.data.sources import BadSample, Feed, Pass, replay
+from ringtrain.errors import DataError
+from ringtrain.messages.defects import describe_defect
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+READERS = 8  # threads that read samples: what waits for a disk, or decodes outside of Python, takes its time at once
+MAX_SAMPLES = 2**53  # Grain says of what has no end that it has as many as fit into a word
+
+
+def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSource | Feed:
+    """Train on what Grain gives, or any other object of its forms.
+
+    **Samples by number**: a ``grain.MapDataset``, or a data source such as ``grain.sources.ArrayRecordDataSource``;
+    whatever has ``len(samples)`` and ``samples[number]``, a pair (x, y). The order is ringtrain's own, as with arrays:
+    N ranks train exactly what one trains, a run goes on at any step without reading anything again, on any number of
+    ranks, ``verify`` shows it, and it can be evaluated on as well. A sample that raises is named, or left out with
+    ``--on_bad_sample skip``. Leave ``shuffle``, ``repeat`` and ``batch`` out.
+
+    **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
+    anything else that is iterated. It is sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``),
+    follows ``of.seed`` and ``of.epoch``, and makes batches of ``of.local_batch_size``. For what is exact then see
+    ``from_dataset``'s second form: each step is the mean over all its samples, and a run that goes on makes the batches
+    of the pass once more.
+
+    Args:
+        samples: the object, or the function.
+        steps_per_epoch: of the function, the steps of a pass; by default as many as what it returns says by ``len()``,
+            or one pass of at most ``--steps``.
+
+    Raises:
+        DataError: it has no ``__getitem__`` and ``__len__``, no end, or its first sample is no pair (x, y) of arrays.
+    """
+    if not hasattr(samples, "__getitem__") and callable(samples):
+
+        def open_pass(of: Pass, skip: int) -> Iterator[Any]:
+            return replay(iter(samples(of)), skip)
+
+        def count(of: Pass) -> int | None:
+            made = samples(of)
+            return len(made) if hasattr(made, "__len__") else None
+
+        return Feed(open_pass, steps_per_epoch, count)
+    return IndexedSource(samples)
+
+
+def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
+    """Feed each rank by a ``keras.utils.PyDataset`` of its own, to train on.
+
+    Its batches are read in the order of their numbers by as many ``workers`` as it asks for, in threads, or in
+    processes where it has ``use_multiprocessing``, at most ``max_queue_size`` ahead. Ranks may have batches of
+    different sizes and end at different steps: each step is the exact mean over all its samples. A run that goes on
+    reads nothing again; on as many ranks it trains the same where your function follows ``of.seed`` and ``of.epoch``.
+    On other numbers of ranks the samples of a step are others.
+
+    Args:
+        make: a function of the pass that returns this rank's PyDataset, whose batches are pairs (x, y) of arrays
+            [n, ...], or of tuples or dicts of such.
+    """
+
+    def open_pass(of: Pass, skip: int) -> Iterator[Any]:
+        return _read_ahead(_require_batches(make(of)), skip)
+
+    return Feed(open_pass, None, lambda of: len(_require_batches(make(of))), replays=False)
+
+
+def _require_batches(dataset: Any) -> Any:
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise DataError(
+            f"from_pydataset got a {type(dataset).__name__}; it must be a function of the pass that returns a "
+            "keras.utils.PyDataset, with __getitem__ and __len__."
+        )
+    return dataset
+
+
+_dataset: Any = None  # in a worker process
+
+
+def _begin_worker(dataset: Any) -> None:
+    global _dataset
+    _dataset = dataset
+
+
+def _read_in_worker(number: int) -> Any:
+    return _dataset[number]
+
+
+def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
+    """The batches of a PyDataset from a number on."""
+    workers = max(1, int(getattr(dataset, "workers", 1) or 1))
+    ahead = max(workers, int(getattr(dataset, "max_queue_size", 10) or 1))
+    pool: Executor
+    read: Callable[[int], Any]
+    if getattr(dataset, "use_multiprocessing", False):
+        try:
+            pickle.dumps(dataset)
+            module = type(dataset).__module__
+            if module != "__main__" and PathFinder.find_spec(module.partition(".")[0]) is None:
+                raise ModuleNotFoundError(f"its class is in {sys.modules[module].__file__}, which no process imports")
+        except Exception as error:
+            raise DataError(
+                f"the {type(dataset).__name__} cannot be sent to processes, as its use_multiprocessing asks: "
+                f"{describe_defect(error)} Define its class in a module that can be imported, or let threads read: "
+                "use_multiprocessing=False."
+            ) from error
+        # Not forked: TensorFlow's and MPI's threads would be missing in the child, and their locks held for ever.
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(dataset,))
+        read = _read_in_worker
+    else:
+        pool, read = ThreadPoolExecutor(workers, thread_name_prefix="pydataset"), dataset.__getitem__
+    under_way: collections.deque[tuple[int, Future[Any]]] = collections.deque()
+    try:
+        numbers = iter(range(first, len(dataset)))
+        while True:
+            for number in itertools.islice(numbers, ahead - len(under_way)):
+                under_way.append((number, pool.submit(read, number)))
+            if not under_way:
+                return
+            number, future = under_way.popleft()
+            try:
+                batch = future.result()
+            except Exception as error:
+                raise DataError(
+                    f"batch {number} of the {type(dataset).__name__} cannot be read: {describe_defect(error)} Mend "
+                    "its __getitem__, or the data that it reads."
+                ) from error
+            yield batch
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+class IndexedSource:
+    """A source of what the user's object gives by number: see ``from_grain``."""
+
+    def __init__(self, samples: Any) -> None:
+        if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+            raise DataError(
+                f"from_grain got a {type(samples).__name__}; samples by number need __getitem__ and __len__. Give a "
+                "MapDataset or a data source of random access, or a function of the pass that returns batches."
+            )
+        self.num_samples = len(samples)
+        if self.num_samples >= MAX_SAMPLES:
+            raise DataError("the samples of from_grain have no end. Leave repeat() out: --epochs says how often.")
+        self._samples = samples
+        self._structure: Any = None
+        self._specs: list[tf.TensorSpec] = []  # of the arrays in a sample; empty until the first is known
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="samples")
+        import tensorflow as tf
+
+        first = self._read(0) if self.num_samples else ((), ())
+        if isinstance(first, Exception):
+            raise DataError(f"the first sample cannot be read: {describe_defect(first)}") from first
+        self._structure = first
+        self._specs = [tf.TensorSpec(np.shape(leaf), _dtype_of(leaf)) for leaf in tf.nest.flatten(first)]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the number of samples, and of some of them."""
+        digest = hashlib.sha256(f"{self.num_samples} {self._specs}".encode())
+        for number in sorted({0, self.num_samples // 2, self.num_samples - 1} - {-1}):
+            sample = self._read(number)
+            digest.update(repr(sample).encode() if isinstance(sample, Exception) else _bytes_of(sample))
+        return digest.hexdigest()
+
+    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
+        good, x, y = self.gather_good(indices)
+        import tensorflow as tf
+
+        same = tf.debugging.assert_equal(tf.size(good), tf.size(indices), "samples cannot be read")
+        with tf.control_dependencies([same]):
+            return tf.nest.map_structure(tf.identity, (x, y))
+
+    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
+        import tensorflow as tf
+
+        def read(numbers: Any) -> list[Any]:
+            samples = list(self._pool.map(self._read, numbers.tolist()))
+            good = [place for place, sample in enumerate(samples) if not isinstance(sample, Exception)]
+            columns = zip(*(tf.nest.flatten(samples[place]) for place in good), strict=True)
+            arrays = [np.stack(column) for column in columns] or [
+                np.zeros((0, *spec.shape), spec.dtype.as_numpy_dtype) for spec in self._specs
+            ]
+            return [numbers[good], *arrays]
+
+        good, *leaves = tf.numpy_function(read, [indices], [tf.int64, *(spec.dtype for spec in self._specs)])
+        good.set_shape([None])
+        for leaf, spec in zip(leaves, self._specs, strict=True):
+            leaf.set_shape([None, *spec.shape])
+        x, y = tf.nest.pack_sequence_as(self._structure, leaves)
+        return good, x, y
+
+    def find_bad(self, indices: Any) -> list[BadSample]:
+        found = ((int(number), self._read(int(number))) for number in indices)
+        name = type(self._samples).__name__
+        return [
+            BadSample(number, f"of the {name}", describe_defect(sample).rstrip("."))
+            for number, sample in found
+            if isinstance(sample, Exception)
+        ]
+
+    def _read(self, number: int) -> Any:
+        """A sample (x, y) as arrays; the exception where it cannot be read, or is not like the first."""
+        import tensorflow as tf
+
+        try:
+            sample = self._samples[number]
+            if not (isinstance(sample, (tuple, list)) and len(sample) == 2):
+                what = "None, as where a filter has left it out" if sample is None else f"a {type(sample).__name__}"
+                raise DataError(f"it is {what}; each sample must be a pair (x, y). Map it so, and filter beforehand.")
+            sample = tf.nest.map_structure(np.asarray, tuple(sample))
+            if self._specs:
+                self._require_like_first(sample)
+            return sample
+        except Exception as error:
+            return error
+
+    def _require_like_first(self, sample: Any) -> None:
+        import tensorflow as tf
+
+        tf.nest.assert_same_structure(self._structure, sample)
+        for array, spec in zip(tf.nest.flatten(sample), self._specs, strict=True):
+            if array.shape != tuple(spec.shape) or _dtype_of(array) != spec.dtype:
+                raise DataError(
+                    f"it has {array.dtype} {list(array.shape)} where the first has {spec.dtype.name} "
+                    f"{spec.shape.as_list()}; all samples must be alike"
+                )
+
+
+def _dtype_of(array: Any) -> tf.DType:
+    import tensorflow as tf
+
+    return tf.as_dtype(np.asarray(array).dtype)
+
+
+def _bytes_of(sample: Sequence[Any]) -> bytes:
+    import tensorflow as tf
+
+    return b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in tf.nest.flatten(sample))

@@ -1,0 +1,89 @@
+"""Samples and batches by their number: what N ranks train on them, and what is told of those that cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringtrain.run.checkpoint import read_checkpoint
+from tests.world.conftest import RunRingtrain
+from tests.world.processes import REPOSITORY
+from tests.world.running import events
+from tests.world.test_feeding import check, train_plainly
+from tests.world.workloads.fed import Sample, samples
+
+WORKLOAD = f"{REPOSITORY}/tests/world/workloads/numbered.py:Numbered"
+COMMON = ["--workload", WORKLOAD, "--precision", "float64", "--log_every", "1", "--global_batch_size", "4"]
+
+
+def weights(out: Path, step: int) -> dict[str, np.ndarray]:
+    return dict(read_checkpoint(out / f"checkpoints/step-{step:09d}").variables)
+
+
+def test_samples_by_number_are_trained_as_arrays_are(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    """Shuffled by ringtrain, on three ranks, stopped in the middle, and gone on with on two."""
+    for by, size, steps in (("arrays", 1, 6), ("number", 3, 4), ("number", 2, 6)):
+        flags = [*COMMON, "--options.by", by, "--steps", steps, "--out", tmp_path / by]
+        finished = run_ringtrain(flags, launcher="mpirun" if size > 1 else None, np=size)
+        assert finished.rc == 0, finished.stdout + finished.stderr
+    assert "replayed" not in finished.stdout
+    assert [e["samples"] for e in events(tmp_path / "number", "eval")] == [11, 11, 11]
+    expected, found = (weights(tmp_path / by, 6) for by in ("arrays", "number"))
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-12, err_msg=name)
+
+
+def test_a_sample_that_raises_is_named_or_left_out(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    flags = [*COMMON, "--options.fault", "raises", "--epochs", "1"]
+    finished = run_ringtrain([*flags, "--out", tmp_path / "stops"], launcher="mpirun")
+    assert finished.rc == 3, finished.stdout + finished.stderr
+    assert "sample 7, of the Samples: ValueError: record 7 is damaged" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    finished = run_ringtrain([*flags, "--on_bad_sample", "skip", "--out", tmp_path / "skips"], launcher="mpirun")
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert "left out 1 sample that cannot be read (sample 7, of the Samples" in finished.stdout
+    assert events(tmp_path / "skips", "train")[-1]["samples_seen"] == 10
+
+
+def batch_steps(size: int, epochs: int) -> Iterator[Sample]:
+    """What the ranks' PyDatasets give, step by step."""
+    for epoch in range(epochs):
+        for index in range(3):
+            parts = [samples(100 * rank + 10 * epoch + 2 * index, 1 + index % 2) for rank in range(size)]
+            x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
+            yield x, y
+
+
+@pytest.mark.parametrize("processes", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_pydataset_of_each_rank_goes_on_without_reading_anything_again(
+    run_ringtrain: RunRingtrain, tmp_path: Path, processes: str
+) -> None:
+    flags = [*COMMON, "--options.by", "batches", "--options.processes", processes, "--out", tmp_path / "run"]
+    if processes == "true":  # which import the class of the batches
+        flags[1] = "tests.world.workloads.numbered:Numbered"
+    for steps in (2, 6):
+        finished = run_ringtrain([*flags, "--steps", steps], launcher="mpirun")
+        assert finished.rc == 0, finished.stdout + finished.stderr
+        assert not finished.left_behind
+    assert "replayed" not in finished.stdout
+    check(tmp_path / "run", train_plainly(batch_steps(2, epochs=2)), step=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("by", "fault", "message"),
+    [
+        ("number", "filtered", "it is None, as where a filter has left it out; each sample must be a pair (x, y)"),
+        ("batches", "raises", "batch 1 of the Batches cannot be read: ValueError: a batch is damaged"),
+        ("batches", "empty", "the dataset holds no samples"),
+    ],
+)
+def test_what_is_wrong_is_told(run_ringtrain: RunRingtrain, tmp_path: Path, by: str, fault: str, message: str) -> None:
+    flags = [*COMMON, "--options.by", by, "--options.fault", fault, "--epochs", "1", "--out", tmp_path / "run"]
+    finished = run_ringtrain(flags, launcher="mpirun", timeout=60)
+    assert finished.rc == 3, finished.stdout + finished.stderr
+    assert message in finished.stderr
+    assert "Traceback" not in finished.stderr

@@ -66,10 +66,10 @@ def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[floa
     from ringtrain.run.progress import Progress
     from ringtrain.run.store import find_newest
     from ringtrain.terminal.console import Console
-    from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
+    from ringtrain.training.saving import CheckpointWriter, describe_job, take_snapshot
 
     batches = iter(job.batches)
-    facts = describe_run(job)
+    facts = describe_job(job)
     writer = None
     if job.collective.world.is_rank0:
         console = Console(sys.stderr, is_terminal=False)
@@ -81,7 +81,7 @@ def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[floa
         if writer is None or step % STEPS_BETWEEN:
             continue
         start = time.perf_counter()
-        writer.save(take_snapshot(job, step, Progress(), facts), as_step=True, as_best=False)
+        writer.save(take_snapshot(job.step.named_variables, step, Progress(), facts), as_step=True, as_best=False)
         if is_waited:
             writer.wait()
         seconds.append(time.perf_counter() - start)

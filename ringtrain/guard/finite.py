@@ -11,7 +11,14 @@ from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.errors import DivergedError
 
 
-def require_finite_values(variables: Mapping[str, keras.Variable], collective: Collective, *, step: int) -> None:
+def require_finite_values(
+    variables: Mapping[str, keras.Variable],
+    collective: Collective,
+    *,
+    step: int,
+    though: str = ", though its loss and gradients were",
+    remedy: str = "Lower --optimizer.lr, or add --optimizer.clip_global_norm",
+) -> None:
     """See that no weight or slot is infinite or NaN when ``step`` steps are done. Every rank must call it."""
 
     def look() -> None:
@@ -19,9 +26,8 @@ def require_finite_values(variables: Mapping[str, keras.Variable], collective: C
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise DivergedError(
-                f"after step {step} not all values of {bad[0]}{more} are finite, though its loss and gradients were; "
-                "nothing is saved of it. Lower --optimizer.lr, or add --optimizer.clip_global_norm; what was saved "
-                "before is whole."
+                f"after step {step} not all values of {bad[0]}{more} are finite{though}; nothing is saved of it. "
+                f"{remedy}; what was saved before is whole."
             )
 
     raise_on_all_ranks(collective, look, name="finite_values")

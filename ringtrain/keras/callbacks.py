@@ -13,6 +13,7 @@ import tensorflow as tf
 from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, broadcast_variables, require_init
 from ringtrain.keras.exchange import variable_key
+from ringtrain.keras.run import Run as Run
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

@@ -20,6 +20,7 @@ from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, all_ranks, require_init
+from ringtrain.keras.votes import Votes
 from ringtrain.run.variables import require_gradients_that_add
 
 Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable
@@ -88,6 +89,7 @@ class Exchange:
 
     spans_world: ClassVar[bool] = True  # all that were made
     _local_somewhere: ClassVar[set[Hashable]] = set()
+    votes: ClassVar[Votes | None] = None  # what each step of a fit with callbacks.Run sums as well
 
     def __init__(self, settings: Settings, accumulation: Accumulation | None = None) -> None:
         Exchange.spans_world &= settings.process_set == hvd.global_process_set
@@ -158,13 +160,20 @@ class Exchange:
 
     def _sum(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
         self._has_traced = True
-        reduction = self._reduction(gradients, variables)
-        given = [*gradients, tf.ones([])]  # of a rank that trains: see ``join``
-        if not reduction.may_sum_at_once(given):
-            return reduction.all_reduce(gradients)
-        shapes = [*(variable.shape for variable in variables), ()]
-        self._native_sum = reduction, [tf.TensorSpec(s, t.dtype) for s, t in zip(shapes, given, strict=True)]
-        return reduction.sum_at_once(given)[:-1]
+        is_of_all = self.settings.process_set == hvd.global_process_set and self.settings.op != hvd.Adasum
+        votes = Exchange.votes if is_of_all else None
+        given = gradients if votes is None else [*gradients, votes.mine()]
+        reduction = self._reduction(given, variables)
+        and_one = [*given, tf.ones([])]  # of a rank that trains: see ``join``
+        if reduction.may_sum_at_once(and_one):
+            shapes = [*(variable.shape for variable in variables), *(t.shape for t in and_one[len(variables) :])]
+            self._native_sum = reduction, [tf.TensorSpec(s, t.dtype) for s, t in zip(shapes, and_one, strict=True)]
+            sums = reduction.sum_at_once(and_one)[:-1]
+        else:
+            sums = reduction.all_reduce(given)
+        if votes is not None:
+            votes.note(sums[-1])
+        return sums[: len(gradients)]
 
     def join(self) -> None:
         """Add nothing to the other ranks' native sums until all have come here; as Horovod's join does to its own.
@@ -216,7 +225,7 @@ class Exchange:
         else:
             position = {variable_key(variable): index for index, variable in enumerate(variables)}
             groups = [[position.pop(key) for key in map(variable_key, group) if key in position] for group in wanted]
-            groups += [[index] for index in position.values()]
+            groups += [[index] for index in [*position.values(), *everything[len(variables) :]]]
         return [part for group in groups for part in _split_by_type(group, gradients)]
 
 

@@ -115,7 +115,7 @@ class TrainingGuard(keras.callbacks.Callback):
             _require_equal(
                 all_gather_object(self._collective, self._num_batches, name="guard_batches"),
                 f"batches in epoch {epoch + 1}",
-                _BATCHES_REMEDY,
+                BATCHES_REMEDY,
             )
         self._require_same_weights(self._collective, epoch)
 
@@ -150,13 +150,13 @@ class TrainingGuard(keras.callbacks.Callback):
             ended = [rank for rank, ends in enumerate(are_at_end) if ends]
             raise UsageError(
                 f"{name_ranks(ended)} stopped after {self._num_epochs} epochs of fit(), and the others go on: they "
-                f"would wait for ever. {_STOP_REMEDY}"
+                f"would wait for ever. {STOP_REMEDY}"
             )
 
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
         plans = all_gather_object(collective, [self.params.get("steps"), self.params.get("epochs")], name="guard_plan")
         steps, epochs = zip(*plans, strict=True)
-        _require_equal(steps, "batches in an epoch", _BATCHES_REMEDY)
+        _require_equal(steps, "batches in an epoch", BATCHES_REMEDY)
         _require_equal(epochs, "epochs", "Pass the same epochs to fit() on every rank.")
 
     def _require_same_weights(self, collective: ProcessSetCollective, epoch: int) -> None:
@@ -181,13 +181,13 @@ class TrainingGuard(keras.callbacks.Callback):
 _trained_by_tape: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
-_STOP_REMEDY = (
+STOP_REMEDY = (
     "A callback that sets model.stop_training, such as EarlyStopping, has to do so on all ranks: by metrics that are "
     "averaged, with hvd.callbacks.MetricAverageCallback() before it."
 )
-_BATCHES_REMEDY = (
+BATCHES_REMEDY = (
     "Ranks with more would wait for the others for ever. Give every rank as many: steps_per_epoch=N with a data set "
-    f"that repeats, or as many samples on each rank. {_STOP_REMEDY}"
+    f"that repeats, or as many samples on each rank. {STOP_REMEDY}"
 )
 
 

@@ -7,20 +7,26 @@ Each calls the one that it replaces; with one rank they do nothing else.
 - ``LossScaleOptimizer.apply``: ``compile`` puts it *around* a distributed optimizer; gradients are reduced before it
   tests them for overflow. Ranks that tested their own would part ways there, and wait for each other for ever.
 - ``Model.make_train_function``: Horovod has no grouped all-reduce for XLA, so the training step does without XLA.
-- ``CallbackList.__init__``: the guards of ``fit`` (``guards.py``) take part without being asked for.
+- ``CallbackList.__init__``: the guards of ``fit`` (``guards.py``) take part without being asked for, and
+  ``callbacks.Run`` comes last, when all others have acted.
+- ``Model.fit``, ``EpochIterator._enumerate_iterator``: a ``fit`` with ``callbacks.Run`` is kept from before its first
+  step to after its last, whatever ends it, and goes on in mid-epoch.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+from keras.src.trainers.epoch_iterator import EpochIterator
 
 from ringtrain.keras.distributed import Distributed, apply_reduced, check_parts
 from ringtrain.keras.guards import TrainingGuard, check_distributed
+from ringtrain.keras.run import Run
 
 log = logging.getLogger("ringtrain")
 
@@ -34,6 +40,8 @@ def install() -> None:
     _replace(keras.optimizers.LossScaleOptimizer, "apply", _apply_scaled)
     _replace(keras.Model, "make_train_function", _make_train_function)
     _replace(keras.callbacks.CallbackList, "__init__", _create_callback_list)
+    _replace(keras.Model, "fit", _fit)
+    _replace(EpochIterator, "_enumerate_iterator", _enumerate)
 
 
 def _replace(owner: type, name: str, replacement: Any) -> None:
@@ -88,11 +96,37 @@ def _notice_xla() -> None:
 
 def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
     plain(callbacks, *args, **kwargs)
+    listed = callback_list.callbacks
+    for run in [callback for callback in listed if isinstance(callback, Run)]:
+        listed.remove(run)
+        run.note_others(listed)
+        listed.append(run)
+        callback_list._async_train = callback_list._async_test = False  # else its collectives might overtake a step
     if _has_ranks():
         guard = TrainingGuard()
         guard.set_model(callback_list.model)
         guard.set_params(callback_list.params)
-        callback_list.callbacks.insert(0, guard)  # first: what it looks at must not wait for the others' collectives
+        listed.insert(0, guard)  # first: what it looks at must not wait for the others' collectives
+
+
+def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(plain).bind(*args, **kwargs)
+    given.apply_defaults()
+    callbacks = given.arguments["callbacks"]
+    listed = getattr(callbacks, "callbacks", callbacks) or ()
+    runs = [
+        callback for callback in (listed if isinstance(listed, list | tuple) else [listed]) if isinstance(callback, Run)
+    ]
+    if not runs:
+        return plain(*args, **kwargs)
+    epochs, initial_epoch = given.arguments["epochs"], given.arguments["initial_epoch"]
+    with runs[0].around(model, epochs=epochs, initial_epoch=initial_epoch, is_alone=len(runs) == 1):
+        return plain(*args, **kwargs)
+
+
+def _enumerate(plain: Any, data: Any) -> Any:
+    kept = Run.current
+    return plain() if kept is None or not kept.batches.are_of(data) else kept.batches.enumerate(plain, data)
 
 
 def _has_ranks() -> bool:

@@ -19,6 +19,8 @@ class Progress:
     best_step: int = -1  # where it was seen
     evaluations_without_best: int = 0  # since then
     samples_seen: int = 0  # of all ranks so far, where that does not follow from the step
+    epochs_done: int = 0  # of a ``fit``, whose own data say what a step is
+    batches_done: int = 0  # of its epoch after these
     skipped_in_a_row: int = 0  # steps that were not finite, up to now without an interruption
     finished: Literal["completed", "stopped early"] | None = None  # how the run came to its end, if it has
 

@@ -85,7 +85,7 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
         start = replace(
             start,
             step=checkpoint.step,
-            global_batch_size=checkpoint.run["global_batch_size"],
+            global_batch_size=checkpoint.run.get("global_batch_size"),
             size=checkpoint.run["world_size"],
             progress={**checkpoint.progress, "finished": None},
             is_complete=is_complete,
@@ -155,7 +155,8 @@ def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[s
 
 def require_resumable(checkpoint: Checkpoint) -> None:
     """See that a checkpoint, besides being whole, says what a run goes on by."""
-    for name in ("global_batch_size", "world_size"):
+    of_fit = checkpoint.progress.get("epochs_done") or checkpoint.progress.get("batches_done")
+    for name in ("world_size", *(() if of_fit else ("global_batch_size",))):
         if type(checkpoint.run.get(name)) is not int or not 0 < checkpoint.run[name] < MAX_SIZE:
             raise ValueError(f"its {name} is {checkpoint.run.get(name)!r}")
     if not isinstance(checkpoint.run.get("config"), dict):

@@ -29,7 +29,7 @@ from ringtrain.step.report import StepReport
 from ringtrain.terminal.console import Console
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job
-from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
+from ringtrain.training.saving import CheckpointWriter, describe_job, take_snapshot
 from ringtrain.training.summaries import MAX_IMAGES, EventFiles, explaining
 
 PROFILE_DIRECTORY = "profile"
@@ -42,7 +42,7 @@ class Records:
         self.run, first_step = opened.directory, job.plan.first_step
         self.events = EventFiles(self.run.tensorboard, first_step=first_step)
         self.writer = CheckpointWriter(self.run, keep=job.config.keep, print_line=console.line, last_step=first_step)
-        self.run_facts = describe_run(job, opened.identity)
+        self.run_facts = describe_job(job, opened.identity)
 
     def close(self) -> None:
         """Let a save that is under way end; bring TensorBoard's events to their files.
@@ -225,7 +225,7 @@ class Save(Action):
         if records is not None:
             activity.note(Phase.SAVE, step, takes_long=True)
             records.events.flush()
-            snapshot = take_snapshot(self._job, step, progress, records.run_facts)
+            snapshot = take_snapshot(self._job.step.named_variables, step, progress, records.run_facts)
             records.writer.save(snapshot, as_step=as_step, as_best=as_best)
 
 

@@ -94,6 +94,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
     from ringtrain.runtime.devices import own_gpu
 
     config = prepared.config
+    leaving.allow(config.exit_timeout, f"rank {world.rank} on {world.node}")
     with watched(config, world) as watchdog:
         collective = connect(config.backend, world)
         try:
@@ -103,31 +104,40 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
             watchdog.meet(collective)
             with having_joined(collective):
                 yield collective, watchdog
-        except RingtrainError as error:
-            watchdog.begin_leaving(error.exit_code, functools.partial(report_error, error, world))
-            if isinstance(error, LostRanksError):
-                time.sleep(LAUNCHER_SECONDS)
-            if error.reach == "run":
-                error.is_agreed = True
-                collective.close()
-                raise
-            report_error(error, world)
-            collective.abort(error.exit_code)
         except BaseException as error:
-            watchdog.begin_leaving(1)
-            message = escape(f"rank {world.rank} on {world.node} failed: {describe_defect(error)}")
-            tell_end(end_values("failed", 1, message))
-            sys.stderr.write(f"{escape_block(format_defect(error))}ringtrain: error: {message}\n")
-            collective.abort(1)
-        else:
-            watchdog.begin_leaving(0)
+            leave_by(error, collective, watchdog)
             collective.close()
+            raise
+        watchdog.begin_leaving(0)
+        collective.close()
+
+
+def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *, is_agreed: bool = True) -> None:
+    """Begin to leave the other ranks for an error. Returns where they have it as well, all of them.
+
+    Else this process ends here: the others would wait for it. ``is_agreed`` is False where an error that all should
+    have may be this rank's alone.
+    """
+    world = collective.world
+    if isinstance(error, RingtrainError):
+        watchdog.begin_leaving(error.exit_code, functools.partial(report_error, error, world))
+        if isinstance(error, LostRanksError):
+            time.sleep(LAUNCHER_SECONDS)
+        if error.reach == "run":
+            error.is_agreed = is_agreed
+            return
+        report_error(error, world)
+        collective.abort(error.exit_code)
+    watchdog.begin_leaving(1)
+    message = escape(f"rank {world.rank} on {world.node} failed: {describe_defect(error)}")
+    tell_end(end_values("failed", 1, message))
+    sys.stderr.write(f"{escape_block(format_defect(error))}ringtrain: error: {message}\n")
+    collective.abort(1)
 
 
 @contextlib.contextmanager
 def watched(config: Config, world: World) -> Iterator[Watchdog]:
     """The watchdog of a rank, from before it joins the others until it has left them."""
-    leaving.allow(config.exit_timeout, f"rank {world.rank} on {world.node}")
     watchdog = Watchdog(
         world,
         config.hang_timeout,

@@ -168,7 +168,7 @@ def warn_of_other_data(job: Job, data: Mapping[str, str], opened: OpenedRun, con
 
 def leave_if_told_to(job: Job, requests: StopRequests) -> None:
     """Leave before the first step, on every rank, where one has been told to."""
-    who, cause = find_requests(job, requests)
+    who, cause = find_requests(job.collective, requests)
     if cause is not None:
         requests.clear_file()
         first_step = job.plan.first_step
@@ -176,13 +176,13 @@ def leave_if_told_to(job: Job, requests: StopRequests) -> None:
         raise PreemptedError(f"stopped by {who} before the first step; {stands}.", stopped_by=cause)
 
 
-def find_requests(job: Job, requests: StopRequests) -> tuple[str, Cause | None]:
+def find_requests(collective: Collective, requests: StopRequests) -> tuple[str, Cause | None]:
     """Who was told to stop by what, in words and in kind; None where nobody was. Every rank must call it.
 
     Of several kinds the user's file counts first: whoever starts runs again leaves that one alone.
     """
-    world = job.collective.world
-    said = all_gather_object(job.collective, [requests.reason, requests.cause, world.node], name="stop_requests")
+    node = collective.world.node
+    said = all_gather_object(collective, [requests.reason, requests.cause, node], name="stop_requests")
     who = ", ".join(
         f"{reason} at rank {rank} on {node}" if cause == "signal" else reason
         for rank, (reason, cause, node) in enumerate(said)
@@ -278,12 +278,14 @@ def finish(training: Training, step: int, ending: Ending) -> None:
 
     def save_on_rank0() -> str:
         assert records is not None
-        return records.writer.finish(take_snapshot(job, step, training.progress, records.run_facts))
+        return records.writer.finish(
+            take_snapshot(job.step.named_variables, step, training.progress, records.run_facts)
+        )
 
     activity.note(Phase.SAVE, step, takes_long=True)
     path = run_on_rank0(job.collective, save_on_rank0, name="finish")
     if ending is Ending.PREEMPTED:
-        who, cause = find_requests(job, requests)
+        who, cause = find_requests(job.collective, requests)
         requests.clear_file()
         raise PreemptedError(
             f"stopped by {who}: step {step} of {job.plan.total_steps} is saved in {path}. "

@@ -11,10 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
-from ringtrain.config import to_plain
+from ringtrain.config import Config, to_plain
 from ringtrain.data.order import StreamingOrder
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.guard.preflight import package_versions
@@ -101,28 +103,35 @@ class CheckpointWriter:
         self._run.write_event("warning", step=self.last_step, message=message)
 
 
-def take_snapshot(job: Job, step: int, progress: Progress, run_facts: Mapping[str, Any]) -> Checkpoint:
+def take_snapshot(
+    variables: Mapping[str, keras.Variable], step: int, progress: Progress, run_facts: Mapping[str, Any]
+) -> Checkpoint:
     """All that the run needs to go on, in host memory.
 
     From a GPU the values are copied. On the host a tensor never changes once it is there: a step that updates a
     variable of which a snapshot holds the value writes to other memory. So nothing is copied, and nothing waits.
     """
-    variables = {name: np.asarray(tf.convert_to_tensor(v.value)) for name, v in job.step.named_variables.items()}
-    return Checkpoint(step=step, variables=variables, progress=asdict(progress), run=run_facts)
+    values = {name: np.asarray(tf.convert_to_tensor(variable.value)) for name, variable in variables.items()}
+    return Checkpoint(step=step, variables=values, progress=asdict(progress), run=run_facts)
 
 
-def describe_run(job: Job, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def describe_job(job: Job, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a checkpoint says about the run that wrote it; JSON values."""
+    order = job.plan.order
+    data = {"global_batch_size": order.global_batch_size, "samples": order.num_samples}
+    return describe_run(job.config, job.collective.world.size, identity) | data
+
+
+def describe_run(config: Config, size: int, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The same, without what its data are."""
     return {
         "identity": identity,
-        "workload": job.config.workload,
-        "world_size": job.collective.world.size,
-        "global_batch_size": job.plan.order.global_batch_size,
-        "samples": job.plan.order.num_samples,
+        "workload": config.workload,
+        "world_size": size,
         "versions": package_versions(),
         "git_revision": _git_revision(),
         "command": sys.argv,
-        "config": to_plain(asdict(job.config)),
+        "config": to_plain(asdict(config)),
     }
 
 
@@ -137,9 +146,13 @@ def restore(job: Job, checkpoint: Checkpoint) -> None:
                 f"the newest checkpoint of the run is of another run: its {name} is {checkpoint.run.get(name)}, not "
                 f"{value}. Give the data and the workload that the run began with, or start anew with --resume never."
             )
-    variables = job.step.named_variables
+    set_values(job.step.named_variables, checkpoint.variables)
+
+
+def set_values(variables: Mapping[str, keras.Variable], values: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Give variables a checkpoint's values, which must be theirs by names, shapes and types."""
     shapes = {name: (tuple(v.shape), str(v.dtype)) for name, v in variables.items()}
-    saved = {name: (value.shape, value.dtype.name) for name, value in checkpoint.variables.items()}
+    saved = {name: (value.shape, value.dtype.name) for name, value in values.items()}
     if shapes != saved:
         names = describe_difference(list(saved), list(shapes))
         changed = [f"{name} was {saved[name]}, is {now}" for name, now in shapes.items() if saved.get(name, now) != now]
@@ -149,7 +162,7 @@ def restore(job: Job, checkpoint: Checkpoint) -> None:
             "Bring the former one back, or start anew with --resume never and --init_from."
         )
     for name, variable in variables.items():
-        variable.assign(checkpoint.variables[name])
+        variable.assign(values[name])
 
 
 def take_weights(job: Job, source: Path) -> list[str]:

@@ -1,0 +1,146 @@
+"""Where a ``fit`` stands in its data, so that one that is started again goes on with the next batch.
+
+Keras makes an iterator of the data for each epoch, or one for all epochs where ``steps_per_epoch`` is given. A rank's
+iterator says where it is, where it can (tf.data's own state); else what was trained is read again and left out. In both
+cases each earlier iterator is begun once more: a pipeline that shuffles anew for each of them then goes on with the
+order that would have come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ringtrain.errors import DataError
+from ringtrain.runtime import activity
+
+MAX_STATE_BYTES = 16 * 2**20  # it travels to rank 0 with each save; a long buffer of shuffled images is read again
+FAILS_IF_STATEFUL = 2  # tf.data's policy: a pipeline with operations whose own state would be lost has none
+_NOTHING = object()
+
+
+class Place(NamedTuple):
+    """How much of the data has been trained."""
+
+    epochs: int = 0
+    batches: int = 0  # of the epoch after these
+    all_batches: int = 0  # of all epochs
+
+
+class Batches:
+    """The batches of one ``fit`` of this rank."""
+
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self._print_line = print_line
+        self._start, self._state = Place(), b""
+        self._data: Any = None  # Keras' EpochIterator
+        self._iterator: Any = None
+        self._is_one_for_all = self._is_awaited = False
+
+    def wait(self) -> None:
+        """What is asked for next is what is trained on; validation has an EpochIterator of its own."""
+        self._is_awaited = True
+
+    def are_of(self, data: Any) -> bool:
+        """Whether these are the batches of Keras' EpochIterator ``data``."""
+        if self._is_awaited:
+            self._data, self._is_awaited = data, False
+        return self._data is data
+
+    def begin_at(self, start: Place, state: bytes) -> None:
+        """Go on after what was trained; ``state`` is what ``read_state`` gave there."""
+        self._start, self._state = start, state
+
+    def read_state(self, batches: int) -> bytes:
+        """Where the data stand after so many batches of an epoch; empty where that has to be read again."""
+        is_within = batches or (self._is_one_for_all and self._data._current_iterator is self._iterator)
+        if self._iterator is None or not is_within:
+            return b""
+        try:
+            state = tf.raw_ops.SerializeIterator(
+                resource_handle=self._iterator._iterator_resource, external_state_policy=FAILS_IF_STATEFUL
+            )
+            data = bytes(tf.io.serialize_tensor(state).numpy())
+        except (AttributeError, tf.errors.OpError):
+            return b""
+        return data if len(data) <= MAX_STATE_BYTES else b""
+
+    def enumerate(
+        self, plain: Callable[[], Iterator[tuple[int, int, Any]]], data: Any
+    ) -> Iterator[tuple[int, int, Any]]:
+        """The batches of an epoch as Keras' EpochIterator ``data`` numbers them; of the first, what is left of it.
+
+        Yields:
+            The first and the last number of those that one call of the training function takes, and their iterator.
+
+        Raises:
+            DataError: there are no longer as many as were trained, or the state is of another pipeline.
+        """
+        start, self._start = self._start, Place()
+        state, self._state = self._state, b""
+        self._is_one_for_all = data.steps_per_epoch is not None
+        began = time.perf_counter()
+        before = 0 if state else self._begin_earlier(start, data)
+        for first, last, iterator in plain():
+            if iterator is not self._iterator:
+                self._iterator = iterator
+                data._steps_seen += before
+                if state:
+                    self._restore(iterator, state)
+                else:
+                    self._read(iterator, before, start)
+            if first < start.batches:
+                if not state:
+                    self._read(iterator, last - first + 1, start)
+                continue
+            if first == start.batches and start.all_batches:
+                seconds = time.perf_counter() - began
+                if seconds >= 1.0:
+                    self._print_line(
+                        f"came to batch {start.batches + 1} of its epoch in the data after {seconds:.0f} s"
+                    )
+            yield first, last, iterator
+
+    def _begin_earlier(self, start: Place, data: Any) -> int:
+        """Begin the iterators of former epochs once more; returns the batches that the present one gave to them."""
+        num, adapter = data._num_batches, data.data_adapter
+        if hasattr(adapter, "py_dataset"):  # which gives its batches by number, read ahead by threads of Keras'
+            for _ in range(start.epochs):
+                adapter.py_dataset.on_epoch_end()
+            return max(0, start.all_batches % num - start.batches) if self._is_one_for_all and num else 0
+        if not self._is_one_for_all:
+            for _ in range(start.epochs):
+                adapter.on_epoch_begin()
+                next(iter(data._get_iterator()), None)
+                if num:
+                    iter(data._get_iterator())  # as Keras does at the end of an epoch
+                adapter.on_epoch_end()
+                activity.move()
+            return 0
+        renewals, within = divmod(start.all_batches, num) if num else (0, start.all_batches)
+        for _ in range(renewals):
+            next(iter(data._get_iterator()), None)
+            activity.move()
+        return max(0, within - start.batches)
+
+    def _read(self, iterator: Any, number: int, start: Place) -> None:
+        for _ in range(number):
+            activity.move()
+            if next(iterator, _NOTHING) is _NOTHING:
+                raise DataError(
+                    f"the data end before batch {start.batches} of epoch {start.epochs + 1}, which the checkpoint has "
+                    "trained already. Give the data that the run began with, or start anew: Run(..., resume='never')."
+                )
+
+    def _restore(self, iterator: Any, state: bytes) -> None:
+        try:
+            serialized = tf.io.parse_tensor(state, tf.variant)
+            tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=serialized)
+        except (AttributeError, tf.errors.OpError) as error:
+            raise DataError(
+                f"the data cannot go on from where the checkpoint says that they were: {error}. Give the pipeline that "
+                "the run began with, or start anew: Run(..., resume='never')."
+            ) from error

@@ -1,0 +1,462 @@
+"""A ``fit`` under way, kept in its run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from ringtrain.collectives import all_gather_object, run_on_rank0
+from ringtrain.config import Config
+from ringtrain.errors import DivergedError, PreemptedError, RingtrainError, UsageError
+from ringtrain.guard.finite import require_finite_values
+from ringtrain.guard.preflight import package_versions
+from ringtrain.keras.batches import Batches, Place
+from ringtrain.keras.collective import ProcessSetCollective
+from ringtrain.keras.distributed import find_distributed
+from ringtrain.keras.exchange import Exchange
+from ringtrain.keras.guards import BATCHES_REMEDY, STOP_REMEDY
+from ringtrain.keras.rank_state import (
+    CALLBACKS,
+    RANKS,
+    Arrays,
+    add_metrics,
+    best_weights_of,
+    counts_of,
+    is_extra,
+    metric_variables,
+    metrics_of,
+    own_of,
+    pack,
+    set_counts,
+    set_own,
+    unpack,
+)
+from ringtrain.keras.votes import Votes
+from ringtrain.messages.ranks import name_ranks
+from ringtrain.run.checkpoint import Checkpoint
+from ringtrain.run.progress import Progress
+from ringtrain.run.resume import OpenedRun, Start
+from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.runtime.world import read_world
+from ringtrain.terminal.console import Console
+from ringtrain.training.loop import find_requests
+from ringtrain.training.saving import CheckpointWriter, describe_run, set_values, take_snapshot
+from ringtrain.training.summaries import EventFiles
+
+REMEDY = "Lower the learning rate, clip the gradients (clipnorm=1.0), or look at the data"
+
+
+class KeptFit:
+    """A ``fit`` under way, kept in its run directory. What it decides, it decides alike on every rank."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        config: Config,
+        collective: ProcessSetCollective,
+        requests: StopRequests,
+        console: Console,
+        start: Start,
+        opened: OpenedRun | None,
+    ) -> None:
+        """``opened`` is rank 0's alone."""
+        self.model, self._others = model, list[keras.callbacks.Callback]()
+        self.batches = Batches(console.line)
+        self._config, self._collective, self._requests, self._console = config, collective, requests, console
+        self._start, self._opened, self._is_complete = start, opened, start.is_complete
+        self._progress, self._step = Progress(**start.progress), start.step
+        self._votes = Votes()
+        self._variables: dict[str, keras.Variable] = {}
+        self._resumed: Arrays = {}  # what this rank alone had, until the first epoch begins
+        self._metrics_so_far: Arrays = {}  # of the epoch, until its first step after a resume is done
+        self._is_first_batch, self._is_stopped = True, False
+        self._carried: npt.NDArray[np.float64] | None = None  # sums of the metrics of an epoch that has ended
+        self._rates: list[tuple[keras.Variable, Any]] = []  # as the checkpoint has them
+        self._sums_before: npt.NDArray[np.float64] | None = None  # of the metrics, at the last line of the log
+        self._steps_before = start.step
+        self._seconds, self._last_time = 0.0, 0.0
+        self._writer: CheckpointWriter | None = None
+        self._events: EventFiles | None = None
+        if opened is not None and not self._is_complete:
+            self._events = EventFiles(opened.directory.tensorboard, first_step=start.step)
+            self._writer = CheckpointWriter(
+                opened.directory, keep=config.keep, print_line=console.line, last_step=start.step
+            )
+            self._facts = describe_run(config, collective.world.size, opened.identity)
+
+    def begin(self, others: list[keras.callbacks.Callback], *, steps: int | None) -> None:
+        """Rank 0's values for every rank, from the checkpoint where there is one; then wait for requests to stop.
+
+        Args:
+            others: callbacks that count.
+            steps: of an epoch; None where nobody knows.
+        """
+        self._others, self._steps_of_epoch = others, steps
+        model = self.model
+        self._require_shared_weights()
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        self._variables = name_variables(weights=named_weights(model), slots=named_slots(model.optimizer))
+        activity.note(Phase.RESTORE, takes_long=True)
+        checkpoint = self._opened.checkpoint if self._opened else None
+        named = {} if checkpoint is None else dict(checkpoint.variables)
+        shared = {name: value for name, value in named.items() if name in self._variables or not is_extra(name)}
+        run_on_rank0(
+            self._collective, lambda: set_values(self._variables, shared) if shared else None, name="fit/first"
+        )
+        broadcast_variables(list(self._variables.values()), self._collective)
+        self._rates = [(v, v.numpy()) for name, v in self._variables.items() if name.endswith("learning_rate")]
+        if self._step:
+            self._resume(named)
+        self._describe(checkpoint)
+        self._votes.is_summed = False
+        Exchange.votes = self._votes
+        model.make_train_function(force=True)  # the one that an earlier fit has traced has no votes
+        if not self._is_complete:
+            self._requests.start_training(self._announce)
+        activity.note(Phase.DATA, self._step + 1, takes_long=True)
+
+    def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Go on in the data and with what each rank had of its own, where as many ranks go on."""
+        progress, size = self._progress, self._collective.world.size
+        if self._is_complete:
+            self.model._initial_epoch = self._config.epochs
+            return
+        self._resumed = self._receive_own(named)
+        place = Place(progress.epochs_done, progress.batches_done, self._step)
+        if self._start.size != size:
+            if progress.batches_done:
+                self._console.line(
+                    f"the checkpoint was written by {self._start.size} ranks, and {size} go on: epoch "
+                    f"{progress.epochs_done + 1} begins anew with its weights"
+                )
+            progress.batches_done, place = 0, Place(progress.epochs_done)
+        self.model._initial_epoch = progress.epochs_done
+        self.batches.begin_at(place, self._resumed.pop("data", np.array([], np.uint8)).tobytes())
+
+    def begin_epoch(self) -> None:
+        """After all that other callbacks and Keras begin anew: take back what was counted in this epoch so far."""
+        resumed, self._resumed = self._resumed, {}
+        if self._carried is None:
+            self._sums_before, self._steps_before, self._seconds = None, self._step, 0.0
+        else:  # of the epoch before, since the last line
+            self._sums_before, self._carried = -self._carried, None
+        self._epoch_began_at = self._step - self._progress.batches_done
+        self.batches.wait()
+        set_own(self.model, resumed)
+        set_counts(self._others, resumed)
+        if self._progress.batches_done and "metrics/log" in resumed:
+            self._steps_before = int(resumed["metrics/log"][0])
+            self._sums_before = resumed["metrics/log"][1:] if resumed["metrics/log"].size > 1 else None
+            self._metrics_so_far = resumed
+            for rate, value in self._rates:  # by which a scheduler of the epoch's begin has multiplied once more
+                rate.assign(value)
+        self._last_time = time.perf_counter()
+
+    def begin_batch(self) -> None:
+        activity.note(Phase.STEP, self._step + 1, takes_long=self._is_first_batch)
+        self._is_first_batch = False
+
+    def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
+        """After a step (or ``steps_per_execution`` of them): log, stop, save, each where it is due."""
+        former, self._step = self._step, self._epoch_began_at + batch + 1
+        self._progress.batches_done = batch + 1
+        now = time.perf_counter()
+        self._seconds += now - self._last_time
+        # Not before: Keras makes the metrics' variables with the first step. The sum has the same bits in either order.
+        add_metrics(self.model, self._metrics_so_far)
+        self._metrics_so_far = {}
+        if self._requests.is_pending:
+            self._votes.vote()
+        self._is_stopped = self._find_stopped(batch)
+        if self._passes(former, self._config.log_every):
+            self._log(logs)
+        if self._steps_of_epoch and batch + 1 >= self._steps_of_epoch:  # what is due now comes after the validation
+            sums = self._sum_metrics()
+            self._carried = sums if self._sums_before is None else sums - self._sums_before
+        elif self._is_stopped and self._is_between:
+            self._leave()
+        elif self._passes(former, self._config.checkpoint_every) and self._is_between:
+            self._save()
+        activity.note(Phase.DATA, self._step + 1)
+        self._last_time = time.perf_counter()
+
+    def _passes(self, former: int, every: int) -> bool:
+        return every > 0 and self._step // every > former // every
+
+    @property
+    def _is_between(self) -> bool:
+        """Whether no gradients are added up (``backward_passes_per_step``) that would be lost."""
+        distributed = find_distributed(self.model.optimizer)
+        accumulation = distributed and distributed._agg_helper
+        return not accumulation or not int(accumulation.counter.numpy())
+
+    def _find_stopped(self, batch: int) -> bool:
+        size = self._collective.world.size
+        if size == 1:
+            return self._requests.is_pending
+        if not self._votes.is_summed:
+            raise UsageError(
+                "callbacks.Run has to know of all ranks after each step, and this fit() reduces no gradients among all "
+                "of them. Wrap the optimizer by hvd.DistributedOptimizer, or the tape of your train_step by "
+                "hvd.DistributedGradientTape, for all ranks and with op=hvd.Average or hvd.Sum."
+            )
+        votes, ranks = self._votes.count()
+        if 0 < ranks < size:
+            raise UsageError(
+                f"{size - ranks} of {size} ranks have ended their epoch before batch {batch + 1}, which this one has "
+                f"trained. {BATCHES_REMEDY}",
+                reach="rank",
+            )
+        return votes > 0
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        """After an epoch and its validation."""
+        self._progress.epochs_done, self._progress.batches_done = epoch + 1, 0
+        ends = all_gather_object(self._collective, bool(self.model.stop_training), name="fit/stop_training")
+        if len(set(ends)) > 1:
+            who = name_ranks([rank for rank, is_end in enumerate(ends) if is_end])
+            raise UsageError(f"{who} stopped after epoch {epoch + 1}, and the others go on. {STOP_REMEDY}")
+        is_best = self._note_validation(logs)
+        is_last = epoch + 1 == self._config.epochs or ends[0]
+        if self._is_stopped and not is_last and self._is_between:
+            if is_best:
+                self._save(as_step=False, as_best=True)
+            self._leave()
+        if is_best or not is_last:  # the last is saved at the end
+            self._save(as_step=not is_last and self._is_between, as_best=is_best)
+        activity.note(Phase.DATA, self._step + 1, takes_long=True)
+
+    def end(self) -> None:
+        """Save the last step, and leave no rank before all know that it is saved."""
+        if self._is_complete:
+            return
+        is_early = self._progress.epochs_done < (self._config.epochs or 0)
+        self._progress.finished = "stopped early" if is_early else "completed"
+        self._finish()
+
+    def close(self) -> None:
+        """Let a save that is under way end; bring what was written to its files."""
+        Exchange.votes = None
+        self.model._initial_epoch = None
+        self._requests.end_training()
+        for end in (self._writer and self._writer.wait, self._events and self._events.close):
+            with contextlib.suppress(RingtrainError):
+                if end:
+                    end()
+
+    def _announce(self, reason: str) -> None:
+        self._console.line(f"{reason}: saving after this step, then leaving")
+
+    def _leave(self) -> None:
+        path = self._finish()
+        who, cause = find_requests(self._collective, self._requests)
+        self._requests.clear_file()
+        run = str(self._start.path)
+        way_on = "The same command goes on from there."
+        if self._config.resume == "never":
+            way_on = f"To go on from there: Run({run!r}, resume='auto')."
+        raise PreemptedError(
+            f"stopped by {who}: step {self._step} is saved in {path}. {way_on}",
+            stopped_by=cause or "signal",
+        )
+
+    def _finish(self) -> str:
+        """The last save of this process; returns its directory."""
+        snapshot = self._take_snapshot()
+
+        def save_on_rank0() -> str:
+            assert self._writer is not None
+            assert snapshot is not None
+            return self._writer.finish(snapshot)
+
+        return str(run_on_rank0(self._collective, save_on_rank0, name="fit/finish"))
+
+    def _save(self, *, as_step: bool = True, as_best: bool = False) -> None:
+        snapshot = self._take_snapshot()
+        if self._writer is not None and snapshot is not None:
+            self._writer.save(snapshot, as_step=as_step, as_best=as_best)
+
+    def _take_snapshot(self) -> Checkpoint | None:
+        """All that the fit needs to go on, on rank 0; None on the others."""
+        activity.note(Phase.SAVE, self._step, takes_long=True)
+        self._require_finite()
+        own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)
+        sums = () if self._sums_before is None else self._sums_before
+        own["metrics/log"] = np.array([self._steps_before, *sums], np.float64)
+        own["data"] = np.frombuffer(self.batches.read_state(self._progress.batches_done), np.uint8)
+        packed = pack(own)
+        sizes = all_gather_object(self._collective, packed.size, name="fit/sizes")
+        of_all = self._collective.all_gather(tf.constant(packed), name="fit/own").numpy()
+        if self._writer is None:
+            return None
+        assert self._events is not None
+        self._events.flush()
+        parts = np.split(of_all, np.cumsum(sizes)[:-1])
+        snapshot = take_snapshot(self._variables, self._step, self._progress, self._facts)
+        extra = {f"{RANKS}{rank}": part for rank, part in enumerate(parts)} | best_weights_of(self._others)
+        return dataclasses.replace(snapshot, variables={**snapshot.variables, **extra})
+
+    def _receive_own(self, named: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """What this rank had of its own, and the best weights that callbacks keep, which rank 0 has read."""
+        world, size = self._collective.world, self._start.size or 0
+        names = [f"{RANKS}{rank}" for rank in range(size)]
+        of_callbacks = sorted(name for name in named if name.startswith(CALLBACKS))
+        packed = [named[name] for name in names] if named else []
+        sizes = run_on_rank0(self._collective, lambda: [int(part.size) for part in packed], name="fit/own_sizes")
+        given = np.concatenate(packed) if packed else np.zeros(sum(sizes), np.uint8)
+        [of_all] = self._collective.broadcast([tf.constant(given)], name="fit/own_values")
+        parts = np.split(of_all.numpy(), np.cumsum(sizes)[:-1])
+        own = unpack(parts[world.rank if size == world.size else 0])
+        if size != world.size:  # what callbacks count is alike on all ranks
+            own = {name: value for name, value in own.items() if name.startswith("counts/")}
+        best = pack({name: named[name] for name in of_callbacks})
+        size = run_on_rank0(self._collective, lambda: int(best.size), name="fit/best_size")
+        [best] = self._collective.broadcast(
+            [tf.constant(best if world.is_rank0 else np.zeros(size, np.uint8))], name="fit/best_values"
+        )
+        return own | unpack(best.numpy())
+
+    def _require_shared_weights(self) -> None:
+        if not self.model.built:
+            raise UsageError(
+                f"the model {self.model.name!r} has no weights before its first step, so that those of a checkpoint "
+                "cannot be set. Begin it with keras.Input(shape), or call model.build(shape) before fit()."
+            )
+        local = [v.path for v in self.model.trainable_variables if Exchange.is_local_somewhere(v)]
+        if local:
+            raise UsageError(
+                f"callbacks.Run keeps the weights of rank 0, and {local[0]} is each rank's own. Train without local "
+                "layers, or keep the model yourself."
+            )
+
+    def _describe(self, checkpoint: Checkpoint | None) -> None:
+        if self._opened is None:
+            return
+        path, progress, world = self._start.path, self._progress, self._collective.world
+        if self._is_complete:
+            self._console.line(
+                f"the run in {path} is complete: {self._step} steps, whose weights the model has now. "
+                "Run(..., resume='never') starts anew beside it."
+            )
+            return
+        where = f", at epoch {progress.epochs_done + 1}, batch {progress.batches_done + 1}"
+        self._console.line(
+            f"the run is kept in {path}"
+            + (f"; it goes on from the checkpoint of step {self._start.step}{where}" if checkpoint else "")
+        )
+        self._opened.directory.write_event(
+            "start",
+            workload=self._config.workload,
+            size=world.size,
+            first_step=self._step,
+            parameters=self.model.count_params(),
+            node=world.node,
+            launcher=read_world(os.environ).launcher,
+            versions=package_versions(),
+        )
+
+    def _log(self, logs: Mapping[str, Any]) -> None:
+        """Means since the last line, over the samples of all ranks; DivergedError where the loss is not finite."""
+        activity.note(Phase.LOG, self._step)
+        sums = self._sum_metrics()
+        values, samples = self._read_metrics(sums if self._sums_before is None else sums - self._sums_before)
+        if values.keys() != logs.keys():  # of a train_step that gives values of its own
+            of_ranks = all_gather_object(self._collective, _scalars(logs), name="fit/logs")
+            values = {name: float(np.mean([each[name] for each in of_ranks])) for name in of_ranks[0]}
+        self._sums_before = sums
+        num_steps, seconds = self._step - self._steps_before, self._seconds
+        self._steps_before, self._seconds = self._step, 0.0
+        self._progress.samples_seen += samples
+        if not np.isfinite(values.get("loss", 0.0)):
+            self._diverge(float(np.mean(logs.get("loss", np.nan))), num_steps)
+        self._require_finite()
+        if self._opened is None or self._events is None:
+            return
+        steps = self._steps_of_epoch
+        done = self._progress.epochs_done + (self._progress.batches_done / steps if steps else 0)
+        if not hasattr(self.model.optimizer, "optimizers"):  # of which each has its own
+            values["lr"] = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        speed = {"examples_per_sec": round(samples / seconds, 1), "sec_per_step": round(seconds / num_steps, 6)}
+        facts = {"step": self._step, "epoch": round(done, 4), "samples_seen": self._progress.samples_seen}
+        self._opened.directory.write_event("train", **facts, **values, **speed)
+        self._events.scalars("train", values | speed, step=self._step)
+
+    def _require_finite(self) -> None:
+        """Where a gradient was not finite, the loss need not show it."""
+        require_finite_values(self._variables, self._collective, step=self._step, though="", remedy=REMEDY)
+
+    def _diverge(self, mine: float, num_steps: int) -> None:
+        losses = all_gather_object(self._collective, bool(np.isfinite(mine)), name="fit/diverged")
+        who = name_ranks([rank for rank, is_finite in enumerate(losses) if not is_finite])
+        stands = run_on_rank0(self._collective, lambda: self._writer.last_step if self._writer else 0, name="fit/last")
+        saved = f"The checkpoint of step {stands} stands." if stands else "Nothing is saved."
+        raise DivergedError(
+            f"the loss of {who or 'the ranks'} is not finite, within the {num_steps} steps up to step {self._step}. "
+            f"{saved} {REMEDY}."
+        )
+
+    def _note_validation(self, logs: Mapping[str, Any]) -> bool:
+        """Write the ``eval`` event; whether it is the best so far. Every rank must call it."""
+        values_here = _scalars(logs)
+        mine = {name.removeprefix("val_"): v for name, v in values_here.items() if name.startswith("val_")}
+        had = all_gather_object(self._collective, bool(mine), name="fit/validated")
+        samples = 0
+        if all(had):  # its metrics are still what fit() has validated by
+            values, samples = self._read_metrics(self._sum_metrics())
+            values = {name: value for name, value in values.items() if name in mine}
+        else:
+            values = run_on_rank0(self._collective, lambda: mine, name="fit/validated_by_rank0")
+        if not values:
+            return False
+        metric = self._config.best_metric
+        if metric not in values:
+            raise UsageError(
+                f"best_metric is {metric!r}, and the validation gives {', '.join(values)}. Name one of these."
+            )
+        if self._opened is not None and self._events is not None:
+            epoch = self._progress.epochs_done
+            self._opened.directory.write_event("eval", step=self._step, epoch=epoch, samples=samples, **values)
+            self._events.scalars("eval", values, step=self._step)
+        return self._progress.note_evaluation(self._step, values[metric], self._config.best_direction)
+
+    def _sum_metrics(self) -> npt.NDArray[np.float64]:
+        """The variables of all metrics, summed over all ranks."""
+        mine = [np.ravel(keras.ops.convert_to_numpy(v.value)).astype(np.float64) for v in metric_variables(self.model)]
+        [total] = self._collective.all_reduce([tf.constant(np.concatenate([[0.0], *mine]))], name="fit/metrics").tensors
+        return np.asarray(total.numpy(), np.float64)[1:]
+
+    def _read_metrics(self, sums: npt.NDArray[np.float64]) -> tuple[dict[str, float], int]:
+        """The metrics whose variables have these sums, and the number of samples."""
+        variables = metric_variables(self.model)
+        if not variables:
+            return {}, 0
+        before = [keras.ops.convert_to_numpy(v.value) for v in variables]
+        ends = np.cumsum([value.size for value in before])
+        counts = [m.count for m in self.model.metrics if m.name == "loss" and isinstance(m, keras.metrics.Mean)]
+        try:
+            for variable, part in zip(variables, np.split(sums, ends[:-1]), strict=True):
+                variable.assign(part.reshape(variable.shape).astype(variable.dtype))
+            results = _scalars(self.model.get_metrics_result())
+            samples = int(counts[0].numpy()) if counts else 0
+        finally:
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+        return results, samples
+
+
+def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those that are single numbers."""
+    return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}

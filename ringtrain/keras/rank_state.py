@@ -1,0 +1,130 @@
+"""What a ``fit`` has besides weights and optimizer, kept in a checkpoint: of each rank, and of its callbacks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from ringtrain.run.variables import is_seed_state
+
+Arrays = dict[str, npt.NDArray[Any]]
+RANKS = "ranks/"  # in a checkpoint: what differs between ranks, packed
+CALLBACKS = "callbacks/"
+# What Keras' own callbacks count, and begin anew in each ``fit``.
+COUNTED = {
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: (
+        "best", "epochs_since_last_save", "_batches_seen_since_last_saving", "_last_batch_seen",
+    ),
+}  # fmt: skip
+
+
+def is_extra(name: str) -> bool:
+    """Whether a name in a checkpoint is neither a weight nor a slot."""
+    return name.startswith((RANKS, CALLBACKS))
+
+
+def _own_variables(model: keras.Model) -> dict[str, keras.Variable]:
+    """What each rank has of its own: moving statistics, and the states of seeds."""
+    statistics = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+    seeds = [v for v in model.variables if is_seed_state(v)]
+    by_id = {id(v): v for v in (*statistics, *seeds)}
+    return {f"own/{number}": v for number, v in enumerate(by_id.values())}
+
+
+def metric_variables(model: keras.Model) -> list[keras.Variable]:
+    """Those that count samples, whose sum over ranks counts those of all ranks."""
+    return [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
+
+
+def metrics_of(model: keras.Model) -> Arrays:
+    """What this rank has counted of the epoch so far."""
+    return {f"metrics/{number}": _plain(v.value) for number, v in enumerate(metric_variables(model))}
+
+
+def add_metrics(model: keras.Model, values: Arrays) -> None:
+    """Add what ``metrics_of`` gave."""
+    for number, variable in enumerate(metric_variables(model) if values else ()):
+        saved = values.get(f"metrics/{number}")
+        if saved is not None and saved.shape == tuple(variable.shape):
+            variable.assign_add(saved)
+
+
+def own_of(model: keras.Model) -> Arrays:
+    """What this rank has of its own, to be kept."""
+    return {name: _plain(v.value) for name, v in _own_variables(model).items()}
+
+
+def set_own(model: keras.Model, values: Arrays) -> None:
+    """Give this rank back what ``own_of`` gave."""
+    for name, variable in _own_variables(model).items():
+        if name in values and values[name].shape == tuple(variable.shape):
+            variable.assign(values[name])
+
+
+def _counting(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, Any, str]]:
+    for number, callback in enumerate(callbacks):
+        for kind, names in COUNTED.items():
+            if isinstance(callback, kind):
+                yield from ((f"counts/{number}/{name}", callback, name) for name in names if hasattr(callback, name))
+
+
+def counts_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
+    """What callbacks have counted."""
+    counts = {key: getattr(callback, name) for key, callback, name in _counting(callbacks)}
+    return {key: np.asarray(value, np.float64) for key, value in counts.items() if value is not None}
+
+
+def set_counts(callbacks: Sequence[keras.callbacks.Callback], values: Arrays) -> None:
+    """Give callbacks back what ``counts_of`` and ``best_weights_of`` gave."""
+    for key, callback, name in _counting(callbacks):
+        if key in values:
+            now = getattr(callback, name)
+            setattr(callback, name, type(now)(values[key]) if isinstance(now, int) else float(values[key]))
+    for number, callback in enumerate(_bringing_back(callbacks)):
+        prefix = f"{CALLBACKS}{number}/"
+        best = [values[key] for key in sorted((k for k in values if k.startswith(prefix)), key=_number_of)]
+        callback.best_weights = best or callback.best_weights
+
+
+def best_weights_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
+    """The weights that EarlyStopping would bring back, alike on all ranks."""
+    return {
+        f"{CALLBACKS}{number}/{place}": _plain(weight)
+        for number, callback in enumerate(_bringing_back(callbacks))
+        for place, weight in enumerate(callback.best_weights or ())
+    }
+
+
+def _bringing_back(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.EarlyStopping]:
+    return [callback for callback in callbacks if isinstance(callback, keras.callbacks.EarlyStopping)]
+
+
+def _plain(value: Any) -> npt.NDArray[Any]:
+    """A value in a type that NumPy keeps in files."""
+    array = np.asarray(keras.ops.convert_to_numpy(value))
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _number_of(name: str) -> int:
+    return int(name.rpartition("/")[2])
+
+
+def pack(arrays: Arrays) -> npt.NDArray[np.uint8]:
+    """Arrays as bytes that travel."""
+    buffer = io.BytesIO()
+    named: dict[str, Any] = {name.replace("/", "|"): value for name, value in arrays.items()}
+    np.savez(buffer, **named)
+    return np.frombuffer(buffer.getvalue(), np.uint8)
+
+
+def unpack(data: npt.NDArray[np.uint8]) -> Arrays:
+    """The arrays that ``pack`` was given; nothing in them is code."""
+    with np.load(io.BytesIO(data.tobytes()), allow_pickle=False) as arrays:
+        return {name.replace("|", "/"): arrays[name] for name in arrays.files}

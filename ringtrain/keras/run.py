@@ -1,0 +1,217 @@
+"""``callbacks.Run``: a ``fit`` with what ``python -m ringtrain`` gives its runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import keras
+
+from ringtrain.collectives import all_gather_object
+from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
+from ringtrain.errors import DivergedError, PreemptedError, ReplicasDifferError, RingtrainError, UsageError
+from ringtrain.guard.lost import explaining_lost_ranks
+from ringtrain.keras.collective import ProcessSetCollective, require_init
+from ringtrain.keras.kept import KeptFit
+from ringtrain.keras.rank_state import COUNTED
+from ringtrain.run.directory import REPORT_FILE
+from ringtrain.runtime import activity, leaving
+from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.runtime.world import read_world
+from ringtrain.terminal.console import open_console
+from ringtrain.training.ending import (
+    early_end,
+    recording_end,
+    report_end,
+    report_error,
+    write_end_at_hang,
+    write_warning,
+)
+from ringtrain.training.joining import leave_by, watched
+from ringtrain.training.together import open_together
+
+
+class Run(keras.callbacks.Callback):
+    """Keeps a ``fit`` in a run directory, as ``python -m ringtrain`` keeps its runs.
+
+        model.fit(batches, epochs=90, callbacks=[hvd.callbacks.Run("runs/mine")])
+
+    The same script, started again, goes on where it was: in mid-epoch, with the next batch, with the optimizer, the
+    metrics of the epoch, dropout's seeds, and what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint count. SIGTERM,
+    Slurm's warning, the end of the allocation or the file ``stop`` save after the step under way and end the script
+    with exit code 75. A watchdog ends ranks that wait for ever. A loss that is not
+    finite ends the run with exit code 4 at the next line of the log; nothing of it is saved. A run that is complete
+    gives its weights, and ``fit`` returns at once.
+
+    What comes from the script is the script's own: its data, their order, and how they are split among the ranks. It
+    goes on exactly (bit for bit on as many ranks) where its pipeline gives the same batches each time that it is made.
+    On another number of ranks it goes on with the first batch of the epoch. The exact table is in docs/fit.md.
+    """
+
+    current: ClassVar[KeptFit | None] = None  # while a fit goes on
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        checkpoint_every: int = Config.checkpoint_every,
+        keep: int = Config.keep,
+        log_every: int = Config.log_every,
+        best_metric: str = Config.best_metric,
+        best_direction: Literal["min", "max"] = Config.best_direction,
+        resume: Literal["auto", "never", "must"] = Config.resume,
+        hang_timeout: float = Config.hang_timeout,
+        max_hours: float | None = Config.max_hours,
+    ) -> None:
+        """Name the run directory. The arguments are the settings of ``python -m ringtrain`` of these names.
+
+        Args:
+            out: the run directory, the same on every rank; rank 0 alone writes into it.
+            checkpoint_every: steps between two checkpoints, besides one at the end of each epoch; 0: none.
+            keep: how many of the newest checkpoints are kept, besides the best.
+            log_every: steps between two ``train`` events in ``metrics.jsonl``, and of TensorBoard.
+            best_metric, best_direction: which value of the validation makes the best checkpoint, without ``val_``.
+            resume: ``"auto"``, ``"never"`` (a fresh directory beside it) or ``"must"``.
+            hang_timeout: seconds after which ranks that do not move are ended with exit code 6; 0: no watch.
+            max_hours: hours after which the run saves and ends with exit code 75.
+
+        Raises:
+            UsageError: one of them cannot be.
+        """
+        super().__init__()
+        self._config = Config(
+            workload=f"fit of {Path(sys.argv[0]).name or 'a script'}",
+            out=Path(os.path.expanduser(out)),
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            log_every=log_every,
+            best_metric=best_metric,
+            best_direction=best_direction,
+            resume=resume,
+            hang_timeout=hang_timeout,
+            max_hours=max_hours,
+        )
+        self._was_used = False
+        self._others: list[keras.callbacks.Callback] = []
+
+    @contextlib.contextmanager
+    def around(self, model: keras.Model, *, epochs: int, initial_epoch: int, is_alone: bool) -> Iterator[None]:
+        """Within it ``fit`` trains: called by ``ringtrain.keras`` itself, on every rank.
+
+        Raises:
+            SystemExit: the run ended before its end, on every rank, for a reason that has been printed.
+        """
+        require_init("callbacks.Run")
+        collective = ProcessSetCollective()
+        try:
+            self._check_use(initial_epoch, is_alone=is_alone)
+            with StopRequests() as requests:
+                requests.at_early_end(lambda reason, code: report_error(early_end(reason, code), collective.world))
+                config = dataclasses.replace(self._config, epochs=epochs, **describe_optimizer(model.optimizer))
+                with self._keeping(model, config, collective, requests):
+                    yield
+        except RingtrainError as error:
+            report_end(error, collective.world)
+            leaving.note_exit_code(error.exit_code)
+            raise SystemExit(error.exit_code) from error
+
+    @contextlib.contextmanager
+    def _keeping(
+        self, model: keras.Model, config: Config, collective: ProcessSetCollective, requests: StopRequests
+    ) -> Iterator[None]:
+        world = collective.world
+        with watched(config, world) as watchdog:
+            try:
+                all_gather_object(collective, None, name="a fit with callbacks.Run")
+                watchdog.meet(collective)
+                if read_world(os.environ).launcher != "no launcher":
+                    requests.watch_launcher()
+                console = open_console(is_rank0=world.is_rank0)
+                start, opened = open_together(config, collective, requests, console)
+                run = opened.directory if opened else None
+                watchdog.write_by(
+                    write_end=functools.partial(write_end_at_hang, run, start),
+                    warn=functools.partial(write_warning, run, console) if run else None,
+                )
+                with (
+                    recording_end(run, start.is_complete, requests, world, console),
+                    leaving.ending_forked(),
+                    explaining_lost_ranks(),
+                ):
+                    Run.current = kept = KeptFit(model, config, collective, requests, console, start, opened)
+                    try:
+                        yield
+                    finally:
+                        Run.current = None
+                        kept.close()
+                if not start.is_complete:
+                    console.line(f"done: the run is in {start.path}, its curves in {start.path}/{REPORT_FILE}")
+            except BaseException as error:
+                if world.size > 1 or isinstance(error, RingtrainError):
+                    # The script's own code may have raised any other.
+                    is_agreed = isinstance(error, PreemptedError | DivergedError | ReplicasDifferError)
+                    leave_by(error, collective, watchdog, is_agreed=is_agreed)
+                raise
+
+    def note_others(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        """Which callbacks take part besides this one."""
+        self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
+
+    def _check_use(self, initial_epoch: int, *, is_alone: bool) -> None:
+        if self._was_used or Run.current is not None or not is_alone:
+            raise UsageError(
+                "callbacks.Run was given twice. One Run keeps one fit(), and a fit() has one: make another with a "
+                "directory of its own for each fit()."
+            )
+        if initial_epoch:
+            raise UsageError(
+                f"initial_epoch is {initial_epoch}, but callbacks.Run knows the epoch. Leave initial_epoch out."
+            )
+        self._was_used = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._fit.begin(self._others, steps=self.params.get("steps"))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._fit.begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._fit.begin_batch()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._fit.end_batch(batch, logs or {})
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        activity.note(Phase.EVALUATION_DATA, batch + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._fit.end_epoch(epoch, logs or {})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._fit.end()
+
+    @property
+    def _fit(self) -> KeptFit:
+        if Run.current is None:
+            raise UsageError("callbacks.Run is a callback of fit(), after ringtrain.keras.init(). Pass it there.")
+        return Run.current
+
+
+def describe_optimizer(optimizer: Any) -> dict[str, Any]:
+    """An optimizer as settings of a run, so that a script that is started again with another one is told so."""
+    kind, rate = type(optimizer).__name__, getattr(optimizer, "_learning_rate", None)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        return describe_optimizer(inner)
+    name = next((name for name, class_name in OPTIMIZER_CLASSES.items() if class_name == kind), None)
+    rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else type(rate).__name__
+    settings = OptimizerConfig(name=name, lr=rate) if name and isinstance(rate, float) and rate > 0 else None
+    options = {"optimizer": kind, "learning_rate": rate}
+    return {"options": options} | ({"optimizer": settings} if settings else {})

@@ -1,0 +1,33 @@
+"""Two numbers that every rank adds to each training step of ``fit``: has it been asked to stop, and is it there?"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+class Votes:
+    """Travels with the gradients of a step, so that all ranks stop after the same one."""
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._mine = tf.Variable([0.0, 1.0], trainable=False)
+            self._all = tf.Variable([0.0, 0.0], trainable=False)
+        self.is_summed = False  # by a step that has been traced
+
+    def mine(self) -> tf.Tensor:
+        """float32 [2]: 1 from ``vote`` on, until then 0, and 1; as part of a graph."""
+        return self._mine.read_value()
+
+    def note(self, total: tf.Tensor) -> None:
+        """Keep the sum over all ranks; as part of a graph."""
+        self.is_summed = True
+        self._all.assign(total)
+
+    def vote(self) -> None:
+        """Have this rank's wish travel with the next step."""
+        self._mine.assign([1.0, 1.0])
+
+    def count(self) -> tuple[int, int]:
+        """The ranks that wished to stop in the last step, and those that trained it: the same on each of these."""
+        votes, ranks = self._all.numpy()
+        return round(float(votes)), round(float(ranks))

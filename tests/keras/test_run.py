@@ -1,0 +1,124 @@
+"""``callbacks.Run``: a ``fit`` that is killed or told to stop goes on bit for bit, and one that fails says why."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.keras.kept import BATCHES, EPOCHS
+from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
+from tests.world.running import Run, events, running
+
+SCRIPT = REPOSITORY / "tests/keras/kept.py"
+STEPS = EPOCHS * BATCHES
+SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}
+ENV = {"PYTHONPATH": str(REPOSITORY), "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def command(*arguments: object, np: int = 2) -> list[str]:
+    mpirun = ["mpirun", "-np", str(np), "--oversubscribe", "--bind-to", "none"] if np > 1 else []
+    return [*mpirun, sys.executable, str(SCRIPT), *map(str, arguments)]
+
+
+def fit(kind: str, out: Path, np: int = 2, **env: str) -> Finished:
+    return run_command(command(kind, out, np=np), env=clean_environment(**ENV, **env), timeout=120)
+
+
+def said(text: str) -> list[str]:
+    """Each rank's last line: digests of what all ranks hold alike, and of what is its own."""
+    return sorted(set(re.findall(r"rank \d: \w{16} \w{16} after", text)))
+
+
+def interrupted(kind: str, out: Path) -> AbstractContextManager[Run]:
+    return running(out, start=command(kind, out), env={**ENV, **SLOW_STEP})
+
+
+KINDS = ["dataset", *(pytest.param(k, marks=pytest.mark.slow) for k in ("arrays", "endless", "stateful", "pydataset"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fit_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    """In the second epoch, after a checkpoint in its middle."""
+    reference = fit(kind, tmp_path / "reference")
+    assert reference.rc == 0, reference.stdout + reference.stderr
+    assert len(said(reference.stdout)) == 2
+    out = tmp_path / "run"
+    with interrupted(kind, out) as run:
+        run.wait_for_checkpoint_after(BATCHES + 2)
+        run.kill()
+    assert not (out / "report.html").exists()
+    finished = fit(kind, out)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    step = events(out, "start")[-1]["first_step"]
+    assert step > BATCHES + 2
+    assert f"it goes on from the checkpoint of step {step}, at epoch 2" in finished.stdout
+    assert said(finished.stdout) == said(reference.stdout)
+    for event in ("train", "eval"):
+        names = ("step", "loss", "accuracy")
+        found, wanted = ([[e[n] for n in names] for e in events(o, event)] for o in (out, tmp_path / "reference"))
+        assert found == wanted
+    assert (out / "report.html").is_file()
+
+
+def test_a_fit_that_is_told_to_stop_saves_and_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with interrupted("dataset", out) as run:
+        run.wait_for_step(4)
+        run.signal_rank(1, signal.SIGTERM)
+        assert run.wait() == 75, run.text()
+    end = events(out)[-1]
+    assert (end["event"], end["status"], end["exit_code"]) == ("end", "preempted", 75)
+    assert re.search(r"ringtrain: stopped by SIGTERM at rank 1 on \S+: step \d+ is saved in ", run.text())
+    assert "Traceback" not in run.text()
+    finished = fit("dataset", out)
+    assert (finished.rc, events(out)[-1]["status"]) == (0, "completed"), finished.stdout + finished.stderr
+    again = fit("dataset", out)
+    assert again.rc == 0, again.stderr
+    assert f"the run in {out} is complete: {STEPS} steps, whose weights the model has now" in again.stdout
+    assert "after 0 epochs" in again.stdout
+    assert [line.split()[2] for line in said(again.stdout)] == [line.split()[2] for line in said(finished.stdout)]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    finished = fit("nan", tmp_path / "run")
+    assert finished.rc == 4, finished.stdout + finished.stderr
+    assert "error: the loss of rank 1 is not finite, within the 2 steps up to step 6. " in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert all(event["step"] < 6 for event in events(tmp_path / "run", "checkpoint"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        pytest.param("twice", "callbacks.Run was given twice", marks=pytest.mark.slow),
+        pytest.param("apart", "is not distributed", marks=pytest.mark.slow),
+        pytest.param("unbuilt", "has no weights before its first step", marks=pytest.mark.slow),
+        pytest.param("epoch", "initial_epoch is 1, but callbacks.Run knows the epoch", marks=pytest.mark.slow),
+        pytest.param("uneven", "1 of 2 ranks have ended their epoch before batch 10", marks=pytest.mark.slow),
+        ("one", "rank 0 at 'a fit with callbacks.Run', rank 1 at 'guard_plan'"),
+    ],
+)
+def test_a_wrong_use_is_told(tmp_path: Path, kind: str, message: str) -> None:
+    finished = fit(kind, tmp_path / "run")
+    assert finished.rc != 0
+    assert message in finished.stderr
+    assert not finished.left_behind
+
+
+@pytest.mark.slow
+def test_other_settings_and_other_numbers_of_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with interrupted("dataset", out) as run:
+        run.wait_for_checkpoint_after(BATCHES + 2)
+        run.kill()
+    finished = fit("dataset", out, RINGTRAIN_TEST_RATE="0.02")
+    assert finished.rc == 2
+    assert "options.learning_rate 0.05" in finished.stderr
+    finished = fit("dataset", out, np=3)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert "was written by 2 ranks, and 3 go on: epoch 2 begins anew with its weights" in finished.stdout

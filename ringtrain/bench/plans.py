@@ -24,6 +24,7 @@ from ringtrain.bench.steps import (
     launch,
     peer,
     peer_flags,
+    plan_fits,
     plan_guards,
     plan_loops,
     plan_one_process,
@@ -235,6 +236,7 @@ def plan_variations(options: BenchOptions, _: Settings) -> list[Experiment]:
 # The experiments of each mode.
 PLANS: Mapping[str, Callable[[BenchOptions, Settings], list[Experiment]]] = {
     "step": plan_steps,
+    "fit": plan_fits,
     "loop": plan_loops,
     "allreduce": plan_sums,
     "input": plan_inputs,

@@ -37,10 +37,10 @@ class BenchOptions:
     """ranks"""
 
     models: str = ",".join(MODELS)
-    """models of step, loop (CNN and TINY alone) and settings, such as CNN,WIDE"""
+    """models of step, fit, loop (CNN and TINY alone) and settings, such as CNN,WIDE"""
 
     contenders: str = ""
-    """contenders of step and settings, such as ringtrain,ringtrain_again,bound; by default all"""
+    """contenders of step, fit and settings, such as ringtrain,ringtrain_again,bound; by default all"""
 
     other_python: Path | None = None
     """for step: the interpreter of another environment, in which ringtrain trains as well (ringtrain_other)"""

@@ -48,6 +48,8 @@ GOALS = {
     "TINY": (),
 }
 LOOP_GOALS = {"CNN": 1 / 1.01, "TINY": 1 / 1.05}
+FIT_GOALS = {"CNN": 0.97, "WIDE": 0.85, "MANY": 0.80, "TINY": 0.80}
+FIT_CONTENDERS = ("ringtrain", "ringtrain_again", "native", "kept", "bound")
 OTHER = "ringtrain_other"  # in another environment: --other_python
 STEP_CONTENDERS = (
     "ringtrain", "ringtrain_again", "bound", "minimal", "minimal_stock", "minimal_no_fusion", "minimal_autotune",
@@ -84,6 +86,45 @@ def plan_loops(options: BenchOptions, settings: Settings) -> list[Experiment]:
         )
         chosen = tuple(contenders[name] for name in names)
         experiments.append(Experiment(model, "a step", chosen, comparisons, contenders["one_process"]))
+    return experiments
+
+
+def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
+    """``model.fit`` on all ranks, against processes that train apart by ``fit``."""
+    experiments = []
+    for model in options.model_names:
+        size, length = options.size, options.length(LENGTHS[model])
+        flags = peer_flags(model, size, length)
+
+        def fit(how: str, flags: list[str] = flags) -> list[Command]:
+            return [Command(launch(options.size, peer("fit.py", ["--how", how, *flags])))]
+
+        apart = ["--how", "unconnected", *flags, *settings.rank_flags]
+        bound = [Command(argv, settings.env) for argv in plan_ranks("fit.py", size, apart)]
+        planned = (
+            ("ringtrain", "fit by ringtrain.keras, as init() has it", fit("ringtrain"), read_peer),
+            ("ringtrain_again", AGAIN, fit("ringtrain"), read_peer),
+            ("native", 'the same with init(backend="native")', fit("native"), read_peer),
+            ("kept", "the same with callbacks.Run", fit("kept"), read_peer),
+            (
+                "bound",
+                "fit in plain processes, pinned as ringtrain's are, without communication",
+                bound,
+                read_unconnected,
+            ),
+        )
+        prepare = functools.partial(write_order, model, size, length.steps)
+        wanted = [row for row in planned if row[0] in (options.contender_names or FIT_CONTENDERS)]
+        contenders = tuple(Contender(name, text, tuple(argv), read, prepare) for name, text, argv, read in wanted)
+        comparisons = (
+            Comparison("ringtrain_again", "ringtrain"),
+            Comparison("ringtrain", "bound", FIT_GOALS[model]),
+            Comparison("native", "bound", FIT_GOALS[model]),
+            Comparison("native", "ringtrain"),
+            Comparison("kept", "ringtrain"),
+        )
+        reference = plan_one_process(model, size, length)
+        experiments.append(Experiment(model, "a step of fit", contenders, comparisons, reference))
     return experiments
 
 

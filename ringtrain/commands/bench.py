@@ -29,7 +29,7 @@ from ringtrain.bench.plans import PLANS, SETTINGS_CONTENDERS
 from ringtrain.bench.plot import draw_result
 from ringtrain.bench.rounds import Runner, find_faults, measure
 from ringtrain.bench.settings import BenchOptions, choose_settings
-from ringtrain.bench.steps import LOOP_GOALS, OTHER, STEP_CONTENDERS
+from ringtrain.bench.steps import FIT_CONTENDERS, LOOP_GOALS, OTHER, STEP_CONTENDERS
 from ringtrain.bench.table import describe_result, make_page, read_results
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
@@ -38,7 +38,11 @@ from ringtrain.files.atomic import replace_text
 from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World
 
-CONTENDERS = {"step": STEP_CONTENDERS, "settings": SETTINGS_CONTENDERS}  # of the modes that let one choose
+CONTENDERS = {
+    "step": STEP_CONTENDERS,
+    "fit": FIT_CONTENDERS,
+    "settings": SETTINGS_CONTENDERS,
+}  # of the modes that let one choose
 MODES = tuple(PLANS)
 FORMAT = 1
 PAGE = Path("docs/benchmarks.md")
@@ -49,7 +53,7 @@ class Options(BenchOptions):
     """What to measure, or to show."""
 
     mode: str
-    """step, loop, allreduce, input, startup, checkpoint, guards, settings, all, show, or page"""
+    """step, fit, loop, allreduce, input, startup, checkpoint, guards, settings, all, show, or page"""
 
     file: Path | None = None
     """for show: a result file"""
@@ -113,7 +117,7 @@ def find_obstacle(mode: str, options: BenchOptions) -> str:
     has = CONTENDERS.get(mode)
     for name in options.contender_names:
         if has is None:
-            return f"contenders is {options.contenders!r}; they are chosen in {' and '.join(CONTENDERS)} alone."
+            return f"contenders is {options.contenders!r}; they are chosen in step, fit and settings alone."
         if name not in has:
             return f"contenders names {name!r}; bench {mode} has {', '.join(has)}."
     return ""

@@ -84,7 +84,7 @@ WRONG = [
     (["--epochs"], ["epochs"]),
     (["verify", "--world_sizes", "2"], ["world_sizes is '2'"]),
     (["verify", "--world_sizes", "1,²"], ["world_sizes is '1,²'"]),
-    (["bench", "stpe"], ["there is nothing like bench stpe", "bench step, loop, allreduce"]),
+    (["bench", "stpe"], ["there is nothing like bench stpe", "bench step, fit, loop, allreduce"]),
     (["bench", "step", "--round", "3"], ["there is no flag --round", "Did you mean --rounds?"]),
     (["bench", "step", "--rounds", "0"], ["rounds is 0; it must be at least 1"]),
     (["bench", "step", "--rounds", "few"], ["few"]),

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import peer_models
 
 
-def parse_arguments(description: str | None) -> argparse.Namespace:
+def parse_arguments(description: str | None, words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", choices=peer_models.MODELS, required=True)
     parser.add_argument("--size", type=int, required=True, help="processes that share a global batch")
@@ -26,7 +26,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--cores", action="append", default=[], help="a rank's cores, such as 0,1; once for each rank")
     parser.add_argument("--intra_op_threads", type=int, default=0, help="0: TensorFlow's own number")
     parser.add_argument("--inter_op_threads", type=int, default=0, help="0: TensorFlow's own number")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def pin(arguments: argparse.Namespace, rank: int) -> None:

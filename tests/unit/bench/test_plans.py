@@ -186,7 +186,7 @@ def test_a_loop_of_models_that_have_no_goal_is_refused() -> None:
     [
         ("step", "ringtrain,spinning", "contenders names 'spinning'; bench step has ringtrain, ringtrain_again, bound"),
         ("settings", "bound", "contenders names 'bound'; bench settings has ringtrain, ringtrain_again, cycle_5_ms"),
-        ("checkpoint", "ringtrain", "contenders is 'ringtrain'; they are chosen in step and settings alone"),
+        ("checkpoint", "ringtrain", "contenders is 'ringtrain'; they are chosen in step, fit and settings alone"),
         ("all", "ringtrain", "bench all measures all contenders"),
     ],
 )

@@ -49,7 +49,7 @@ GOALS = {
 }
 LOOP_GOALS = {"CNN": 1 / 1.01, "TINY": 1 / 1.05}
 FIT_GOALS = {"CNN": 0.97, "WIDE": 0.85, "MANY": 0.80, "TINY": 0.80}
-FIT_CONTENDERS = ("ringtrain", "ringtrain_again", "native", "kept", "bound")
+FIT_CONTENDERS = ("ringtrain", "ringtrain_again", "horovod", "kept", "bound")
 OTHER = "ringtrain_other"  # in another environment: --other_python
 STEP_CONTENDERS = (
     "ringtrain", "ringtrain_again", "bound", "minimal", "minimal_stock", "minimal_no_fusion", "minimal_autotune",
@@ -104,7 +104,7 @@ def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
         planned = (
             ("ringtrain", "fit by ringtrain.keras, as init() has it", fit("ringtrain"), read_peer),
             ("ringtrain_again", AGAIN, fit("ringtrain"), read_peer),
-            ("native", 'the same with init(backend="native")', fit("native"), read_peer),
+            ("horovod", 'the same with init(backend="horovod")', fit("horovod"), read_peer),
             ("kept", "the same with callbacks.Run", fit("kept"), read_peer),
             (
                 "bound",
@@ -119,8 +119,7 @@ def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
         comparisons = (
             Comparison("ringtrain_again", "ringtrain"),
             Comparison("ringtrain", "bound", FIT_GOALS[model]),
-            Comparison("native", "bound", FIT_GOALS[model]),
-            Comparison("native", "ringtrain"),
+            Comparison("ringtrain", "horovod"),
             Comparison("kept", "ringtrain"),
         )
         reference = plan_one_process(model, size, length)

@@ -22,9 +22,9 @@ from ringtrain.runtime.world import World
 
 log = logging.getLogger("ringtrain")
 STALL_SECONDS = 60.0  # as Horovod's own check
-BACKENDS = ("horovod", "native")
+BACKENDS = ("auto", "horovod")
 _all_ranks: Collective | None = None
-_backend = "horovod"
+_backend = "auto"
 
 
 class ProcessSetCollective(HorovodCollective):
@@ -75,8 +75,8 @@ def all_ranks() -> Collective:
 
 
 def wants_native_sums() -> bool:
-    """Whether they were asked for, of ranks that do not come and go."""
-    return _backend == "native" and "HOROVOD_ELASTIC" not in os.environ
+    """Whether they may be made: among ranks that do not come and go."""
+    return _backend == "auto" and "HOROVOD_ELASTIC" not in os.environ
 
 
 def choose_backend(backend: str) -> None:

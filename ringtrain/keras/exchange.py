@@ -8,6 +8,7 @@ first.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -84,6 +85,23 @@ class Settings:
                 )
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """A sum within a step: of the gradients, and last of the ranks that train it."""
+
+    reduction: GradientReduction
+    nothing: list[Callable[[], Any]]  # what a rank that trains no more adds, tensor by tensor
+
+    @property
+    def is_native(self) -> bool:
+        return self.reduction.may_sum_at_once([nothing() for nothing in self.nothing])
+
+    def act(self, tensors: Gradients) -> Gradients:
+        """The sums over all ranks."""
+        is_at_once = self.reduction.may_sum_at_once(tensors)
+        return self.reduction.sum_at_once(tensors) if is_at_once else self.reduction.all_reduce(tensors)
+
+
 class Exchange:
     """Reduces the gradients of one optimizer or tape."""
 
@@ -97,9 +115,10 @@ class Exchange:
         self._local: set[Hashable] = set()
         self._last: Gradients = []
         # Where all ranks are in a fit, about to take as many steps: there a rank that ends early can join.
-        self.may_sum_natively, self._has_traced = False, False
-        # The last native sum that was set up, and its tensors.
-        self._native_sum: tuple[GradientReduction, list[tf.TensorSpec]] | None = None
+        self.may_sum_natively = False
+        self._sums: list[_Sum] = []  # of the graph that was traced last, or of the last step outside of one, in order
+        self._graph: Callable[[], Any] = lambda: None
+        self._is_new_step = True
 
     def register_local(self, variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
@@ -159,46 +178,71 @@ class Exchange:
         return reduced
 
     def _sum(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
-        self._has_traced = True
+        graph = _whole_graph()
+        if (graph is None and self._is_new_step) or graph is not self._graph():
+            self._sums, self._graph = [], weakref.ref(graph) if graph is not None else lambda: None
+        self._is_new_step = False
         is_of_all = self.settings.process_set == hvd.global_process_set and self.settings.op != hvd.Adasum
         votes = Exchange.votes if is_of_all else None
-        given = gradients if votes is None else [*gradients, votes.mine()]
-        reduction = self._reduction(given, variables)
-        and_one = [*given, tf.ones([])]  # of a rank that trains: see ``join``
-        if reduction.may_sum_at_once(and_one):
-            shapes = [*(variable.shape for variable in variables), *(t.shape for t in and_one[len(variables) :])]
-            self._native_sum = reduction, [tf.TensorSpec(s, t.dtype) for s, t in zip(shapes, and_one, strict=True)]
-            sums = reduction.sum_at_once(and_one)[:-1]
-        else:
-            sums = reduction.all_reduce(given)
+        given = [*gradients, *([] if votes is None else [votes.mine()]), tf.ones([], gradients[0].dtype)]
+        reduction = self._reduction(given, variables, natively=self.may_sum_natively and graph is not None)
+        of_variables = zip(given, [*(variable.shape for variable in variables), None, None], strict=False)
+        one = _Sum(reduction, [_nothing_like(tensor, shape) for tensor, shape in of_variables])
+        self._sums.append(one)
+        sums = one.act(given)
         if votes is not None:
-            votes.note(sums[-1])
+            votes.note(sums[len(gradients)])
         return sums[: len(gradients)]
 
-    def join(self) -> None:
-        """Add nothing to the other ranks' native sums until all have come here; as Horovod's join does to its own.
+    def begin_batch(self) -> None:
+        """A step begins; where it is no graph, its sums are those that come now."""
+        self._is_new_step = True
+
+    def join(self, *, had_batch: bool) -> None:
+        """Add nothing to the other ranks' sums until all have come here.
+
+        (Horovod's own join does so once. From the second time on a rank may come out of it while others wait for it:
+        seen with 0.28.1.)
 
         Raises:
             UsageError: this rank had no batch at all, and does not know what the others sum.
         """
-        if self._native_sum is None and self.may_sum_natively and not self._has_traced:
+        if not had_batch and not self._sums:
             raise UsageError(
                 "this rank had no batch in an epoch of which all ranks were to have the same number. Give every rank "
-                "as many, such as by shards of one size and batch(..., drop_remainder=True)."
+                "as many, such as by shards of one size and batch(..., drop_remainder=True).",
+                reach="rank",
             )
-        if self._native_sum is None:
-            return
-        reduction, specs = self._native_sum
-        nothing = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
-        while float(reduction.sum_at_once(nothing)[-1]):
-            pass
+        # Outside of a graph Horovod does not see the names by which the ranks meet. What is added comes from outside of
+        # it, or TensorFlow would compute the sum once, as that of constants.
+        is_graph = self._graph() is not None
+        joining = [(tf.function(one.act, autograph=False) if is_graph else one.act, one.nothing) for one in self._sums]
+        is_anyone_training = bool(joining)
+        while is_anyone_training:
+            for act, nothing in joining:
+                is_anyone_training = bool(act([make() for make in nothing])[-1])
+                if not is_anyone_training:
+                    break
 
-    def _reduction(self, gradients: Gradients, variables: Sequence[Any]) -> GradientReduction:
+    @property
+    def sums_natively(self) -> bool:
+        """Whether the step that was traced last does."""
+        return any(one.is_native for one in self._sums)
+
+    def allow_native_sums(self, may_sum_natively: bool) -> bool:
+        """Say whether steps that are traced from now on may sum natively; whether one was traced for the contrary."""
+        is_other = bool(self._sums) and may_sum_natively != self.may_sum_natively
+        self.may_sum_natively = may_sum_natively
+        if is_other:
+            self._sums = []
+        return is_other
+
+    def _reduction(self, gradients: Gradients, variables: Sequence[Any], *, natively: bool) -> GradientReduction:
         settings = self.settings
         is_adasum = settings.op == hvd.Adasum
         if is_adasum and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             raise UsageError("op=hvd.Adasum cannot add sparse gradients. Pass sparse_as_dense=True.")
-        is_horovods = is_adasum or settings.process_set != hvd.global_process_set or not self.may_sum_natively
+        is_horovods = is_adasum or settings.process_set != hvd.global_process_set or not natively
         of_horovod = ProcessSetCollective(
             process_set=settings.process_set,
             op=hvd.Adasum if is_adasum else hvd.Sum,
@@ -272,6 +316,23 @@ class Accumulation:
             with tf.init_scope():
                 self._sums[key] = tf.Variable(tf.zeros(variable.shape, gradient.dtype), trainable=False)
         return self._sums[key]
+
+
+def _nothing_like(tensor: Any, shape: Any) -> Callable[[], Any]:
+    """Makes what is added where there is no gradient; ``shape`` is the variable's, or None."""
+    if isinstance(tensor, tf.IndexedSlices):
+        values, indices = tensor.values.dtype, tensor.indices.dtype
+        return lambda: tf.IndexedSlices(tf.zeros([0, *shape[1:]], values), tf.zeros([0], indices), tf.constant(shape))
+    zeros, dtype = tensor.shape if shape is None else shape, tensor.dtype
+    return lambda: tf.zeros(zeros, dtype)
+
+
+def _whole_graph() -> Any:
+    """The graph of the function that is being traced, with all functions in it; None where nothing is."""
+    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
+        graph = graph.outer_graph
+    return graph
 
 
 def variable_key(variable: Any) -> Hashable:

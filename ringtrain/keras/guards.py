@@ -44,8 +44,8 @@ class TrainingGuard(keras.callbacks.Callback):
 
     Before training, all must be about to take as many steps, and what they sum must be right; after each epoch, all
     must hold the same weights, also where a distributed tape reduces, and all must go on or stop. A rank that has no
-    more batches, or was told to stop by a callback, adds zeros to the others' reductions until all are there (Horovod's
-    join), and then the numbers of batches are compared.
+    more batches, or was told to stop by a callback, adds zeros to the others' reductions until all are there, and then
+    the numbers of batches are compared.
     """
 
     reductions_before: ClassVar[int] = 0  # this fit
@@ -85,9 +85,10 @@ class TrainingGuard(keras.callbacks.Callback):
             # Where nobody knows the steps, a rank may have none at all, and would not know what to join.
             knows_steps = self._collective is not None and self.params.get("steps") is not None
             may_sum_natively = wants_native_sums() and knows_steps and self._spans_world()
-            self._distributed.exchange.may_sum_natively = may_sum_natively
             if may_sum_natively:
                 all_ranks()  # join here, where all ranks are
+            if self._distributed.exchange.allow_native_sums(may_sum_natively) and self.model.train_function is not None:
+                self.model.make_train_function(force=True)
         self._num_epochs = 0
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -100,6 +101,10 @@ class TrainingGuard(keras.callbacks.Callback):
         self._num_epochs += 1
         self._num_batches = 0
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._distributed is not None:
+            self._distributed.exchange.begin_batch()
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_batches = batch + 1
 
@@ -110,8 +115,7 @@ class TrainingGuard(keras.callbacks.Callback):
             return
         if self.params.get("steps") is None or self._spans_world():
             if self._distributed is not None:
-                self._distributed.exchange.join()
-            hvd.join()
+                self._distributed.exchange.join(had_batch=self._num_batches > 0)
             _require_equal(
                 all_gather_object(self._collective, self._num_batches, name="guard_batches"),
                 f"batches in epoch {epoch + 1}",

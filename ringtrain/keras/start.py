@@ -24,7 +24,7 @@ def init(
     comm: Any = None,
     process_sets: Any = None,
     *,
-    backend: Literal["horovod", "native"] = "horovod",
+    backend: Literal["auto", "horovod"] = "auto",
     exit_timeout: float = Config.exit_timeout,
 ) -> None:
     """Start Horovod, on this rank's own GPU or cores.
@@ -35,9 +35,9 @@ def init(
     Args:
         comm: ranks, or a communicator of mpi4py; by default all processes of the launcher.
         process_sets: process sets to create, or ``"dynamic"``.
-        backend: ``"native"``: in a ``fit`` whose steps are known, ranks on the cores of one node sum gradients
-            natively, as ``python -m ringtrain`` does; the same on all ranks. There must be one optimizer, and no other
-            collective within a step: a rank that ends early joins these sums alone. By default Horovod carries all.
+        backend: ``"auto"``: in a ``fit`` whose steps are known, ranks on the cores of one node sum the gradients of
+            the model's optimizer natively, as ``python -m ringtrain`` does, and Horovod carries all else.
+            ``"horovod"``: Horovod carries all. The same on all ranks.
         exit_timeout: seconds after the end of the script in which its threads, child processes and what ``atexit``
             calls have to end; 0: any time. Other ranks are waited for at the end as long as they take.
 

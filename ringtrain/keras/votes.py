@@ -10,12 +10,12 @@ class Votes:
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
-            self._mine = tf.Variable([0.0, 1.0], trainable=False)
-            self._all = tf.Variable([0.0, 0.0], trainable=False)
+            self._mine = tf.Variable([0, 1], trainable=False)
+            self._all = tf.Variable([0, 0], trainable=False)
         self.is_summed = False  # by a step that has been traced
 
     def mine(self) -> tf.Tensor:
-        """float32 [2]: 1 from ``vote`` on, until then 0, and 1; as part of a graph."""
+        """int32 [2]: 1 from ``vote`` on, until then 0, and 1; as part of a graph."""
         return self._mine.read_value()
 
     def note(self, total: tf.Tensor) -> None:
@@ -25,9 +25,9 @@ class Votes:
 
     def vote(self) -> None:
         """Have this rank's wish travel with the next step."""
-        self._mine.assign([1.0, 1.0])
+        self._mine.assign([1, 1])
 
     def count(self) -> tuple[int, int]:
         """The ranks that wished to stop in the last step, and those that trained it: the same on each of these."""
         votes, ranks = self._all.numpy()
-        return round(float(votes)), round(float(ranks))
+        return int(votes), int(ranks)

@@ -145,6 +145,23 @@ def test_different_numbers_of_batches_from_generators_are_named_after_the_epoch(
         fit(make_model(), DISTRIBUTE(keras.optimizers.SGD()), endless)
 
 
+@pytest.mark.parametrize("is_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_ranks_that_end_early_in_a_later_fit_are_named_as_well(collective: Collective, is_eager: bool) -> None:
+    """Horovod's own join ends too early the second time; one gradient is sparse."""
+    x, y = np.arange(8).reshape(8, 1) % 5, np.ones((8, 1))
+    layers = keras.layers
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((1,)), layers.Embedding(5, 2), layers.Flatten(), layers.Dense(1)])
+    model.compile(DISTRIBUTE(keras.optimizers.SGD()), "mse", run_eagerly=is_eager)
+    whole = tf.data.Dataset.from_tensor_slices((x, y)).batch(1).filter(lambda x, y: True)
+    model.fit(whole, verbose=0, epochs=2)
+    for first, second in ((8, 3), (4, 6), (7, 6)):
+        counts = rf"\(rank 0: {first}, rank 1: {second}\)"
+        with pytest.raises(UsageError, match=f"batches in epoch 1 {counts}"):
+            model.fit(whole.take((first, second)[collective.world.rank]), verbose=0)
+
+
 @on_ranks(2)
 def test_generators_of_one_length_train(collective: Collective) -> None:
     batches = make_batches(4)

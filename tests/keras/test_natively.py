@@ -30,7 +30,7 @@ def train_by(backend: str, way: str) -> keras.Model:
     model = make_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, clipnorm=1.0), op=hvd.Sum)
     train(way, model, optimizer, split_batches(make_batches(SAMPLES), (5, 2)))
-    assert (optimizer.exchange._native_sum is not None) == (backend == "native" and "fit" in way)
+    assert optimizer.exchange.sums_natively == (backend == "auto" and way == "fit")
     return model
 
 
@@ -38,19 +38,18 @@ def train_by(backend: str, way: str) -> keras.Model:
 @on_ranks(2)
 def test_weights_have_the_same_bits_by_either_backend(collective: Collective, way: str) -> None:
     """Of two ranks there is one sum."""
-    assert largest_difference(train_by("native", way), train_by("horovod", way)) == 0.0
+    assert largest_difference(train_by("auto", way), train_by("horovod", way)) == 0.0
 
 
 @on_ranks(2)
 def test_a_rank_that_stops_early_adds_nothing_until_all_are_there(collective: Collective) -> None:
-    of_keras.choose_backend("native")
+    of_keras.choose_backend("auto")
     model, batches = make_model(), dataset(make_batches(4))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
     with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 10, rank 1: 3\)"):
         train_on(model, optimizer, batches, [StopOn(1, batch=2)])
-    assert optimizer.exchange._native_sum is not None
+    assert optimizer.exchange.sums_natively
     train_on(make_model(), hvd.DistributedOptimizer(keras.optimizers.SGD()), batches, [])  # the ranks still sum
-    of_keras.choose_backend("horovod")
 
 
 def train_on(model: keras.Model, optimizer: Any, batches: Any, callbacks: list[Any]) -> None:
@@ -59,15 +58,58 @@ def train_on(model: keras.Model, optimizer: Any, batches: Any, callbacks: list[A
 
 
 @on_ranks(2)
-def test_horovod_carries_all_by_default_and_where_ranks_come_and_go(collective: Collective) -> None:
+def test_a_later_fit_whose_steps_nobody_knows_is_horovods(collective: Collective) -> None:
+    """With the step that the former has traced, uneven ranks would wait in two places."""
+    batches = dataset(make_batches(4))
+    model, optimizer = make_model(), hvd.DistributedOptimizer(keras.optimizers.SGD())
+    train_on(model, optimizer, batches, [])
+    assert optimizer.exchange.sums_natively
+    uneven = batches.take(8 - 3 * collective.world.rank).filter(lambda x, y: True)
+    with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 8, rank 1: 5\)"):
+        model.fit(uneven, verbose=0)
+    assert not optimizer.exchange.sums_natively
+
+
+class TwoSums(keras.Sequential):
+    """Updates its first layer, and then the rest by what the first update has made of the loss."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        for variables in (self.layers[0].trainable_variables, self.layers[1].trainable_variables):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@on_ranks(2)
+def test_a_step_with_two_sums_has_the_same_bits_and_can_be_left_early(collective: Collective) -> None:
+    models = []
+    batches = dataset(split_batches(make_batches(SAMPLES), (5, 2)))
+    for backend in ("auto", "horovod"):
+        of_keras.choose_backend(backend)
+        model = TwoSums(make_model().layers)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)
+        optimizer.build(model.trainable_variables)
+        train_on(model, optimizer, batches, [])
+        models.append(model)
+        assert [one.is_native for one in optimizer.exchange._sums] == [backend == "auto"] * 2
+    of_keras.choose_backend("auto")
+    assert largest_difference(*models) == 0.0
+    with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 10, rank 1: 3\)"):
+        train_on(models[0], models[0].optimizer, batches, [StopOn(1, batch=2)])
+
+
+@on_ranks(2)
+def test_horovod_carries_all_where_it_is_asked_to_and_where_ranks_come_and_go(collective: Collective) -> None:
     of_keras.choose_backend("horovod")
     assert not of_keras.wants_native_sums()
-    of_keras.choose_backend("native")
+    of_keras.choose_backend("auto")
     assert of_keras.wants_native_sums()
     assert isinstance(of_keras.all_ranks(), Native)
     with mock.patch.dict(os.environ, {"HOROVOD_ELASTIC": "1"}):
         assert not of_keras.wants_native_sums()
-    of_keras.choose_backend("horovod")
+    of_keras.choose_backend("auto")
 
 
 def test_another_backend_is_refused() -> None:
@@ -77,10 +119,12 @@ def test_another_backend_is_refused() -> None:
 
 @on_ranks(2)
 def test_a_rank_that_waits_for_one_that_does_something_else_says_so(collective: Collective) -> None:
-    of_keras.choose_backend("native")
+    of_keras.choose_backend("horovod")
+    of_keras.choose_backend("auto")  # which have not met
     with mock.patch.object(of_keras, "STALL_SECONDS", 1.0):
         ranks = of_keras.all_ranks()
     of_keras.choose_backend("horovod")
+    of_keras.choose_backend("auto")
     if collective.world.rank == 1:
         time.sleep(1.6)
     stderr = os.dup(2)

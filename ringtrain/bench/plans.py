@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from ringtrain.bench.steps import (
     SAVE_EVERY_STEPS,
     STOCK,
     launch,
+    own,
     peer,
     peer_flags,
     plan_fits,
@@ -37,11 +37,6 @@ from ringtrain.bench.steps import (
 SIZES = tuple(4**power for power in range(6, 15))  # 4 KiB to 256 MiB
 BEGUN = "begun-run"
 ONE_STEP, TWO_STEPS = Length(steps=1, log_every=1), Length(steps=2, log_every=1)
-
-
-def own(module: str, *flags: str) -> tuple[str, ...]:
-    """A program of ringtrain's own that measures by itself."""
-    return (sys.executable, "-m", f"ringtrain.bench.{module}", *flags)
 
 
 def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:

@@ -97,10 +97,10 @@ def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
         flags = peer_flags(model, size, length)
 
         def fit(how: str, flags: list[str] = flags) -> list[Command]:
-            return [Command(launch(options.size, peer("fit.py", ["--how", how, *flags])))]
+            return [Command(launch(options.size, own("own_fits", "--how", how, *flags)))]
 
         apart = ["--how", "unconnected", *flags, *settings.rank_flags]
-        bound = [Command(argv, settings.env) for argv in plan_ranks("fit.py", size, apart)]
+        bound = [Command(own("own_fits", "--rank", str(rank), *apart), settings.env) for rank in range(size)]
         planned = (
             ("ringtrain", "fit by ringtrain.keras, as init() has it", fit("ringtrain"), read_peer),
             ("ringtrain_again", AGAIN, fit("ringtrain"), read_peer),
@@ -236,6 +236,11 @@ def write_order(model: str, size: int, steps: int, directory: Path) -> None:
 def launch(size: int, program: Sequence[str]) -> tuple[str, ...]:
     """The stock command that starts a program on so many ranks."""
     return ("horovodrun", "-np", str(size), *program)
+
+
+def own(module: str, *flags: str) -> tuple[str, ...]:
+    """A program of ringtrain's own that measures by itself."""
+    return (sys.executable, "-m", f"ringtrain.bench.{module}", *flags)
 
 
 def peer(script: str, flags: Sequence[str]) -> tuple[str, ...]:

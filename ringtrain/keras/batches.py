@@ -68,13 +68,11 @@ class Batches:
             return b""
         return data if len(data) <= MAX_STATE_BYTES else b""
 
-    def enumerate(
-        self, plain: Callable[[], Iterator[tuple[int, int, Any]]], data: Any
-    ) -> Iterator[tuple[int, int, Any]]:
+    def enumerate(self, plain: Callable[[], Iterator[tuple[Any, ...]]], data: Any) -> Iterator[tuple[Any, ...]]:
         """The batches of an epoch as Keras' EpochIterator ``data`` numbers them; of the first, what is left of it.
 
         Yields:
-            The first and the last number of those that one call of the training function takes, and their iterator.
+            The numbers of those that one call of the training function takes, and their iterator, as Keras does.
 
         Raises:
             DataError: there are no longer as many as were trained, or the state is of another pipeline.
@@ -84,7 +82,8 @@ class Batches:
         self._is_one_for_all = data.steps_per_epoch is not None
         began = time.perf_counter()
         before = 0 if state else self._begin_earlier(start, data)
-        for first, last, iterator in plain():
+        for numbers in plain():  # and the iterator behind them: from Keras 3.11 on the first and the last, before one
+            first, iterator = numbers[0], numbers[-1]
             if iterator is not self._iterator:
                 self._iterator = iterator
                 data._steps_seen += before
@@ -94,7 +93,7 @@ class Batches:
                     self._read(iterator, before, start)
             if first < start.batches:
                 if not state:
-                    self._read(iterator, last - first + 1, start)
+                    self._read(iterator, data.steps_per_execution, start)
                 continue
             if first == start.batches and start.all_batches:
                 seconds = time.perf_counter() - began
@@ -102,7 +101,7 @@ class Batches:
                     self._print_line(
                         f"came to batch {start.batches + 1} of its epoch in the data after {seconds:.0f} s"
                     )
-            yield first, last, iterator
+            yield numbers
 
     def _begin_earlier(self, start: Place, data: Any) -> int:
         """Begin the iterators of former epochs once more; returns the batches that the present one gave to them."""

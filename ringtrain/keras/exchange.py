@@ -7,6 +7,7 @@ first.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -118,7 +119,8 @@ class Exchange:
         self.may_sum_natively = False
         self._sums: list[_Sum] = []  # of the graph that was traced last, or of the last step outside of one, in order
         self._graph: Callable[[], Any] = lambda: None
-        self._is_new_step = True
+        self._is_in_fit = self._is_new_step = self._is_of_graph = False
+        self._traced_natively: bool | None = None  # whether the step that was traced last might sum natively
 
     def register_local(self, variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
@@ -181,14 +183,17 @@ class Exchange:
         graph = _whole_graph()
         if (graph is None and self._is_new_step) or graph is not self._graph():
             self._sums, self._graph = [], weakref.ref(graph) if graph is not None else lambda: None
-        self._is_new_step = False
+        self._is_new_step, self._is_of_graph = False, graph is not None
+        if graph is not None:
+            self._traced_natively = self.may_sum_natively
         is_of_all = self.settings.process_set == hvd.global_process_set and self.settings.op != hvd.Adasum
         votes = Exchange.votes if is_of_all else None
         given = [*gradients, *([] if votes is None else [votes.mine()]), tf.ones([], gradients[0].dtype)]
         reduction = self._reduction(given, variables, natively=self.may_sum_natively and graph is not None)
         of_variables = zip(given, [*(variable.shape for variable in variables), None, None], strict=False)
         one = _Sum(reduction, [_nothing_like(tensor, shape) for tensor, shape in of_variables])
-        self._sums.append(one)
+        if self._is_in_fit:  # where a rank may join
+            self._sums.append(one)
         sums = one.act(given)
         if votes is not None:
             votes.note(sums[len(gradients)])
@@ -207,6 +212,8 @@ class Exchange:
         Raises:
             UsageError: this rank had no batch at all, and does not know what the others sum.
         """
+        if self._is_of_graph and self._graph() is None:
+            self._sums = []
         if not had_batch and not self._sums:
             raise UsageError(
                 "this rank had no batch in an epoch of which all ranks were to have the same number. Give every rank "
@@ -215,8 +222,8 @@ class Exchange:
             )
         # Outside of a graph Horovod does not see the names by which the ranks meet. What is added comes from outside of
         # it, or TensorFlow would compute the sum once, as that of constants.
-        is_graph = self._graph() is not None
-        joining = [(tf.function(one.act, autograph=False) if is_graph else one.act, one.nothing) for one in self._sums]
+        as_there = functools.partial(tf.function, autograph=False) if self._is_of_graph else lambda act: act
+        joining = [(as_there(one.act), one.nothing) for one in self._sums]
         is_anyone_training = bool(joining)
         while is_anyone_training:
             for act, nothing in joining:
@@ -229,13 +236,14 @@ class Exchange:
         """Whether the step that was traced last does."""
         return any(one.is_native for one in self._sums)
 
-    def allow_native_sums(self, may_sum_natively: bool) -> bool:
-        """Say whether steps that are traced from now on may sum natively; whether one was traced for the contrary."""
-        is_other = bool(self._sums) and may_sum_natively != self.may_sum_natively
-        self.may_sum_natively = may_sum_natively
-        if is_other:
-            self._sums = []
-        return is_other
+    def begin_fit(self, *, may_sum_natively: bool) -> bool:
+        """Say whether the steps of a fit may sum natively; whether one was traced for the contrary."""
+        self._is_in_fit, self.may_sum_natively = True, may_sum_natively
+        return self._traced_natively is not None and self._traced_natively != may_sum_natively
+
+    def end_fit(self) -> None:
+        """What is traced from now on is the user's own loop, of which nobody knows how long it is on each rank."""
+        self._is_in_fit = self.may_sum_natively = False
 
     def _reduction(self, gradients: Gradients, variables: Sequence[Any], *, natively: bool) -> GradientReduction:
         settings = self.settings
@@ -262,14 +270,15 @@ class Exchange:
         wanted = self.settings.groups
         if wanted is None:
             return None
-        everything = range(len(gradients))
+        everything = range(len(variables))
         if isinstance(wanted, int):
-            length = -(-len(gradients) // wanted)
+            length = -(-len(variables) // wanted)
             groups = [list(everything[start : start + length]) for start in everything[::length]]
         else:
             position = {variable_key(variable): index for index, variable in enumerate(variables)}
             groups = [[position.pop(key) for key in map(variable_key, group) if key in position] for group in wanted]
-            groups += [[index] for index in [*position.values(), *everything[len(variables) :]]]
+            groups += [[index] for index in position.values()]
+        groups += [[index] for index in range(len(variables), len(gradients))]  # which are no gradients
         return [part for group in groups for part in _split_by_type(group, gradients)]
 
 

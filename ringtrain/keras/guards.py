@@ -87,12 +87,15 @@ class TrainingGuard(keras.callbacks.Callback):
             may_sum_natively = wants_native_sums() and knows_steps and self._spans_world()
             if may_sum_natively:
                 all_ranks()  # join here, where all ranks are
-            if self._distributed.exchange.allow_native_sums(may_sum_natively) and self.model.train_function is not None:
+            is_traced_otherwise = self._distributed.exchange.begin_fit(may_sum_natively=may_sum_natively)
+            if is_traced_otherwise and self.model.train_function is not None:
                 self.model.make_train_function(force=True)
         self._num_epochs = 0
 
     def on_train_end(self, logs: Any = None) -> None:
         TrainingGuard.goes_on = False
+        if self._distributed is not None:
+            self._distributed.exchange.end_fit()
         self._require_same_way_on(is_end=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -101,11 +101,11 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
         listed.remove(run)
         run.note_others(listed)
         listed.append(run)
-        callback_list._async_train = callback_list._async_test = False  # else its collectives might overtake a step
     if _has_ranks():
         guard = TrainingGuard()
         guard.set_model(callback_list.model)
         guard.set_params(callback_list.params)
+        callback_list._async_train = callback_list._async_test = False  # else batches might be noted out of order
         listed.insert(0, guard)  # first: what it looks at must not wait for the others' collectives
 
 

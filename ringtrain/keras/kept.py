@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +86,7 @@ class KeptFit:
         self._carried: npt.NDArray[np.float64] | None = None  # sums of the metrics of an epoch that has ended
         self._rates: list[tuple[keras.Variable, Any]] = []  # as the checkpoint has them
         self._sums_before: npt.NDArray[np.float64] | None = None  # of the metrics, at the last line of the log
-        self._steps_before = start.step
+        self._steps_before = self._looked_at = start.step
         self._seconds, self._last_time = 0.0, 0.0
         self._writer: CheckpointWriter | None = None
         self._events: EventFiles | None = None
@@ -149,17 +150,14 @@ class KeptFit:
     def begin_epoch(self) -> None:
         """After all that other callbacks and Keras begin anew: take back what was counted in this epoch so far."""
         resumed, self._resumed = self._resumed, {}
-        if self._carried is None:
-            self._sums_before, self._steps_before, self._seconds = None, self._step, 0.0
-        else:  # of the epoch before, since the last line
-            self._sums_before, self._carried = -self._carried, None
         self._epoch_began_at = self._step - self._progress.batches_done
         self.batches.wait()
         set_own(self.model, resumed)
         set_counts(self._others, resumed)
-        if self._progress.batches_done and "metrics/log" in resumed:
+        if "metrics/log" in resumed:
             self._steps_before = int(resumed["metrics/log"][0])
             self._sums_before = resumed["metrics/log"][1:] if resumed["metrics/log"].size > 1 else None
+        if self._progress.batches_done:
             self._metrics_so_far = resumed
             for rate, value in self._rates:  # by which a scheduler of the epoch's begin has multiplied once more
                 rate.assign(value)
@@ -171,24 +169,28 @@ class KeptFit:
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
         """After a step (or ``steps_per_execution`` of them): log, stop, save, each where it is due."""
-        former, self._step = self._step, self._epoch_began_at + batch + 1
+        self._step = self._epoch_began_at + batch + 1
         self._progress.batches_done = batch + 1
         now = time.perf_counter()
         self._seconds += now - self._last_time
         # Not before: Keras makes the metrics' variables with the first step. The sum has the same bits in either order.
         add_metrics(self.model, self._metrics_so_far)
         self._metrics_so_far = {}
+        self._last_time = now
         if self._requests.is_pending:
             self._votes.vote()
+        if not self._is_between:  # where the ranks are is known after a reduction alone
+            return
+        former, self._looked_at = self._looked_at, self._step
         self._is_stopped = self._find_stopped(batch)
         if self._passes(former, self._config.log_every):
             self._log(logs)
         if self._steps_of_epoch and batch + 1 >= self._steps_of_epoch:  # what is due now comes after the validation
             sums = self._sum_metrics()
             self._carried = sums if self._sums_before is None else sums - self._sums_before
-        elif self._is_stopped and self._is_between:
+        elif self._is_stopped:
             self._leave()
-        elif self._passes(former, self._config.checkpoint_every) and self._is_between:
+        elif self._passes(former, self._config.checkpoint_every):
             self._save()
         activity.note(Phase.DATA, self._step + 1)
         self._last_time = time.perf_counter()
@@ -230,6 +232,10 @@ class KeptFit:
             who = name_ranks([rank for rank, is_end in enumerate(ends) if is_end])
             raise UsageError(f"{who} stopped after epoch {epoch + 1}, and the others go on. {STOP_REMEDY}")
         is_best = self._note_validation(logs)
+        if self._carried is None:
+            self._sums_before, self._steps_before, self._seconds = None, self._step, 0.0
+        else:  # of this epoch, since the last line
+            self._sums_before, self._carried = -self._carried, None
         is_last = epoch + 1 == self._config.epochs or ends[0]
         if self._is_stopped and not is_last and self._is_between:
             if is_best:
@@ -335,6 +341,13 @@ class KeptFit:
                 f"the model {self.model.name!r} has no weights before its first step, so that those of a checkpoint "
                 "cannot be set. Begin it with keras.Input(shape), or call model.build(shape) before fit()."
             )
+        distributed = find_distributed(self.model.optimizer)
+        settings = distributed and distributed.exchange.settings
+        if settings and (settings.process_set != hvd.global_process_set or settings.op == hvd.Adasum):
+            raise UsageError(
+                "callbacks.Run keeps what all ranks train together, but the optimizer has a process_set, or Adasum. "
+                "Leave these out, or keep the model yourself."
+            )
         local = [v.path for v in self.model.trainable_variables if Exchange.is_local_somewhere(v)]
         if local:
             raise UsageError(
@@ -373,9 +386,8 @@ class KeptFit:
         activity.note(Phase.LOG, self._step)
         sums = self._sum_metrics()
         values, samples = self._read_metrics(sums if self._sums_before is None else sums - self._sums_before)
-        if values.keys() != logs.keys():  # of a train_step that gives values of its own
-            of_ranks = all_gather_object(self._collective, _scalars(logs), name="fit/logs")
-            values = {name: float(np.mean([each[name] for each in of_ranks])) for name in of_ranks[0]}
+        if values.keys() != logs.keys() or not samples:  # of a train_step that gives values of its own
+            values = self._mean_over_ranks(_scalars(logs))
         self._sums_before = sums
         num_steps, seconds = self._step - self._steps_before, self._seconds
         self._steps_before, self._seconds = self._step, 0.0
@@ -416,7 +428,7 @@ class KeptFit:
         samples = 0
         if all(had):  # its metrics are still what fit() has validated by
             values, samples = self._read_metrics(self._sum_metrics())
-            values = {name: value for name, value in values.items() if name in mine}
+            values = {n: v for n, v in values.items() if n in mine} if samples else self._mean_over_ranks(mine)
         else:
             values = run_on_rank0(self._collective, lambda: mine, name="fit/validated_by_rank0")
         if not values:
@@ -431,6 +443,10 @@ class KeptFit:
             self._opened.directory.write_event("eval", step=self._step, epoch=epoch, samples=samples, **values)
             self._events.scalars("eval", values, step=self._step)
         return self._progress.note_evaluation(self._step, values[metric], self._config.best_direction)
+
+    def _mean_over_ranks(self, mine: dict[str, float]) -> dict[str, float]:
+        of_ranks = all_gather_object(self._collective, mine, name="fit/values")
+        return {name: float(np.mean([float(each[name]) for each in of_ranks])) for name in of_ranks[0]}
 
     def _sum_metrics(self) -> npt.NDArray[np.float64]:
         """The variables of all metrics, summed over all ranks."""

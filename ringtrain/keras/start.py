@@ -36,7 +36,8 @@ def init(
         comm: ranks, or a communicator of mpi4py; by default all processes of the launcher.
         process_sets: process sets to create, or ``"dynamic"``.
         backend: ``"auto"``: in a ``fit`` whose steps are known, ranks on the cores of one node sum the gradients of
-            the model's optimizer natively, as ``python -m ringtrain`` does, and Horovod carries all else.
+            the model's optimizer natively, as ``python -m ringtrain`` does, and Horovod carries all else. In both
+            cases a rank that ends an epoch early takes part in the sums of that optimizer alone, until all are there.
             ``"horovod"``: Horovod carries all. The same on all ranks.
         exit_timeout: seconds after the end of the script in which its threads, child processes and what ``atexit``
             calls have to end; 0: any time. Other ranks are waited for at the end as long as they take.

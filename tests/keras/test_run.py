@@ -84,6 +84,7 @@ def test_a_fit_that_is_told_to_stop_saves_and_says_so(tmp_path: Path) -> None:
     assert [line.split()[2] for line in said(again.stdout)] == [line.split()[2] for line in said(finished.stdout)]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     finished = fit("nan", tmp_path / "run")
     assert finished.rc == 4, finished.stdout + finished.stderr
@@ -92,14 +93,15 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert all(event["step"] < 6 for event in events(tmp_path / "run", "checkpoint"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        pytest.param("twice", "callbacks.Run was given twice", marks=pytest.mark.slow),
-        pytest.param("apart", "is not distributed", marks=pytest.mark.slow),
-        pytest.param("unbuilt", "has no weights before its first step", marks=pytest.mark.slow),
-        pytest.param("epoch", "initial_epoch is 1, but callbacks.Run knows the epoch", marks=pytest.mark.slow),
-        pytest.param("uneven", "1 of 2 ranks have ended their epoch before batch 10", marks=pytest.mark.slow),
+        ("twice", "callbacks.Run was given twice"),
+        ("apart", "is not distributed"),
+        ("unbuilt", "has no weights before its first step"),
+        ("epoch", "initial_epoch is 1, but callbacks.Run knows the epoch"),
+        ("uneven", "1 of 2 ranks have ended their epoch before batch 10"),
         ("one", "rank 0 at 'a fit with callbacks.Run', rank 1 at 'guard_plan'"),
     ],
 )

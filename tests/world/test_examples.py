@@ -99,6 +99,18 @@ def test_a_script_with_horovods_interface(folder: Path) -> None:
     assert json.loads(found[0])[1] >= 0.99
 
 
+@pytest.mark.slow
+def test_a_fit_that_goes_on(folder: Path) -> None:
+    """Started again, it is complete, and the script goes on with the same weights."""
+    said = [run(command_of("fit_kept.py"), folder).stdout for _ in range(2)]
+    values = [re.findall(r"\{'accuracy': ([\d.]+), 'loss': [\d.e-]+\}", text) for text in said]
+    assert len(values[0]) == 1
+    assert values[0] == values[1]
+    assert float(values[0][0]) >= 0.95
+    assert "the run in runs/kept is complete" in said[1]
+    assert (folder / "runs/kept/report.html").is_file()
+
+
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_function_in_parallel(folder: Path, num_ranks: int) -> None:
     command = command_of("polynomial.py")

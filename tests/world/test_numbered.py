@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import pytest
 
 from ringtrain.run.checkpoint import read_checkpoint
 from tests.world.conftest import RunRingtrain
-from tests.world.processes import REPOSITORY
+from tests.world.environments import make_environment
+from tests.world.processes import REPOSITORY, clean_environment, run_command
 from tests.world.running import events
 from tests.world.test_feeding import check, train_plainly
+from tests.world.test_without_horovod import INSTALL, mpirun
 from tests.world.workloads.fed import Sample, samples
+from tests.world.workloads.numbered import RECORDS
 
 WORKLOAD = f"{REPOSITORY}/tests/world/workloads/numbered.py:Numbered"
 COMMON = ["--workload", WORKLOAD, "--precision", "float64", "--log_every", "1", "--global_batch_size", "4"]
@@ -36,6 +40,7 @@ def test_samples_by_number_are_trained_as_arrays_are(run_ringtrain: RunRingtrain
         np.testing.assert_allclose(found[name], value, rtol=1e-12, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_sample_that_raises_is_named_or_left_out(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     flags = [*COMMON, "--options.fault", "raises", "--epochs", "1"]
     finished = run_ringtrain([*flags, "--out", tmp_path / "stops"], launcher="mpirun")
@@ -57,7 +62,8 @@ def batch_steps(size: int, epochs: int) -> Iterator[Sample]:
             yield x, y
 
 
-@pytest.mark.parametrize("processes", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["false", "true"])
 def test_a_pydataset_of_each_rank_goes_on_without_reading_anything_again(
     run_ringtrain: RunRingtrain, tmp_path: Path, processes: str
 ) -> None:
@@ -68,7 +74,8 @@ def test_a_pydataset_of_each_rank_goes_on_without_reading_anything_again(
         finished = run_ringtrain([*flags, "--steps", steps], launcher="mpirun")
         assert finished.rc == 0, finished.stdout + finished.stderr
         assert not finished.left_behind
-    assert "replayed" not in finished.stdout
+    assert "rank 0 reads batch 2 of pass 0" in finished.stderr
+    assert "rank 0 reads batch 0 of pass 0" not in finished.stderr
     check(tmp_path / "run", train_plainly(batch_steps(2, epochs=2)), step=6)
 
 
@@ -87,3 +94,48 @@ def test_what_is_wrong_is_told(run_ringtrain: RunRingtrain, tmp_path: Path, by: 
     assert finished.rc == 3, finished.stdout + finished.stderr
     assert message in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+WRITE = """
+import sys
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
+from tests.world.workloads.numbered import COUNT, samples
+writer = ArrayRecordWriter(sys.argv[1], "group_size:1")
+for number in range(COUNT):
+    x, y = samples(number, 1)
+    writer.write(np.concatenate([x[0], y[0]]).tobytes())
+writer.close()
+"""
+
+
+@pytest.mark.slow
+def test_grain_and_array_records_are_trained_as_arrays_are(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    python, _ = make_environment(tmp_path / "with-grain", without="grain*")
+    install = ["bash", "-euc", INSTALL, str(python), ".ci/locks/grain.lock"]
+    subprocess.run(install, check=True, timeout=120, cwd=REPOSITORY)
+    subprocess.run([python, "-c", WRITE, tmp_path / RECORDS], check=True, timeout=60, cwd=REPOSITORY)
+    finished = run_ringtrain([*COMMON, "--options.by", "arrays", "--steps", "6", "--out", tmp_path / "arrays"])
+    assert finished.rc == 0, finished.stderr
+    for name, more, steps in (
+        ("map", [], (4, 6)),
+        ("records", ["--data_dir", tmp_path], (6,)),
+        ("pass", ["--options.fault", "pass", "--epochs", "1"], (0,)),
+    ):
+        for count in steps:
+            flags = [*COMMON, "--options.by", "grain", *more, "--out", tmp_path / name]
+            finished = run_command(
+                mpirun(python, "-m", "ringtrain", *flags, *(["--steps", count] if count else [])),
+                env=clean_environment(),
+                timeout=120,
+            )
+            assert finished.rc == 0, finished.stdout + finished.stderr
+    expected = weights(tmp_path / "arrays", 6)
+    for name in ("map", "records"):
+        for key, value in weights(tmp_path / name, 6).items():
+            np.testing.assert_allclose(value, expected[key], rtol=1e-12, err_msg=f"{name}: {key}")
+    assert events(tmp_path / "pass", "train")[-1]["samples_seen"] == 11
+    flags = [*COMMON, "--options.by", "grain", "--options.fault", "endless", "--out", tmp_path / "endless"]
+    endless = run_command(mpirun(python, "-m", "ringtrain", *flags), env=clean_environment(), timeout=120)
+    assert endless.rc == 3
+    assert "the samples of from_grain have no end. Leave repeat() out" in endless.stderr

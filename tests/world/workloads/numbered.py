@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import keras
+import numpy as np
 
 from ringtrain import Pass, Sources, from_arrays, from_grain, from_pydataset
 from ringtrain.data.indexed import IndexedSource
-from tests.world.workloads.fed import Linear, Sample, samples
+from tests.world.workloads.fed import WIDTH, Linear, Sample, samples
 
 COUNT = 11
 BAD = 7  # a sample, or a batch
+RECORDS = "samples.array_record"
 
 
 class Samples:
@@ -46,6 +49,7 @@ class Batches(keras.utils.PyDataset):
         return 3 if self.fault != "empty" else 0
 
     def __getitem__(self, index: int) -> Sample:
+        print(f"rank {self.of.rank} reads batch {index} of pass {self.of.epoch}\n", end="", file=sys.stderr)
         if self.fault == "raises" and index == 1:
             raise ValueError("a batch is damaged")
         return samples(100 * self.of.rank + 10 * self.of.epoch + 2 * index, 1 + index % 2)
@@ -65,8 +69,17 @@ class Numbered(Linear):
             return Sources(from_pydataset(lambda of: Batches(of, fault, **how)))
         if self.options["by"] == "grain":
             grain: Any = importlib.import_module("grain")  # which the tests of it install aside
-            dataset = grain.MapDataset.range(COUNT).map(lambda number: Samples()[int(number)])
             if fault == "pass":
-                return Sources(from_grain(lambda of: dataset.to_iter_dataset().batch(of.local_batch_size)))
+                return Sources(from_grain(lambda of: self.batches(grain, of)))
+            files = grain.sources.ArrayRecordDataSource(str(data_dir / RECORDS)) if data_dir else Samples()
+            dataset = grain.MapDataset.source(files)
+            if data_dir:
+                dataset = dataset.map(lambda record: np.split(np.frombuffer(record), [WIDTH]))
             return Sources(from_grain(dataset.repeat() if fault == "endless" else dataset))
         return Sources(from_grain(Samples(fault)), IndexedSource(Samples()))
+
+    def batches(self, grain: Any, of: Pass) -> Any:
+        """This rank's batches of a pass, by Grain's own order and shards."""
+        shard = slice(of.rank, COUNT, of.size)
+        dataset = grain.MapDataset.source(Samples())[shard].seed(of.seed).shuffle(seed=of.epoch)
+        return dataset.to_iter_dataset().batch(of.local_batch_size)

@@ -1,6 +1,6 @@
 """The same training by ``model.fit``: by ringtrain.keras on all ranks, or in processes that train apart.
 
-horovodrun -np 2 python fit.py --how ringtrain --model CNN --size 2 --steps 300 ... --output DIR
+horovodrun -np 2 python -m ringtrain.bench.own_fits --how ringtrain --model CNN --size 2 --steps 300 ... --output DIR
 """
 
 from __future__ import annotations
@@ -8,8 +8,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import sys
 import time
 from typing import Any
+
+from ringtrain.bench.steps import PEERS
+
+sys.path.insert(0, str(PEERS))  # scripts, which import each other by their bare names
 
 import peer_loop
 import peer_models

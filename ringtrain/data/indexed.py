@@ -6,11 +6,11 @@ import collections
 import hashlib
 import itertools
 import multiprocessing
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.machinery import PathFinder
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,7 +111,7 @@ def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
     read: Callable[[int], Any]
     if getattr(dataset, "use_multiprocessing", False):
         try:
-            pickle.dumps(dataset)
+            ForkingPickler.dumps(dataset)
             module = type(dataset).__module__
             if module != "__main__" and PathFinder.find_spec(module.partition(".")[0]) is None:
                 raise ModuleNotFoundError(f"its class is in {sys.modules[module].__file__}, which no process imports")

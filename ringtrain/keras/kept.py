@@ -407,7 +407,10 @@ class KeptFit:
         self._events.scalars("train", values | speed, step=self._step)
 
     def _require_finite(self) -> None:
-        """Where a gradient was not finite, the loss need not show it."""
+        """Where a gradient was not finite, the loss need not show it; moving statistics are each rank's own."""
+        mine = bool(_are_finite([variable.value for variable in self._variables.values()]))
+        if all(all_gather_object(self._collective, mine, name="fit/finite")):
+            return
         require_finite_values(self._variables, self._collective, step=self._step, though="", remedy=REMEDY)
 
     def _diverge(self, mine: float, num_steps: int) -> None:
@@ -471,6 +474,13 @@ class KeptFit:
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
         return results, samples
+
+
+@tf.function(autograph=False)
+def _are_finite(values: list[tf.Tensor]) -> tf.Tensor:
+    """bool []: whether all of these are; in one call, as it is asked after each line of the log."""
+    floating = [value for value in values if value.dtype.is_floating]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in floating])
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:

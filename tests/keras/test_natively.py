@@ -82,6 +82,7 @@ class TwoSums(keras.Sequential):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_step_with_two_sums_has_the_same_bits_and_can_be_left_early(collective: Collective) -> None:
     models = []

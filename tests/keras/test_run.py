@@ -65,6 +65,7 @@ def test_a_fit_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> 
     assert (out / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_fit_that_is_told_to_stop_saves_and_says_so(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with interrupted("dataset", out) as run:

@@ -1,9 +1,9 @@
 """Where a ``fit`` stands in its data, so that one that is started again goes on with the next batch.
 
 Keras makes an iterator of the data for each epoch, or one for all epochs where ``steps_per_epoch`` is given. A rank's
-iterator says where it is, where it can (tf.data's own state); else what was trained is read again and left out. In both
-cases each earlier iterator is begun once more: a pipeline that shuffles anew for each of them then goes on with the
-order that would have come.
+iterator says where it is, where it can (tf.data's own state, which knows of earlier shuffles). Else what was trained is
+read again and left out, and each earlier iterator is begun once more: a pipeline that shuffles anew for each of them
+then goes on with the order that would have come.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class Batches:
         state, self._state = self._state, b""
         self._is_one_for_all = data.steps_per_epoch is not None
         began = time.perf_counter()
-        before = 0 if state else self._begin_earlier(start, data)
+        before = self._given_before(start, data)
+        if not state:
+            self._begin_earlier(start, data)
         for numbers in plain():  # and the iterator behind them: from Keras 3.11 on the first and the last, before one
             first, iterator = numbers[0], numbers[-1]
             if iterator is not self._iterator:
@@ -103,14 +105,24 @@ class Batches:
                     )
             yield numbers
 
-    def _begin_earlier(self, start: Place, data: Any) -> int:
-        """Begin the iterators of former epochs once more; returns the batches that the present one gave to them."""
+    def _given_before(self, start: Place, data: Any) -> int:
+        """The batches that the present iterator gave to former epochs."""
+        if not self._is_one_for_all:
+            return 0
+        num = data._num_batches
+        return max(0, (start.all_batches % num if num else start.all_batches) - start.batches)
+
+    def _begin_earlier(self, start: Place, data: Any) -> None:
+        """Begin former iterators once more, so that what shuffles anew for each takes the order that would come."""
         num, adapter = data._num_batches, data.data_adapter
         if hasattr(adapter, "py_dataset"):  # which gives its batches by number, read ahead by threads of Keras'
             for _ in range(start.epochs):
                 adapter.py_dataset.on_epoch_end()
-            return max(0, start.all_batches % num - start.batches) if self._is_one_for_all and num else 0
-        if not self._is_one_for_all:
+        elif self._is_one_for_all:
+            for _ in range(start.all_batches // num if num else 0):
+                next(iter(data._get_iterator()), None)
+                activity.move()
+        else:
             for _ in range(start.epochs):
                 adapter.on_epoch_begin()
                 next(iter(data._get_iterator()), None)
@@ -118,12 +130,6 @@ class Batches:
                     iter(data._get_iterator())  # as Keras does at the end of an epoch
                 adapter.on_epoch_end()
                 activity.move()
-            return 0
-        renewals, within = divmod(start.all_batches, num) if num else (0, start.all_batches)
-        for _ in range(renewals):
-            next(iter(data._get_iterator()), None)
-            activity.move()
-        return max(0, within - start.batches)
 
     def _read(self, iterator: Any, number: int, start: Place) -> None:
         for _ in range(number):

@@ -46,9 +46,9 @@ class Run(keras.callbacks.Callback):
     The same script, started again, goes on where it was: in mid-epoch, with the next batch, with the optimizer, the
     metrics of the epoch, dropout's seeds, and what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint count. SIGTERM,
     Slurm's warning, the end of the allocation or the file ``stop`` save after the step under way and end the script
-    with exit code 75. A watchdog ends ranks that wait for ever. A loss that is not
-    finite ends the run with exit code 4 at the next line of the log; nothing of it is saved. A run that is complete
-    gives its weights, and ``fit`` returns at once.
+    with exit code 75. A watchdog ends ranks that wait for ever. A loss that is not finite ends the run with exit code 4
+    at the next line of the log; nothing of it is saved. A run that is complete gives its weights, and ``fit`` returns
+    at once.
 
     What comes from the script is the script's own: its data, their order, and how they are split among the ranks. It
     goes on exactly (bit for bit on as many ranks) where its pipeline gives the same batches each time that it is made.

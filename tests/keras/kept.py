@@ -54,6 +54,8 @@ def make_pipeline(kind: str) -> dict:
         return {"x": x, "y": y, "batch_size": BATCH_SIZE}
     if kind == "endless":
         return {"x": dataset.repeat().prefetch(2), "steps_per_epoch": BATCHES - 1}
+    if kind == "finite":  # one iterator for four epochs, and another for the fifth
+        return {"x": dataset.repeat(2), "steps_per_epoch": BATCHES // 2}
     if kind == "stateful":  # it cannot say where it is
         return {"x": dataset.map(lambda x, y: (x + tf.random.normal([FEATURES], stddev=0.1, seed=2), y))}
     if kind == "pydataset":
@@ -91,7 +93,7 @@ def main() -> None:
     options = {"x": x, "y": y, "batch_size": BATCH_SIZE, "shuffle": False} if kind == "nan" else make_pipeline(kind)
     history = model.fit(
         **options,
-        epochs=EPOCHS,
+        epochs=EPOCHS + 2 if kind == "finite" else EPOCHS,
         initial_epoch=int(kind == "epoch"),
         verbose=0,
         callbacks=callbacks,

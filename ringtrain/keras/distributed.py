@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ringtrain.errors import UsageError
 from ringtrain.keras.exchange import Accumulation, Exchange, Settings
+from ringtrain.step.optimizers import FUSED_UPDATES
 
 # Whether what a distributed optimizer has reduced is being applied: by it, by the parts of a MultiOptimizer, or by the
 # LossScaleOptimizer around it.
@@ -73,15 +74,19 @@ class Distributed:
 
 
 def distribute(optimizer: keras.optimizers.Optimizer, settings: Settings, *, passes: int, averages: bool) -> None:
-    """Make a Keras optimizer, this very object, one that reduces what ``passes`` calls have added up or averaged."""
+    """Make a Keras optimizer, this very object, one that reduces what ``passes`` calls have added up or averaged.
+
+    Where its class is one of Keras' own, and there is one, its update is the one that goes through memory once.
+    """
     plain_class = type(optimizer)
+    bases = [Distributed, *filter(None, [FUSED_UPDATES.get(plain_class)]), plain_class]
     attributes = {
         "_settings": settings,
         "_accumulation": (passes, averages),
         "_plain_class": plain_class,
         "__module__": plain_class.__module__,
     }
-    object.__setattr__(optimizer, "__class__", type(plain_class.__name__, (Distributed, plain_class), attributes))
+    object.__setattr__(optimizer, "__class__", type(plain_class.__name__, tuple(bases), attributes))
 
 
 def apply_reduced(

@@ -13,12 +13,12 @@ import keras
 import tensorflow as tf
 
 
-class FusedSGD(keras.optimizers.SGD):
-    """Keras' SGD: plain, with momentum, or Nesterov's."""
+class FusedSGDUpdate:
+    """The update of SGD: plain, with momentum, or Nesterov's."""
 
-    def update_step(self, gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
+    def update_step(self: Any, gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
         if isinstance(gradient, tf.IndexedSlices):
-            super().update_step(gradient, variable, learning_rate)
+            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
             return
         dtype = variable.dtype
         learning_rate, gradient = tf.cast(learning_rate, dtype), tf.cast(gradient, dtype)
@@ -58,6 +58,10 @@ class FusedAdamUpdate:
         )
 
 
+class FusedSGD(FusedSGDUpdate, keras.optimizers.SGD):
+    """Keras' SGD."""
+
+
 class FusedAdam(FusedAdamUpdate, keras.optimizers.Adam):
     """Keras' Adam."""
 
@@ -67,6 +71,11 @@ class FusedAdamW(FusedAdamUpdate, keras.optimizers.AdamW):
 
 
 FUSED = {"sgd": FusedSGD, "adam": FusedAdam, "adamw": FusedAdamW}  # by the names of the settings
+FUSED_UPDATES: dict[type, type] = {
+    keras.optimizers.SGD: FusedSGDUpdate,
+    keras.optimizers.Adam: FusedAdamUpdate,
+    keras.optimizers.AdamW: FusedAdamUpdate,
+}  # of Keras' own classes, not of what inherits from them
 
 
 def only_reads_gradients(optimizer: keras.optimizers.Optimizer) -> bool:

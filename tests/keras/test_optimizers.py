@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import pytest
+import tensorflow as tf
 from packaging.version import Version
 
 import ringtrain.keras as hvd
@@ -115,6 +116,39 @@ def test_two_ranks_equal_one_with(collective: Collective, options: str) -> None:
     alone = make_model()
     train("fit", alone, keras.optimizers.Adam(0.05, **OPTIONS[options]), make_batches(SAMPLES))
     assert largest_difference(distributed, alone) < TOLERANCE
+
+
+FUSED: dict[str, tuple[Any, str]] = {
+    "SGD": (keras.optimizers.SGD(0.1), "ResourceApplyGradientDescent"),
+    "momentum": (keras.optimizers.SGD(0.1, momentum=0.9), "ResourceApplyKerasMomentum"),
+    "Adam": (keras.optimizers.Adam(), "ResourceApplyAdam"),
+    "AdamW": (keras.optimizers.AdamW(), "ResourceApplyAdam"),
+}
+
+
+class OwnAdam(keras.optimizers.Adam):
+    """May update as it likes."""
+
+
+@pytest.mark.parametrize("name", FUSED)
+@on_ranks(2)
+def test_an_update_goes_through_memory_once(collective: Collective, name: str) -> None:
+    optimizer, operation = FUSED[name]
+    assert operation in operations_of(type(optimizer).from_config(optimizer.get_config()))
+
+
+@on_ranks(2)
+def test_what_inherits_from_an_optimizer_updates_by_itself(collective: Collective) -> None:
+    assert "ResourceApplyAdam" not in operations_of(OwnAdam())
+
+
+def operations_of(optimizer: keras.optimizers.Optimizer) -> set[str]:
+    """The types of the operations that an update is made of."""
+    hvd.init()
+    model = make_model()
+    hvd.DistributedOptimizer(optimizer).build(model.trainable_variables)
+    update = tf.function(lambda: optimizer.apply([v * 2 for v in model.trainable_variables], model.trainable_variables))
+    return {operation.type for operation in update.get_concrete_function().graph.get_operations()}
 
 
 @on_ranks(2)

@@ -25,6 +25,7 @@ from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.keras.exchange import Exchange
 from ringtrain.keras.guards import BATCHES_REMEDY, STOP_REMEDY
+from ringtrain.keras.metrics import MetricsOverRanks, scalars
 from ringtrain.keras.rank_state import (
     CALLBACKS,
     RANKS,
@@ -33,7 +34,6 @@ from ringtrain.keras.rank_state import (
     best_weights_of,
     counts_of,
     is_extra,
-    metric_variables,
     metrics_of,
     own_of,
     pack,
@@ -78,7 +78,7 @@ class KeptFit:
         self._config, self._collective, self._requests, self._console = config, collective, requests, console
         self._start, self._opened, self._is_complete = start, opened, start.is_complete
         self._progress, self._step = Progress(**start.progress), start.step
-        self._votes = Votes()
+        self._votes, self._metrics = Votes(), MetricsOverRanks(model, collective)
         self._variables: dict[str, keras.Variable] = {}
         self._resumed: Arrays = {}  # what this rank alone had, until the first epoch begins
         self._metrics_so_far: Arrays = {}  # of the epoch, until its first step after a resume is done
@@ -186,7 +186,7 @@ class KeptFit:
         if self._passes(former, self._config.log_every):
             self._log(logs)
         if self._steps_of_epoch and batch + 1 >= self._steps_of_epoch:  # what is due now comes after the validation
-            sums = self._sum_metrics()
+            sums = self._metrics.sum()
             self._carried = sums if self._sums_before is None else sums - self._sums_before
         elif self._is_stopped:
             self._leave()
@@ -384,10 +384,10 @@ class KeptFit:
     def _log(self, logs: Mapping[str, Any]) -> None:
         """Means since the last line, over the samples of all ranks; DivergedError where the loss is not finite."""
         activity.note(Phase.LOG, self._step)
-        sums = self._sum_metrics()
-        values, samples = self._read_metrics(sums if self._sums_before is None else sums - self._sums_before)
+        sums = self._metrics.sum()
+        values, samples = self._metrics.read(sums if self._sums_before is None else sums - self._sums_before)
         if values.keys() != logs.keys() or not samples:  # of a train_step that gives values of its own
-            values = self._mean_over_ranks(_scalars(logs))
+            values = self._metrics.mean_over_ranks(scalars(logs))
         self._sums_before = sums
         num_steps, seconds = self._step - self._steps_before, self._seconds
         self._steps_before, self._seconds = self._step, 0.0
@@ -425,13 +425,13 @@ class KeptFit:
 
     def _note_validation(self, logs: Mapping[str, Any]) -> bool:
         """Write the ``eval`` event; whether it is the best so far. Every rank must call it."""
-        values_here = _scalars(logs)
+        values_here = scalars(logs)
         mine = {name.removeprefix("val_"): v for name, v in values_here.items() if name.startswith("val_")}
         had = all_gather_object(self._collective, bool(mine), name="fit/validated")
         samples = 0
         if all(had):  # its metrics are still what fit() has validated by
-            values, samples = self._read_metrics(self._sum_metrics())
-            values = {n: v for n, v in values.items() if n in mine} if samples else self._mean_over_ranks(mine)
+            values, samples = self._metrics.read(self._metrics.sum())
+            values = {n: v for n, v in values.items() if n in mine} if samples else self._metrics.mean_over_ranks(mine)
         else:
             values = run_on_rank0(self._collective, lambda: mine, name="fit/validated_by_rank0")
         if not values:
@@ -447,42 +447,9 @@ class KeptFit:
             self._events.scalars("eval", values, step=self._step)
         return self._progress.note_evaluation(self._step, values[metric], self._config.best_direction)
 
-    def _mean_over_ranks(self, mine: dict[str, float]) -> dict[str, float]:
-        of_ranks = all_gather_object(self._collective, mine, name="fit/values")
-        return {name: float(np.mean([float(each[name]) for each in of_ranks])) for name in of_ranks[0]}
-
-    def _sum_metrics(self) -> npt.NDArray[np.float64]:
-        """The variables of all metrics, summed over all ranks."""
-        mine = [np.ravel(keras.ops.convert_to_numpy(v.value)).astype(np.float64) for v in metric_variables(self.model)]
-        [total] = self._collective.all_reduce([tf.constant(np.concatenate([[0.0], *mine]))], name="fit/metrics").tensors
-        return np.asarray(total.numpy(), np.float64)[1:]
-
-    def _read_metrics(self, sums: npt.NDArray[np.float64]) -> tuple[dict[str, float], int]:
-        """The metrics whose variables have these sums, and the number of samples."""
-        variables = metric_variables(self.model)
-        if not variables:
-            return {}, 0
-        before = [keras.ops.convert_to_numpy(v.value) for v in variables]
-        ends = np.cumsum([value.size for value in before])
-        counts = [m.count for m in self.model.metrics if m.name == "loss" and isinstance(m, keras.metrics.Mean)]
-        try:
-            for variable, part in zip(variables, np.split(sums, ends[:-1]), strict=True):
-                variable.assign(part.reshape(variable.shape).astype(variable.dtype))
-            results = _scalars(self.model.get_metrics_result())
-            samples = int(counts[0].numpy()) if counts else 0
-        finally:
-            for variable, value in zip(variables, before, strict=True):
-                variable.assign(value)
-        return results, samples
-
 
 @tf.function(autograph=False)
 def _are_finite(values: list[tf.Tensor]) -> tf.Tensor:
     """bool []: whether all of these are; in one call, as it is asked after each line of the log."""
     floating = [value for value in values if value.dtype.is_floating]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in floating])
-
-
-def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are single numbers."""
-    return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ringtrain.errors import UsageError
-from ringtrain.runtime.launched import DIRECTORY_VARIABLE, clear, read_end, read_run
+from ringtrain.runtime.launched import DIRECTORY_VARIABLE, SUPERVISOR_VARIABLE, clear, read_end, read_run
 
 from . import PACKAGE, PROGRAM
 from .arguments import Parser
@@ -30,8 +30,9 @@ LAUNCHERS = {  # by their controllers; what helps where there is none
 
 DESCRIPTION = """\
 Train on this machine: each rank's lines are labelled and never broken, all stop
-at the first failure, and the first rank's error is printed last. Ctrl-C lets
-the ranks save before they leave; the same command goes on from there.
+at the first failure, and the first rank's error is printed last. A terminal has
+rank 0's progress bar. Ctrl-C lets the ranks save before they leave; the same
+command goes on from there.
 """
 EXAMPLES = f"""\
 examples:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not on PATH, and controller {options.controller!r} needs it. {remedy}.")
     with tempfile.TemporaryDirectory(prefix="ringtrain-launch-") as directory:
-        os.environ[DIRECTORY_VARIABLE] = directory
+        os.environ[DIRECTORY_VARIABLE], os.environ[SUPERVISOR_VARIABLE] = directory, str(os.getpid())
         return run_guarded(
             lambda: supervise(options.np, options.controller, options.max_restarts, flags, listener=Path(directory))
         )

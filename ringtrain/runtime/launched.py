@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 DIRECTORY_VARIABLE = "RINGTRAIN_LAUNCH_DIR"
+SUPERVISOR_VARIABLE = "RINGTRAIN_LAUNCH_PID"  # the process of ``launch local``, whose terminal is the user's
 LEFT_VARIABLE = "RINGTRAIN_LAUNCH_LEFT"  # names the file that one rank makes when it has done all that it is to do
 RUN_FILE, END_FILE = "run.json", "end.json"
 NO_WORD = (OSError, ValueError, KeyError, TypeError)  # there is no such file, or it holds something else
@@ -48,6 +49,12 @@ def tell_run(path: Path, *, step: int, is_complete: bool) -> None:
 def tell_end(values: Mapping[str, Any]) -> None:
     """Say how the run ends, in the words of the ``end`` event; only the first word of any rank counts."""
     _tell(END_FILE, values, replaces=False)
+
+
+def find_supervisor() -> int | None:
+    """The pid of ``launch local``, where that has started this rank."""
+    pid = os.environ.get(SUPERVISOR_VARIABLE, "")
+    return int(pid) if pid.isdigit() else None
 
 
 def tell_left() -> None:

@@ -60,6 +60,12 @@ def read_value(returned: tf.Tensor, name: str) -> float:
     return float(returned.numpy()[at])
 
 
+def read_loss(returned: tf.Tensor) -> float:
+    """The objective that a step returned, not rounded to few digits: ``StepReport.loss`` without the others."""
+    samples, data_loss, regularization, *_ = returned.numpy()
+    return float((data_loss + regularization) / samples)
+
+
 def _shortest(value: Any) -> float:
     """A NumPy number as the float with the fewest digits that is the same in its own type: 0.1, not 0.10000000149."""
     return float(str(value)) if math.isfinite(value) else float(value)

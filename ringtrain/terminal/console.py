@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import IO, TYPE_CHECKING
 
 from ringtrain.messages.escaping import escape, escape_message
+from ringtrain.runtime.launched import find_supervisor
 from ringtrain.runtime.processes import find_launcher
 from ringtrain.runtime.streams import LastingFile
 
@@ -52,6 +53,11 @@ class Console:
         )
         self._progress.start()
 
+    def loss(self, value: float) -> None:
+        """Show the loss of a step in the progress bar, where there is one."""
+        if self._progress is not None:
+            self._progress.loss = value
+
     def progress(self, step: int, values: list[str]) -> None:
         """Move the progress bar, and show these values below it."""
         if self._progress is not None:
@@ -68,7 +74,7 @@ def open_console(*, is_rank0: bool) -> Console:
     """The console of this rank."""
     if not is_rank0:
         return Console(None, is_terminal=False)
-    launcher = find_launcher()
+    launcher = find_supervisor() or find_launcher()
     if launcher is None:
         return Console(sys.stdout, is_terminal=sys.stdout.isatty())
     terminal = launcher_terminal(launcher)

@@ -18,7 +18,7 @@ USUAL_COLUMNS = 80
 
 
 class ProgressBar(Progress):
-    """Steps done and time left; below them the values of the last log.
+    """Steps done and time left; below them the loss of the last step, and the values of the last log.
 
     It asks by itself, from its own thread, which step is under way: the training thread has nothing to do with it.
     """
@@ -29,6 +29,7 @@ class ProgressBar(Progress):
         self._terminal = stream.fileno()
         self._last_saved_step = last_saved_step
         self._values: list[str] = []
+        self.loss: float | None = None  # of the last step
         super().__init__(
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
@@ -46,7 +47,7 @@ class ProgressBar(Progress):
         self.console.show_cursor(True)
 
     def show(self, step: int, values: list[str]) -> None:
-        """Show the values of a step; where the line is full, the last ones are left out."""
+        """Show the values of a step, besides its loss; where the line is full, the last ones are left out."""
         self._values = values
         self.update(self._task, completed=step)
 
@@ -61,7 +62,8 @@ class ProgressBar(Progress):
         yield self.make_tasks_table(self.tasks)
         saved = self._last_saved_step()
         checkpoint = [f"checkpoint: step {saved:,}"] if saved and not self.finished else []
-        shown = [*self._values[:2], *checkpoint, *self._values[2:]]
+        values = [*([] if self.loss is None else [f"loss {self.loss:.4g}"]), *self._values]
+        shown = [*values[:2], *checkpoint, *values[2:]]
         if note.doing in (Phase.EVALUATION_DATA, Phase.EVALUATION_STEP):
             shown.insert(0, "evaluating")
         yield Text("  ".join(shown), no_wrap=True, overflow="ellipsis")

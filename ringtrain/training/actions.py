@@ -24,6 +24,7 @@ from ringtrain.run.progress import Progress
 from ringtrain.run.resume import OpenedRun
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.launched import find_supervisor
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.step.report import StepReport
 from ringtrain.terminal.console import Console
@@ -71,7 +72,9 @@ class Training:
         return self.records.writer.last_step if self.records is not None else 0
 
     def announce(self, reason: str) -> None:
-        """Tell the user, from any thread, that a request to stop was heard."""
+        """Tell the user, from any thread, that a request to stop was heard, where whoever passed it on has not."""
+        if self.requests.cause == "signal" and find_supervisor() is not None:
+            return
         stands = self.find_last_saved_step()
         self.console.line(
             f"{reason}: saving after this step, then leaving. Should the launcher end the ranks before that, "
@@ -148,7 +151,7 @@ class Log(Action):
         console = self._training.console
         if console.is_terminal:
             metrics = [f"{name} {value:.4f}" for name, value in report.metrics.items()]
-            console.progress(step, [f"loss {report.loss:.4g}", f"{examples_per_sec:,.0f} examples/s", *metrics])
+            console.progress(step, [f"{examples_per_sec:,.0f} examples/s", *metrics])
             return
         speed = f"{examples_per_sec:.1f} examples/sec; {sec_per_step:.3f} sec/batch"
         console.line(f"step {step}, loss = {report.loss:.4g} ({speed})")

@@ -27,7 +27,7 @@ from ringtrain.run.variables import broadcast_variables
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
-from ringtrain.step.report import read_value
+from ringtrain.step.report import read_loss, read_value
 from ringtrain.terminal.console import Console
 from ringtrain.training.actions import Action, CheckReplicas, Ending, Evaluate, Log, Profile, Records, Save, Training
 from ringtrain.training.ending import write_warning
@@ -257,6 +257,8 @@ def settle(
     job, (step, batch, returned, is_last) = training.job, trained
     guard.check(step, batch, returned)
     job.times.note_communication(read_value(returned, "communication_sec"))
+    if training.console.is_terminal:
+        training.console.loss(read_loss(returned))
     if job.batches.is_counted:
         training.progress.samples_seen += job.step.read(returned).samples
     is_stopped = bool(read_value(returned, "stop_votes")) and not is_last

@@ -137,7 +137,8 @@ def test_on_a_terminal_there_is_a_progress_bar_and_lines_stand_above_it() -> Non
     shown = Console(stream, is_terminal=True)
     shown.start_progress(10, 0, lambda: 4)
     assert SHOW_CURSOR in read_until(outside, SHOW_CURSOR), "it is gone for good where the process is killed"
-    shown.progress(5, ["loss 1", "999 examples/s", "accuracy 0.5", *["more"] * 20])
+    shown.loss(1.0)
+    shown.progress(5, ["999 examples/s", "accuracy 0.5", *["more"] * 20])
     shown.line("eval loss = 2")
     shown.stop_progress()
     shown.line("done")

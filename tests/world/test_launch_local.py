@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.world.processes import clean_environment, run_command
 from tests.world.running import (
     Run,
     assert_history_is_whole,
@@ -113,8 +115,18 @@ def test_ctrl_c_saves(tmp_path: Path) -> None:
         run.signal_launcher(signal.SIGINT)
         assert run.wait() == 75, run.text()
     assert "launch: SIGINT: the ranks save and leave; Ctrl-C once more ends them at once" in run.text()
+    assert "saving after this step" not in run.text(), "it is acknowledged once"
     assert run.text().splitlines()[-1].startswith("launch: stopped by SIGINT at rank 0 on ")
     assert [event["exit_code"] for event in events(out, "end")] == [75]
+
+
+@pytest.mark.slow
+def test_a_terminal_has_the_progress_bar_of_rank_0(tmp_path: Path) -> None:
+    command = [*launch_local(), "--workload", "digits", "--epochs", "2", "--out", str(tmp_path / "run")]
+    shown = run_command(command, env=clean_environment(), timeout=120, terminal=True).stdout
+    assert re.search(r"100%\s+ETA", shown), shown
+    assert re.search(r"loss [\d.]+  [\d,]+ examples/s", shown), shown
+    assert "[0] step" not in shown
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ from horovod.tensorflow import (
 from horovod.tensorflow.keras import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
 
 from ringtrain.collectives.normalization import SyncBatchNormalization
-from ringtrain.keras import callbacks
+from ringtrain.keras import callbacks, elastic
 from ringtrain.keras.collective import broadcast_variables
 from ringtrain.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringtrain.keras.start import init
@@ -81,6 +81,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -105,8 +106,6 @@ __all__ = [
 
 PAGE = "docs/coming-from-horovod.md"
 NOT_HERE = {
-    "elastic": "there is no elastic training; start the ranks again where some end, by launch local --max_restarts or "
-    "a Slurm job that is requeued, and let them go on from a checkpoint",
     "DistributedAdasumOptimizer": "give DistributedOptimizer op=ringtrain.keras.Adasum",
     "BroadcastGlobalVariablesHook": "it is TensorFlow 1's; use callbacks.BroadcastGlobalVariablesCallback",
     "broadcast_parameters": "it is PyTorch's; use broadcast_variables",

@@ -76,7 +76,12 @@ def all_ranks() -> Collective:
 
 def wants_native_sums() -> bool:
     """Whether they may be made: among ranks that do not come and go."""
-    return _backend == "auto" and "HOROVOD_ELASTIC" not in os.environ
+    return _backend == "auto" and not is_elastic()
+
+
+def is_elastic() -> bool:
+    """Whether the ranks of this run come and go: so horovodrun says to those that it starts so."""
+    return os.environ.get("HOROVOD_ELASTIC", "0") != "0"
 
 
 def choose_backend(backend: str) -> None:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
-from ringtrain.keras.collective import ProcessSetCollective, all_ranks, require_init
+from ringtrain.keras.collective import ProcessSetCollective, all_ranks, is_elastic, require_init
 from ringtrain.keras.votes import Votes
 from ringtrain.run.variables import require_gradients_that_add
 
@@ -162,13 +162,16 @@ class Exchange:
 
     def _reduce_now(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
         settings = self.settings
+        # Where ranks come and go, of those at the time of the step, not of its trace.
         size = settings.process_set.size()
+        if is_elastic():
+            size = tf.cast(hvd.size_op(settings.process_set.process_set_id), tf.float64)
         shared = [index for index, variable in enumerate(variables) if not self.is_local(variable)]
         reduced = list(gradients)
         if settings.scale_local_gradients:
             for index in set(range(len(variables))) - set(shared):
                 reduced[index] = scaled(gradients[index], 1 / size)
-        if shared and size > 1 and settings.process_set.included():
+        if shared and (is_elastic() or size > 1) and settings.process_set.included():
             require_gradients_that_add([variables[index] for index in shared])
             part = settings.gradient_predivide_factor
             before, after = (1 / part, part / size) if settings.op == hvd.Average else (1.0, 1.0)
@@ -292,6 +295,12 @@ class Accumulation:
             self.counter = tf.Variable(0, trainable=False, dtype=tf.int32)
         self._sums: dict[Hashable, tf.Variable] = {}
 
+    def clear(self) -> None:
+        """Forget what was added up."""
+        self.counter.assign(0)
+        for total in self._sums.values():
+            total.assign(tf.zeros_like(total))
+
     def is_complete(self) -> tf.Tensor:
         """bool []: whether the last gradients given out are reduced ones."""
         return tf.equal(self.counter, 0)
@@ -307,9 +316,7 @@ class Accumulation:
         def complete() -> Gradients:
             factor = 1 / self.passes if self.averages else 1.0
             reduced = [scaled(gradient, factor) for gradient in reduce_now(sums)]
-            for buffer in buffers:
-                buffer.assign(tf.zeros_like(buffer))
-            self.counter.assign(0)
+            self.clear()
             return [tf.identity(gradient) for gradient in reduced]
 
         return list(tf.cond(tf.equal(count, self.passes), complete, lambda: [tf.identity(total) for total in sums]))

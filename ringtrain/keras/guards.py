@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -19,6 +21,9 @@ from ringtrain.keras.distributed import Distributed, find_distributed, is_applyi
 from ringtrain.keras.exchange import Exchange
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.devices import own_gpu
+
+log = logging.getLogger("ringtrain")
+NUM_FIRST_LOSSES = 3
 
 
 def check_distributed(optimizer: Any) -> None:
@@ -58,6 +63,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._distributed: Distributed | None = None
         self._num_batches = 0
         self._num_epochs = 0  # of this fit
+        self._first_losses: list[float] = []  # of this fit, on this rank
 
     @classmethod
     def has_reduced(cls) -> bool:
@@ -90,7 +96,7 @@ class TrainingGuard(keras.callbacks.Callback):
             is_traced_otherwise = self._distributed.exchange.begin_fit(may_sum_natively=may_sum_natively)
             if is_traced_otherwise and self.model.train_function is not None:
                 self.model.make_train_function(force=True)
-        self._num_epochs = 0
+        self._num_epochs, self._first_losses = 0, []
 
     def on_train_end(self, logs: Any = None) -> None:
         TrainingGuard.goes_on = False
@@ -110,6 +116,8 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_batches = batch + 1
+        if self._num_epochs == 1 and len(self._first_losses) < NUM_FIRST_LOSSES and logs and "loss" in logs:
+            self._first_losses.append(float(logs["loss"]))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._collective is None:
@@ -119,11 +127,17 @@ class TrainingGuard(keras.callbacks.Callback):
         if self.params.get("steps") is None or self._spans_world():
             if self._distributed is not None:
                 self._distributed.exchange.join(had_batch=self._num_batches > 0)
-            _require_equal(
-                all_gather_object(self._collective, self._num_batches, name="guard_batches"),
-                f"batches in epoch {epoch + 1}",
-                BATCHES_REMEDY,
-            )
+            mine = [self._num_batches, self._first_losses if self._num_epochs == 1 else []]
+            numbers, losses = zip(*all_gather_object(self._collective, mine, name="guard_batches"), strict=True)
+            _require_equal(numbers, f"batches in epoch {epoch + 1}", BATCHES_REMEDY)
+            if hvd.rank() == 0 and (twice := find_same(losses)):
+                log.warning(
+                    "ringtrain.keras: %s had the very same loss, to its last bit, in each of the first %d batches of "
+                    "fit(): they train on the same samples. Give each rank its own, such as by "
+                    "dataset.shard(hvd.size(), hvd.rank()) before shuffle and batch, or by a part of the arrays.",
+                    name_ranks(twice),
+                    NUM_FIRST_LOSSES,
+                )
         self._require_same_weights(self._collective, epoch)
 
     def _trains_by_tape(self) -> bool:
@@ -196,6 +210,16 @@ BATCHES_REMEDY = (
     "Ranks with more would wait for the others for ever. Give every rank as many: steps_per_epoch=N with a data set "
     f"that repeats, or as many samples on each rank. {STOP_REMEDY}"
 )
+
+
+def find_same(losses: Sequence[Sequence[float]]) -> list[int]:
+    """The first ranks, of which each has had the same losses [ranks, steps] as the others; none where that may be so by
+    chance, such as where all are 0."""
+    telling = [
+        tuple(its) for its in losses if len(its) == NUM_FIRST_LOSSES == len({*its}) and all(map(math.isfinite, its))
+    ]
+    twice = next((its for its in telling if telling.count(its) > 1), None)
+    return [rank for rank, its in enumerate(losses) if tuple(its) == twice]
 
 
 def _require_equal(values: Sequence[Any], what: str, remedy: str) -> None:

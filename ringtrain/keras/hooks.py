@@ -7,10 +7,10 @@ Each calls the one that it replaces; with one rank they do nothing else.
 - ``LossScaleOptimizer.apply``: ``compile`` puts it *around* a distributed optimizer; gradients are reduced before it
   tests them for overflow. Ranks that tested their own would part ways there, and wait for each other for ever.
 - ``Model.make_train_function``: Horovod has no grouped all-reduce for XLA, so the training step does without XLA.
-- ``CallbackList.__init__``: the guards of ``fit`` (``guards.py``) take part without being asked for, and
-  ``callbacks.Run`` comes last, when all others have acted.
+- ``CallbackList.__init__``: the guards of ``fit`` (``guards.py``) take part without being asked for, and what saves
+  (``elastic.CommitStateCallback``, ``callbacks.Run``) comes last, when all others have acted.
 - ``Model.fit``, ``EpochIterator._enumerate_iterator``: a ``fit`` with ``callbacks.Run`` is kept from before its first
-  step to after its last, whatever ends it, and goes on in mid-epoch.
+  step to after its last, whatever ends it; with it, or ``elastic.UpdateBatchStateCallback``, it goes on in mid-epoch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import horovod.tensorflow as hvd
 import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from ringtrain.keras.collective import is_elastic
 from ringtrain.keras.distributed import Distributed, apply_reduced, check_parts
+from ringtrain.keras.elastic import CommitStateCallback, UpdateBatchStateCallback
 from ringtrain.keras.guards import TrainingGuard, check_distributed
 from ringtrain.keras.run import Run
 
@@ -97,10 +99,11 @@ def _notice_xla() -> None:
 def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
     plain(callbacks, *args, **kwargs)
     listed = callback_list.callbacks
-    for run in [callback for callback in listed if isinstance(callback, Run)]:
-        listed.remove(run)
-        run.note_others(listed)
-        listed.append(run)
+    for last in [callback for kind in (CommitStateCallback, Run) for callback in listed if isinstance(callback, kind)]:
+        listed.remove(last)
+        if isinstance(last, Run):
+            last.note_others(listed)
+        listed.append(last)
     if _has_ranks():
         guard = TrainingGuard()
         guard.set_model(callback_list.model)
@@ -126,8 +129,10 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _enumerate(plain: Any, data: Any) -> Any:
     kept = Run.current
-    return plain() if kept is None or not kept.batches.are_of(data) else kept.batches.enumerate(plain, data)
+    if kept is not None and kept.batches.are_of(data):
+        return kept.batches.enumerate(plain, data)
+    return UpdateBatchStateCallback.enumerate(plain, data)
 
 
 def _has_ranks() -> bool:
-    return hvd.is_initialized() and hvd.size() > 1
+    return hvd.is_initialized() and (hvd.size() > 1 or is_elastic())

@@ -17,7 +17,7 @@ from ringtrain.collectives import all_gather_object
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.errors import DivergedError, PreemptedError, ReplicasDifferError, RingtrainError, UsageError
 from ringtrain.guard.lost import explaining_lost_ranks
-from ringtrain.keras.collective import ProcessSetCollective, require_init
+from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
 from ringtrain.keras.kept import KeptFit
 from ringtrain.keras.rank_state import COUNTED
 from ringtrain.run.directory import REPORT_FILE
@@ -169,6 +169,11 @@ class Run(keras.callbacks.Callback):
             raise UsageError(
                 "callbacks.Run was given twice. One Run keeps one fit(), and a fit() has one: make another with a "
                 "directory of its own for each fit()."
+            )
+        if is_elastic():
+            raise UsageError(
+                "callbacks.Run keeps a fit() of ranks that stay, and horovodrun has started this one with --min-np or "
+                "--host-discovery-script. Leave these out, or keep the model by elastic.KerasState."
             )
         if initial_epoch:
             raise UsageError(

@@ -13,7 +13,7 @@ from ringtrain.collectives.horovod import connect_horovod, require_same_settings
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.keras import hooks
-from ringtrain.keras.collective import choose_backend
+from ringtrain.keras.collective import choose_backend, is_elastic
 from ringtrain.runtime.devices import apply_plan, plan_devices, start_tensorflow
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
@@ -58,9 +58,10 @@ def init(
         apply_plan(plan)
         with contextlib.suppress(RuntimeError):  # TensorFlow has started: its devices and threads are settled
             start_tensorflow(plan, world)
-        require_same_settings_by_rendezvous(world)
+        if not is_elastic():  # where the launcher gives all the same, and rank 0 may be long past this
+            require_same_settings_by_rendezvous(world)
         hvd.init(comm, process_sets)
-    if comm is None and world.launcher != "no launcher":
+    if comm is None and world.launcher != "no launcher" and not is_elastic():
         connect_horovod(world)  # started already: it compares what Horovod and the launcher say
     hooks.install()
     allow(exit_timeout, f"rank {world.rank} on {world.node}")

@@ -14,7 +14,7 @@ import ringtrain.keras as hvd
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
-from ringtrain.keras import hooks
+from ringtrain.keras import guards, hooks
 from tests.keras.training import FEATURES, dataset, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
 
@@ -231,6 +231,26 @@ class Captured(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+@pytest.mark.parametrize("num_different", [0, 1])
+@on_ranks(3)
+def test_ranks_that_train_on_the_same_samples_are_named(collective: Collective, num_different: int) -> None:
+    batches, rank = make_batches(6), collective.world.rank
+    if rank == 1:
+        batches = split_batches(batches)
+    if num_different:
+        batches = split_batches(batches) if rank != 1 else batches
+    captured = Captured()
+    guards.log.addHandler(captured)
+    try:
+        fit(make_model(), DISTRIBUTE(keras.optimizers.SGD()), batches, epochs=2)
+    finally:
+        guards.log.removeHandler(captured)
+    said = [line for line in captured.lines if "the very same loss" in line]
+    assert len(said) == (1 if rank == 0 and not num_different else 0), captured.lines
+    if said:
+        assert said[0].startswith("ringtrain.keras: ranks 0, 2 had the very same loss")
 
 
 @on_ranks(2)

@@ -30,14 +30,15 @@ def public_names(module: types.ModuleType) -> set[str]:
 def test_every_public_name_is_there(module: types.ModuleType) -> None:
     assert public_names(module) <= set(hvd.__all__)
     assert public_names(module.callbacks) <= public_names(hvd.callbacks)
+    assert set(horovod.tensorflow.keras.elastic.__all__) <= public_names(hvd.elastic)
 
 
 def test_all_lists_what_is_there() -> None:
-    assert (public_names(hvd) - {"Any", "PAGE", "NOT_HERE"}) | {"callbacks"} == set(hvd.__all__)
+    assert (public_names(hvd) - {"Any", "PAGE", "NOT_HERE"}) | {"callbacks", "elastic"} == set(hvd.__all__)
 
 
 NOT_THERE = {
-    "elastic": "there is no elastic training; start the ranks again where some end",
+    "broadcast_optimizer_state": "it is PyTorch's; use broadcast_variables",
     "broadcast_parameters": "it is PyTorch's; use broadcast_variables",
     **dict.fromkeys(("join", "alltoall", "Min", "grouped_allreduce"), "take it from horovod.tensorflow"),
 }

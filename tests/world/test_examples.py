@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 
 from ringtrain.workloads import BUILT_IN
 from tests.report.made_run import make_run
+from tests.world.environments import make_environment
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
+from tests.world.test_without_horovod import INSTALL
 
 EXAMPLES = REPOSITORY / "examples"
 WORKLOADS = (REPOSITORY / "docs/workloads.md").read_text()
@@ -109,6 +112,28 @@ def test_a_fit_that_goes_on(folder: Path) -> None:
     assert float(values[0][0]) >= 0.95
     assert "the run in runs/kept is complete" in said[1]
     assert (folder / "runs/kept/report.html").is_file()
+
+
+@pytest.mark.slow
+def test_records_through_grain_and_a_model_of_keras_hub(folder: Path, tmp_path: Path) -> None:
+    python, _ = make_environment(tmp_path / "with-more", without="grain*")
+    install = ["bash", "-euc", INSTALL, str(python), ".ci/locks/examples.lock"]
+    subprocess.run(install, check=True, timeout=240, cwd=REPOSITORY)
+    subprocess.run([python, "records.py"], check=True, timeout=60, cwd=folder)
+    for example in ("records.py", "hub.py"):
+        command = command_of(example).replace(" python ", f" {python} ")
+        losses = re.findall(r"\bstep \d+, loss = (\S+)", run(command, folder).stdout)
+        assert min(map(float, losses[-2:])) < 0.1, (example, losses)
+
+
+@pytest.mark.slow
+def test_ranks_that_come_and_go(folder: Path) -> None:
+    hosts = folder / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    hosts.chmod(0o755)
+    said = run(command_of("elastic.py"), folder).stdout
+    assert len(re.findall(r"rank [01] of 2 begins at epoch 1, batch 1", said)) == 2, said
+    assert len(re.findall(r"rank [01] of 2 is done: 640 steps", said)) == 2, said
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])

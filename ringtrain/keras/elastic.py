@@ -1,0 +1,193 @@
+"""Elastic training: the run goes on when ranks end or join, without starting anew.
+
+    @hvd.elastic.run
+    def train(state):
+        model.fit(batches, epochs=90 - state.epoch, callbacks=[
+            hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
+            hvd.elastic.UpdateBatchStateCallback(state),
+            hvd.elastic.UpdateEpochStateCallback(state),
+        ])
+
+    train(hvd.elastic.KerasState(model, batch=0, epoch=0))
+
+It is started by ``horovodrun --min-np N --host-discovery-script ...``. The names and what they mean are those of
+``horovod.tensorflow.keras.elastic``, which needs Keras 2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.exceptions import HorovodInternalError
+
+from ringtrain.errors import UsageError
+from ringtrain.guard.lost import SIGNS
+from ringtrain.keras.collective import broadcast_variables
+from ringtrain.keras.distributed import find_distributed
+
+# What fails is a sum of an operation that the error names, or of a library below Horovod, whose words these are.
+LOST_SIGNS = (*SIGNS, "Horovod", "gloo/", "NCCL")
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of a state, and of any other arguments, be called anew whenever ranks have ended or joined.
+
+    Before each call all ranks have rank 0's state: the one that was committed last where a rank was lost, the present
+    one where hosts were added. What a call trained after the last commit is trained again. No collective may come
+    before the function: a rank that joins would wait there for those that are in it.
+    """
+
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(state, *args, **kwargs)
+        except tf.errors.OpError as error:
+            if not any(sign in str(error) for sign in LOST_SIGNS):
+                raise
+            raise HorovodInternalError(str(error)) from error
+
+    def reset() -> None:
+        hvd.shutdown()
+        hvd.init()
+
+    return run_fn(functools.wraps(func)(call), reset)
+
+
+class KerasState(ObjectState):
+    """The state that survives the end of a rank: a model, its optimizer, and attributes of your own.
+
+    ``commit()`` keeps it in this process's memory, and asks whether hosts have come or are to leave; ``restore()``
+    takes back what has changed since; ``sync()`` gives every rank that of rank 0.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **kwargs: Any) -> None:
+        """Keep a state; ``kwargs`` become attributes, such as ``batch=0, epoch=0``, which callbacks update.
+
+        Args:
+            model: a built one.
+            optimizer: by default the one that the model is compiled with.
+
+        Raises:
+            UsageError: the model has no weights yet, or there is no optimizer.
+        """
+        optimizer = optimizer or getattr(model, "optimizer", None)
+        if not model.built:
+            raise UsageError(
+                f"KerasState: the model {model.name!r} has no weights before its first step, and a rank that joins "
+                "would have none to receive. Begin it with keras.Input(shape), or call model.build(shape)."
+            )
+        if optimizer is None:
+            raise UsageError("KerasState: the model has no optimizer. Compile it before, or pass optimizer=...")
+        self.model, self.optimizer = model, optimizer
+        if not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        self._saved: list[tuple[keras.Variable, Any]] = []
+        self._save_variables()
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
+
+    def save(self) -> None:
+        """Keep what is now; without asking for hosts, as ``commit`` does."""
+        self._save_variables()
+        super().save()
+
+    def restore(self) -> None:
+        """Take back all changes since the last ``save``."""
+        for variable, value in self._saved:
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Give every rank rank 0's state, and keep it. Seeds stay each rank's own."""
+        broadcast_variables([*self.model.weights, *self.optimizer.variables], root_rank=0)
+        self._save_variables()
+        super().sync()
+
+    def reset(self) -> None:
+        """Forget what belongs to the ranks that were: gradients added up, and the traced training step."""
+        distributed = find_distributed(self.optimizer)
+        if distributed is not None and distributed._agg_helper is not None:
+            distributed._agg_helper.clear()
+        self.model.train_function = None
+
+    def _save_variables(self) -> None:
+        variables = [*self.model.variables, *self.optimizer.variables]
+        self._saved = [(variable, tf.identity(variable.value)) for variable in variables]
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits a state every ``batches_per_commit`` batches, and at the end of each epoch, when all else is done.
+
+    It comes after all other callbacks, wherever it is given, so that what is committed is of one moment.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        if batches_per_commit < 1:
+            raise UsageError(f"batches_per_commit={batches_per_commit} must be at least 1.")
+        self.state, self.batches_per_commit = state, batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        is_last = batch + 1 == self.params.get("steps")  # the epoch's own commit follows
+        if (batch + 1) % self.batches_per_commit == 0 and not is_last:
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Keeps the number of batches that are done of an epoch in ``state.batch``; 0 between epochs.
+
+    With ``steps_per_epoch``, the first epoch after a reset has as many fewer steps; else it begins anew.
+    """
+
+    _awaits: ClassVar[UpdateBatchStateCallback | None] = None  # whose epoch begins, of which batches are done already
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._is_first_epoch, self._done_before = True, 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._is_first_epoch = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._done_before = 0
+        UpdateBatchStateCallback._awaits = self if self._is_first_epoch and self.state.batch else None
+        self._is_first_epoch = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.state.batch = self._done_before + batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.batch = 0
+
+    @classmethod
+    def enumerate(cls, plain: Callable[[], Iterator[Any]], data: Any) -> Iterator[Any]:
+        """The batches of an epoch as Keras' EpochIterator ``data`` numbers them, or what is left of it."""
+        awaits, cls._awaits = cls._awaits, None
+        return plain() if awaits is None or data.steps_per_epoch is None else awaits._enumerate_rest(plain, data)
+
+    def _enumerate_rest(self, plain: Callable[[], Iterator[Any]], data: Any) -> Iterator[Any]:
+        steps, self._done_before = data.steps_per_epoch, self.state.batch
+        data.steps_per_epoch = self.params["steps"] = max(1, steps - self._done_before)
+        try:
+            yield from plain()
+        finally:
+            data.steps_per_epoch = self.params["steps"] = steps
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Keeps the number of epochs that are done, over all resets, in ``state.epoch``."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.epoch += 1

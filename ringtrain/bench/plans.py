@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,10 +72,13 @@ def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:
 
 
 def plan_inputs(options: BenchOptions, _: Settings) -> list[Experiment]:
-    """cifar10 on its files against synthetic data, and the speed at which one core reads each kind of source given."""
+    """cifar10 on its files and through pipelines against synthetic data; how fast one core reads the sources given."""
 
-    def train(*flags: str) -> Command:
-        return plan_training(options.size, ["--workload", "cifar10", *flags], options.length(LENGTHS["CNN"]))
+    def train(*flags: str, workload: str = "cifar10") -> Command:
+        return plan_training(options.size, ["--workload", workload, *flags], options.length(LENGTHS["CNN"]))
+
+    def pipe(workload: str) -> Command:
+        return train("--synthetic", "true", workload=f"ringtrain.bench.pipelines:{workload}")
 
     def read(kind: str, place: Path | None) -> Command:
         return Command(own("own_reading", "--output", DIRECTORY, "--kind", kind, "--data_dir", full(place)))
@@ -89,7 +93,12 @@ def plan_inputs(options: BenchOptions, _: Settings) -> list[Experiment]:
         ("real", "CIFAR-10's files", train("--data_dir", full(options.data_dir))),
         ("made", "synthetic data of the same shape", train("--synthetic", "true")),
         ("made_again", "synthetic data once more (A/A)", train("--synthetic", "true")),
+        ("dataset", "these by one tf.data.Dataset for all ranks", pipe("OneDataset")),
+        ("sharded", "these by a tf.data.Dataset for each rank", pipe("ShardedDataset")),
+        ("pydataset", "these by a keras.utils.PyDataset for each rank", pipe("KerasPyDataset")),
+        *([("grain", "these by a grain.MapDataset", pipe("GrainDataset"))] if find_spec("grain") else []),
     )
+    pipelines = [each.name for each in training[3:]]
     images = contenders_of(read_figures, ("image_folder", "an image folder", read("image_folder", image_folder)))
     tfrecords = contenders_of(
         read_figures,
@@ -104,7 +113,16 @@ def plan_inputs(options: BenchOptions, _: Settings) -> list[Experiment]:
         Comparison("tfrecord_cached", "tfrecord"),
     )
     experiments = (
-        Experiment("cifar10", "a step", training, (Comparison("real", "made", 0.98), Comparison("made_again", "made"))),
+        Experiment(
+            "cifar10",
+            "a step",
+            training,
+            (
+                Comparison("real", "made", 0.98),
+                Comparison("made_again", "made"),
+                *(Comparison(name, "made", 0.98) for name in pipelines),
+            ),
+        ),
         Experiment("reading alone", "an image", reading, compared),
     )
     return [each for each in experiments if each.contenders]

@@ -112,7 +112,7 @@ writer.close()
 @pytest.mark.slow
 def test_grain_and_array_records_are_trained_as_arrays_are(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     python, _ = make_environment(tmp_path / "with-grain", without="grain*")
-    install = ["bash", "-euc", INSTALL, str(python), ".ci/locks/grain.lock"]
+    install = ["bash", "-euc", INSTALL, str(python), ".ci/locks/examples.lock"]
     subprocess.run(install, check=True, timeout=120, cwd=REPOSITORY)
     subprocess.run([python, "-c", WRITE, tmp_path / RECORDS], check=True, timeout=60, cwd=REPOSITORY)
     finished = run_ringtrain([*COMMON, "--options.by", "arrays", "--steps", "6", "--out", tmp_path / "arrays"])

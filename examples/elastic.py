@@ -23,7 +23,7 @@ def train(state):
         hvd.elastic.UpdateEpochStateCallback(state),
         hvd.elastic.CommitStateCallback(state, batches_per_commit=10),
     ]
-    model.fit(batches, steps_per_epoch=64, epochs=10 - state.epoch, verbose=0, callbacks=callbacks)
+    model.fit(batches, steps_per_epoch=64, initial_epoch=state.epoch, epochs=10, verbose=0, callbacks=callbacks)
 
 
 train(hvd.elastic.KerasState(model, batch=0, epoch=0))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ringtrain.runtime.launched import note_signal
 from ringtrain.runtime.processes import LAUNCHERS
 
 from .family import FORWARDED, die_with_parent, end_descendants, is_ignored, reap, send
@@ -91,7 +92,7 @@ class Group:
 
     def __init__(self, command: Sequence[str], listener: Path, num_ranks: int, requests: Requests) -> None:
         """``listener`` is the private directory in which ``launch.rank`` finds its named pipes."""
-        self._num_ranks, self._requests = num_ranks, requests
+        self._num_ranks, self._requests, self._listener = num_ranks, requests, listener
         self._name = next((word for word in command if word in LAUNCHERS), os.path.basename(command[0]))
         self._pids: dict[int, int] = {}  # of the ranks that live
         self._hosts: dict[int, str] = {}
@@ -162,6 +163,7 @@ class Group:
         """To the ranks themselves: a launcher that is told to stop gives them a second or two."""
         for number in self._requests.signals[self._num_signals_sent :]:
             self._num_signals_sent += 1
+            note_signal(self._listener)
             send(self._pids.values(), number)
 
     def _hear(self, data: bytes) -> None:

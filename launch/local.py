@@ -29,10 +29,10 @@ LAUNCHERS = {  # by their controllers; what helps where there is none
 }
 
 DESCRIPTION = """\
-Train on this machine: each rank's lines are labelled and never broken, all stop
-at the first failure, and the first rank's error is printed last. A terminal has
-rank 0's progress bar. Ctrl-C lets the ranks save before they leave; the same
-command goes on from there.
+Train on this machine: each rank's lines are labelled and never broken (but on a
+terminal, which has rank 0's progress bar), all stop at the first failure, and
+the first rank's error is printed last. Ctrl-C lets the ranks save before they
+leave; the same command goes on from there.
 """
 EXAMPLES = f"""\
 examples:

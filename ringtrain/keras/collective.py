@@ -18,6 +18,7 @@ from ringtrain.collectives import Collective, Totals, all_gather_object, with_na
 from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
+from ringtrain.runtime.devices import is_on
 from ringtrain.runtime.world import World
 
 log = logging.getLogger("ringtrain")
@@ -47,7 +48,7 @@ class ProcessSetCollective(HorovodCollective):
         self._process_set, self._op = process_set, op
         self._device_dense, self._device_sparse = device_dense, device_sparse
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: bool) -> Totals:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
         options = {
             "op": self._op,
             "process_set": self._process_set,
@@ -81,7 +82,7 @@ def wants_native_sums() -> bool:
 
 def is_elastic() -> bool:
     """Whether the ranks of this run come and go: so horovodrun says to those that it starts so."""
-    return os.environ.get("HOROVOD_ELASTIC", "0") != "0"
+    return is_on(os.environ.get("HOROVOD_ELASTIC", ""))
 
 
 def choose_backend(backend: str) -> None:

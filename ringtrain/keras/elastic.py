@@ -2,7 +2,7 @@
 
     @hvd.elastic.run
     def train(state):
-        model.fit(batches, epochs=90 - state.epoch, callbacks=[
+        model.fit(batches, initial_epoch=state.epoch, epochs=90, callbacks=[
             hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
             hvd.elastic.UpdateBatchStateCallback(state),
             hvd.elastic.UpdateEpochStateCallback(state),
@@ -16,7 +16,9 @@ It is started by ``horovodrun --min-np N --host-discovery-script ...``. The name
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -31,6 +33,7 @@ from ringtrain.guard.lost import SIGNS
 from ringtrain.keras.collective import broadcast_variables
 from ringtrain.keras.distributed import find_distributed
 
+log = logging.getLogger("ringtrain")
 # What fails is a sum of an operation that the error names, or of a library below Horovod, whose words these are.
 LOST_SIGNS = (*SIGNS, "Horovod", "gloo/", "NCCL")
 
@@ -39,23 +42,38 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function of a state, and of any other arguments, be called anew whenever ranks have ended or joined.
 
     Before each call all ranks have rank 0's state: the one that was committed last where a rank was lost, the present
-    one where hosts were added. What a call trained after the last commit is trained again. No collective may come
-    before the function: a rank that joins would wait there for those that are in it.
+    one where hosts were added. (Where some were only removed, each keeps its own, as they all stand at one commit.)
+    What a call trained after the last commit is trained again. No collective may come before the function: a rank that
+    joins would wait there for those that are in it. A ``tf.function`` of your own is made in it, for the ranks that
+    there are then.
     """
 
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with telling_lost_ranks():
             return func(state, *args, **kwargs)
-        except tf.errors.OpError as error:
-            if not any(sign in str(error) for sign in LOST_SIGNS):
-                raise
-            raise HorovodInternalError(str(error)) from error
 
     def reset() -> None:
         hvd.shutdown()
         hvd.init()
 
     return run_fn(functools.wraps(func)(call), reset)
+
+
+@contextlib.contextmanager
+def telling_lost_ranks() -> Iterator[None]:
+    """Raise a sum that failed for want of a rank as what Horovod knows, so that the others go on without it."""
+    try:
+        yield
+    except tf.errors.UnknownError as error:  # Horovod's kind, for a rank that is gone; it has others for wrong use
+        if not any(sign in str(error) for sign in LOST_SIGNS):
+            raise
+        log.warning(
+            "ringtrain.keras: rank %d lost another: it takes back its last commit, and goes on with those that there "
+            "are. %s",
+            hvd.rank(),
+            str(error).strip().splitlines()[-1],
+        )
+        raise HorovodInternalError(str(error)) from error
 
 
 class KerasState(ObjectState):
@@ -103,9 +121,10 @@ class KerasState(ObjectState):
 
     def sync(self) -> None:
         """Give every rank rank 0's state, and keep it. Seeds stay each rank's own."""
-        broadcast_variables([*self.model.weights, *self.optimizer.variables], root_rank=0)
-        self._save_variables()
-        super().sync()
+        with telling_lost_ranks():  # a rank may be lost again while it joins
+            broadcast_variables([*self.model.weights, *self.optimizer.variables], root_rank=0)
+            self._save_variables()
+            super().sync()
 
     def reset(self) -> None:
         """Forget what belongs to the ranks that were: gradients added up, and the traced training step."""
@@ -130,10 +149,15 @@ class CommitStateCallback(keras.callbacks.Callback):
         if batches_per_commit < 1:
             raise UsageError(f"batches_per_commit={batches_per_commit} must be at least 1.")
         self.state, self.batches_per_commit = state, batches_per_commit
+        self._done = 0  # batches of the epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._done = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        is_last = batch + 1 == self.params.get("steps")  # the epoch's own commit follows
-        if (batch + 1) % self.batches_per_commit == 0 and not is_last:
+        former, self._done = self._done, batch + 1  # with steps_per_execution, several batches later
+        is_last = self._done >= (self.params.get("steps") or self._done + 1)  # the epoch's own commit follows
+        if self._done // self.batches_per_commit > former // self.batches_per_commit and not is_last:
             self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -150,6 +174,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def __init__(self, state: Any) -> None:
         super().__init__()
+        require_attribute(state, "batch", self)
         self.state = state
         self._is_first_epoch, self._done_before = True, 0
 
@@ -170,16 +195,24 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     @classmethod
     def enumerate(cls, plain: Callable[[], Iterator[Any]], data: Any) -> Iterator[Any]:
         """The batches of an epoch as Keras' EpochIterator ``data`` numbers them, or what is left of it."""
-        awaits, cls._awaits = cls._awaits, None
-        return plain() if awaits is None or data.steps_per_epoch is None else awaits._enumerate_rest(plain, data)
+        awaits = cls._awaits
+        if awaits is None or data.steps_per_epoch is None or data.steps_per_epoch != awaits.params.get("steps"):
+            return plain()  # such as an evaluation's
+        cls._awaits = None
+        return awaits._enumerate_rest(plain, data)
 
     def _enumerate_rest(self, plain: Callable[[], Iterator[Any]], data: Any) -> Iterator[Any]:
-        steps, self._done_before = data.steps_per_epoch, self.state.batch
-        data.steps_per_epoch = self.params["steps"] = max(1, steps - self._done_before)
+        params = self.params  # of this fit: it may be closed after the next has begun
+        steps, done = data.steps_per_epoch, self.state.batch
+        self._done_before = done
+        data.steps_per_epoch = params["steps"] = max(1, steps - done)
         try:
-            yield from plain()
+            for numbers in plain():
+                if numbers[0] == 0:
+                    data._steps_seen += done  # as if they had been taken: what ends with the epoch begins anew with it
+                yield numbers
         finally:
-            data.steps_per_epoch = self.params["steps"] = steps
+            data.steps_per_epoch = params["steps"] = steps
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
@@ -187,7 +220,17 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
     def __init__(self, state: Any) -> None:
         super().__init__()
+        require_attribute(state, "epoch", self)
         self.state = state
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.epoch += 1
+
+
+def require_attribute(state: Any, name: str, callback: keras.callbacks.Callback) -> None:
+    """See that a state was made with what a callback keeps in it."""
+    if not hasattr(state, name):
+        raise UsageError(
+            f"{type(callback).__name__} keeps state.{name}, which the state has not. Make it with KerasState(model, "
+            f"{name}=0)."
+        )

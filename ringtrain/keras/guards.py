@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
@@ -116,8 +117,9 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_batches = batch + 1
-        if self._num_epochs == 1 and len(self._first_losses) < NUM_FIRST_LOSSES and logs and "loss" in logs:
-            self._first_losses.append(float(logs["loss"]))
+        loss = (logs or {}).get("loss")
+        if self._num_epochs == 1 and len(self._first_losses) < NUM_FIRST_LOSSES and isinstance(loss, float):
+            self._first_losses.append(loss)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._collective is None:
@@ -130,14 +132,8 @@ class TrainingGuard(keras.callbacks.Callback):
             mine = [self._num_batches, self._first_losses if self._num_epochs == 1 else []]
             numbers, losses = zip(*all_gather_object(self._collective, mine, name="guard_batches"), strict=True)
             _require_equal(numbers, f"batches in epoch {epoch + 1}", BATCHES_REMEDY)
-            if hvd.rank() == 0 and (twice := find_same(losses)):
-                log.warning(
-                    "ringtrain.keras: %s had the very same loss, to its last bit, in each of the first %d batches of "
-                    "fit(): they train on the same samples. Give each rank its own, such as by "
-                    "dataset.shard(hvd.size(), hvd.rank()) before shuffle and batch, or by a part of the arrays.",
-                    name_ranks(twice),
-                    NUM_FIRST_LOSSES,
-                )
+            if hvd.rank() == 0 and self._spans_world() and (twice := find_same(losses)):
+                _warn_of_same_samples(name_ranks(twice))
         self._require_same_weights(self._collective, epoch)
 
     def _trains_by_tape(self) -> bool:
@@ -197,6 +193,18 @@ class TrainingGuard(keras.callbacks.Callback):
     def _shared_weights(self) -> list[keras.Variable]:
         is_local = self._distributed.exchange.is_local if self._distributed else Exchange.is_local_somewhere
         return [weight for weight in self.model.trainable_variables if not is_local(weight)]
+
+
+@functools.cache
+def _warn_of_same_samples(ranks: str) -> None:
+    """Once in a process."""
+    log.warning(
+        "ringtrain.keras: %s had the very same loss, to its last bit, in each of the first %d batches of fit(): they "
+        "train on the same samples. Give each rank its own, such as by dataset.shard(hvd.size(), hvd.rank()) before "
+        "shuffle and batch, or by a part of the arrays.",
+        ranks,
+        NUM_FIRST_LOSSES,
+    )
 
 
 _trained_by_tape: weakref.WeakSet[keras.Model] = weakref.WeakSet()

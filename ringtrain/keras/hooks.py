@@ -1,6 +1,6 @@
 """Where ringtrain reaches into Keras: some methods, replaced once a script uses ``ringtrain.keras``.
 
-Each calls the one that it replaces; with one rank they do nothing else.
+Each calls the one that it replaces; with one rank, of a number that stays, they do nothing else.
 
 - ``Optimizer.apply``: an optimizer that nothing distributes is noticed.
 - ``MultiOptimizer.apply``: so is one of these, and parts of it that are distributed by themselves.

@@ -14,7 +14,7 @@ from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.keras import hooks
 from ringtrain.keras.collective import choose_backend, is_elastic
-from ringtrain.runtime.devices import apply_plan, plan_devices, start_tensorflow
+from ringtrain.runtime.devices import Needs, apply_plan, plan_devices, start_tensorflow
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.world import read_world
@@ -54,11 +54,14 @@ def init(
     choose_backend(backend)
     world = read_world(os.environ)
     if not hvd.is_initialized():
-        plan = plan_devices(world, read_machine(os.environ), os.environ, claim_cores=claim_cores)
+        # Horovod's own settings where ranks come and go: ours follow from the world, which is another for a rank that
+        # joins later, and with others its processes would not know what the others send.
+        needs = Needs(horovod=not is_elastic())
+        plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
         apply_plan(plan)
         with contextlib.suppress(RuntimeError):  # TensorFlow has started: its devices and threads are settled
             start_tensorflow(plan, world)
-        if not is_elastic():  # where the launcher gives all the same, and rank 0 may be long past this
+        if not is_elastic():  # where rank 0 may be long past this
             require_same_settings_by_rendezvous(world)
         hvd.init(comm, process_sets)
     if comm is None and world.launcher != "no launcher" and not is_elastic():

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 DIRECTORY_VARIABLE = "RINGTRAIN_LAUNCH_DIR"
 SUPERVISOR_VARIABLE = "RINGTRAIN_LAUNCH_PID"  # the process of ``launch local``, whose terminal is the user's
 LEFT_VARIABLE = "RINGTRAIN_LAUNCH_LEFT"  # names the file that one rank makes when it has done all that it is to do
-RUN_FILE, END_FILE = "run.json", "end.json"
+RUN_FILE, END_FILE, SIGNAL_FILE = "run.json", "end.json", "signal"
 NO_WORD = (OSError, ValueError, KeyError, TypeError)  # there is no such file, or it holds something else
 
 
@@ -49,6 +49,17 @@ def tell_run(path: Path, *, step: int, is_complete: bool) -> None:
 def tell_end(values: Mapping[str, Any]) -> None:
     """Say how the run ends, in the words of the ``end`` event; only the first word of any rank counts."""
     _tell(END_FILE, values, replaces=False)
+
+
+def note_signal(directory: Path) -> None:
+    """``launch local`` passes a signal on to the ranks, and has said so."""
+    (directory / SIGNAL_FILE).touch()
+
+
+def is_signal_passed_on() -> bool:
+    """Whether it has, to this rank."""
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    return named is not None and Path(named, SIGNAL_FILE).exists()
 
 
 def find_supervisor() -> int | None:
@@ -84,7 +95,7 @@ def read_end(directory: Path) -> EndTold | None:
 
 def clear(directory: Path) -> None:
     """Forget what a former start said."""
-    for name in (RUN_FILE, END_FILE):
+    for name in (RUN_FILE, END_FILE, SIGNAL_FILE):
         (directory / name).unlink(missing_ok=True)
 
 

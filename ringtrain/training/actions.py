@@ -24,7 +24,7 @@ from ringtrain.run.progress import Progress
 from ringtrain.run.resume import OpenedRun
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
-from ringtrain.runtime.launched import find_supervisor
+from ringtrain.runtime.launched import is_signal_passed_on
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.step.report import StepReport
 from ringtrain.terminal.console import Console
@@ -73,7 +73,7 @@ class Training:
 
     def announce(self, reason: str) -> None:
         """Tell the user, from any thread, that a request to stop was heard, where whoever passed it on has not."""
-        if self.requests.cause == "signal" and find_supervisor() is not None:
+        if is_signal_passed_on():
             return
         stands = self.find_last_saved_step()
         self.console.line(

@@ -41,7 +41,7 @@ keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4), keras.layers.Dropout(0.1), keras.layers.Dense(1)])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), backward_passes_per_step=2), "mse")
 generator = np.random.default_rng(1)
-batches = tf.data.Dataset.from_tensor_slices((generator.normal(size=(64, 3)), generator.normal(size=64)))
+batches = tf.data.Dataset.from_tensor_slices((generator.normal(size=(56, 3)), generator.normal(size=56)))
 
 
 @hvd.elastic.run
@@ -53,10 +53,11 @@ def train(state: Any) -> None:
         hvd.elastic.UpdateEpochStateCallback(state),
         Watch(),
     ]
-    model.fit(
-        batches.repeat().batch(8),
+    model.fit(  # on data that end with the epoch
+        batches.batch(8),
         steps_per_epoch=STEPS,
-        epochs=MAX_EPOCHS - state.epoch,
+        initial_epoch=state.epoch,
+        epochs=MAX_EPOCHS,
         verbose=0,
         callbacks=callbacks,
     )

@@ -73,6 +73,9 @@ def test_a_state_without_weights_is_refused(collective: Collective) -> None:
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]), keras.optimizers.SGD())
     with pytest.raises(UsageError, match="has no optimizer"):
         hvd.elastic.KerasState(make_model(1.0))
+    state = hvd.elastic.KerasState(make_model(1.0), keras.optimizers.SGD(), batch=0)
+    with pytest.raises(UsageError, match=r"keeps state.epoch, which the state has not. Make it with KerasState\(model"):
+        hvd.elastic.UpdateEpochStateCallback(state)
 
 
 class Run:
@@ -147,9 +150,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 def test_a_rank_is_killed_and_hosts_come_and_go(start: Callable[..., Run]) -> None:
     run = start(HOSTS[:2], "--min-np", "1")
     run.await_training(2, START_SECONDS)
-    run.set_hosts(HOSTS[0])
     subprocess.run(["kill", "-9", str(run.pid_at(HOSTS[1]))], check=True)
+    run.set_hosts(HOSTS[0])
     run.await_training(1, CHANGE_SECONDS)
+    assert re.search(r"rank \d lost another: it takes back its last commit", run.output), run.output
     run.set_hosts(HOSTS[0], HOSTS[2])
     run.await_training(2, CHANGE_SECONDS)
     run.set_hosts(HOSTS[0])
@@ -179,8 +183,8 @@ def test_a_rank_is_killed_and_hosts_come_and_go(start: Callable[..., Run]) -> No
 def test_too_few_ranks_end_with_a_message(start: Callable[..., Run]) -> None:
     run = start(HOSTS[:2], "--min-np", "2", "--elastic-timeout", "15")
     run.await_training(2, START_SECONDS)
-    run.set_hosts(HOSTS[0])
     subprocess.run(["kill", "-9", str(run.pid_at(HOSTS[1]))], check=True)
+    run.set_hosts(HOSTS[0])
     code = run.wait(CHANGE_SECONDS)
     assert code != 0
     assert "Timed out waiting" in run.output, run.output

@@ -6,7 +6,7 @@ import abc
 import os
 import sys
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringtrain.runtime.world import World
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 MARK = "_collective"  # an attribute of TensorFlow's
+NOT_SCALED = (0, 1.0)
 
 
 class Totals(NamedTuple):
@@ -40,7 +41,13 @@ class Collective(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(
-        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
+        self,
+        tensors: Sequence[tf.Tensor],
+        *,
+        name: str,
+        ordered: bool = False,
+        read_only: bool = False,
+        scaled: tuple[int, float] = NOT_SCALED,
     ) -> Totals:
         """Add each tensor over all ranks; works in graphs and eagerly.
 
@@ -53,6 +60,8 @@ class Collective(abc.ABC):
                 to copy them. TensorFlow writes to the memory of a part of a tensor, such as its first rows, where
                 nothing else refers to it. So whoever says this keeps ``Totals.keep_alive``, and lets no variable take
                 over a part of a sum. Alike on all ranks.
+            scaled: of how many of the first tensors the sums are multiplied, and by what; of ordered sums of
+                ``list_types`` alone, where it takes no further pass over memory.
         """
 
     @abc.abstractmethod
@@ -97,7 +106,7 @@ class Solo(Collective):
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: bool) -> Totals:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
         return Totals(list(tensors))
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:

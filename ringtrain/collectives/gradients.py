@@ -127,10 +127,10 @@ class GradientReduction:
         """Whether ``sum_at_once`` is for these."""
         return len(self.collective.list_types) > 0 and self._leaves_at_once(gradients)
 
-    def sum_at_once(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """One sum of all, each as it is, to which every rank comes in the same order."""
+    def sum_at_once(self, gradients: Sequence[tf.Tensor], *, scaled: tuple[int, float]) -> list[tf.Tensor]:
+        """One sum of all, each as it is, to which every rank comes in the same order (``Collective.all_reduce``)."""
         GradientReduction.calls += 1
-        return self.collective.all_reduce(gradients, name=f"{self.name}/0", ordered=True).tensors
+        return self.collective.all_reduce(gradients, name=f"{self.name}/0", ordered=True, scaled=scaled).tensors
 
     def _leaves_at_once(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
         """Whether these are summed together, each as it is: none of them sparse, and of a type where that counts."""

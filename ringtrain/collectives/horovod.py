@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringtrain.collectives.base import Collective, Totals, mark_collective
 from ringtrain.collectives.mpi import gather_by_mpi, require_size
@@ -59,9 +59,8 @@ class HorovodCollective(Collective):
         self.threads = threads
 
     def all_reduce(
-        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
-    ) -> Totals:
-        del ordered, read_only  # Horovod agrees on an order in every cycle, and gives memory of the rank's own
+        self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any
+    ) -> Totals:  # Horovod agrees on an order in every cycle, and gives memory of the rank's own
         options = {"op": self.hvd.Sum, "name": name, "ignore_name_scope": _is_whole(name)}
         if len(tensors) == 1:  # it may be reduced in place, without the copies into a fusion buffer
             totals = [self.hvd.allreduce(tensors[0], **options)]

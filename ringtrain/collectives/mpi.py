@@ -45,7 +45,7 @@ class MpiCollective(Collective):
         self.world = world
         self._ranks = MPI.COMM_WORLD
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: bool) -> Totals:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
         import tensorflow as tf
 
         def add(*arrays: Array) -> list[Array]:

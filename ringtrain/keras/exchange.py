@@ -92,15 +92,21 @@ class _Sum:
 
     reduction: GradientReduction
     nothing: list[Callable[[], Any]]  # what a rank that trains no more adds, tensor by tensor
+    num_gradients: int
+    scale: float | tf.Tensor  # of their sums: of the graph that it is made in, where ranks come and go
 
-    @property
-    def is_native(self) -> bool:
-        return self.reduction.may_sum_at_once([nothing() for nothing in self.nothing])
+    is_native: bool
 
     def act(self, tensors: Gradients) -> Gradients:
-        """The sums over all ranks."""
-        is_at_once = self.reduction.may_sum_at_once(tensors)
-        return self.reduction.sum_at_once(tensors) if is_at_once else self.reduction.all_reduce(tensors)
+        """The sums over all ranks; natively, those of gradients are scaled already."""
+        if self.is_native:
+            return self.reduction.sum_at_once(tensors, scaled=(self.num_gradients, float(self.scale)))
+        return self.reduction.all_reduce(tensors)
+
+    def scale_sums(self, sums: Gradients) -> Gradients:
+        """The gradients among the sums of ``act``, scaled."""
+        gradients = sums[: self.num_gradients]
+        return gradients if self.is_native else [scaled(total, self.scale) for total in gradients]
 
 
 class Exchange:
@@ -176,13 +182,15 @@ class Exchange:
             part = settings.gradient_predivide_factor
             before, after = (1 / part, part / size) if settings.op == hvd.Average else (1.0, 1.0)
             sums = self._sum(
-                [scaled(gradients[index], before) for index in shared], [variables[index] for index in shared]
+                [scaled(gradients[index], before) for index in shared],
+                [variables[index] for index in shared],
+                scale=after,
             )
             for index, total in zip(shared, sums, strict=True):
-                reduced[index] = scaled(total, after)
+                reduced[index] = total
         return reduced
 
-    def _sum(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
+    def _sum(self, gradients: Gradients, variables: Sequence[Any], *, scale: float | tf.Tensor) -> Gradients:
         graph = _whole_graph()
         if (graph is None and self._is_new_step) or graph is not self._graph():
             self._sums, self._graph = [], weakref.ref(graph) if graph is not None else lambda: None
@@ -194,13 +202,14 @@ class Exchange:
         given = [*gradients, *([] if votes is None else [votes.mine()]), tf.ones([], gradients[0].dtype)]
         reduction = self._reduction(given, variables, natively=self.may_sum_natively and graph is not None)
         of_variables = zip(given, [*(variable.shape for variable in variables), None, None], strict=False)
-        one = _Sum(reduction, [_nothing_like(tensor, shape) for tensor, shape in of_variables])
+        nothing = [_nothing_like(tensor, shape) for tensor, shape in of_variables]
+        one = _Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_at_once(given))
         if self._is_in_fit:  # where a rank may join
             self._sums.append(one)
         sums = one.act(given)
         if votes is not None:
             votes.note(sums[len(gradients)])
-        return sums[: len(gradients)]
+        return one.scale_sums(sums)
 
     def begin_batch(self) -> None:
         """A step begins; where it is no graph, its sums are those that come now."""

@@ -108,7 +108,7 @@ uint64_t digest_of_fractions(Transport& transport, std::mt19937& random) {
     for (float& value : values) value = fraction(random);
     std::byte* data = reinterpret_cast<std::byte*>(values.data());
     double squares;
-    Parts parts = {{Type::kFloat, count, data, data}};
+    Parts parts = {{Type::kFloat, count, data, 1.0 / 3, data}};
     transport.lay_out(parts);
     Error error = transport.begin(count, parts, false);
     if (error.empty()) error = transport.finish(parts, &squares);
@@ -148,10 +148,11 @@ void run_rank(const Map& map, int rank, const std::vector<int>& processes, int s
       for (int other = 0; other < size; ++other) of_ranks.push_back(draw_values(type, count, other, number, index));
       for (const auto& values : of_ranks) sources.push_back(values.data());
       expected.emplace_back(count * size_of(type) + 1);
-      add_values(type, sources, count, expected.back().data());
+      const double scale = index % 3 == 1 ? 0.5 : 1;
+      add_values(type, sources, count, scale, expected.back().data());
       inputs.push_back(of_ranks[global_rank]);
       outputs.emplace_back(call.in_place ? 0 : count * size_of(type) + 1);
-      parts.push_back({type, count, inputs.back().data()});
+      parts.push_back({type, count, inputs.back().data(), scale});
     }
     transport->lay_out(parts);
     if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 400));
@@ -170,7 +171,8 @@ void run_rank(const Map& map, int rank, const std::vector<int>& processes, int s
       REQUIRE(std::memcmp(sum, expected[index].data(), part.bytes()) == 0, "rank %d, call %d, part %zu of type %d",
               rank, number, index, static_cast<int>(part.type));
       const bool is_whole = part.type == Type::kInt32 || part.type == Type::kInt64;
-      const double true_squares = sum_of_squares(part.type, expected[index].data(), part.count);
+      std::vector<std::byte> copy(part.bytes());
+      const double true_squares = add_values(part.type, {expected[index].data()}, part.count, 1, copy.data());
       REQUIRE(is_whole || std::abs(squares[index] - true_squares) <= 1e-6 * true_squares, "rank %d, call %d: %g", rank,
               number, squares[index]);
       if (result != nullptr && index < 20) now.contents.push_back({sum, expected[index]});
@@ -197,7 +199,7 @@ void run_wrong_rank(const Map& map, int rank, const std::vector<int>& processes,
   auto transport = Transport::open(map, rank, processes, {20'000});
   float value = 1;
   double squares;
-  Parts parts = {{Type::kFloat, 1, reinterpret_cast<std::byte*>(&value), reinterpret_cast<std::byte*>(&value)}};
+  Parts parts = {{Type::kFloat, 1, reinterpret_cast<std::byte*>(&value), 1, reinterpret_cast<std::byte*>(&value)}};
   transport->lay_out(parts);
   REQUIRE(transport->begin(1, parts, false).empty() && transport->finish(parts, &squares).empty(), "rank %d", rank);
   if (rank == 1 && has_ended) std::_Exit(0);
@@ -214,7 +216,7 @@ void run_failing_rank(const Map& map, int rank, const std::vector<int>& processe
   std::vector<float> values(1'000'000, 1.0f);
   double squares;
   std::byte* data = reinterpret_cast<std::byte*>(values.data());
-  Parts parts = {{Type::kFloat, static_cast<int64_t>(values.size()), data, data}};
+  Parts parts = {{Type::kFloat, static_cast<int64_t>(values.size()), data, 1, data}};
   REQUIRE(!transport->lay_out(parts), "that is not short");
   REQUIRE(transport->begin(1, parts, true).empty(), "rank %d", rank);
   if (rank == 1) return transport->fail();

@@ -27,7 +27,7 @@ class Recording(Solo):
         super().__init__(ALONE)
         object.__setattr__(self, "sent", [])
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: bool) -> Totals:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
         self.sent.append((name, [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]))
         return Totals(list(tensors))
 

@@ -11,13 +11,14 @@ import hashlib
 import json
 import operator
 import os
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from ringtrain.collectives.base import Collective, Totals, mark_collective
+from ringtrain.collectives.base import NOT_SCALED, Collective, Totals, mark_collective
 from ringtrain.collectives.native import library
 from ringtrain.collectives.native.memory import share_memory
 from ringtrain.collectives.objects import all_gather_object
@@ -42,8 +43,8 @@ class Native(Collective):
     ) -> None:
         """The ranks have joined as this group; ``carrier`` carries what is not summed natively.
 
-        That is what is not ordered, unless the carrier orders all its calls itself. Where a rank has one core, sums do
-        not overlap compute, since they take it as well: then all gradients are best ordered.
+        That is what is not ordered, unless the carrier orders all its calls itself. Where a rank has one core, sums
+        within a node do not overlap compute, since they take it as well: then all gradients are best ordered.
         """
         self.world, self.is_ordered = carrier.world, carrier.is_ordered
         self.overlaps_compute = overlaps_compute
@@ -54,7 +55,13 @@ class Native(Collective):
         self._timeline = Path()
 
     def all_reduce(
-        self, tensors: Sequence[tf.Tensor], *, name: str, ordered: bool = False, read_only: bool = False
+        self,
+        tensors: Sequence[tf.Tensor],
+        *,
+        name: str,
+        ordered: bool = False,
+        read_only: bool = False,
+        scaled: tuple[int, float] = NOT_SCALED,
     ) -> Totals:
         is_known = all(tensor.dtype.name in self.list_types for tensor in tensors)
         if not is_known or not (ordered or self.is_ordered):
@@ -62,7 +69,13 @@ class Native(Collective):
         meaning = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         self._names[meaning] = name
         totals, squares = self._operation(
-            tensors=list(tensors), group=self._group, meaning=meaning, may_share=read_only, name="native_all_reduce"
+            tensors=list(tensors),
+            group=self._group,
+            meaning=meaning,
+            may_share=read_only,
+            num_scaled=scaled[0],
+            scale=struct.unpack("<q", struct.pack("<d", scaled[1]))[0],
+            name="native_all_reduce",
         )
         mark_collective([squares], name)
         return Totals(list(totals), squares, keep_alive=totals if read_only else ())
@@ -173,7 +186,9 @@ def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
     if reason := first_reason(None if group >= 0 else "there is no memory for what the ranks of a node share"):
         return reason
     has_one_core = all(len(its_cores) == 1 for _, _, its_cores, *_ in facts)
-    native = Native(collective, operation, group, overlaps_compute=not has_one_core)
+    # While a sum travels between nodes, the core is free for the backward pass, even a rank's only one.
+    overlaps_compute = not has_one_core or world.local_size < world.size
+    native = Native(collective, operation, group, overlaps_compute=overlaps_compute)
     total = native.all_reduce([tf.constant(world.rank + 1.0)], name="checks/native", ordered=True).tensors[0]
     if reason := first_reason(
         None if float(total) == sum(range(1, world.size + 1)) else f"its sum is {float(total):g}"

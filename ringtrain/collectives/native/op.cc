@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <mutex>
 
@@ -85,8 +86,13 @@ class AllReduce {
   explicit AllReduce(TF_OpKernelConstruction* construction) {
     const Status status;
     unsigned char may_share = 0;
-    TF_OpKernelConstruction_GetAttrInt64(construction, "group", &group_, status.status);
-    if (status.is_ok()) TF_OpKernelConstruction_GetAttrInt64(construction, "meaning", &meaning_, status.status);
+    const auto get = [&](const char* name, int64_t* value) {
+      if (status.is_ok()) TF_OpKernelConstruction_GetAttrInt64(construction, name, value, status.status);
+    };
+    get("group", &group_);
+    get("meaning", &meaning_);
+    get("num_scaled", &num_scaled_);
+    get("scale", &scale_);
     if (status.is_ok()) TF_OpKernelConstruction_GetAttrBool(construction, "may_share", &may_share, status.status);
     if (!status.is_ok()) TF_OpKernelConstruction_Failure(construction, status.status);
     may_share_ = may_share != 0;
@@ -109,7 +115,9 @@ class AllReduce {
     std::vector<TF_DataType> types;
     std::vector<std::vector<int64_t>> shapes;
     parts.reserve(num_parts);
-    uint64_t meaning = mix(static_cast<uint64_t>(meaning_), may_share_);
+    uint64_t meaning = mix(mix(mix(static_cast<uint64_t>(meaning_), may_share_), num_scaled_), scale_);
+    double scale;
+    std::memcpy(&scale, &scale_, sizeof scale);
     int64_t bytes = 0;
     for (int index = 0; index < num_parts; ++index) {
       Tensor input;  // dropped at once: else its memory would not become that of the sum
@@ -124,7 +132,7 @@ class AllReduce {
         count *= dims[axis];
         meaning = mix(meaning, dims[axis]);
       }
-      parts.push_back({type_of(types.back()), count, input.data()});
+      parts.push_back({type_of(types.back()), count, input.data(), index < num_scaled_ ? scale : 1});
       bytes += parts.back().bytes();
     }
 
@@ -173,7 +181,7 @@ class AllReduce {
     static_cast<Result*>(result)->uses.fetch_sub(1, std::memory_order_release);
   }
 
-  int64_t group_ = -1, meaning_ = 0;
+  int64_t group_ = -1, meaning_ = 0, num_scaled_ = 0, scale_ = 0;
   bool may_share_ = false;
 };
 
@@ -203,6 +211,8 @@ const bool is_registered = [] {
   TF_OpDefinitionBuilderAddAttr(definition, "group: int");
   TF_OpDefinitionBuilderAddAttr(definition, "meaning: int");
   TF_OpDefinitionBuilderAddAttr(definition, "may_share: bool");
+  TF_OpDefinitionBuilderAddAttr(definition, "num_scaled: int");  // of the first tensors' sums
+  TF_OpDefinitionBuilderAddAttr(definition, "scale: int");       // the bits of a double, as TensorFlow's are floats
   TF_OpDefinitionBuilderAddInput(definition, "tensors: T");
   TF_OpDefinitionBuilderAddOutput(definition, "totals: T");
   TF_OpDefinitionBuilderAddOutput(definition, "squares: double");

@@ -160,7 +160,7 @@ inline __attribute__((always_inline)) double squares_of_block(const typename Rul
 
 template <typename Rule>
 inline __attribute__((always_inline)) double add_blocks(const std::byte* const* sources, int size, int64_t count,
-                                                        std::byte* out) {
+                                                        double scale, std::byte* out) {
   using Value = typename Rule::Value;
   using Accumulator = typename Rule::Accumulator;
   double squares = 0;
@@ -174,53 +174,33 @@ inline __attribute__((always_inline)) double add_blocks(const std::byte* const* 
       for (int64_t i = 0; i < length; ++i) sums[i] += Rule::widen(next[i]);
     }
     Value* to = reinterpret_cast<Value*>(out) + start;
+    if constexpr (!std::is_integral_v<Value>) {
+      const Accumulator factor = static_cast<Accumulator>(scale);
+      for (int64_t i = 0; i < length; ++i) sums[i] *= factor;  // by 1 no bit changes
+    }
     for (int64_t i = 0; i < length; ++i) to[i] = Rule::narrow(sums[i]);
     squares += squares_of_block<Rule>(to, length);
   }
   return squares;
 }
 
-template <typename Rule>
-inline __attribute__((always_inline)) double squares_of_all(const std::byte* values, int64_t count) {
-  const auto* of_type = reinterpret_cast<const typename Rule::Value*>(values);
-  double squares = 0;
-  for (int64_t start = 0; start < count; start += kBlock) {
-    squares += squares_of_block<Rule>(of_type + start, std::min(kBlock, count - start));
-  }
-  return squares;
-}
-
-FOR_EACH_PROCESSOR double add(Type type, const std::byte* const* sources, int size, int64_t count, std::byte* out) {
+FOR_EACH_PROCESSOR double add(Type type, const std::byte* const* sources, int size, int64_t count, double scale,
+                              std::byte* out) {
   switch (type) {
     case Type::kHalf:
-      return add_blocks<Narrow<Half>>(sources, size, count, out);
+      return add_blocks<Narrow<Half>>(sources, size, count, scale, out);
     case Type::kBfloat16:
-      return add_blocks<Narrow<Bfloat16>>(sources, size, count, out);
+      return add_blocks<Narrow<Bfloat16>>(sources, size, count, scale, out);
     case Type::kFloat:
-      return add_blocks<Plain<float>>(sources, size, count, out);
+      return add_blocks<Plain<float>>(sources, size, count, scale, out);
     case Type::kDouble:
-      return add_blocks<Plain<double>>(sources, size, count, out);
+      return add_blocks<Plain<double>>(sources, size, count, scale, out);
     case Type::kInt32:  // whole numbers wrap, as TensorFlow's do
-      return add_blocks<Plain<int32_t, uint32_t>>(sources, size, count, out);
+      return add_blocks<Plain<int32_t, uint32_t>>(sources, size, count, scale, out);
     case Type::kInt64:
-      return add_blocks<Plain<int64_t, uint64_t>>(sources, size, count, out);
+      return add_blocks<Plain<int64_t, uint64_t>>(sources, size, count, scale, out);
   }
   return 0;
-}
-
-FOR_EACH_PROCESSOR double squares_of(Type type, const std::byte* values, int64_t count) {
-  switch (type) {
-    case Type::kHalf:
-      return squares_of_all<Narrow<Half>>(values, count);
-    case Type::kBfloat16:
-      return squares_of_all<Narrow<Bfloat16>>(values, count);
-    case Type::kFloat:
-      return squares_of_all<Plain<float>>(values, count);
-    case Type::kDouble:
-      return squares_of_all<Plain<double>>(values, count);
-    default:  // whole numbers
-      return 0;
-  }
 }
 
 }  // namespace
@@ -238,11 +218,10 @@ int64_t size_of(Type type) {
   }
 }
 
-double add_values(Type type, const std::vector<const std::byte*>& sources, int64_t count, std::byte* out) {
+double add_values(Type type, const std::vector<const std::byte*>& sources, int64_t count, double scale,
+                  std::byte* out) {
   const WithSubnormals kept;
-  return add(type, sources.data(), static_cast<int>(sources.size()), count, out);
+  return add(type, sources.data(), static_cast<int>(sources.size()), count, scale, out);
 }
-
-double sum_of_squares(Type type, const std::byte* values, int64_t count) { return squares_of(type, values, count); }
 
 }  // namespace ringtrain

@@ -208,7 +208,8 @@ Error Transport::finish(Parts& parts, double* squares) {
     for (size_t index = 0; index < parts.size(); ++index) {
       const Part& part = parts[index];
       const std::byte* sum = result_ == nullptr ? part.out : result_->read + part.offset;
-      squares[index] = sum_of_squares(part.type, sum, part.count);
+      std::vector<std::byte> copy(part.bytes());
+      squares[index] = add_values(part.type, {sum}, part.count, 1, copy.data());
     }
     return "";
   }
@@ -272,7 +273,8 @@ void Transport::add_range(Parts& parts, const Range& chunk, const Range& range, 
       sources[rank] = rank == rank_ ? part.in + from : slot(rank, number) + (at - chunk.begin);
     }
     std::byte* out = is_own ? part.out + from : sums + at;
-    const double of_node = add_values(part.type, sources, bytes / size_of(part.type), out);
+    const double scale = nodes_.count == 1 ? part.scale : 1;
+    const double of_node = add_values(part.type, sources, bytes / size_of(part.type), scale, out);
     if (nodes_.count == 1) squares[index] += of_node;
   });
 }
@@ -287,7 +289,7 @@ void Transport::add_over_nodes(Parts& parts, const Range& range, std::byte* sums
     add_by_ring(parts, range, sums);
   }
   for_each_piece(parts, range.begin, range.end, [&](size_t index, Part& part, int64_t, int64_t at, int64_t bytes) {
-    squares[index] += sum_of_squares(part.type, sums + at, bytes / size_of(part.type));
+    squares[index] += add_values(part.type, {sums + at}, bytes / size_of(part.type), part.scale, sums + at);
   });
 }
 
@@ -345,7 +347,7 @@ void Transport::exchange(const std::byte* sums, const Range& out, int to, const 
 void Transport::add_received(Parts& parts, const Range& range, std::byte* sums) {
   const std::byte* received = received_.data() - range.begin;
   for_each_piece(parts, range.begin, range.end, [&](size_t, Part& part, int64_t, int64_t at, int64_t bytes) {
-    add_values(part.type, {received + at, sums + at}, bytes / size_of(part.type), sums + at);
+    add_values(part.type, {received + at, sums + at}, bytes / size_of(part.type), 1, sums + at);
   });
 }
 

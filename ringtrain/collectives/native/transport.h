@@ -25,6 +25,7 @@ struct Part {
   Type type;
   int64_t count;  // values
   const std::byte* in;
+  double scale = 1;  // by which its sum is multiplied
   std::byte* out = nullptr;
   int64_t offset = 0;  // in the stream, in bytes
 

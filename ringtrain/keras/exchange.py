@@ -8,6 +8,7 @@ first.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,7 +25,10 @@ from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, all_ranks, is_elastic, require_init
 from ringtrain.keras.votes import Votes
 from ringtrain.run.variables import require_gradients_that_add
+from ringtrain.step.train_step import python_operations
+from ringtrain.training.creation import warn_of_python
 
+log = logging.getLogger("ringtrain")
 Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable
 # Horovod's in the words of ``ringtrain.collectives.gradients``.
 COMPRESSIONS: dict[Any, Compression] = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
@@ -197,6 +201,8 @@ class Exchange:
         self._is_new_step, self._is_of_graph = False, graph is not None
         if graph is not None:
             self._traced_natively = self.may_sum_natively
+            if hvd.rank() == 0:
+                warn_of_python(python_operations(tf.compat.v1.get_default_graph()), log.warning)
         is_of_all = self.settings.process_set == hvd.global_process_set and self.settings.op != hvd.Adasum
         votes = Exchange.votes if is_of_all else None
         given = [*gradients, *([] if votes is None else [votes.mine()]), tf.ones([], gradients[0].dtype)]

@@ -10,10 +10,11 @@ import horovod.tensorflow as hvd
 import keras
 
 from ringtrain.collectives.horovod import connect_horovod, require_same_settings_by_rendezvous
+from ringtrain.collectives.native.library import LIBRARY
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.keras import hooks
-from ringtrain.keras.collective import choose_backend, is_elastic
+from ringtrain.keras.collective import choose_backend, is_elastic, wants_native_sums
 from ringtrain.runtime.devices import Needs, apply_plan, plan_devices, start_tensorflow
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
@@ -38,7 +39,8 @@ def init(
         backend: ``"auto"``: in a ``fit`` whose steps are known, ranks on the cores of one node sum the gradients of
             the model's optimizer natively, as ``python -m ringtrain`` does, and Horovod carries all else. In both
             cases a rank that ends an epoch early takes part in the sums of that optimizer alone, until all are there.
-            ``"horovod"``: Horovod carries all. The same on all ranks.
+            Where each has one core, TensorFlow then runs operations one at a time (TF_NUM_INTEROP_THREADS=1, which the
+            environment may set otherwise). ``"horovod"``: Horovod carries all. The same on all ranks.
         exit_timeout: seconds after the end of the script in which its threads, child processes and what ``atexit``
             calls have to end; 0: any time. Other ranks are waited for at the end as long as they take.
 
@@ -56,7 +58,7 @@ def init(
     if not hvd.is_initialized():
         # Horovod's own settings where ranks come and go: ours follow from the world, which is another for a rank that
         # joins later, and with others its processes would not know what the others send.
-        needs = Needs(horovod=not is_elastic())
+        needs = Needs(horovod=not is_elastic(), one_at_a_time=wants_native_sums() and LIBRARY.exists())
         plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
         apply_plan(plan)
         with contextlib.suppress(RuntimeError):  # TensorFlow has started: its devices and threads are settled

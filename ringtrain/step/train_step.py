@@ -113,9 +113,7 @@ class TrainStep:
     @property
     def python_operations(self) -> list[str]:
         """The operations of a usual step that call the workload's own Python code (``tf.py_function``), by name."""
-        definition = self._train.graph.as_graph_def()
-        nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
-        return [node.name for node in nodes if node.op in PYTHON_OPERATIONS and MARK not in node.attr]
+        return python_operations(self._train.graph)
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -229,6 +227,13 @@ def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) 
 
     traced = tf.function(compute, input_signature=signature, autograph=False).get_concrete_function()
     return traced, found[-1]
+
+
+def python_operations(graph: Any) -> list[str]:
+    """The operations of a graph, and of the functions in it, that call Python code of others, by name."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    return [node.name for node in nodes if node.op in PYTHON_OPERATIONS and MARK not in node.attr]
 
 
 @functools.lru_cache(maxsize=8)

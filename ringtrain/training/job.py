@@ -127,7 +127,7 @@ def create_job(
         return step, create_eval_step(workload, config, step, sources.evaluation, collective, batches.element_spec)
 
     step, eval_step = raise_on_all_ranks(collective, trace, name="step")
-    warn_of_python(step, print_line)
+    warn_of_python(step.python_operations, print_line)
     warn_of_own_step(model, print_line)
     job = Job(
         workload=workload,

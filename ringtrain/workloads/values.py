@@ -32,8 +32,10 @@ def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool
         ):
             raise
         which = "training" if training else "evaluation"
+        inputs = getattr(getattr(model, "_functional", model), "_inputs_struct", None)  # of one that begins with Inputs
+        takes = "" if inputs is None else f", which takes {describe_structure(inputs)},"
         raise UsageError(
-            f"the model of {type(workload).__name__}.create_model does not take the x of the {which} samples, "
+            f"the model of {type(workload).__name__}.create_model{takes} does not take the x of the {which} samples, "
             f"{describe_structure(x)}: {describe_defect(error)}. Let create_model's keras.Input and what "
             "create_sources gives fit each other."
         ) from error

@@ -219,7 +219,8 @@ def test_arrays_are_dense_and_of_one_length(x: Any, remedy: str) -> None:
 
 
 def test_a_model_takes_the_samples() -> None:
-    with pytest.raises(UsageError, match=r"does not take the x of the training samples, float32 \[n, 6\]"):
+    words = r"which takes float32 \[n, 5\], does not take the x of the training samples, float32 \[n, 6\]"
+    with pytest.raises(UsageError, match=words):
         job_of(create_model=lambda: dense(NUM_FEATURES - 1))
 
 

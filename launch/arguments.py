@@ -1,10 +1,11 @@
-"""Options before ``--``, ringtrain's own flags after it."""
+"""Options before ``--``; after it ringtrain's own flags, or a script of the user's with its arguments."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from ringtrain.errors import UsageError
@@ -30,6 +31,25 @@ def find_command(name: str, commands: Mapping[str, Found], *, of: str = "") -> F
     return commands[name]
 
 
+def is_script(words: Sequence[str]) -> bool:
+    """Whether what follows ``--`` is a script of the user's, such as one that calls ``fit``, and its arguments."""
+    return bool(words) and words[0].endswith(".py")
+
+
+def plan_program(words: Sequence[str]) -> list[str]:
+    """What the interpreter runs on each rank."""
+    return list(words) if is_script(words) else ["-m", "ringtrain", *words]
+
+
+def require_script(words: Sequence[str]) -> None:
+    """See that the script is there."""
+    if is_script(words) and not Path(words[0]).is_file():
+        raise UsageError(
+            f"what follows -- begins with {words[0]!r}, and there is no such file here. Name a script that is there, "
+            "or give flags of ringtrain."
+        )
+
+
 class Parser(argparse.ArgumentParser):
     """A parser of one command's options, whose errors are ours to tell."""
 
@@ -42,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}. See {self.prog} --help.")
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The options, and the flags for ringtrain."""
+        """The options, and what follows them."""
         split = [*arguments, "--"].index("--")
         options, unknown = self.parse_known_args(arguments[:split])
         if unknown:

@@ -15,7 +15,7 @@ from ringtrain.errors import UsageError
 from ringtrain.runtime.launched import DIRECTORY_VARIABLE, SUPERVISOR_VARIABLE, clear, read_end, read_run
 
 from . import PACKAGE, PROGRAM
-from .arguments import Parser
+from .arguments import Parser, is_script, plan_program, require_script
 from .decision import Attempt, decide, explain
 from .family import run_guarded
 from .group import Group, Requests
@@ -39,6 +39,7 @@ examples:
   {PROGRAM} local -np 2 -- --workload digits
   {PROGRAM} local -np 4 --max_restarts 3 -- --epochs 50
   {PROGRAM} local -np 2 -- eval runs/digits
+  {PROGRAM} local -np 2 -- my_fit.py --my_flag 1
 """
 
 
@@ -59,7 +60,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the flags for ringtrain."""
     parser = Parser(
         f"{PROGRAM} local",
-        usage="%(prog)s -np N [OPTIONS] -- FLAGS OF RINGTRAIN",
+        usage="%(prog)s -np N [OPTIONS] -- FLAGS OF RINGTRAIN | SCRIPT.py ARGUMENTS",
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
@@ -78,6 +79,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="mpi: mpirun; gloo: horovodrun --gloo (default: mpi)",
     )
     options, flags = parser.parse(arguments)
+    require_script(flags)
     for name, value, least in (("-np", options.np, 1), ("max_restarts", options.max_restarts, 0)):
         if not least <= value <= MAX_NUMBER:
             raise UsageError(f"{name} is {value}; it must be from {least} to {MAX_NUMBER:,}.")
@@ -112,14 +114,14 @@ def supervise(
 def plan_group(
     num_ranks: int, controller: Controller, flags: Sequence[str], *, listener: Path, python: str, is_root: bool
 ) -> list[str]:
-    """The argv of a launcher with ``num_ranks`` ranks, each of which runs ``python -m ringtrain FLAGS``.
+    """The argv of a launcher with ``num_ranks`` ranks, each of which runs ``python -m ringtrain FLAGS``, or a script.
 
     Slots are given by hand: mpirun refuses more ranks than it counts cores, and inside a batch job it would spread them
     over the job's nodes. No core is bound, since each rank takes its own (see ``ringtrain.runtime.devices``).
     ``listener`` is the directory where ``launch.rank`` finds those who listen to the ranks.
     """
     hosts = f"localhost:{num_ranks}"
-    rank = [python, "-m", f"{PACKAGE}.rank", str(listener), python, "-m", "ringtrain", *flags]
+    rank = [python, "-m", f"{PACKAGE}.rank", str(listener), python, *plan_program(flags)]
     if controller == "gloo":
         return [python, "-m", f"{PACKAGE}.gloo", "horovodrun", "--gloo", "-np", str(num_ranks), "-H", hosts, *rank]
     as_root = ["--allow-run-as-root"] if is_root else []
@@ -129,9 +131,10 @@ def plan_group(
 def plan_restart(flags: Sequence[str], run: Path | None, *, here: Path) -> list[str]:
     """The flags of a restart: those of the first start, and where that one had its run directory.
 
-    ``--resume never`` would otherwise begin anew beside it, each time. ``here`` is the ranks' current directory.
+    ``--resume never`` would otherwise begin anew beside it, each time. (A script has named both itself.) ``here`` is
+    the ranks' current directory.
     """
-    if run is None:
+    if run is None or is_script(flags):
         return list(flags)
     out = run.relative_to(here) if run.is_relative_to(here) else run  # for the lines that name it to the user
     return [*flags, "--out", str(out), "--resume", "auto"]

@@ -18,7 +18,7 @@ from ringtrain.runtime.srun import find_mpi
 from ringtrain.runtime.streams import has_lost_stdout
 
 from .. import PROGRAM
-from ..arguments import Parser, find_command, run_command
+from ..arguments import Parser, find_command, is_script, require_script, run_command
 from ..lines import print_line
 from .controller import submit as submit_script
 from .job import JobRequest, read_flag
@@ -118,7 +118,7 @@ def create_request_parser(command: str, description: str) -> Parser:
     default = JobRequest.__dataclass_fields__
     parser = Parser(
         f"{PROGRAM} slurm {command}",
-        usage="%(prog)s --nodes M [OPTIONS] -- FLAGS",
+        usage="%(prog)s --nodes M [OPTIONS] -- FLAGS OF RINGTRAIN | SCRIPT.py ARGUMENTS",
         description=description,
         epilog=f"example:\n  {PROGRAM} slurm {command} --nodes 2 --gpus_per_node 4 \\\n"
         "      --cpus_per_rank 8 --time 12:00:00 -- --workload cifar10",
@@ -164,13 +164,16 @@ def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """See that ringtrain takes what follows ``--``, before a job waits in the queue to be told."""
+    """See that ringtrain takes what follows ``--``, or that the script is there, before a job waits in the queue."""
     from ringtrain.cli import COMMANDS as RINGTRAIN_COMMANDS  # here, so that help needs no parser of ringtrain's
     from ringtrain.commands.parser import parse_arguments
     from ringtrain.commands.preparing import check_settings
     from ringtrain.commands.train import Options
     from ringtrain.runtime.world import read_world
 
+    require_script(flags)
+    if is_script(flags):
+        return
     words = list(flags)
     if words and not words[0].startswith("-"):
         command = words.pop(0)
@@ -201,8 +204,8 @@ def advise(request: JobRequest, number: str) -> list[str]:
     """What to do with a job that has been submitted."""
     names = {"%x": request.job_name, "%j": number, "%%": "%"}
     output = shlex.quote(re.sub("%[xj%]", lambda sign: names[sign[0]], request.output))
-    run = read_flag(request.flags, "out")
-    stop = shlex.quote(str(Path(run, "stop"))) if run else "RUN/stop, where RUN is its run directory (--out)"
+    run = None if is_script(request.flags) else read_flag(request.flags, "out")
+    stop = shlex.quote(str(Path(run, "stop"))) if run else "RUN/stop, where RUN is its run directory"
     # Under horovodrun the ranks are in no step of Slurm's: the script hears of it for them.
     signal = f"scancel {'--batch ' if request.mpi == 'horovodrun' else ''}--signal=USR1 {number}"
     again = [f"  save and start again:  {signal}"] if request.can_requeue else []

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from ringtrain.errors import UsageError
 from ringtrain.runtime.srun import HOROVODRUN
 
+from ..arguments import is_script, plan_program
+
 MPI_NAME = re.compile(r"pmix(_v\d+)?|pmi2|" + HOROVODRUN)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)  # 0: all that a node has
@@ -47,14 +49,14 @@ class JobRequest:
     venv: str | None = None
     env: tuple[tuple[str, str], ...] = ()  # names and values
     python: str = "python"
-    flags: tuple[str, ...] = ()  # ringtrain's own arguments, passed on untouched
+    flags: tuple[str, ...] = ()  # ringtrain's own arguments, or a script and its, passed on untouched
 
     def __post_init__(self) -> None:
         self._check_shape()
         self._check_words()
         self._check_time()
         self._check_environment()
-        if self.can_requeue and read_flag(self.flags, "resume") == "never":
+        if self.can_requeue and not is_script(self.flags) and read_flag(self.flags, "resume") == "never":
             raise UsageError(
                 "resume is 'never', with which each start of a requeued job would train a new run from the beginning. "
                 "Leave --resume out (the run goes on where its directory ends), or give --no_requeue."
@@ -67,6 +69,11 @@ class JobRequest:
     @property
     def num_ranks_per_node(self) -> int:
         return self.ranks_per_node or self.num_gpus_per_node
+
+    @property
+    def program(self) -> list[str]:
+        """What the interpreter runs on each rank."""
+        return plan_program(self.flags)
 
     @property
     def num_ranks(self) -> int:

@@ -92,9 +92,9 @@ def lasting(out: Path) -> list[str]:
     return ["--workload", f"{WORKLOAD}:Lasting", "--deterministic", "true", "--out", str(out)]
 
 
-def submit(cluster: Cluster, out: Path, *options: str) -> RunJob:
-    """Submit a run from the directory that is to hold its run directory and its output."""
-    finished = launch_slurm(cluster, "submit", *options, flags=lasting(out), cwd=out.parent)
+def submit(cluster: Cluster, out: Path, *options: str, program: Sequence[str] = ()) -> RunJob:
+    """Submit a run, or a script, from the directory that is to hold its run directory and its output."""
+    finished = launch_slurm(cluster, "submit", *options, flags=program or lasting(out), cwd=out.parent)
     assert finished.rc == 0, finished.stderr
     found = re.match(r"job (\d+) is submitted; it writes into ", finished.stdout)
     assert found, finished.stdout

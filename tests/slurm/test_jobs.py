@@ -18,7 +18,7 @@ from tests.slurm.jobs import (
     submit,
     submit_by_hand,
 )
-from tests.world.running import last_step
+from tests.world.running import events, last_step
 
 
 def test_a_run_on_two_nodes_trains_to_its_end(undisturbed: RunJob) -> None:
@@ -41,6 +41,20 @@ def test_each_signal_saves_and_starts_the_job_again_once(cluster: Cluster, tmp_p
         assert job.said[-1].endswith(f"The job starts again: restart {restarts + 1} of at most 20.")
     assert_ended_as_if_undisturbed(job, undisturbed, restarts=2)
     assert [start["first_step"] for start in job.starts] == [0, *stopped_at], "steps were lost"
+
+
+@pytest.mark.slow
+def test_a_fit_that_is_kept_starts_again_as_well(cluster: Cluster, tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("fit.py"))
+    job = submit(cluster, tmp_path / "run", *ON_TWO_NODES, program=[script, str(tmp_path / "run")])
+    job.wait_for_starts(1)
+    job.wait_for_step(6)
+    send(job)
+    job.wait_for_restarts(1)
+    assert (job.wait_for_end(), cluster.exit_code(job.number)) == ("COMPLETED", 0), job.output
+    assert job.said[-1] == "the run is complete."
+    assert [event["exit_code"] for event in events(job.out, "end")] == [75, 0]
+    assert [event["step"] for event in events(job.out, "train")] == list(range(1, 121)), "each step once"
 
 
 @pytest.mark.slow

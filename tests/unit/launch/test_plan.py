@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.local import plan_group, plan_restart
+import pytest
+
+from launch.local import parse, plan_group, plan_restart
+from ringtrain.errors import UsageError
 
 FLAGS = ["--out", "a run", "--workload", "digits"]
 RANK = ["/env/python", "-m", "launch.rank", "/tmp/l", "/env/python", "-m", "ringtrain", *FLAGS]
@@ -24,6 +27,18 @@ def test_gloo_needs_no_mpi() -> None:
     command = plan_group(2, "gloo", FLAGS, listener=Path("/tmp/l"), python="/env/python", is_root=True)
     assert command[:3] == ["/env/python", "-m", "launch.gloo"]
     assert command[3:] == ["horovodrun", "--gloo", "-np", "2", "-H", "localhost:2", *RANK]
+
+
+def test_a_script_of_the_user_s_runs_as_it_is() -> None:
+    words = ["my_fit.py", "--resume", "never"]
+    command = plan_group(2, "mpi", words, listener=Path("/tmp/l"), python="/env/python", is_root=False)
+    assert command[-4:] == ["/env/python", *words]
+    assert plan_restart(words, Path("/runs/mine"), here=Path("/home")) == words
+
+
+def test_a_script_that_is_not_there_is_named() -> None:
+    with pytest.raises(UsageError, match=r"begins with 'gone\.py', and there is no such file here"):
+        parse(["-np", "2", "--", "gone.py"])
 
 
 def test_a_restart_goes_on_where_the_first_start_was() -> None:

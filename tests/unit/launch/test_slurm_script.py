@@ -258,6 +258,12 @@ def test_flags_reach_the_launcher_untouched(mpi: str, site: Site) -> None:
     assert call[call.index(b"ringtrain") + 1 :] == [os.fsencode(flag) for flag in flags]
 
 
+def test_a_script_of_the_user_s_runs_as_it_is(site: Site) -> None:
+    assert site.run(render(job("my fit.py", "--resume", "never")))[0] == 0
+    [call] = site.calls("srun")
+    assert call[-4:] == [b"python", b"my fit.py", b"--resume", b"never"]
+
+
 def test_horovodrun_gets_the_nodes_of_the_job_with_their_slots(site: Site) -> None:
     assert site.run(render(JobRequest(nodes=2, ranks_per_node=4, mpi="horovodrun")))[0] == 0
     assert site.calls("scontrol") == [[b"show", b"hostnames", b"n[1-2]"]]

@@ -29,10 +29,11 @@ LAUNCHERS = {  # by their controllers; what helps where there is none
 }
 
 DESCRIPTION = """\
-Train on this machine: each rank's lines are labelled and never broken (but on a
-terminal, which has rank 0's progress bar), all stop at the first failure, and
-the first rank's error is printed last. Ctrl-C lets the ranks save before they
-leave; the same command goes on from there.
+Train on this machine, by ringtrain's flags or a script of yours: each rank's
+lines are labelled and never broken (but on a terminal, which has rank 0's
+progress bar), all stop at the first failure, and the first rank's error is
+printed last. Ctrl-C lets the ranks save before they leave; the same command
+goes on from there.
 """
 EXAMPLES = f"""\
 examples:
@@ -60,7 +61,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the flags for ringtrain."""
     parser = Parser(
         f"{PROGRAM} local",
-        usage="%(prog)s -np N [OPTIONS] -- FLAGS OF RINGTRAIN | SCRIPT.py ARGUMENTS",
+        usage="%(prog)s -np N [OPTIONS] -- FLAGS | SCRIPT.py",
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )

@@ -118,7 +118,7 @@ def create_request_parser(command: str, description: str) -> Parser:
     default = JobRequest.__dataclass_fields__
     parser = Parser(
         f"{PROGRAM} slurm {command}",
-        usage="%(prog)s --nodes M [OPTIONS] -- FLAGS OF RINGTRAIN | SCRIPT.py ARGUMENTS",
+        usage="%(prog)s --nodes M [OPTIONS] -- FLAGS | SCRIPT.py",
         description=description,
         epilog=f"example:\n  {PROGRAM} slurm {command} --nodes 2 --gpus_per_node 4 \\\n"
         "      --cpus_per_rank 8 --time 12:00:00 -- --workload cifar10",

@@ -160,18 +160,21 @@ class Feed(NamedTuple):
     """Batches that each rank is fed by code of the user's, by one of the functions ``from_...``.
 
     Attributes:
-        open_pass: (pass, batches to leave out) -> this rank's batches (x, y).
+        open_pass: (pass, batches to leave out) -> this rank's batches (x, y); with a third argument, what
+            ``read_state`` gave there, nothing has to be made once more.
         steps_per_epoch: steps of a pass; None: there is one pass, as long as some rank still has a batch.
         count_steps: the batches of a pass on this rank; None where that is not known.
         replays: whether batches to leave out have to be made once more.
         is_shared: the batches are those of all ranks together, each of which takes its slice of them.
+        read_state: where what was opened last stands now; empty where it cannot say.
     """
 
-    open_pass: Callable[[Pass, int], Iterator[tuple[Any, Any]]]
+    open_pass: Callable[..., Iterator[tuple[Any, Any]]]
     steps_per_epoch: int | None
     count_steps: Callable[[Pass], int | None] = lambda _: None
     replays: bool = True
     is_shared: bool = False
+    read_state: Callable[[], bytes] | None = None
 
 
 def from_generator(

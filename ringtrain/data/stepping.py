@@ -58,6 +58,10 @@ class Batches:
     def note(self, next_global_count: int) -> None:
         """Take in the sum of all ranks' ``next_local_count``."""
 
+    def place_before(self, step: int) -> tuple[int, bytes] | None:
+        """A place of this rank's pipeline, up to a step, to go on from; None where there are none, on any rank."""
+        return None
+
     def is_last(self, step: int) -> bool:
         """Whether no step comes after this one (from 1), the last that was given: alike on every rank."""
         return step == self._end_step
@@ -82,10 +86,12 @@ class CountedBatches(Batches):
         *,
         find_bad: FindBad | None = None,
         print_line: Callable[[str], None] = lambda line: None,
+        place_before: Callable[[int], tuple[int, bytes]] | None = None,
         **steps: Any,
     ) -> None:
         """``find_bad`` says which of the planned samples cannot be read; ``print_line`` shows a line to the user."""
         super().__init__(dataset, **steps)
+        self._place_before = place_before
         self._collective, self._order = collective, order
         self._find_bad, self._print_line = find_bad, print_line
         self._upcoming: Batch | None = None
@@ -137,6 +143,9 @@ class CountedBatches(Batches):
                 )
         elif self._find_bad is not None and next_global_count < self._order.global_count(step):
             self._name_left_out(step, self._find_bad)
+
+    def place_before(self, step: int) -> tuple[int, bytes] | None:
+        return self._place_before(step) if self._place_before else None
 
     def is_last(self, step: int) -> bool:
         return super().is_last(step) or not self._global_count

@@ -23,7 +23,8 @@ from ringtrain.data.pipeline import (
     in_own_threads,
     own_errors,
 )
-from ringtrain.data.sources import SAME_REMEDY, Feed, Pass
+from ringtrain.data.places import NOWHERE, Place, Places
+from ringtrain.data.sources import SAME_REMEDY, Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.runtime.world import World
 
@@ -38,19 +39,25 @@ def streaming_batches(
     num_threads: int,
     augment: Augment | None = None,
     print_line: Callable[[str], None] = lambda line: None,
-) -> tuple[tf.data.Dataset, Callable[[Exception, int], Exception]]:
+    place: Place = NOWHERE,
+) -> tuple[tf.data.Dataset, Callable[[Exception, int], Exception], Places]:
     """This rank's batches from ``first_step`` up to, not including, ``end_step``, or until it has no more.
 
     Every rank must call this. The dataset is of ``Batch``, without the global counts, which are known once all ranks
     have said theirs; the indices are the samples' places in the batch that this rank was fed, or, where all are fed
     alike, in the pass. Beside it stands what tells the error of a step: tf.data makes a text of the exceptions that the
-    feed raised. ``print_line`` shows a line to the user.
+    feed raised, and the places of this rank's pipeline. ``print_line`` shows a line to the user; ``place`` is one
+    before ``first_step`` of a pipeline like this one.
     """
     world = collective.world
-    steps = _open_steps(feed, order, world, first_step=first_step, end_step=end_step)
+    places = Places(feed, order.steps_per_epoch, world.size)
+    if place[0] // order.steps_per_epoch != first_step // order.steps_per_epoch:
+        place = NOWHERE  # of another pass
+    steps = _open_steps(feed, order, world, places, place, first_step=first_step, end_step=end_step)
     begin = time.monotonic()
     first = raise_on_all_ranks(collective, lambda: next(steps, None), name="feed")
-    if (skipped := first_step % order.steps_per_epoch) and feed.replays:
+    skipped = first_step % order.steps_per_epoch
+    if skipped and feed.replays and not place[1]:
         print_line(f"the pass was replayed up to its step {skipped:,}, in {time.monotonic() - begin:.1f} s")
     shown = first[1:] if first else None
     if shown is None and first_step:  # the rank has had its last batch: what it looked like is known from the first
@@ -96,7 +103,7 @@ def streaming_batches(
     def explain(error: Exception, step: int) -> Exception:
         return failures[0] if failures else explain_change(error, step)
 
-    return raise_on_all_ranks(collective, trace, name="fed batches"), explain
+    return raise_on_all_ranks(collective, trace, name="fed batches"), explain, places
 
 
 def pass_of(world: World, *, seed: int, global_batch_size: int, epoch: int) -> Pass:
@@ -128,14 +135,21 @@ def _pass_of(order: SampleOrder, world: World, epoch: int) -> Pass:
 
 
 def _open_steps(
-    feed: Feed, order: StreamingOrder, world: World, *, first_step: int, end_step: int
+    feed: Feed, order: StreamingOrder, world: World, places: Places, place: Place, *, first_step: int, end_step: int
 ) -> Iterator[tuple[int, Any, Any]]:
     """(step, x, y) of one rank's steps; steps for which it is fed nothing are left out at the end of a pass."""
-    step = first_step
+    step, (known_step, state) = first_step, place
     while step < end_step:
         epoch, skip = divmod(step, feed.steps_per_epoch) if feed.steps_per_epoch else (0, step)
         end = min(end_step, (epoch + 1) * feed.steps_per_epoch) if feed.steps_per_epoch else end_step
-        for batch in itertools.islice(feed.open_pass(_pass_of(order, world, epoch), skip), end - step):
+        known = step - known_step if state else 0  # batches after the state, which are made once more
+        batches = feed.open_pass(_pass_of(order, world, epoch), skip - known, *([state] if state else []))
+        batches, state = replay(batches, known), b""
+        while step < end:
+            places.note(step)
+            batch = next(batches, None)
+            if batch is None:
+                break
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 kind = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
                 raise DataError(

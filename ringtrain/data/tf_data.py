@@ -13,6 +13,54 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 AHEAD = 2  # batches that are made while a step trains
+FAILS_IF_STATEFUL = 2  # tf.data's policy: a pipeline with operations whose own state would be lost has none
+
+
+class Current:
+    """The iterator that was opened last."""
+
+    def __init__(self) -> None:
+        self._iterator: Any = None
+
+    def open(self, batches: tf.data.Dataset, skip: int, state: bytes) -> Iterator[Any]:
+        """The batches after those to leave out, by the state there or by making them once more."""
+        import tensorflow as tf
+
+        self._iterator = iter(batches)
+        if state:
+            try:
+                set_iterator_state(self._iterator, state)
+            except (AttributeError, tf.errors.OpError) as error:
+                raise DataError(
+                    f"the pipeline cannot go on from where the checkpoint says that it was: {error}. Give the one that "
+                    "the run began with, or start anew with --resume never."
+                ) from error
+            return self._iterator
+        return replay(self._iterator, skip)
+
+    def read_state(self) -> bytes:
+        return read_iterator_state(self._iterator)
+
+
+def read_iterator_state(iterator: Any) -> bytes:
+    """Where an iterator of tf.data's stands, and what it has at hand; empty where it cannot say."""
+    import tensorflow as tf
+
+    try:
+        state = tf.raw_ops.SerializeIterator(
+            resource_handle=iterator._iterator_resource, external_state_policy=FAILS_IF_STATEFUL
+        )
+        return bytes(tf.io.serialize_tensor(state).numpy())
+    except (AttributeError, tf.errors.OpError):
+        return b""
+
+
+def set_iterator_state(iterator: Any, state: bytes) -> None:
+    """Let an iterator go on from where another of the same pipeline was; AttributeError or OpError where it cannot."""
+    import tensorflow as tf
+
+    serialized = tf.io.parse_tensor(state, tf.variant)
+    tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=serialized)
 
 
 def from_dataset(
@@ -30,11 +78,12 @@ def from_dataset(
     end at different steps: each step is the exact mean over all its samples. On other numbers of ranks the samples of a
     step are others.
 
-    A run that goes on makes the samples of the pass once more, up to where it was, so a pass must always give the same.
-    In the second form your function sees to it. In the first a ``shuffle`` follows the run's seed and takes another
-    order in each pass, by itself; that holds where it is begun once in a pass, as where nothing repeats it. With
-    ``steps_per_epoch``, a dataset without end (``repeat()``) or of unknown length goes on from epoch to epoch, begins
-    anew where it ends, and is made once more from its begin. What draws in parallel, such as a random ``map`` with
+    A run that goes on goes on by tf.data's own state, where the pipeline has one and it is short (no long buffer of a
+    shuffle): in the first form on any number of ranks. Else it makes the samples of the pass once more, up to where it
+    was, so a pass must always give the same. In the second form your function sees to it. In the first a ``shuffle``
+    follows the run's seed and takes another order in each pass, by itself; that holds where it is begun once in a pass,
+    as where nothing repeats it. With ``steps_per_epoch``, a dataset without end (``repeat()``) or of unknown length
+    goes on from epoch to epoch, and begins anew where it ends. What draws in parallel, such as a random ``map`` with
     ``num_parallel_calls``, gives something else each time.
 
     Args:
@@ -48,39 +97,51 @@ def from_dataset(
     num_passes = 0  # that were begun
     endless: Iterator[Any] = iter(())
     position = -1  # of what has no end, in batches
+    current = Current()
 
     def batches_of(of: Pass) -> tf.data.Dataset:
         batches = _require_pairs(dataset, are_samples=True).batch(of.global_batch_size)
         # No further: what is ahead would begin a shuffle once more, or not, by chance.
         return (batches if steps_per_epoch is None else batches.take(steps_per_epoch)).prefetch(AHEAD)
 
-    def open_pass(of: Pass, skip: int) -> Iterator[tuple[Any, Any]]:
+    def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
         nonlocal num_passes
         while num_passes < of.epoch:  # a shuffle takes another order each time that it is begun
             iter(batches_of(of))
             num_passes += 1
         num_passes += 1
-        return replay(iter(batches_of(of)), skip)
+        return current.open(batches_of(of), skip, state)
 
-    def go_on(of: Pass, skip: int) -> Iterator[tuple[Any, Any]]:
+    def go_on(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
         nonlocal endless, position
         wanted = of.epoch * (steps_per_epoch or 0) + skip
         if position != wanted:
             batches = _require_pairs(dataset, are_samples=True).batch(of.global_batch_size).prefetch(AHEAD)
-            endless, position = replay(_again_and_again(batches), wanted), wanted
+            has_no_end, position = _cardinality(dataset) == tf.data.INFINITE_CARDINALITY, wanted
+            endless = current.open(batches, wanted, state) if has_no_end else replay(_again_and_again(batches), wanted)
         for batch in itertools.islice(endless, (steps_per_epoch or 0) - skip):
             position += 1
             yield batch
 
+    import tensorflow as tf
+
     has_end = steps_per_epoch is None or _cardinality(dataset) >= 0
-    return Feed(open_pass if has_end else go_on, steps_per_epoch, lambda of: _count(batches_of(of)), is_shared=True)
+    return Feed(
+        open_pass if has_end else go_on,
+        steps_per_epoch,
+        lambda of: _count(batches_of(of)),
+        is_shared=True,
+        read_state=current.read_state,
+    )
 
 
 def _from_function(make: Callable[[Pass], tf.data.Dataset], steps_per_epoch: int | None) -> Feed:
-    def open_pass(of: Pass, skip: int) -> Iterator[tuple[Any, Any]]:
-        return replay(iter(_require_pairs(make(of)).prefetch(AHEAD)), skip)
+    current = Current()
 
-    return Feed(open_pass, steps_per_epoch, lambda of: _count(_require_pairs(make(of))))
+    def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
+        return current.open(_require_pairs(make(of)).prefetch(AHEAD), skip, state)
+
+    return Feed(open_pass, steps_per_epoch, lambda of: _count(_require_pairs(make(of))), read_state=current.read_state)
 
 
 def _again_and_again(batches: tf.data.Dataset) -> Iterator[Any]:

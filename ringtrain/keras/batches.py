@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ringtrain.data.tf_data import read_iterator_state, set_iterator_state
 from ringtrain.errors import DataError
 from ringtrain.runtime import activity
 
 MAX_STATE_BYTES = 16 * 2**20  # it travels to rank 0 with each save; a long buffer of shuffled images is read again
-FAILS_IF_STATEFUL = 2  # tf.data's policy: a pipeline with operations whose own state would be lost has none
 _NOTHING = object()
 
 
@@ -59,13 +59,7 @@ class Batches:
         is_within = batches or (self._is_one_for_all and self._data._current_iterator is self._iterator)
         if self._iterator is None or not is_within:
             return b""
-        try:
-            state = tf.raw_ops.SerializeIterator(
-                resource_handle=self._iterator._iterator_resource, external_state_policy=FAILS_IF_STATEFUL
-            )
-            data = bytes(tf.io.serialize_tensor(state).numpy())
-        except (AttributeError, tf.errors.OpError):
-            return b""
+        data = read_iterator_state(self._iterator)
         return data if len(data) <= MAX_STATE_BYTES else b""
 
     def enumerate(self, plain: Callable[[], Iterator[tuple[Any, ...]]], data: Any) -> Iterator[tuple[Any, ...]]:
@@ -142,8 +136,7 @@ class Batches:
 
     def _restore(self, iterator: Any, state: bytes) -> None:
         try:
-            serialized = tf.io.parse_tensor(state, tf.variant)
-            tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=serialized)
+            set_iterator_state(iterator, state)
         except (AttributeError, tf.errors.OpError) as error:
             raise DataError(
                 f"the data cannot go on from where the checkpoint says that they were: {error}. Give the pipeline that "

@@ -15,6 +15,7 @@ Each calls the one that it replaces; with one rank, of a number that stays, they
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -25,7 +26,7 @@ import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from ringtrain.keras.collective import is_elastic
-from ringtrain.keras.distributed import Distributed, apply_reduced, check_parts
+from ringtrain.keras.distributed import Distributed, apply_reduced, check_parts, find_distributed
 from ringtrain.keras.elastic import CommitStateCallback, UpdateBatchStateCallback
 from ringtrain.keras.guards import TrainingGuard, check_distributed
 from ringtrain.keras.run import Run
@@ -120,11 +121,17 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     runs = [
         callback for callback in (listed if isinstance(listed, list | tuple) else [listed]) if isinstance(callback, Run)
     ]
-    if not runs:
-        return plain(*args, **kwargs)
     epochs, initial_epoch = given.arguments["epochs"], given.arguments["initial_epoch"]
-    with runs[0].around(model, epochs=epochs, initial_epoch=initial_epoch, is_alone=len(runs) == 1):
-        return plain(*args, **kwargs)
+    try:
+        with contextlib.ExitStack() as kept:
+            for run in runs[:1]:
+                around = run.around(model, epochs=epochs, initial_epoch=initial_epoch, is_alone=len(runs) == 1)
+                kept.enter_context(around)
+            return plain(*args, **kwargs)
+    finally:
+        distributed = find_distributed(getattr(model, "optimizer", None))
+        if distributed is not None:
+            distributed.exchange.end_fit()  # Keras does not tell callbacks of the end where something was raised
 
 
 def _enumerate(plain: Any, data: Any) -> Any:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 MAX_COUNT = 2**63
+
+
+def is_place(value: Any) -> bool:
+    """Whether it is a step with a state in base64."""
+    if not (isinstance(value, (list, tuple)) and len(value) == 2 and type(value[0]) is int and type(value[1]) is str):
+        return False
+    return 0 <= value[0] < MAX_COUNT and re.fullmatch(r"[A-Za-z0-9+/]*={0,2}", value[1]) is not None
 
 
 @dataclass(kw_only=True)
@@ -23,6 +31,8 @@ class Progress:
     batches_done: int = 0  # of its epoch after these
     skipped_in_a_row: int = 0  # steps that were not finite, up to now without an interruption
     finished: Literal["completed", "stopped early"] | None = None  # how the run came to its end, if it has
+    # Of each rank's pipeline a step up to here, and its state before it (base64); none where it has none.
+    places: list[tuple[int, str]] = field(default_factory=list)
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Progress:
@@ -31,10 +41,12 @@ class Progress:
             raise ValueError(f"its progress holds {min(unknown)!r}")
         progress = cls(**values)
         for name, value in vars(progress).items():
-            if name not in ("best", "finished") and (type(value) is not int or not -1 <= value < MAX_COUNT):
+            if name not in ("best", "finished", "places") and (type(value) is not int or not -1 <= value < MAX_COUNT):
                 raise ValueError(f"its {name} is {value!r}")
         if progress.best is not None and type(progress.best) not in (int, float):
             raise ValueError(f"its best is {progress.best!r}")
+        if not isinstance(progress.places, list) or not all(map(is_place, progress.places)):
+            raise ValueError("its places are no list of a step and a state for each rank")
         if progress.finished not in (None, "completed", "stopped early"):
             raise ValueError(f"its finished is {progress.finished!r}")
         return progress

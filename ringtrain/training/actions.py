@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import base64
 import contextlib
 import enum
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from ringtrain.collectives import all_gather_object
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
@@ -225,11 +227,22 @@ class Save(Action):
         if not (as_step or as_best):
             return
         require_finite_values(self._job.step.named_variables, self._job.collective, step=step)
+        note_places(self._training, step)
         if records is not None:
             activity.note(Phase.SAVE, step, takes_long=True)
             records.events.flush()
             snapshot = take_snapshot(self._job.step.named_variables, step, progress, records.run_facts)
             records.writer.save(snapshot, as_step=as_step, as_best=as_best)
+
+
+def note_places(training: Training, step: int) -> None:
+    """Remember where each rank's pipeline was, from where it can go on. Every rank must call it."""
+    place = training.job.batches.place_before(step)
+    if place is None:  # on all ranks
+        return
+    mine = [place[0], base64.b64encode(place[1]).decode()]
+    places = all_gather_object(training.job.collective, mine, name="places")
+    training.progress.places = [(at, state) for at, state in places] if all(state for _, state in places) else []
 
 
 class CheckReplicas(Action):

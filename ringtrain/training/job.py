@@ -115,7 +115,14 @@ def create_job(
         sources = sources._replace(train=with_steps_of_its_own(sources.train, collective, **known))
     plan = plan_steps(workload, config, sources.train, global_batch_size, first_step=start.step)
     batches = create_batches(
-        sources.train, plan, workload, config, collective, num_threads=num_threads, print_line=print_line
+        sources.train,
+        plan,
+        workload,
+        config,
+        collective,
+        num_threads=num_threads,
+        print_line=print_line,
+        places=start.progress.get("places", ()),
     )
     activity.note(Phase.COMPILE, takes_long=True)
     model = raise_on_all_ranks(collective, lambda: create_model(workload), name="model")

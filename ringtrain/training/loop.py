@@ -29,7 +29,18 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.step.report import read_loss, read_value
 from ringtrain.terminal.console import Console
-from ringtrain.training.actions import Action, CheckReplicas, Ending, Evaluate, Log, Profile, Records, Save, Training
+from ringtrain.training.actions import (
+    Action,
+    CheckReplicas,
+    Ending,
+    Evaluate,
+    Log,
+    Profile,
+    Records,
+    Save,
+    Training,
+    note_places,
+)
 from ringtrain.training.ending import write_warning
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
@@ -277,6 +288,7 @@ def finish(training: Training, step: int, ending: Ending) -> None:
     job, requests, records = training.job, training.requests, training.records
     training.progress.finished = None if ending is Ending.PREEMPTED else ending.value
     require_finite_values(job.step.named_variables, job.collective, step=step)
+    note_places(training, step)
 
     def save_on_rank0() -> str:
         assert records is not None

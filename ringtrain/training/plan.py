@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -87,16 +88,21 @@ def create_batches(
     *,
     num_threads: int,
     print_line: Callable[[str], None],
+    places: Sequence[tuple[int, str]] = (),
 ) -> Batches:
-    """This rank's batches of the plan's steps."""
+    """This rank's batches of the plan's steps; ``places``: where each rank's pipeline was (``Progress.places``)."""
     order, world = plan.order, collective.world
     steps: dict[str, Any] = {"first_step": plan.first_step, "end_step": plan.total_steps}
     read: dict[str, Any] = {"num_threads": num_threads, "augment": workload.augment}
     if isinstance(train, Feed):
-        dataset, explain = streaming_batches(
-            train, cast(StreamingOrder, order), collective, **steps, **read, print_line=print_line
+        is_known = len(places) == world.size or (bool(places) and train.is_shared)
+        step, state = places[world.rank if len(places) == world.size else 0] if is_known else (0, "")
+        place = (step, base64.b64decode(state))
+        dataset, explain, found = streaming_batches(
+            train, cast(StreamingOrder, order), collective, **steps, **read, print_line=print_line, place=place
         )
-        return CountedBatches(dataset, collective, order, **steps, explain=explain)
+        place_before = found.before if found.are_kept else None
+        return CountedBatches(dataset, collective, order, **steps, explain=explain, place_before=place_before)
 
     explain = functools.partial(explain_bad, train, order, world)
     skips = config.on_bad_sample == "skip" and is_fallible(train)

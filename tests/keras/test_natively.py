@@ -49,6 +49,7 @@ def test_a_rank_that_stops_early_adds_nothing_until_all_are_there(collective: Co
     with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 10, rank 1: 3\)"):
         train_on(model, optimizer, batches, [StopOn(1, batch=2)])
     assert optimizer.exchange.sums_natively
+    assert not optimizer.exchange.may_sum_natively, "the fit has ended, though it raised"
     train_on(make_model(), hvd.DistributedOptimizer(keras.optimizers.SGD()), batches, [])  # the ranks still sum
 
 

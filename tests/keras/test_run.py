@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
 import sys
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from tests.keras.kept import BATCHES, EPOCHS
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
-from tests.world.running import Run, events, running
+from tests.world.running import Run, events, last_step, running
 
 SCRIPT = REPOSITORY / "tests/keras/kept.py"
 STEPS = EPOCHS * BATCHES
@@ -66,6 +68,24 @@ def test_a_fit_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> 
         found, wanted = ([[e[n] for n in names] for e in events(o, event)] for o in (out, tmp_path / "reference"))
         assert found == wanted
     assert (out / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_fit_that_is_killed_at_any_moments_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    chance = random.Random(seed := random.randrange(10**6))
+    reference, out = fit("dataset", tmp_path / "reference"), tmp_path / "run"
+    killed_after = []
+    for _ in range(3):
+        with interrupted("dataset", out) as run:
+            run.wait_for_step(last_step(out) + chance.randint(1, 5))
+            time.sleep(chance.uniform(0, 0.2))  # anywhere: in a step, a save, the validation
+            run.kill()
+        killed_after.append(last_step(out))
+    finished = fit("dataset", out)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert said(finished.stdout) == said(reference.stdout), f"seed {seed}, killed after steps {killed_after}"
+    steps = [event["step"] for event in events(out, "train")]
+    assert steps == [event["step"] for event in events(tmp_path / "reference", "train")]
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_it_goes_on_in_mid_pass_on_another_number_of_ranks(
     assert run_ringtrain([*noisy, "--steps", "5", "--out", tmp_path / "parts"], launcher="mpirun").rc == 0
     finished = run_ringtrain([*noisy, "--steps", "8", "--out", tmp_path / "parts"])
     assert finished.rc == 0, finished.stderr
-    assert f"the pass was replayed up to its step {1 if endless == 'true' else 2}, in " in finished.stdout
+    assert "replayed" not in finished.stdout, "the pipeline says itself where it was"
     assert run_ringtrain([*noisy, "--steps", "8", "--out", tmp_path / "whole"]).rc == 0
     names = "checkpoints/step-000000008"
     parts, whole = (read_checkpoint(tmp_path / run / names).variables for run in ("parts", "whole"))

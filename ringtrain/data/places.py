@@ -1,0 +1,42 @@
+"""Where a rank's pipeline stood before some steps, so that a run goes on from there without reading anything again."""
+
+from __future__ import annotations
+
+from ringtrain.data.sources import Feed
+
+MAX_STATE_BYTES = 2**20  # of all ranks; a long buffer of shuffled images is made once more
+EVERY_STEPS = 50
+NUM_KEPT = 3  # the newest: a pipeline is a few batches ahead of the training
+Place = tuple[int, bytes]  # a step, and the state of a rank's pipeline before it
+NOWHERE: Place = (0, b"")
+
+
+class Places:
+    """Where this rank's pipeline stood before some steps."""
+
+    def __init__(self, feed: Feed, steps_per_pass: int, size: int) -> None:
+        self._read_state, self._steps_per_pass = feed.read_state, steps_per_pass
+        self._limit, self._is_off = MAX_STATE_BYTES // size, False
+        self._states: dict[int, bytes] = {}
+
+    @property
+    def are_kept(self) -> bool:
+        """Alike on all ranks."""
+        return self._read_state is not None
+
+    def note(self, step: int) -> None:
+        """Look at the pipeline before it gives a step's batch."""
+        is_due = step % EVERY_STEPS == 0 or step % self._steps_per_pass == 0
+        if self._read_state is None or self._is_off or not is_due:
+            return
+        state = self._read_state()
+        self._is_off = len(state) > self._limit  # to read it again would cost as much as to make many samples
+        if self._is_off or not state:
+            return
+        self._states[step] = state
+        while len(self._states) > NUM_KEPT:
+            del self._states[min(self._states)]
+
+    def before(self, step: int) -> Place:
+        """The last place before a step."""
+        return max(((at, state) for at, state in list(self._states.items()) if at <= step), default=NOWHERE)

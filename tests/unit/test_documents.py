@@ -159,6 +159,7 @@ COLUMNS = {
     "Horovod, our settings": "minimal",
     "stock Horovod": "minimal_stock",
 }
+FIT_COLUMNS = {"unconnected `fit`s": "bound", "`fit` by Horovod": "horovod"}
 
 
 @pytest.mark.parametrize(
@@ -174,11 +175,11 @@ def test_the_readmes_table_of_steps_is_that_of_the_results(words: str, model: st
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in README.splitlines() if line.startswith("|")]
     [head] = [cells[1:] for cells in lines if cells[0] == "a step of"]
     [shown] = [cells[1:] for cells in lines if words in cells[0]]
-    rounds = rounds_of(f"bench-step-{model}", model)
-    assert head == list(COLUMNS)
-    assert len(rounds) >= 7
+    steps, fits = rounds_of(f"bench-step-{model}", model), rounds_of("bench-fit", model)
+    assert head == [*COLUMNS, *FIT_COLUMNS]
+    assert len(steps) >= 7
     for column, cell in zip(head, shown, strict=True):
-        other = COLUMNS[column]
+        rounds, other = (steps, COLUMNS[column]) if column in COLUMNS else (fits or [{"runs": {}}], FIT_COLUMNS[column])
         expected = f"{ratio(rounds, other, 'ringtrain').median:.2f}" if other in rounds[0]["runs"] else ""
         assert cell == expected, column
 
@@ -212,8 +213,7 @@ def test_the_table_of_the_settings_is_that_of_the_results(model: str) -> None:
 
 def rounds_of(result: str, experiment: str) -> list[dict[str, Any]]:
     experiments = json.loads((ROOT / f"results/{result}.json").read_text())["experiments"]
-    [rounds] = [found["rounds"] for found in experiments if found["name"] == experiment]
-    return list(rounds)
+    return [each for found in experiments if found["name"] == experiment for each in found["rounds"]]
 
 
 def ratio(rounds: Sequence[dict[str, Any]], name: str, other: str) -> Spread:

@@ -125,7 +125,8 @@ class GradientReduction:
 
     def may_sum_at_once(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
         """Whether ``sum_at_once`` is for these."""
-        return len(self.collective.list_types) > 0 and self._leaves_at_once(gradients)
+        dtypes = {gradient_spec(gradient).dtype for gradient in gradients}
+        return dtypes <= set(self.collective.list_types) and self._leaves_at_once(gradients)
 
     def sum_at_once(self, gradients: Sequence[tf.Tensor], *, scaled: tuple[int, float]) -> list[tf.Tensor]:
         """One sum of all, each as it is, to which every rank comes in the same order (``Collective.all_reduce``)."""
@@ -214,7 +215,8 @@ def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) ->
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+    # Not cast where it is a number of Python's, which would become a float32 before.
+    return gradient * (tf.cast if tf.is_tensor(factor) else tf.constant)(factor, gradient.dtype)
 
 
 def check_finite(

@@ -18,6 +18,7 @@ from ringtrain.collectives import Collective
 from ringtrain.collectives.native.backend import Native
 from ringtrain.errors import UsageError
 from ringtrain.keras import collective as of_keras
+from ringtrain.step.train_step import set_precision
 from tests.keras.test_guards import StopOn
 from tests.keras.training import WAYS, dataset, largest_difference, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
@@ -39,6 +40,23 @@ def train_by(backend: str, way: str) -> keras.Model:
 def test_weights_have_the_same_bits_by_either_backend(collective: Collective, way: str) -> None:
     """Of two ranks there is one sum."""
     assert largest_difference(train_by("auto", way), train_by("horovod", way)) == 0.0
+
+
+@on_ranks(3)
+def test_three_ranks_have_the_average_by_either_backend(collective: Collective) -> None:
+    """Of float64: a third is no number of float32."""
+    set_precision("float64")
+    batches = make_batches(6)
+    alone = make_model()
+    models = []
+    for backend in ("auto", "horovod"):
+        of_keras.choose_backend(backend)
+        models.append(make_model())
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), gradient_predivide_factor=1.5)
+        train("fit", models[-1], optimizer, split_batches(batches))
+        assert optimizer.exchange.sums_natively == (backend == "auto")
+    train("fit", alone, keras.optimizers.SGD(0.1), batches)
+    assert max(largest_difference(model, alone) for model in models) < 1e-10
 
 
 @on_ranks(2)

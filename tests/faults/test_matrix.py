@@ -36,8 +36,8 @@ STARTS = {
 }
 # Of a rank that a signal ends these launchers say so themselves.
 SIGNALLED = r"rank {rank} .*exited on signal|rank {rank} on {node} is gone"
-# Of one that leaves in silence rank 0 does; of rank 0 mpirun, which ends the others before they come to speak.
-LEFT = r"error: .*lost rank {rank} on {node} while this one|due to process rank 0 .*\n.* exiting improperly"
+# Of one that leaves in silence the others do; or mpirun, where it ends them before they come to speak.
+LEFT = r"error: .*lost rank {rank} on {node} while this one|due to process rank {rank} .*\n.* exiting improperly"
 
 
 def matrix() -> list[Any]:

@@ -1,4 +1,4 @@
-"""The command line: ``python -m launch local|slurm [OPTIONS] -- FLAGS OF RINGTRAIN``."""
+"""The command line: ``python -m launch local|slurm [OPTIONS] -- FLAGS | SCRIPT.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import PROGRAM
 from .arguments import run_command
 
 HELP = f"""\
-usage: {PROGRAM} COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
+usage: {PROGRAM} COMMAND [OPTIONS] -- FLAGS | SCRIPT.py
 
 commands:
   local   train on this machine, label each rank's lines, start again after a

@@ -20,6 +20,7 @@ from .decision import Attempt, decide, explain
 from .family import run_guarded
 from .group import Group, Requests
 from .lines import print_line
+from .slurm.after import begins_anew
 
 Controller = Literal["mpi", "gloo"]
 MAX_NUMBER = 10_000  # of ranks on one machine
@@ -105,7 +106,9 @@ def supervise(
         )
         attempt = start(command, listener, num_ranks, requests, last_step=last_step)
         run, last_step = attempt.run or run, attempt.last_step
-        decision = decide(attempt, num_restarts=num_restarts, max_restarts=max_restarts)
+        # A script that says so itself would begin a run of its own beside it.
+        allowed = 0 if is_script(flags) and begins_anew(read_run(listener)) else max_restarts
+        decision = decide(attempt, num_restarts=num_restarts, max_restarts=allowed)
         print_line(*explain(attempt), *([decision.reason] if decision.reason else []))
         if not decision.restarts:
             return attempt.exit_code

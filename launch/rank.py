@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
     # Those who listen signal the rank itself; what a launcher sends, to this process alone or to its whole group, is
     # passed on. A second SIGINT would end a rank without saving, so that one is not.
+    is_ours = command[1:3] == ["-m", "ringtrain"]  # a script of the user's ends as it likes
     left = listener / f"rank-{rank}.left"
     left.unlink(missing_ok=True)
     pending: list[int] = []
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         event="ended",
         exit_code=code if code >= 0 else None,
         signal=name_signal(-code) if code < 0 else None,
-        has_quit=code == 0 and not left.exists() and "ringtrain" in command,  # a script of the user's ends as it likes
+        has_quit=code == 0 and is_ours and not left.exists(),
         memory_limit=find_limit(kills, count_kills(ROOT)) if code == -signal.SIGKILL else None,
     )
     return code if code >= 0 else 128 - code

@@ -24,7 +24,7 @@ from .controller import submit as submit_script
 from .job import JobRequest, read_flag
 
 HELP = f"""\
-usage: {PROGRAM} slurm COMMAND [OPTIONS] -- FLAGS OF RINGTRAIN
+usage: {PROGRAM} slurm COMMAND [OPTIONS] -- FLAGS | SCRIPT.py
 
 commands:
   render   print a batch script for sbatch, or write it with --to

@@ -30,10 +30,15 @@ class Places:
         if self._read_state is None or self._is_off or not is_due:
             return
         state = self._read_state()
-        self._is_off = len(state) > self._limit  # to read it again would cost as much as to make many samples
-        if self._is_off or not state:
-            return
-        self._states[step] = state
+        if len(state) > self._limit:  # to read it again would cost as much as to make many samples
+            self._is_off = True
+            self._states.clear()
+        elif state:
+            self.keep((step, state))
+
+    def keep(self, place: Place) -> None:
+        """Remember a place."""
+        self._states[place[0]] = place[1]
         while len(self._states) > NUM_KEPT:
             del self._states[min(self._states)]
 

@@ -167,6 +167,7 @@ class Feed(NamedTuple):
         replays: whether batches to leave out have to be made once more.
         is_shared: the batches are those of all ranks together, each of which takes its slice of them.
         read_state: where what was opened last stands now; empty where it cannot say.
+        goes_on: a pass begins where the one before has ended, in the same iterator.
     """
 
     open_pass: Callable[..., Iterator[tuple[Any, Any]]]
@@ -175,6 +176,7 @@ class Feed(NamedTuple):
     replays: bool = True
     is_shared: bool = False
     read_state: Callable[[], bytes] | None = None
+    goes_on: bool = False
 
 
 def from_generator(

@@ -28,6 +28,9 @@ from ringtrain.data.sources import SAME_REMEDY, Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.runtime.world import World
 
+TELLING_SECONDS = 1.0  # a replay that takes longer is told, though a state has made it shorter
+END = object()
+
 
 def streaming_batches(
     feed: Feed,
@@ -51,14 +54,17 @@ def streaming_batches(
     """
     world = collective.world
     places = Places(feed, order.steps_per_epoch, world.size)
-    if place[0] // order.steps_per_epoch != first_step // order.steps_per_epoch:
+    if not feed.goes_on and place[0] // order.steps_per_epoch != first_step // order.steps_per_epoch:
         place = NOWHERE  # of another pass
+    if place[1]:
+        places.keep(place)
     steps = _open_steps(feed, order, world, places, place, first_step=first_step, end_step=end_step)
     begin = time.monotonic()
     first = raise_on_all_ranks(collective, lambda: next(steps, None), name="feed")
-    skipped = first_step % order.steps_per_epoch
-    if skipped and feed.replays and not place[1]:
-        print_line(f"the pass was replayed up to its step {skipped:,}, in {time.monotonic() - begin:.1f} s")
+    skipped, seconds = first_step if feed.goes_on else first_step % order.steps_per_epoch, time.monotonic() - begin
+    if skipped and feed.replays and (not place[1] or seconds >= TELLING_SECONDS):
+        what = "the pipeline was replayed up to" if feed.goes_on else "the pass was replayed up to its"
+        print_line(f"{what} step {skipped:,}, in {seconds:.1f} s")
     shown = first[1:] if first else None
     if shown is None and first_step:  # the rank has had its last batch: what it looked like is known from the first
         before = next(feed.open_pass(_pass_of(order, world, 0), 0), None)
@@ -147,8 +153,8 @@ def _open_steps(
         batches, state = replay(batches, known), b""
         while step < end:
             places.note(step)
-            batch = next(batches, None)
-            if batch is None:
+            batch = next(batches, END)
+            if batch is END:
                 break
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 kind = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"

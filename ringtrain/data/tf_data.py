@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ringtrain.data.places import MAX_STATE_BYTES
 from ringtrain.data.sources import Feed, Pass, replay
 from ringtrain.errors import DataError
 
@@ -21,25 +23,41 @@ class Current:
 
     def __init__(self) -> None:
         self._iterator: Any = None
+        self._is_short = False
 
     def open(self, batches: tf.data.Dataset, skip: int, state: bytes) -> Iterator[Any]:
         """The batches after those to leave out, by the state there or by making them once more."""
         import tensorflow as tf
 
-        self._iterator = iter(batches)
+        self._iterator = iter(batches.prefetch(AHEAD))
+        self._is_short = buffered_bytes(batches) <= MAX_STATE_BYTES
         if state:
             try:
                 set_iterator_state(self._iterator, state)
             except (AttributeError, tf.errors.OpError) as error:
                 raise DataError(
                     f"the pipeline cannot go on from where the checkpoint says that it was: {error}. Give the one that "
-                    "the run began with, or start anew with --resume never."
+                    "the run began with, its files at their former place, or start anew with --resume never."
                 ) from error
             return self._iterator
         return replay(self._iterator, skip)
 
     def read_state(self) -> bytes:
-        return read_iterator_state(self._iterator)
+        """Where it stands; empty where it cannot say, or not in short: to make a long state may take all memory."""
+        return read_iterator_state(self._iterator) if self._is_short else b""
+
+
+def buffered_bytes(dataset: tf.data.Dataset) -> float:
+    """What a pipeline holds ready in buffers whose length it says, such as a shuffle's; infinite where nobody knows."""
+    import tensorflow as tf
+
+    length = getattr(dataset, "_buffer_size", None)
+    elements = 0 if length is None else max(AHEAD, int(length))  # a prefetch of -1 finds its length itself
+    num_bytes = 0.0
+    for part in tf.nest.flatten(dataset.element_spec) if elements else ():
+        is_known = isinstance(part, tf.TensorSpec) and part.shape.rank is not None and None not in part.shape[1:]
+        num_bytes += math.prod(extent or 1 for extent in part.shape) * part.dtype.size if is_known else math.inf
+    return elements * num_bytes + sum(map(buffered_bytes, dataset._inputs()))
 
 
 def read_iterator_state(iterator: Any) -> bytes:
@@ -78,13 +96,13 @@ def from_dataset(
     end at different steps: each step is the exact mean over all its samples. On other numbers of ranks the samples of a
     step are others.
 
-    A run that goes on goes on by tf.data's own state, where the pipeline has one and it is short (no long buffer of a
-    shuffle): in the first form on any number of ranks. Else it makes the samples of the pass once more, up to where it
-    was, so a pass must always give the same. In the second form your function sees to it. In the first a ``shuffle``
-    follows the run's seed and takes another order in each pass, by itself; that holds where it is begun once in a pass,
-    as where nothing repeats it. With ``steps_per_epoch``, a dataset without end (``repeat()``) or of unknown length
-    goes on from epoch to epoch, and begins anew where it ends. What draws in parallel, such as a random ``map`` with
-    ``num_parallel_calls``, gives something else each time.
+    A run that goes on goes on by tf.data's own state, where the pipeline has one and it is short (two batches that are
+    ready, and no long buffer of a shuffle): in the first form on any number of ranks. Else it makes the samples of the
+    pass once more, up to where it was, so a pass must always give the same. In the second form your function sees to
+    it. In the first a ``shuffle`` follows the run's seed and takes another order in each pass, by itself; that holds
+    where it is begun once in a pass, as where nothing repeats it. With ``steps_per_epoch``, a dataset without end
+    (``repeat()``) or of unknown length goes on from epoch to epoch, and begins anew where it ends. What draws in
+    parallel, such as a random ``map`` with ``num_parallel_calls``, gives something else each time.
 
     Args:
         dataset: its elements are pairs (x, y) of dense tensors, or tuples or dicts of such: samples in the first form,
@@ -102,7 +120,7 @@ def from_dataset(
     def batches_of(of: Pass) -> tf.data.Dataset:
         batches = _require_pairs(dataset, are_samples=True).batch(of.global_batch_size)
         # No further: what is ahead would begin a shuffle once more, or not, by chance.
-        return (batches if steps_per_epoch is None else batches.take(steps_per_epoch)).prefetch(AHEAD)
+        return batches if steps_per_epoch is None else batches.take(steps_per_epoch)
 
     def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
         nonlocal num_passes
@@ -116,10 +134,14 @@ def from_dataset(
         nonlocal endless, position
         wanted = of.epoch * (steps_per_epoch or 0) + skip
         if position != wanted:
-            batches = _require_pairs(dataset, are_samples=True).batch(of.global_batch_size).prefetch(AHEAD)
+            batches = _require_pairs(dataset, are_samples=True).batch(of.global_batch_size)
             has_no_end, position = _cardinality(dataset) == tf.data.INFINITE_CARDINALITY, wanted
             endless = current.open(batches, wanted, state) if has_no_end else replay(_again_and_again(batches), wanted)
-        for batch in itertools.islice(endless, (steps_per_epoch or 0) - skip):
+        return count(itertools.islice(endless, (steps_per_epoch or 0) - skip))
+
+    def count(batches: Iterator[Any]) -> Iterator[Any]:
+        nonlocal position
+        for batch in batches:
             position += 1
             yield batch
 
@@ -132,6 +154,7 @@ def from_dataset(
         lambda of: _count(batches_of(of)),
         is_shared=True,
         read_state=current.read_state,
+        goes_on=not has_end,
     )
 
 
@@ -139,7 +162,7 @@ def _from_function(make: Callable[[Pass], tf.data.Dataset], steps_per_epoch: int
     current = Current()
 
     def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
-        return current.open(_require_pairs(make(of)).prefetch(AHEAD), skip, state)
+        return current.open(_require_pairs(make(of)), skip, state)
 
     return Feed(open_pass, steps_per_epoch, lambda of: _count(_require_pairs(make(of))), read_state=current.read_state)
 

@@ -202,7 +202,7 @@ class Exchange:
         if graph is not None:
             self._traced_natively = self.may_sum_natively
             if hvd.rank() == 0:
-                warn_of_python(python_operations(tf.compat.v1.get_default_graph()), log.warning)
+                warn_of_python(lambda: python_operations(tf.compat.v1.get_default_graph()), log.warning)
         is_of_all = self.settings.process_set == hvd.global_process_set and self.settings.op != hvd.Adasum
         votes = Exchange.votes if is_of_all else None
         given = [*gradients, *([] if votes is None else [votes.mine()]), tf.ones([], gradients[0].dtype)]

@@ -110,7 +110,6 @@ class TrainStep:
             return self._train
         return self._train_any if num_samples or self._local_gradients.needs_every_rank else self._join
 
-    @property
     def python_operations(self) -> list[str]:
         """The operations of a usual step that call the workload's own Python code (``tf.py_function``), by name."""
         return python_operations(self._train.graph)
@@ -230,9 +229,12 @@ def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) 
 
 
 def python_operations(graph: Any) -> list[str]:
-    """The operations of a graph, and of the functions in it, that call Python code of others, by name."""
-    definition = graph.as_graph_def()
-    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    """The operations that call Python code of others, by name: of a graph, the functions in it, and those around it."""
+    nodes = []
+    while graph is not None and hasattr(graph, "outer_graph"):  # a function's
+        definition = graph.as_graph_def()
+        nodes += [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+        graph = graph.outer_graph
     return [node.name for node in nodes if node.op in PYTHON_OPERATIONS and MARK not in node.attr]
 
 

@@ -146,13 +146,12 @@ def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
         )
 
 
-def warn_of_python(operations: Sequence[str], print_line: Callable[[str], None]) -> None:
+def warn_of_python(find: Callable[[], Sequence[str]], print_line: Callable[[str], None]) -> None:
     """Say what could wait for itself: a ``tf.function`` in a ``tf.py_function`` needs another inter-op thread.
 
-    ``operations``: those of a step that call Python code, by name (``train_step.python_operations``).
+    ``find`` gives the operations of a step that call Python code, by name (``train_step.python_operations``).
     """
-    names = list(operations)
-    if names and tf.config.threading.get_inter_op_parallelism_threads() == 1:
+    if tf.config.threading.get_inter_op_parallelism_threads() == 1 and (names := find()):
         print_line(
             f"warning: the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A "
             "tf.function in that code would wait for ever; if there is one, set TF_NUM_INTEROP_THREADS=2."

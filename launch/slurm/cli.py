@@ -23,8 +23,9 @@ from ..lines import print_line
 from .controller import submit as submit_script
 from .job import JobRequest, read_flag
 
+WHAT = "FLAGS are ringtrain's,\nor a script of yours and its arguments."
 HELP = f"""\
-usage: {PROGRAM} slurm COMMAND [OPTIONS] -- FLAGS | SCRIPT.py
+usage: {PROGRAM} slurm COMMAND [OPTIONS] -- FLAGS
 
 commands:
   render   print a batch script for sbatch, or write it with --to
@@ -52,7 +53,7 @@ def render(arguments: Sequence[str]) -> int:
     """Print a batch script, or write it into a file."""
     from .script import render as render_script  # here, so that help needs no Jinja2
 
-    parser = create_request_parser("render", "Print a batch script for sbatch.")
+    parser = create_request_parser("render", f"Print a batch script for sbatch. {WHAT}")
     parser.add_argument("--to", type=Path, metavar="FILE", help="write it there instead")
     options, flags = parser.parse(arguments)
     request = read_request(options, flags)
@@ -74,7 +75,7 @@ def submit(arguments: Sequence[str]) -> int:
     """Give a batch script to sbatch, and say what can be done about the job."""
     from .script import render as render_script
 
-    request = read_request(*create_request_parser("submit", "Submit a batch script to Slurm.").parse(arguments))
+    request = read_request(*create_request_parser("submit", f"Submit a batch script to Slurm. {WHAT}").parse(arguments))
     refuse_directory(request, Path.cwd())
     if shutil.which("sbatch") is None:
         raise UsageError(
@@ -118,7 +119,7 @@ def create_request_parser(command: str, description: str) -> Parser:
     default = JobRequest.__dataclass_fields__
     parser = Parser(
         f"{PROGRAM} slurm {command}",
-        usage="%(prog)s --nodes M [OPTIONS] -- FLAGS | SCRIPT.py",
+        usage="%(prog)s --nodes M [OPTIONS] -- FLAGS",
         description=description,
         epilog=f"example:\n  {PROGRAM} slurm {command} --nodes 2 --gpus_per_node 4 \\\n"
         "      --cpus_per_rank 8 --time 12:00:00 -- --workload cifar10",

@@ -69,6 +69,7 @@ def test_sum_works_in_a_graph(collective: Collective) -> None:
         assert float(twice[0]) == 2 * float(once[0])
 
 
+@pytest.mark.native
 @on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_an_ordered_sum_is_the_same_sum(collective: Collective) -> None:
     """Natively, and by nobody for one: eagerly and in a graph."""
@@ -140,6 +141,7 @@ def priorities_of(threads: Collection[int]) -> dict[int, int]:
     return priorities
 
 
+@pytest.mark.native
 @on_ranks(2, 3, GLOO)
 def test_only_where_horovod_is_asked_for_it_carries_everything(collective: Collective) -> None:
     assert isinstance(collective, Native)
@@ -381,6 +383,7 @@ def assert_sums_of_all(reduced: Any, shapes: list[tuple[int, ...]], control: tf.
     assert bool(reduced.is_finite)
 
 
+@pytest.mark.native
 @on_ranks(2)
 def test_a_small_model_and_ranks_of_one_core_send_one_message_and_keep_what_is_shared(collective: Collective) -> None:
     assert isinstance(collective, Native)

@@ -83,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
 
 
-@pytest.mark.parametrize("example", ["line.py", "pipeline.py"])
+@pytest.mark.parametrize("example", ["line.py", pytest.param("pipeline.py", marks=pytest.mark.slow)])
 def test_the_smallest_workload(folder: Path, example: str) -> None:
     losses = re.findall(r"\bstep \d+, loss = (\S+)", run(command_of(example), folder).stdout)
     assert float(losses[-1]) < 1e-6

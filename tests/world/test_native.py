@@ -25,6 +25,7 @@ from tests.world.group import on_ranks
 from tests.world.running import digest, events, final_checkpoint, running
 from tests.world.test_collectives import assert_sums_of_all, poison, values_of_rank
 
+pytestmark = pytest.mark.native
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
 

@@ -81,6 +81,7 @@ def test_python_code_in_a_step_may_call_tensorflow_on_a_rank_of_one_core(
     assert "warning" not in finished.stdout
 
 
+@pytest.mark.native
 @pytest.mark.usefixtures("_two_cores")
 def test_python_code_in_a_step_that_could_wait_for_itself_is_told_of(
     run_ringtrain: RunRingtrain, tmp_path: Path

@@ -20,6 +20,9 @@ CORE = ["tests/world/test_step.py", "tests/world/test_nonfinite.py", "-k", "not 
 TRAIN = ["-m", "ringtrain", "--steps", "20", "--seed", "1", "--deterministic", "true"]
 
 
+pytestmark = pytest.mark.native
+
+
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
     """The interpreter of an environment without Horovod."""

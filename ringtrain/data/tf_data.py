@@ -55,7 +55,8 @@ def buffered_bytes(dataset: tf.data.Dataset) -> float:
     elements = 0 if length is None else max(AHEAD, int(length))  # a prefetch of -1 finds its length itself
     num_bytes = 0.0
     for part in tf.nest.flatten(dataset.element_spec) if elements else ():
-        is_known = isinstance(part, tf.TensorSpec) and part.shape.rank is not None and None not in part.shape[1:]
+        is_number = isinstance(part, tf.TensorSpec) and (part.dtype.is_floating or part.dtype.is_integer)
+        is_known = is_number and part.shape.rank is not None and None not in part.shape[1:]
         num_bytes += math.prod(extent or 1 for extent in part.shape) * part.dtype.size if is_known else math.inf
     return elements * num_bytes + sum(map(buffered_bytes, dataset._inputs()))
 

@@ -1,0 +1,60 @@
+"""Where a pipeline was: which places are kept, and what is never asked for its state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from ringtrain.data.places import EVERY_STEPS, MAX_STATE_BYTES, NOWHERE, NUM_KEPT, Places
+from ringtrain.data.sources import Feed
+from ringtrain.data.tf_data import buffered_bytes
+
+LONG_PASS = 10 * EVERY_STEPS
+
+
+def places_of(states: Iterator[bytes], steps_per_pass: int = LONG_PASS, size: int = 2) -> Places:
+    return Places(Feed(lambda of, skip: iter(()), None, read_state=lambda: next(states)), steps_per_pass, size)
+
+
+def test_the_last_place_before_a_step_is_kept_and_the_newest_alone() -> None:
+    places = places_of(bytes([number]) for number in range(1, 9))
+    for step in range(4 * EVERY_STEPS + 1):
+        places.note(step)
+    assert places.before(4 * EVERY_STEPS - 1) == (3 * EVERY_STEPS, b"\x04")
+    assert places.before(4 * EVERY_STEPS) == (4 * EVERY_STEPS, b"\x05")
+    assert places.before((5 - NUM_KEPT) * EVERY_STEPS - 1) == NOWHERE
+
+
+def test_a_pass_has_a_place_at_its_begin() -> None:
+    places = places_of(iter([b"a", b"b"]), steps_per_pass=3)
+    for step in range(4):
+        places.note(step)
+    assert places.before(5) == (3, b"b")
+
+
+def test_a_state_that_is_too_long_is_not_asked_for_again_and_leaves_no_place() -> None:
+    places = places_of(iter([b"short", bytes(MAX_STATE_BYTES // 2 + 1)]))
+    for step in range(3 * EVERY_STEPS):
+        places.note(step)
+    assert places.before(3 * EVERY_STEPS) == NOWHERE
+
+
+def test_a_place_that_is_known_stays_until_another_comes() -> None:
+    places = places_of(iter([b"", b"later"]))
+    places.keep((7, b"known"))
+    places.note(EVERY_STEPS)
+    assert places.before(EVERY_STEPS) == (7, b"known")
+    places.note(2 * EVERY_STEPS)
+    assert places.before(2 * EVERY_STEPS) == (2 * EVERY_STEPS, b"later")
+
+
+def test_what_a_pipeline_holds_ready_is_known_before_its_state_is_made() -> None:
+    samples = tf.data.Dataset.from_tensor_slices((tf.zeros([50, 4]), tf.zeros([50], tf.int64)))
+    assert buffered_bytes(samples) == 0
+    assert buffered_bytes(samples.shuffle(10)) == 10 * (4 * 4 + 8)
+    assert buffered_bytes(tf.data.Dataset.zip((samples.shuffle(3), samples))) == 3 * 24
+    texts = tf.data.Dataset.from_tensor_slices(["a", "b"])
+    assert buffered_bytes(texts.shuffle(3)) == math.inf, "nobody knows how long they are"
+    assert buffered_bytes(texts) == 0

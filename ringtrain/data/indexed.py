@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
+import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 READERS = 8  # threads that read samples: what waits for a disk, or decodes outside of Python, takes its time at once
+AS_JSON, AS_BYTES = b"j", b"b"  # how the state of an iterator is kept
 MAX_SAMPLES = 2**53  # Grain says of what has no end that it has as many as fit into a word
 
 
@@ -38,8 +40,8 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
     anything else that is iterated. It is sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``),
     follows ``of.seed`` and ``of.epoch``, and makes batches of ``of.local_batch_size``. For what is exact then see
-    ``from_dataset``'s second form: each step is the mean over all its samples, and a run that goes on makes the batches
-    of the pass once more.
+    ``from_dataset``'s second form: each step is the mean over all its samples, and a run that goes on does so by the
+    iterator's ``get_state``, where it has one, or makes the batches of the pass once more.
 
     Args:
         samples: the object, or the function.
@@ -50,16 +52,38 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
         DataError: it has no ``__getitem__`` and ``__len__``, no end, or its first sample is no pair (x, y) of arrays.
     """
     if not hasattr(samples, "__getitem__") and callable(samples):
-
-        def open_pass(of: Pass, skip: int) -> Iterator[Any]:
-            return replay(iter(samples(of)), skip)
-
-        def count(of: Pass) -> int | None:
-            made = samples(of)
-            return len(made) if hasattr(made, "__len__") else None
-
-        return Feed(open_pass, steps_per_epoch, count)
+        return _from_function(samples, steps_per_epoch)
     return IndexedSource(samples)
+
+
+def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> Feed:
+    iterator: Any = None  # that was opened last
+
+    def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[Any]:
+        nonlocal iterator
+        iterator = iter(make(of))
+        if not state:
+            return replay(iterator, skip)
+        try:
+            iterator.set_state(state[1:] if state.startswith(AS_BYTES) else json.loads(state[1:]))
+        except Exception as error:
+            raise DataError(
+                "what from_grain is given cannot go on from where the checkpoint says that it was: "
+                f"{describe_defect(error)}. Give what the run began with, or start anew with --resume never."
+            ) from error
+        return iter(iterator)
+
+    def read_state() -> bytes:
+        if not hasattr(iterator, "get_state"):
+            return b""
+        state = iterator.get_state()  # a dataset's is a dict, a DataLoader's bytes
+        return AS_BYTES + state if isinstance(state, bytes) else AS_JSON + json.dumps(state).encode()
+
+    def count(of: Pass) -> int | None:
+        made = make(of)
+        return len(made) if hasattr(made, "__len__") else None
+
+    return Feed(open_pass, steps_per_epoch, count, read_state=read_state)
 
 
 def from_pydataset(make: Callable[[Pass], Any]) -> Feed:

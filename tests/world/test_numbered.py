@@ -109,12 +109,38 @@ writer.close()
 """
 
 
+GO_ON = """
+import grain
+import numpy as np
+from ringtrain import Pass
+from ringtrain.data.indexed import from_grain
+from tests.world.workloads.numbered import Numbered, Samples
+loader = lambda of: grain.DataLoader(
+    data_source=Samples(), sampler=grain.samplers.IndexSampler(11, shuffle=True, num_epochs=1, seed=of.seed),
+    operations=[grain.transforms.Batch(of.local_batch_size)],
+)
+for make in (lambda of: Numbered().batches(grain, of), loader):
+    feed, of = from_grain(make), Pass(0, 1, 3, 0, 2, 2)
+    batches = feed.open_pass(of, 0)
+    for _ in range(2):
+        next(batches)
+    state = feed.read_state()
+    assert 0 < len(state) < 10_000
+    expected, found = [list(each) for each in (batches, feed.open_pass(of, 2, state))]
+    assert len(expected) > 2
+    for one, other in zip(expected, found, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+"""
+
+
 @pytest.mark.slow
 def test_grain_and_array_records_are_trained_as_arrays_are(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     python, _ = make_environment(tmp_path / "with-grain", without="grain*")
     install = ["bash", "-euc", INSTALL, str(python), ".ci/locks/examples.lock"]
     subprocess.run(install, check=True, timeout=120, cwd=REPOSITORY)
     subprocess.run([python, "-c", WRITE, tmp_path / RECORDS], check=True, timeout=60, cwd=REPOSITORY)
+    subprocess.run([python, "-c", GO_ON], check=True, timeout=60, cwd=REPOSITORY)
     finished = run_ringtrain([*COMMON, "--options.by", "arrays", "--steps", "6", "--out", tmp_path / "arrays"])
     assert finished.rc == 0, finished.stderr
     for name, more, steps in (

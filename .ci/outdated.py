@@ -39,7 +39,8 @@ def main() -> None:
         *(text for extra in project["optional-dependencies"].values() for text in extra),
     ]
     direct = {canonicalize_name(item.name): item for item in reversed([*map(Requirement, stated)])}
-    locks = {path.name: path.read_text() for path in (Path("requirements.lock"), *sorted(Path(".ci/locks").iterdir()))}
+    wholly_tested = (Path("requirements.lock"), *sorted(Path(".ci/locks").glob("tensorflow-*.lock")))
+    locks = {path.name: path.read_text() for path in wholly_tested}
     newer = [item for item in json.load(sys.stdin) if canonicalize_name(item["name"]) in direct]
     lines = [describe(item, direct[canonicalize_name(item["name"])], locks) for item in newer]
     if lines:

@@ -17,6 +17,8 @@ NAMED_SECONDS = 1.5  # the watchdog looks each second
 class LostRanksError(RingtrainError):
     """Another rank has ended, or cannot be reached."""
 
+    has_lost_rank0 = False  # the one that writes the ``end`` record
+
 
 _first_lost = ""  # in words; the first whose connection has ended, as others end in its wake
 _is_known = threading.Event()
@@ -48,4 +50,6 @@ def explaining_lost_ranks() -> Iterator[None]:
                 "it has ended, or the network to it has failed. Look for its own error; where it wrote none, it was "
                 "killed, or its code left by sys.exit or os._exit."
             )
-        raise LostRanksError(f"lost {_first_lost or 'the other ranks'} while this one {place}: {why}") from error
+        lost = LostRanksError(f"lost {_first_lost or 'the other ranks'} while this one {place}: {why}")
+        lost.has_lost_rank0 = _first_lost.startswith("rank 0 ")
+        raise lost from error

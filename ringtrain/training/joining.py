@@ -122,6 +122,8 @@ def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *
     if isinstance(error, RingtrainError):
         watchdog.begin_leaving(error.exit_code, functools.partial(report_error, error, world))
         if isinstance(error, LostRanksError):
+            if error.has_lost_rank0:
+                watchdog.record_end(error)
             time.sleep(LAUNCHER_SECONDS)
         if error.reach == "run":
             error.is_agreed = is_agreed

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.errors import HangError
+from ringtrain.errors import HangError, RingtrainError
 from ringtrain.guard.lost import note_lost
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
@@ -45,7 +45,7 @@ ENDING_SECONDS = 30.0  # for all last words together
 UNHEARD_SECONDS = 60.0
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 
-Report = Callable[[HangError], None]
+Report = Callable[[RingtrainError], None]
 
 
 class Watchdog:
@@ -118,6 +118,10 @@ class Watchdog:
         """How this rank writes the ``end`` record where it judges, and a warning: as before where it is None."""
         self._write_end = write_end
         self._warn = warn or self._warn
+
+    def record_end(self, error: RingtrainError) -> None:
+        """Write the ``end`` record in the stead of rank 0, which is gone; where that hangs, no longer than it may."""
+        run_bounded(lambda: self._write_end(error), RECORD_SECONDS)
 
     def begin_leaving(self, exit_code: int, last_words: Callable[[], None] = lambda: None) -> None:
         """From now on this rank is on its way out; where that takes long, it ends at once, with this exit code.

@@ -43,8 +43,8 @@ class Native(Collective):
     ) -> None:
         """The ranks have joined as this group; ``carrier`` carries what is not summed natively.
 
-        That is what is not ordered, unless the carrier orders all its calls itself. Where a rank has one core, sums
-        within a node do not overlap compute, since they take it as well: then all gradients are best ordered.
+        That is what is not ordered, unless the carrier orders all its calls itself. Where a rank has one core, sums do
+        not overlap compute, since they take it as well: then all gradients are best ordered.
         """
         self.world, self.is_ordered = carrier.world, carrier.is_ordered
         self.overlaps_compute = overlaps_compute
@@ -186,9 +186,7 @@ def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
     if reason := first_reason(None if group >= 0 else "there is no memory for what the ranks of a node share"):
         return reason
     has_one_core = all(len(its_cores) == 1 for _, _, its_cores, *_ in facts)
-    # While a sum travels between nodes, the core is free for the backward pass, even a rank's only one.
-    overlaps_compute = not has_one_core or world.local_size < world.size
-    native = Native(collective, operation, group, overlaps_compute=overlaps_compute)
+    native = Native(collective, operation, group, overlaps_compute=not has_one_core)
     total = native.all_reduce([tf.constant(world.rank + 1.0)], name="checks/native", ordered=True).tensors[0]
     if reason := first_reason(
         None if float(total) == sum(range(1, world.size + 1)) else f"its sum is {float(total):g}"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringtrain.data.places import warn_of_state
 from ringtrain.data.sources import BadSample, Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
@@ -66,11 +67,10 @@ def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> 
             return replay(iterator, skip)
         try:
             iterator.set_state(state[1:] if state.startswith(AS_BYTES) else json.loads(state[1:]))
-        except Exception as error:
-            raise DataError(
-                "what from_grain is given cannot go on from where the checkpoint says that it was: "
-                f"{describe_defect(error)}. Give what the run began with, or start anew with --resume never."
-            ) from error
+        except Exception as error:  # such as of a DataLoader whose source has no __repr__ of its own
+            warn_of_state(error)
+            iterator = iter(make(of))
+            return replay(iterator, skip)
         return iter(iterator)
 
     def read_state() -> bytes:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+
 from ringtrain.data.sources import Feed
+from ringtrain.messages.defects import describe_defect
 
 MAX_STATE_BYTES = 2**20  # of all ranks; a long buffer of shuffled images is made once more
 EVERY_STEPS = 50
 NUM_KEPT = 3  # the newest: a pipeline is a few batches ahead of the training
 Place = tuple[int, bytes]  # a step, and the state of a rank's pipeline before it
 NOWHERE: Place = (0, b"")
+
+
+def warn_of_state(error: Exception) -> None:
+    """Say that a pipeline does not take the state that it had: the pass is made once more up to there."""
+    logging.getLogger("ringtrain").warning(
+        "ringtrain: the pipeline cannot go on from where the checkpoint says that it was, and makes its samples once "
+        "more up to there: %s",
+        describe_defect(error),
+    )
 
 
 class Places:

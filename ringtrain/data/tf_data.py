@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.data.places import MAX_STATE_BYTES
+from ringtrain.data.places import MAX_STATE_BYTES, warn_of_state
 from ringtrain.data.sources import Feed, Pass, replay
 from ringtrain.errors import DataError
 
@@ -34,12 +34,9 @@ class Current:
         if state:
             try:
                 set_iterator_state(self._iterator, state)
-            except (AttributeError, tf.errors.OpError) as error:
-                raise DataError(
-                    f"the pipeline cannot go on from where the checkpoint says that it was: {error}. Give the one that "
-                    "the run began with, its files at their former place, or start anew with --resume never."
-                ) from error
-            return self._iterator
+                return self._iterator
+            except (AttributeError, tf.errors.OpError) as error:  # such as of files at another place
+                warn_of_state(error)
         return replay(self._iterator, skip)
 
     def read_state(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import importlib
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ class _Piped(Cifar10):
         made = make_samples(NUM_SYNTHETIC, IMAGE_SIZE, NUM_CLASSES) if synthetic else load_cifar10(data_dir)
         return Sources(self.open(*made[0]))
 
+    @abc.abstractmethod
     def open(self, images: Any, labels: Any) -> Any:
         """A source of images uint8 [n, 32, 32, 3] and labels int64 [n]."""
-        raise NotImplementedError
 
 
 class OneDataset(_Piped):

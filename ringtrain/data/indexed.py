@@ -76,8 +76,11 @@ def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> 
     def read_state() -> bytes:
         if not hasattr(iterator, "get_state"):
             return b""
-        state = iterator.get_state()  # a dataset's is a dict, a DataLoader's bytes
-        return AS_BYTES + state if isinstance(state, bytes) else AS_JSON + json.dumps(state).encode()
+        try:
+            state = iterator.get_state()  # a dataset's is a dict, a DataLoader's bytes
+            return AS_BYTES + state if isinstance(state, bytes) else AS_JSON + json.dumps(state).encode()
+        except Exception:  # of others' code; what is trained does not hang on it
+            return b""
 
     def count(of: Pass) -> int | None:
         made = make(of)

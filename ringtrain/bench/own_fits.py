@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
-import time
 from typing import Any
 
 from ringtrain.bench.steps import PEERS
@@ -40,7 +38,8 @@ def main() -> None:
 
     spec = peer_models.MODELS[arguments.model]
     model, optimizer = spec.create(), keras.optimizers.SGD(spec.learning_rate)
-    callbacks: list[Any] = [make_timer(arguments)]
+    timer = peer_loop.make_timer(arguments, keras.callbacks.Callback, is_rank0=rank == 0)
+    callbacks: list[Any] = [timer]
     if hvd is not None:
         optimizer = hvd.DistributedOptimizer(optimizer)
         callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0))
@@ -49,39 +48,12 @@ def main() -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, jit_compile=False)
     model.fit(peer_loop.make_batches(arguments, rank), verbose=0, callbacks=callbacks)
-    timer = callbacks[0]
     value = timer.last_loss
     if hvd is not None:
         value = float(hvd.allreduce(value, name="last_loss"))
     if hvd is None or rank == 0:
         name = "result" if hvd is not None else f"result-{rank}"
         peer_loop.write_results(arguments, timer.sec_per_step, value, model, name=name)
-
-
-def make_timer(arguments: argparse.Namespace) -> Any:
-    """A callback with the seconds per step of each ``log_every`` steps, and the loss of the last step's batch."""
-    import keras
-
-    class Timer(keras.callbacks.Callback):
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.sec_per_step: list[float] = []
-            self.start = time.perf_counter()
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            step = batch + 1
-            if step == arguments.steps:
-                self.last_loss = float(logs["loss"])
-            if step % arguments.log_every == 0:
-                value = float(logs["loss"])  # waits for the step
-                now = time.perf_counter()
-                self.sec_per_step.append((now - self.start) / arguments.log_every)
-                self.start = now
-                if os.environ.get("OMPI_COMM_WORLD_RANK", str(arguments.rank)) == "0":
-                    print(f"step {step}, loss = {value:.4g} ({self.sec_per_step[-1]:.3f} sec/batch)", flush=True)
-            if step == arguments.steps - 1:  # the loss of the last step alone
-                self.model.reset_metrics()
-
-    return Timer()
 
 
 if __name__ == "__main__":

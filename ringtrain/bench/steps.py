@@ -7,6 +7,7 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,8 @@ AGAIN = "the same once more (A/A)"
 STOCK = "stock horovodrun python -m ringtrain"
 MINIMAL = "hand-written Horovod loop with ringtrain's cores, threads and variables"
 MINIMAL_STOCK = "hand-written Horovod loop under stock horovodrun"
+TF_KERAS = "fit on Keras 2 by bare Horovod, with ringtrain's cores, threads and variables"
+UNCONNECTED_FITS = "fit in plain processes, pinned as ringtrain's are, without communication"
 
 
 # The CNN logs as often as ringtrain does by itself.
@@ -49,7 +52,7 @@ GOALS = {
 }
 LOOP_GOALS = {"CNN": 1 / 1.01, "TINY": 1 / 1.05}
 FIT_GOALS = {"CNN": 0.97, "WIDE": 0.85, "MANY": 0.80, "TINY": 0.80}
-FIT_CONTENDERS = ("ringtrain", "ringtrain_again", "horovod", "kept", "bound")
+FIT_CONTENDERS = ("ringtrain", "ringtrain_again", "horovod", "tf_keras", "kept", "bound")
 OTHER = "ringtrain_other"  # in another environment: --other_python
 STEP_CONTENDERS = (
     "ringtrain", "ringtrain_again", "bound", "minimal", "minimal_stock", "minimal_no_fusion", "minimal_autotune",
@@ -99,6 +102,7 @@ def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
         def fit(how: str, flags: list[str] = flags) -> list[Command]:
             return [Command(launch(options.size, own("own_fits", "--how", how, *flags)))]
 
+        keras_2 = [Command(launch(size, peer("horovod_tf_keras.py", [*flags, *settings.flags])), settings.env)]
         apart = ["--how", "unconnected", *flags, *settings.rank_flags]
         bound = [Command(own("own_fits", "--rank", str(rank), *apart), settings.env) for rank in range(size)]
         planned = (
@@ -106,12 +110,8 @@ def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
             ("ringtrain_again", AGAIN, fit("ringtrain"), read_peer),
             ("horovod", 'the same with init(backend="horovod")', fit("horovod"), read_peer),
             ("kept", "the same with callbacks.Run", fit("kept"), read_peer),
-            (
-                "bound",
-                "fit in plain processes, pinned as ringtrain's are, without communication",
-                bound,
-                read_unconnected,
-            ),
+            *([("tf_keras", TF_KERAS, keras_2, read_peer)] if find_spec("tf_keras") else []),
+            ("bound", UNCONNECTED_FITS, bound, read_unconnected),
         )
         prepare = functools.partial(write_order, model, size, length.steps)
         wanted = [row for row in planned if row[0] in (options.contender_names or FIT_CONTENDERS)]
@@ -120,6 +120,7 @@ def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
             Comparison("ringtrain_again", "ringtrain"),
             Comparison("ringtrain", "bound", FIT_GOALS[model]),
             Comparison("ringtrain", "horovod"),
+            Comparison("ringtrain", "tf_keras"),
             Comparison("kept", "ringtrain"),
         )
         reference = plan_one_process(model, size, length)

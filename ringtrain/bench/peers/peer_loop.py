@@ -95,6 +95,34 @@ def time_steps(
     return sec_per_step, loss
 
 
+def make_timer(arguments: argparse.Namespace, callback: type, *, is_rank0: bool) -> Any:
+    """A callback of Keras with the seconds per step of each ``log_every`` steps, and the loss of the last batch.
+
+    ``callback`` is the base class: Keras 3's, or Keras 2's.
+    """
+
+    class Timer(callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.sec_per_step: list[float] = []
+            self.start = time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            step = batch + 1
+            if step == arguments.steps:
+                self.last_loss = float(logs["loss"])
+            if step % arguments.log_every == 0:
+                value = float(logs["loss"])  # waits for the step
+                now = time.perf_counter()
+                self.sec_per_step.append((now - self.start) / arguments.log_every)
+                self.start = now
+                if is_rank0:
+                    print(f"step {step}, loss = {value:.4g} ({self.sec_per_step[-1]:.3f} sec/batch)", flush=True)
+            if step == arguments.steps - 1:  # the loss of the last step alone
+                self.model.reset_metrics()
+
+    return Timer()
+
+
 def write_results(
     arguments: argparse.Namespace, sec_per_step: list[float], loss: float, model: Any, *, name: str = "result"
 ) -> None:

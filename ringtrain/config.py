@@ -202,6 +202,9 @@ class Config:
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients travel"""
 
+    shard_optimizer: bool = False
+    """whether each rank updates a part of the weights, and keeps the optimizer's slots of that part alone (ZeRO 1)"""
+
     accumulate: int = 1
     """micro-batches per step, to train a batch that does not fit into memory"""
 

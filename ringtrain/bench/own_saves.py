@@ -40,14 +40,13 @@ def main() -> None:
 
     from ringtrain.bench import workloads
     from ringtrain.collectives import connect
-    from ringtrain.run.variables import broadcast_variables
     from ringtrain.training.job import create_job
 
     workload_class = getattr(workloads, arguments.model)
     config = make_config({"steps": 10**6}, workload_class.defaults)
     collective = connect("auto", world)
     job = create_job(workload_class(), config, collective, num_threads=plan.intra_op_threads)
-    broadcast_variables(job.step.variables, collective)
+    job.step.share_values(collective)
     seconds, fault = time_saves(job, arguments.output, is_waited=arguments.how == "written")
     if world.is_rank0:
         result = {

@@ -40,10 +40,10 @@ def main() -> None:
         def add() -> Any:
             mine = [tensor.read_value()]
             totals = Totals([*map(tf.identity, mine)]) if how == "nothing" else collective.all_reduce(mine, **options)
-            return totals.tensors[0], totals.keep_alive
+            return totals.tensors[0]
 
         compiled = tf.function(add, jit_compile=False)
-        return (add if how == "eager" else compiled), lambda totals: totals[0].numpy()
+        return (add if how == "eager" else compiled), lambda total: total.numpy()
 
     peer_sums.time_sums(arguments, world.rank, world.size, prepare, adds=how != "nothing")
     collective.close()

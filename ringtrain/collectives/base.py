@@ -24,7 +24,6 @@ class Totals(NamedTuple):
     # float64 [len(tensors)]: the sum of squares of each, where known. Of ``list_types`` it is finite where all values
     # are, but for float64, whose squares may be too large; of whole numbers it is nothing.
     squares: tf.Tensor | None = None
-    keep_alive: Sequence[tf.Tensor] = ()  # to be kept until all that is made of the tensors is computed
 
 
 class Collective(abc.ABC):
@@ -57,9 +56,8 @@ class Collective(abc.ABC):
             ordered: every rank comes to its ordered sums in the same order, one at a time, as MPI and NCCL ask of all.
                 So nothing is agreed on before, and what is short is there at once.
             read_only: nothing writes to the sums, which may then lie in memory that others read, for which nobody has
-                to copy them. TensorFlow writes to the memory of a part of a tensor, such as its first rows, where
-                nothing else refers to it. So whoever says this keeps ``Totals.keep_alive``, and lets no variable take
-                over a part of a sum. Alike on all ranks.
+                to copy them, until the same is summed again. So no variable takes over a part of one. Alike on all
+                ranks.
             scaled: of how many of the first tensors the sums are multiplied, and by what; of ordered sums of
                 ``list_types`` alone, where it takes no further pass over memory.
         """
@@ -67,6 +65,26 @@ class Collective(abc.ABC):
     @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Concatenate ``[n_r, ...]`` of all ranks, in the order of the ranks, to ``[sum of n_r, ...]``."""
+
+    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """Add ``[size * n]`` over all ranks; of the sum this rank's ``[n]``, in the order of the ranks."""
+        [total] = self.all_reduce([tensor], name=name).tensors
+        length = tensor.shape[0] // self.world.size
+        return total[self.world.rank * length : (self.world.rank + 1) * length]
+
+    def all_gather_pieces(
+        self, pieces: Sequence[tf.Tensor], begins: Sequence[int], shapes: Sequence[Sequence[int]], *, name: str
+    ) -> list[tf.Tensor] | None:
+        """Put tensors together of which every rank has another piece; None where ``all_gather`` is as good.
+
+        Args:
+            pieces: of each tensor this rank's, as a vector, possibly of no values.
+            begins: where in its tensor, as a vector, each of them begins.
+            shapes: of the whole tensors, which the ranks' pieces fill.
+            name: as of ``all_reduce``, and ordered as its ordered sums are. What returns is read only, as theirs may
+                be; a variable may take over a whole tensor, which nothing then changes in place before the next call.
+        """
+        return None
 
     @abc.abstractmethod
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:

@@ -44,7 +44,6 @@ class Reduced(NamedTuple):
     global_norm: tf.Tensor  # float [], the Euclidean norm of all gradients together
     control: tf.Tensor | None = None  # the sum of the control vectors; None where none was given
     state: Sequence[tf.Tensor] = ()  # the sums of what was given as such
-    keep_alive: Sequence[tf.Tensor] = ()  # to be kept until all that is made of the others is computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class GradientReduction:
     compression: Compression = "none"
     name: str = "gradients"  # prefix of the collectives' names; unique in a program
     groups: Sequence[Sequence[int]] | None = None  # that travel together, each of one type; None: by ``plan_groups``
-    read_only: bool = False  # Reduced.keep_alive is kept, no variable takes over a part (Collective.all_reduce)
+    read_only: bool = False  # no variable takes over a part of a sum (Collective.all_reduce)
 
     def __call__(
         self,
@@ -72,9 +71,9 @@ class GradientReduction:
         ``control``, a short vector of sums, and ``state`` are summed as well; the finite check is of the gradients
         alone.
         """
-        if control is not None and self._leaves_at_once([*gradients, control]):
-            return self._sum_at_once(gradients, control, state)
-        summed_state = self._sum_state(state)
+        if control is not None and self.leaves_at_once([gradient_spec(each) for each in (*gradients, control)]):
+            return self.sum_at_once(gradients, control, state)
+        summed_state = self.sum_state(state)
         if control is not None:  # issued once the forward pass has it: it travels while the backward pass computes
             [control] = self.collective.all_reduce([control], name="control").tensors
         sums = self.all_reduce(gradients)
@@ -95,17 +94,17 @@ class GradientReduction:
                     sums[index] = total
         return sums
 
-    def _sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor]) -> Reduced:
+    def sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor]) -> Reduced:
         """All in one sum: as they are, or, where the backend sums one tensor faster than many, as one vector."""
         GradientReduction.calls += 1
         name, num = f"{self.name}/0", len(gradients)
         if not self.collective.list_types:
-            return self._sum_as_vector(gradients, control, name)._replace(state=self._sum_state(state))
+            return self._sum_as_vector(gradients, control, name)._replace(state=self.sum_state(state))
         together = [*gradients, control, *state]
         totals = self.collective.all_reduce(together, name=name, ordered=True, read_only=self.read_only)
         sums, (control, *summed_state) = totals.tensors[:num], totals.tensors[num:]
         assert totals.squares is not None
-        return Reduced(sums, *check_squares(sums, totals.squares[:num]), control, summed_state, totals.keep_alive)
+        return Reduced(sums, *check_squares(sums, totals.squares[:num]), control, summed_state)
 
     def _sum_as_vector(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, name: str) -> Reduced:
         """One vector, which the finite check reads at once, too."""
@@ -117,25 +116,26 @@ class GradientReduction:
         reduced = [tf.reshape(part, gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
         return Reduced(reduced, *check_finite([of_gradients]), control)
 
-    def _sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sums of what is beside the gradients."""
+
         def sum_group(values: list[tf.Tensor]) -> list[tf.Tensor]:
             return self.collective.all_reduce(values, name=f"state/{values[0].dtype.name}").tensors
 
         return by_type(state, sum_group)
 
-    def may_sum_at_once(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
-        """Whether ``sum_at_once`` is for these."""
-        dtypes = {gradient_spec(gradient).dtype for gradient in gradients}
-        return dtypes <= set(self.collective.list_types) and self._leaves_at_once(gradients)
+    def may_sum_alone(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
+        """Whether ``sum_alone`` is for these."""
+        specs = [gradient_spec(gradient) for gradient in gradients]
+        return {spec.dtype for spec in specs} <= set(self.collective.list_types) and self.leaves_at_once(specs)
 
-    def sum_at_once(self, gradients: Sequence[tf.Tensor], *, scaled: tuple[int, float]) -> list[tf.Tensor]:
+    def sum_alone(self, gradients: Sequence[tf.Tensor], *, scaled: tuple[int, float]) -> list[tf.Tensor]:
         """One sum of all, each as it is, to which every rank comes in the same order (``Collective.all_reduce``)."""
         GradientReduction.calls += 1
         return self.collective.all_reduce(gradients, name=f"{self.name}/0", ordered=True, scaled=scaled).tensors
 
-    def _leaves_at_once(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
-        """Whether these are summed together, each as it is: none of them sparse, and of a type where that counts."""
-        specs = [gradient_spec(tensor) for tensor in tensors]
+    def leaves_at_once(self, specs: Sequence[GradientSpec]) -> bool:
+        """Whether such are summed together, each as it is: none of them sparse, and of a type where that counts."""
         if self.groups is not None or self.compression != "none" or any(spec.is_sparse for spec in specs):
             return False
         dtypes = {spec.dtype for spec in specs}
@@ -144,20 +144,21 @@ class GradientReduction:
         return not self.collective.overlaps_compute or sum(spec.num_bytes for spec in specs) <= ONE_MESSAGE_BYTES
 
     def _sum_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
-        packed = [self._compress(gradient) for gradient in gradients]
+        packed = [self.compress(gradient) for gradient in gradients]
         totals = self.collective.all_reduce(packed, name=name).tensors
         return [_cast(total, gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
 
     def _sum_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         """Sum a gradient that touches few rows: what travels is each rank's touched rows, each once."""
         rows = merge_rows(gradient)
-        values = self.collective.all_gather(self._compress(rows.values), name=f"{name}/values")
+        values = self.collective.all_gather(self.compress(rows.values), name=f"{name}/values")
         indices = self.collective.all_gather(rows.indices, name=f"{name}/indices")
         # A GPU adds the rows of one index in any order, so that the ranks' sums would differ in their last bits.
         with tf.device("CPU:0"):
             return merge_rows(tf.IndexedSlices(_cast(values, gradient.dtype), indices, gradient.dense_shape))
 
-    def _compress(self, tensor: tf.Tensor) -> tf.Tensor:
+    def compress(self, tensor: tf.Tensor) -> tf.Tensor:
+        """What travels in its stead."""
         return _cast(tensor, "float16") if self.compression == "fp16" and tensor.dtype.is_floating else tensor
 
 

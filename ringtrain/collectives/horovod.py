@@ -91,6 +91,11 @@ class HorovodCollective(Collective):
         gathered = self.hvd.allgather(tensor, name=name, ignore_name_scope=_is_whole(name))
         return mark_collective([gathered], name)[0]
 
+    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        mine = self.hvd.reducescatter(tensor, op=self.hvd.Sum, name=name)
+        mine.set_shape([tensor.shape[0] // self.world.size])
+        return mark_collective([mine], name)[0]
+
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         return [
             self.hvd.broadcast(tensor, root_rank=0, name=f"{name}/{number}") for number, tensor in enumerate(tensors)

@@ -52,7 +52,6 @@ def evaluate_together(prepared: Prepared, collective: Collective, options: Optio
     from ringtrain.run.checkpoint import read_checkpoint
     from ringtrain.run.identity import require_own
     from ringtrain.run.store import find_checkpoint
-    from ringtrain.run.variables import broadcast_variables
     from ringtrain.terminal.console import open_console
     from ringtrain.training.job import create_job
     from ringtrain.training.saving import restore
@@ -66,7 +65,7 @@ def evaluate_together(prepared: Prepared, collective: Collective, options: Optio
         job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
         activity.note(Phase.RESTORE, takes_long=True)
         step = run_on_rank0(collective, restore_on_rank0, name="restore")
-        broadcast_variables(job.step.variables, collective)
+        job.step.share_values(collective)
         report = job.evaluate()
     if report is None:
         raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.")

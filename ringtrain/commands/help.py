@@ -54,7 +54,9 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "optimizer.decay_rate", "optimizer.decay_epochs", "optimizer.momentum", "optimizer.nesterov", "optimizer.rho",
         "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_global_norm", "optimizer.ema",
     ),
-    "computing and communication": ("precision", "accumulate", "compression", "backend", "deterministic"),
+    "computing and communication": (
+        "precision", "accumulate", "compression", "shard_optimizer", "backend", "deterministic",
+    ),
     "guards": ("on_nonfinite", "check_replicas_every", "hang_timeout", "exit_timeout", "detached"),
 }  # fmt: skip
 

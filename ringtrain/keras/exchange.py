@@ -104,7 +104,7 @@ class _Sum:
     def act(self, tensors: Gradients) -> Gradients:
         """The sums over all ranks; natively, those of gradients are scaled already."""
         if self.is_native:
-            return self.reduction.sum_at_once(tensors, scaled=(self.num_gradients, float(self.scale)))
+            return self.reduction.sum_alone(tensors, scaled=(self.num_gradients, float(self.scale)))
         return self.reduction.all_reduce(tensors)
 
     def scale_sums(self, sums: Gradients) -> Gradients:
@@ -209,7 +209,7 @@ class Exchange:
         reduction = self._reduction(given, variables, natively=self.may_sum_natively and graph is not None)
         of_variables = zip(given, [*(variable.shape for variable in variables), None, None], strict=False)
         nothing = [_nothing_like(tensor, shape) for tensor, shape in of_variables]
-        one = _Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_at_once(given))
+        one = _Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
         if self._is_in_fit:  # where a rank may join
             self._sums.append(one)
         sums = one.act(given)

@@ -9,27 +9,28 @@ decision is taken from these reduced numbers, which are the same on every rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives.base import MARK
+from ringtrain.collectives.base import MARK, Collective
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import Config, Precision
 from ringtrain.data.pipeline import Batch
 from ringtrain.guard.labels import find_labels
-from ringtrain.run.variables import name_variables, named_slots, named_weights
+from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
 from ringtrain.step.averages import WeightAverages
 from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure, averaging_dtype
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report
+from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.workloads.base import Workload
 
 Found = TypeVar("Found")
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-Returned = tuple[tf.Tensor, list[tf.Tensor]]  # what a step says of itself, and what is to be kept until its end
 SCALARS = (tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_EXTRA_SCALARS], tf.float64))  # the learning rate, others
 
 
@@ -59,14 +60,20 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")
         self.averages = WeightAverages(model.trainable_variables, decay=config.optimizer.ema)
-        self._reduction = reduction
         self._dtype = tf.float64 if config.precision == "float64" else tf.float32
         self._local_batch_size, self.times_communication = local_batch_size, times_communication
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
         self._local_gradients = LocalGradients(
             workload, config, model, self.loss_scale, dtype=self._dtype, rank=reduction.collective.world.rank
         )
-        optimizer.build(model.trainable_variables)
+        self.sharded: ShardedOptimizer | None = None
+        self._reduce: Callable[..., Any] = reduction
+        if config.shard_optimizer and reduction.collective.world.size > 1:
+            weights = model.trainable_variables
+            self.sharded = ShardedOptimizer(optimizer, weights, reduction, control_dtype=self._dtype.name)
+            self._reduce = self.sharded.reduce
+        else:
+            optimizer.build(model.trainable_variables)
         # A known number of samples saves the gradient of each addition the question whether anything was broadcast.
         usual_spec = batch_spec if local_batch_size is None else fix_batch_size(batch_spec, local_batch_size)
         # The traced function is called as it is: to choose among traces takes longer than a small step's computation.
@@ -90,8 +97,7 @@ class TrainStep:
         ``read``: computed once the device gets there.
         """
         function = self._function_for(batch)
-        returned, _ = function(batch, constant(learning_rate), constant((is_stop_wanted, next_count)))
-        return returned
+        return function(batch, constant(learning_rate), constant((is_stop_wanted, next_count)))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -116,12 +122,43 @@ class TrainStep:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """What rank 0's values must reach and a checkpoint holds: all but dropout's seeds, which follow the step."""
+        """What rank 0's values must reach: all but dropout's seeds, which follow the step, and pieces of slots."""
         return list(self.named_variables.values())
 
     @property
     def named_variables(self) -> dict[str, keras.Variable]:
-        """Weights, slots, averages and the loss scale, such as ``weights/digits/conv2d/kernel``."""
+        """What all ranks hold alike: weights, such as ``weights/digits/conv2d/kernel``, slots, averages, loss scale."""
+        sharded = self.sharded
+        return {name: v for name, v in self._name_all().items() if sharded is None or not sharded.is_shared_out(v)}
+
+    @property
+    def named_pieces(self) -> dict[str, keras.Variable]:
+        """This rank's pieces of the slots that are shared out, by the names of the whole slots."""
+        return {name: v for name, v in self._name_all().items() if self.sharded and self.sharded.is_shared_out(v)}
+
+    @property
+    def shapes_of_shared_out(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and types of the whole slots that are shared out."""
+        pieces = self.named_pieces.items() if self.sharded is not None else ()
+        return {name: (self.sharded.shape_of(v), str(v.dtype)) for name, v in pieces if self.sharded is not None}
+
+    def gather_shared_out(self) -> dict[str, np.ndarray]:
+        """Whole slots that are shared out, on rank 0 alone; every rank must call it."""
+        return self.sharded.gather(self.named_pieces) if self.sharded is not None else {}
+
+    def share_values(self, collective: Collective, slots: Mapping[str, np.ndarray] | None = None) -> None:
+        """Give every rank rank 0's values; every rank must call it.
+
+        ``slots`` are whole ones, of rank 0, where it goes on from a checkpoint; on the others only whether it does.
+        """
+        broadcast_variables(self.variables, collective)
+        if self.sharded is not None:
+            self.sharded.begin_from_weights()
+            if slots is not None:
+                self.sharded.scatter(self.named_pieces, slots)
+
+    def _name_all(self) -> dict[str, keras.Variable]:
+        """All that a checkpoint holds."""
         return name_variables(
             weights=named_weights(self.model),
             slots=named_slots(self.optimizer),
@@ -147,7 +184,7 @@ class TrainStep:
 
     def _train_samples(
         self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor
-    ) -> tuple[Returned, StepStructure]:
+    ) -> tuple[tf.Tensor, StepStructure]:
         forward = self._compute_forward(batch)
         return self._reduce_and_update(forward, learning_rate, extra_scalars), forward.structure
 
@@ -160,7 +197,7 @@ class TrainStep:
                  for value in forward.state]  # fmt: skip
         return forward._replace(state=state)
 
-    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> Returned:
+    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> tf.Tensor:
         """The step of a rank whose share is empty."""
         forward = self._local_gradients.of_nothing(batch, self._structure)
         return self._reduce_and_update(forward, learning_rate, extra_scalars)
@@ -171,14 +208,14 @@ class TrainStep:
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         return tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
 
-    def _reduce_and_update(self, forward: Forward, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> Returned:
+    def _reduce_and_update(self, forward: Forward, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> tf.Tensor:
         end = len(CONTROL_SUMS)
         extra_scalars = tf.pad(
             tf.cast(extra_scalars, self._dtype), [[end - NUM_EXTRA_SCALARS, forward.sums.shape[0] - end]]
         )
         # TensorFlow runs what is stateful in the order in which it is written here: a clock, a native sum.
         begin = moment_after([*forward.state, *forward.gradients]) if self.times_communication else None
-        gradients, gradients_finite, scaled_norm, sums, state, keep_alive = self._reduction(
+        gradients, gradients_finite, scaled_norm, sums, state = self._reduce(
             forward.gradients, forward.sums + extra_scalars, forward.state
         )
         communication_sec = tf.constant(0.0, tf.float64)
@@ -194,7 +231,11 @@ class TrainStep:
         def update() -> tf.Tensor:
             if self._follows_schedule:
                 self.optimizer.learning_rate = learning_rate
-            self.optimizer.apply(self.loss_scale.unscale(gradients, scale), self.model.trainable_variables)
+            unscaled = self.loss_scale.unscale(gradients, scale)
+            if self.sharded is not None:
+                self.sharded.apply(unscaled)
+            else:
+                self.optimizer.apply(unscaled, self.model.trainable_variables)
             self.averages.update(tf.convert_to_tensor(self.optimizer.iterations))
             for variable, value in zip(forward.structure.state, state, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
@@ -211,8 +252,7 @@ class TrainStep:
             "local_data_loss": forward.sums[1],
             "communication_sec": communication_sec,
         }
-        returned = tf.concat([sums, tf.stack([tf.cast(facts[name], self._dtype) for name in STEP_FACTS])], axis=0)
-        return returned, list(keep_alive)  # what a function returns is kept until all of it is computed
+        return tf.concat([sums, tf.stack([tf.cast(facts[name], self._dtype) for name in STEP_FACTS])], axis=0)
 
 
 def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) -> tuple[Any, Found]:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from ringtrain.collectives import all_gather_object
+from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
 from ringtrain.data.stepping import describe_bad
-from ringtrain.errors import RingtrainError
+from ringtrain.errors import ReplicasDifferError, RingtrainError
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.messages.defects import describe_defect
@@ -29,6 +29,7 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.launched import is_signal_passed_on
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.step.report import StepReport
+from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.terminal.console import Console
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job
@@ -226,12 +227,14 @@ class Save(Action):
         as_step, as_best = self._job.is_checkpoint_due(step), progress.best_step == step
         if not (as_step or as_best):
             return
-        require_finite_values(self._job.step.named_variables, self._job.collective, step=step)
+        of_step = self._job.step
+        require_finite_values(of_step.named_variables | of_step.named_pieces, self._job.collective, step=step)
         note_places(self._training, step)
+        gathered = of_step.gather_shared_out()
         if records is not None:
             activity.note(Phase.SAVE, step, takes_long=True)
             records.events.flush()
-            snapshot = take_snapshot(self._job.step.named_variables, step, progress, records.run_facts)
+            snapshot = take_snapshot(of_step.named_variables, step, progress, records.run_facts, gathered)
             records.writer.save(snapshot, as_step=as_step, as_best=as_best)
 
 
@@ -261,6 +264,24 @@ class CheckReplicas(Action):
         if self._job.config.check_replicas_every:
             activity.note(Phase.CHECK, step)
             self._guard.check(step)
+            if self._job.step.sharded is not None:
+                require_same_pieces(self._job.step.sharded, self._job.collective, step)
+
+
+def require_same_pieces(sharded: ShardedOptimizer, collective: Collective, step: int) -> None:
+    """See that each rank's pieces of the weights are what all ranks have. Every rank must call it."""
+
+    def look() -> None:
+        if names := sharded.find_changed():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ReplicasDifferError(
+                f"at step {step} this rank's piece of {names[0]}{more}, which it updates for all ranks "
+                "(--shard_optimizer), is not what the ranks have. Nothing is saved of this step. Either a device or "
+                "memory is faulty, or something other than the step changes weights. The same command goes on from "
+                "the last checkpoint."
+            )
+
+    raise_on_all_ranks(collective, look, name="pieces")
 
 
 class Profile(Action):

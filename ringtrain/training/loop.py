@@ -23,7 +23,6 @@ from ringtrain.guard.preflight import package_versions
 from ringtrain.run.directory import find_events
 from ringtrain.run.progress import Progress
 from ringtrain.run.resume import OpenedRun, Start, describe_way_on
-from ringtrain.run.variables import broadcast_variables
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
@@ -116,17 +115,20 @@ def train(
 def set_initial_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
     """Rank 0's values, from the checkpoint where there is one, for every rank."""
 
-    def set_on_rank0() -> list[str]:
-        if opened is not None and opened.checkpoint is not None:
-            restore(job, opened.checkpoint)
-        elif job.config.init_from is not None:
-            return take_weights(job, job.config.init_from)
-        return []
+    checkpoint = opened.checkpoint if opened is not None else None
+
+    def set_on_rank0() -> tuple[bool, list[str]]:
+        if checkpoint is not None:
+            restore(job, checkpoint)
+            return True, []
+        return False, take_weights(job, job.config.init_from) if job.config.init_from is not None else []
 
     activity.note(Phase.RESTORE, takes_long=True)
-    for line in run_on_rank0(job.collective, set_on_rank0, name="first_values"):
+    is_restored, lines = run_on_rank0(job.collective, set_on_rank0, name="first_values")
+    for line in lines:
         console.line(line)
-    broadcast_variables(job.step.variables, job.collective)
+    slots = checkpoint.variables if checkpoint is not None else {}
+    job.step.share_values(job.collective, slots if is_restored else None)
 
 
 def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
@@ -287,13 +289,14 @@ def finish(training: Training, step: int, ending: Ending) -> None:
     """Save the last step, and leave no rank before all know that it is saved; what this raises, it raises on all."""
     job, requests, records = training.job, training.requests, training.records
     training.progress.finished = None if ending is Ending.PREEMPTED else ending.value
-    require_finite_values(job.step.named_variables, job.collective, step=step)
+    require_finite_values(job.step.named_variables | job.step.named_pieces, job.collective, step=step)
     note_places(training, step)
+    gathered = job.step.gather_shared_out()
 
     def save_on_rank0() -> str:
         assert records is not None
         return records.writer.finish(
-            take_snapshot(job.step.named_variables, step, training.progress, records.run_facts)
+            take_snapshot(job.step.named_variables, step, training.progress, records.run_facts, gathered)
         )
 
     activity.note(Phase.SAVE, step, takes_long=True)

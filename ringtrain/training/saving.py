@@ -104,15 +104,19 @@ class CheckpointWriter:
 
 
 def take_snapshot(
-    variables: Mapping[str, keras.Variable], step: int, progress: Progress, run_facts: Mapping[str, Any]
+    variables: Mapping[str, keras.Variable],
+    step: int,
+    progress: Progress,
+    run_facts: Mapping[str, Any],
+    gathered: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> Checkpoint:
-    """All that the run needs to go on, in host memory.
+    """All that the run needs to go on, in host memory; ``gathered`` are slots that no rank holds as a whole.
 
     From a GPU the values are copied. On the host a tensor never changes once it is there: a step that updates a
     variable of which a snapshot holds the value writes to other memory. So nothing is copied, and nothing waits.
     """
     values = {name: np.asarray(tf.convert_to_tensor(variable.value)) for name, variable in variables.items()}
-    return Checkpoint(step=step, variables=values, progress=asdict(progress), run=run_facts)
+    return Checkpoint(step=step, variables=values | dict(gathered or {}), progress=asdict(progress), run=run_facts)
 
 
 def describe_job(job: Job, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -146,12 +150,19 @@ def restore(job: Job, checkpoint: Checkpoint) -> None:
                 f"the newest checkpoint of the run is of another run: its {name} is {checkpoint.run.get(name)}, not "
                 f"{value}. Give the data and the workload that the run began with, or start anew with --resume never."
             )
-    set_values(job.step.named_variables, checkpoint.variables)
+    set_values(job.step.named_variables, checkpoint.variables, shared_out=job.step.shapes_of_shared_out)
 
 
-def set_values(variables: Mapping[str, keras.Variable], values: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Give variables a checkpoint's values, which must be theirs by names, shapes and types."""
-    shapes = {name: (tuple(v.shape), str(v.dtype)) for name, v in variables.items()}
+def set_values(
+    variables: Mapping[str, keras.Variable],
+    values: Mapping[str, npt.NDArray[Any]],
+    shared_out: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
+) -> None:
+    """Give variables a checkpoint's values, which must be theirs by names, shapes and types.
+
+    So must those that are ``shared_out``, of given shapes and types; these are set elsewhere.
+    """
+    shapes = {name: (tuple(v.shape), str(v.dtype)) for name, v in variables.items()} | dict(shared_out or {})
     saved = {name: (value.shape, value.dtype.name) for name, value in values.items()}
     if shapes != saved:
         names = describe_difference(list(saved), list(shapes))

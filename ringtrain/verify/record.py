@@ -22,7 +22,6 @@ from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, find_users_place
-from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.report import StepReport
 from ringtrain.training.actions import Action, Training
 from ringtrain.training.job import Job, create_job
@@ -96,7 +95,7 @@ def create_recorded_job(
         )
     if not collective.world.is_rank0:
         fill_with_noise(job.step.variables, seed=collective.world.rank)
-    broadcast_variables(job.step.variables, collective)
+    job.step.share_values(collective)
     return job, notes
 
 
@@ -140,6 +139,7 @@ def train_recorded(job: Job, notes: Sequence[str], path: Path) -> None:
     run_steps(training, [recorder])
     evaluation = job.evaluate()
     replicas = all_gather_object(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
+    gathered = job.step.gather_shared_out()
     if not job.collective.world.is_rank0:
         return
     values = {
@@ -155,6 +155,7 @@ def train_recorded(job: Job, notes: Sequence[str], path: Path) -> None:
         "variables": np.array([variable.path for variable in job.step.variables], str),
         "replicas": np.array(replicas, str),  # [ranks, variables]
         **{name: variable.numpy() for name, variable in job.step.named_variables.items()},
+        **gathered,
     }
     np.savez(path, **values)
 

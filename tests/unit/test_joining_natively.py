@@ -69,19 +69,19 @@ def test_memory_that_cannot_be_had_ends_nothing() -> None:
 
 
 def test_where_the_window_cannot_be_mapped_nobody_joins(tmp_path: Path) -> None:
-    assert library.load_operation() is not None
+    assert library.load_operations() is not None
     with (tmp_path / "file").open("wb") as file:  # which cannot be read
         patience = library.Patience(0.0, 0.0)
         assert library.join(file.fileno(), 0, [os.getpid(), os.getpid()], patience, library.Nodes()) == -1
 
 
 def test_a_library_that_is_not_there_is_no_error(tmp_path: Path) -> None:
-    library.load_operation.cache_clear()
+    library.load_operations.cache_clear()
     try:
         with mock.patch.object(library, "LIBRARY", tmp_path / "none.so"):
-            assert library.load_operation() is None
+            assert library.load_operations() is None
     finally:
-        library.load_operation.cache_clear()
+        library.load_operations.cache_clear()
 
 
 @pytest.mark.parametrize(

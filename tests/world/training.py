@@ -16,7 +16,6 @@ from ringtrain.config import Config, OptimizerConfig
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import ArraySource, from_arrays
-from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.optimizers import only_reads_gradients
 from ringtrain.step.report import StepReport
 from ringtrain.step.train_step import TrainStep, set_precision
@@ -110,6 +109,12 @@ OPTIMIZERS: dict[str, Create] = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "clipped": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
+    "each clipped": lambda: keras.optimizers.Adam(0.1, clipnorm=0.02),
+    "values clipped": lambda: keras.optimizers.Adam(0.1, clipvalue=0.01),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "lion": lambda: keras.optimizers.Lion(0.01),
+    "averaging": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
     "adding up": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
 }
 if hasattr(keras.optimizers, "MultiOptimizer"):  # from Keras 3.15 on
@@ -139,6 +144,7 @@ def create_step(
     ema: float = 0.0,
     seed: int = 0,
     local_batch_size: int | None = None,
+    shard_optimizer: bool = False,
 ) -> TrainStep:
     """A training step on a model with the first values of rank 0."""
     set_precision(precision)  # type: ignore[arg-type]
@@ -150,6 +156,7 @@ def create_step(
             precision=precision,  # type: ignore[arg-type]
             accumulate=accumulate,
             seed=seed,
+            shard_optimizer=shard_optimizer,
             optimizer=OptimizerConfig(ema=ema),
         ),
         model=create(),
@@ -158,7 +165,7 @@ def create_step(
         batch_spec=spec,
         local_batch_size=local_batch_size,
     )
-    broadcast_variables(step.variables, collective)
+    step.share_values(collective)
     return step
 
 

@@ -12,7 +12,7 @@ import json
 import operator
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Native(Collective):
     list_types = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
     def __init__(
-        self, carrier: Collective, operation: Callable[..., Any], group: int, *, overlaps_compute: bool
+        self, carrier: Collective, operations: library.Operations, group: int, *, overlaps_compute: bool
     ) -> None:
         """The ranks have joined as this group; ``carrier`` carries what is not summed natively.
 
@@ -50,7 +50,7 @@ class Native(Collective):
         self.overlaps_compute = overlaps_compute
         what = "sums" if self.is_ordered else "short sums" if overlaps_compute else "gradients"
         self.description = f"{carrier.description}, {what} natively"
-        self._carrier, self._operation, self._group = carrier, operation, group
+        self._carrier, self._operations, self._group = carrier, operations, group
         self._names: dict[int, str] = {}  # of sums, by what the operation knows of them
         self._timeline = Path()
 
@@ -66,19 +66,51 @@ class Native(Collective):
         is_known = all(tensor.dtype.name in self.list_types for tensor in tensors)
         if not is_known or not (ordered or self.is_ordered):
             return self._carrier.all_reduce(tensors, name=name)
-        meaning = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
-        self._names[meaning] = name
-        totals, squares = self._operation(
+        totals, squares = self._operations.all_reduce(
             tensors=list(tensors),
             group=self._group,
-            meaning=meaning,
+            meaning=self._note(name),
             may_share=read_only,
             num_scaled=scaled[0],
             scale=struct.unpack("<q", struct.pack("<d", scaled[1]))[0],
             name="native_all_reduce",
         )
         mark_collective([squares], name)
-        return Totals(list(totals), squares, keep_alive=totals if read_only else ())
+        return Totals(list(totals), squares)
+
+    def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        return (
+            super().reduce_scatter(tensor, name=name)
+            if self.is_ordered
+            else self._carrier.reduce_scatter(tensor, name=name)
+        )
+
+    def all_gather_pieces(
+        self, pieces: Sequence[tf.Tensor], begins: Sequence[int], shapes: Sequence[Sequence[int]], *, name: str
+    ) -> list[tf.Tensor] | None:
+        """By memory of the node's: each rank brings its pieces to where all read them."""
+        if self.world.local_size < self.world.size or any(each.dtype.name not in self.list_types for each in pieces):
+            return None
+        wholes, nothing = self._operations.all_gather(
+            tensors=list(pieces),
+            group=self._group,
+            meaning=self._note(name),
+            may_share=True,
+            ranks=[len(shape) for shape in shapes],
+            dims=[length for shape in shapes for length in shape],
+            begins=list(begins),
+            name="native_all_gather",
+        )
+        mark_collective([nothing], name)
+        for whole, shape in zip(wholes, shapes, strict=True):
+            whole.set_shape(shape)
+        return list(wholes)
+
+    def _note(self, name: str) -> int:
+        """What the operation knows a sum by."""
+        meaning = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+        self._names[meaning] = name
+        return meaning
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         if not self.is_ordered:
@@ -167,9 +199,9 @@ def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
         """The first rank's reason that has one."""
         return next(filter(None, on_all(reason)), None)
 
-    operation: Any = None if tf.config.get_visible_devices("GPU") else library.load_operation()
+    operations = None if tf.config.get_visible_devices("GPU") else library.load_operations()
     cores = sorted(os.sched_getaffinity(0))
-    facts = on_all([world.node, world.local_rank, cores, os.getpid(), _why_not(collective, operation)])
+    facts = on_all([world.node, world.local_rank, cores, os.getpid(), _why_not(collective, operations)])
     reasons = [*(reason for *_, reason in facts), why_no_nodes([(node, rank) for node, rank, *_ in facts])]
     if reason := next(filter(None, reasons), None):
         return reason
@@ -186,7 +218,8 @@ def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
     if reason := first_reason(None if group >= 0 else "there is no memory for what the ranks of a node share"):
         return reason
     has_one_core = all(len(its_cores) == 1 for _, _, its_cores, *_ in facts)
-    native = Native(collective, operation, group, overlaps_compute=not has_one_core)
+    assert operations is not None
+    native = Native(collective, operations, group, overlaps_compute=not has_one_core)
     total = native.all_reduce([tf.constant(world.rank + 1.0)], name="checks/native", ordered=True).tensors[0]
     if reason := first_reason(
         None if float(total) == sum(range(1, world.size + 1)) else f"its sum is {float(total):g}"
@@ -197,11 +230,11 @@ def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
     return native
 
 
-def _why_not(collective: Collective, operation: Callable[..., Any] | None) -> str | None:
+def _why_not(collective: Collective, operations: library.Operations | None) -> str | None:
     """Why this rank cannot join, in the user's words."""
     if tf.config.get_visible_devices("GPU"):
         return ON_GPUS
-    if operation is None:
+    if operations is None:
         return f"{library.LIBRARY.name} is not there, or not for this processor: run `make setup` with a C++ compiler"
     if collective.world.local_size < collective.world.size and not collective.may_use_mpi:
         return "between nodes it needs MPI with MPI_THREAD_MULTIPLE, which the ranks have not"

@@ -21,13 +21,21 @@ class Nodes(NamedTuple):
     byte: int | None = None
 
 
+class Operations(NamedTuple):
+    """TensorFlow's functions of the operations."""
+
+    all_reduce: Any
+    all_gather: Any
+
+
 @functools.cache
-def load_operation() -> Any:
-    """TensorFlow's function of the operation; None where it was not compiled, or cannot be loaded here."""
+def load_operations() -> Operations | None:
+    """The operations; None where they were not compiled, or cannot be loaded here."""
     import tensorflow as tf
 
     try:
-        return tf.load_op_library(str(LIBRARY)).ringtrain_all_reduce
+        loaded = tf.load_op_library(str(LIBRARY))
+        return Operations(loaded.ringtrain_all_reduce, loaded.ringtrain_all_gather)
     except (OSError, tf.errors.OpError, AttributeError):
         return None
 

@@ -10,6 +10,8 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
+#include <utility>
 
 #include "sums.h"
 #include "tensorflow.h"
@@ -25,22 +27,6 @@ struct Event {
 
 namespace {
 
-// The ranks that sum together. It lives as long as the process: tensors may lie in its memory.
-struct Group {
-  std::unique_ptr<Transport> transport;
-  std::mutex mutex;  // one sum at a time
-  bool is_recording = false;
-  std::vector<Event> events;
-};
-
-std::mutex groups_mutex;
-std::vector<Group*>& groups = *new std::vector<Group*>;  // for operations that run while the process ends
-
-Group* find_group(int64_t number) {
-  const std::lock_guard<std::mutex> lock(groups_mutex);
-  return number >= 0 && number < static_cast<int64_t>(groups.size()) ? groups[number] : nullptr;
-}
-
 int64_t now() {
   timespec time;
   clock_gettime(CLOCK_REALTIME, &time);
@@ -55,11 +41,32 @@ struct Status {
 
 struct Tensor {
   TF_Tensor* tensor = nullptr;
+  Tensor() = default;
+  Tensor(Tensor&& other) : tensor(std::exchange(other.tensor, nullptr)) {}
   ~Tensor() {
     if (tensor != nullptr) TF_DeleteTensor(tensor);
   }
   std::byte* data() const { return static_cast<std::byte*>(TF_TensorData(tensor)); }
 };
+
+// The ranks that sum together. It lives as long as the process: tensors may lie in its memory.
+struct Group {
+  std::unique_ptr<Transport> transport;
+  std::mutex mutex;  // one sum at a time
+  // The last results of each sum that all ranks read: until it is made again nothing takes their memory for its own, as
+  // TensorFlow does with a tensor to which nothing else refers.
+  std::unordered_map<uint64_t, std::vector<Tensor>> kept;
+  bool is_recording = false;
+  std::vector<Event> events;
+};
+
+std::mutex groups_mutex;
+std::vector<Group*>& groups = *new std::vector<Group*>;  // for operations that run while the process ends
+
+Group* find_group(int64_t number) {
+  const std::lock_guard<std::mutex> lock(groups_mutex);
+  return number >= 0 && number < static_cast<int64_t>(groups.size()) ? groups[number] : nullptr;
+}
 
 Type type_of(TF_DataType type) {
   switch (type) {
@@ -81,18 +88,32 @@ Type type_of(TF_DataType type) {
 // FNV-1a, by whole numbers: of what is summed, not against an attacker.
 uint64_t mix(uint64_t digest, uint64_t value) { return (digest ^ value) * 0x100000001b3u; }
 
-class AllReduce {
+// A sum of tensors, or a gather: of each tensor every rank gives another piece, as a vector.
+class Kernel {
  public:
-  explicit AllReduce(TF_OpKernelConstruction* construction) {
+  Kernel(TF_OpKernelConstruction* construction, bool gathers) : gathers_(gathers) {
     const Status status;
     unsigned char may_share = 0;
     const auto get = [&](const char* name, int64_t* value) {
       if (status.is_ok()) TF_OpKernelConstruction_GetAttrInt64(construction, name, value, status.status);
     };
+    const auto get_list = [&](const char* name, std::vector<int64_t>* values) {
+      int32_t length = 0, size = 0;
+      if (status.is_ok()) TF_OpKernelConstruction_GetAttrSize(construction, name, &length, &size, status.status);
+      values->resize(std::max(length, 0));
+      if (status.is_ok())
+        TF_OpKernelConstruction_GetAttrInt64List(construction, name, values->data(), length, status.status);
+    };
     get("group", &group_);
     get("meaning", &meaning_);
-    get("num_scaled", &num_scaled_);
-    get("scale", &scale_);
+    if (gathers_) {
+      get_list("ranks", &ranks_);
+      get_list("dims", &dims_);
+      get_list("begins", &begins_);
+    } else {
+      get("num_scaled", &num_scaled_);
+      get("scale", &scale_);
+    }
     if (status.is_ok()) TF_OpKernelConstruction_GetAttrBool(construction, "may_share", &may_share, status.status);
     if (!status.is_ok()) TF_OpKernelConstruction_Failure(construction, status.status);
     may_share_ = may_share != 0;
@@ -116,9 +137,11 @@ class AllReduce {
     std::vector<std::vector<int64_t>> shapes;
     parts.reserve(num_parts);
     uint64_t meaning = mix(mix(mix(static_cast<uint64_t>(meaning_), may_share_), num_scaled_), scale_);
+    if (gathers_) meaning = mix(meaning, num_parts + 1);  // no sum
     double scale;
     std::memcpy(&scale, &scale_, sizeof scale);
     int64_t bytes = 0;
+    const int64_t* whole = dims_.data();
     for (int index = 0; index < num_parts; ++index) {
       Tensor input;  // dropped at once: else its memory would not become that of the sum
       TF_GetInput(context, index, &input.tensor, status.status);
@@ -126,20 +149,32 @@ class AllReduce {
       types.push_back(TF_TensorType(input.tensor));
       std::vector<int64_t>& dims = shapes.emplace_back(TF_NumDims(input.tensor));
       int64_t count = 1;
-      meaning = mix(mix(meaning, types.back()), dims.size());
       for (size_t axis = 0; axis < dims.size(); ++axis) {
         dims[axis] = TF_Dim(input.tensor, static_cast<int>(axis));
         count *= dims[axis];
-        meaning = mix(meaning, dims[axis]);
       }
       parts.push_back({type_of(types.back()), count, input.data(), index < num_scaled_ ? scale : 1});
-      bytes += parts.back().bytes();
+      Part& part = parts.back();
+      if (gathers_) {
+        part.given = part.bytes();
+        part.begin = begins_[index] * size_of(part.type);
+        dims.assign(whole, whole + ranks_[index]);
+        whole += ranks_[index];
+        part.count = 1;
+        for (int64_t dim : dims) part.count *= dim;
+        if (part.begin + part.given > part.bytes()) return "a piece is not within what is gathered.";
+      }
+      meaning = mix(mix(meaning, types.back()), dims.size());
+      for (int64_t dim : dims) meaning = mix(meaning, dim);
+      bytes += part.bytes();
     }
 
     const std::lock_guard<std::mutex> lock(group->mutex);
     Transport& transport = *group->transport;
-    const bool is_short = transport.lay_out(parts);
-    Tensor squares;
+    std::vector<Tensor>& kept = group->kept[meaning];
+    kept.clear();
+    const bool is_short = transport.lay_out(parts, gathers_);
+    Tensor squares;  // nothing of a gather
     squares.tensor = TF_AllocateOutput(context, static_cast<int>(num_parts), TF_DOUBLE, &num_parts, 1,
                                        num_parts * sizeof(double), status.status);
     const auto allocate = [&](const Result* result) {
@@ -148,8 +183,12 @@ class AllReduce {
         const std::vector<int64_t>& dims = shapes[index];
         Tensor output;
         int forwarded = -1;
-        output.tensor = TF_ForwardInputOrAllocateOutput(context, &index, 1, index, dims.data(),
-                                                        static_cast<int>(dims.size()), &forwarded, status.status);
+        output.tensor = gathers_
+                            ? TF_AllocateOutput(context, index, types[index], dims.data(),
+                                                static_cast<int>(dims.size()), parts[index].bytes(), status.status)
+                            : TF_ForwardInputOrAllocateOutput(context, &index, 1, index, dims.data(),
+                                                              static_cast<int>(dims.size()), &forwarded,
+                                                              status.status);
         if (status.is_ok()) parts[index].out = output.data();
       }
       if (!status.is_ok()) transport.fail();
@@ -173,6 +212,7 @@ class AllReduce {
       output.tensor = TF_NewTensor(types[index], shapes[index].data(), static_cast<int>(shapes[index].size()),
                                    result->read + part.offset, part.bytes(), release, result);
       TF_SetOutput(context, index, output.tensor, status.status);
+      kept.push_back(std::move(output));
     }
     return "";
   }
@@ -181,7 +221,10 @@ class AllReduce {
     static_cast<Result*>(result)->uses.fetch_sub(1, std::memory_order_release);
   }
 
+  const bool gathers_;
   int64_t group_ = -1, meaning_ = 0, num_scaled_ = 0, scale_ = 0;
+  // Of a gather: the axes of each whole tensor, all their lengths, and where this rank's values begin in it.
+  std::vector<int64_t> ranks_, dims_, begins_;
   bool may_share_ = false;
 };
 
@@ -199,31 +242,42 @@ void infer_shapes(TF_ShapeInferenceContext* context, TF_Status* status) {
   TF_DeleteShapeHandle(squares);
 }
 
-void* create(TF_OpKernelConstruction* construction) { return new AllReduce(construction); }
-void compute(void* kernel, TF_OpKernelContext* context) { static_cast<AllReduce*>(kernel)->compute(context); }
-void destroy(void* kernel) { delete static_cast<AllReduce*>(kernel); }
+void infer_nothing(TF_ShapeInferenceContext* context, TF_Status* status) {
+  TF_ShapeInferenceContextSetUnknownShape(context, status);
+}
 
-// Once, when TensorFlow loads the library.
-const bool is_registered = [] {
+template <bool gathers>
+void* create(TF_OpKernelConstruction* construction) {
+  return new Kernel(construction, gathers);
+}
+void compute(void* kernel, TF_OpKernelContext* context) { static_cast<Kernel*>(kernel)->compute(context); }
+void destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
+
+template <bool gathers>
+bool register_operation(const char* name, std::initializer_list<const char*> attributes) {
   const Status status;
-  TF_OpDefinitionBuilder* definition = TF_NewOpDefinitionBuilder("RingtrainAllReduce");
+  TF_OpDefinitionBuilder* definition = TF_NewOpDefinitionBuilder(name);
   TF_OpDefinitionBuilderAddAttr(definition, "T: list({half, bfloat16, float, double, int32, int64}) >= 1");
   TF_OpDefinitionBuilderAddAttr(definition, "group: int");
   TF_OpDefinitionBuilderAddAttr(definition, "meaning: int");
   TF_OpDefinitionBuilderAddAttr(definition, "may_share: bool");
-  TF_OpDefinitionBuilderAddAttr(definition, "num_scaled: int");  // of the first tensors' sums
-  TF_OpDefinitionBuilderAddAttr(definition, "scale: int");       // the bits of a double, as TensorFlow's are floats
+  for (const char* attribute : attributes) TF_OpDefinitionBuilderAddAttr(definition, attribute);
   TF_OpDefinitionBuilderAddInput(definition, "tensors: T");
   TF_OpDefinitionBuilderAddOutput(definition, "totals: T");
   TF_OpDefinitionBuilderAddOutput(definition, "squares: double");
   TF_OpDefinitionBuilderSetIsStateful(definition, true);  // never merged, pruned or computed beforehand
-  TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, infer_shapes);
+  TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, gathers ? infer_nothing : infer_shapes);
   TF_RegisterOpDefinition(definition, status.status);
   if (!status.is_ok()) return false;  // then Python does not find the operation
-  TF_KernelBuilder* builder = TF_NewKernelBuilder("RingtrainAllReduce", "CPU", create, compute, destroy);
-  TF_RegisterKernelBuilder("RingtrainAllReduce", builder, status.status);
+  TF_KernelBuilder* builder = TF_NewKernelBuilder(name, "CPU", create<gathers>, compute, destroy);
+  TF_RegisterKernelBuilder(name, builder, status.status);
   return status.is_ok();
-}();
+}
+
+// Once, when TensorFlow loads the library. A scale is the bits of a double, as TensorFlow's are floats; it is of so
+// many of the first tensors' sums.
+const bool is_registered = register_operation<false>("RingtrainAllReduce", {"num_scaled: int", "scale: int"}) &&
+                           register_operation<true>("RingtrainAllGather", {"ranks: list(int)", "dims: list(int)", "begins: list(int)"});
 
 std::byte* map_memory(int descriptor, int64_t offset, int64_t length, bool is_writable) {
   int error;
@@ -273,7 +327,7 @@ extern "C" __attribute__((visibility("default"))) int ringtrain_join(int descrip
     return -1;
   }
   const std::lock_guard<std::mutex> lock(ringtrain::groups_mutex);
-  ringtrain::groups.push_back(new Group{std::move(transport), {}, false, {}});
+  ringtrain::groups.push_back(new Group{std::move(transport), {}, {}, false, {}});
   return static_cast<int>(ringtrain::groups.size()) - 1;
 }
 

@@ -124,10 +124,11 @@ Transport::Range Transport::segment(const Range& chunk, int rank) const {
 }
 
 bool Transport::is_short() const {
-  return nodes_.count == 1 && length_ <= chunk_bytes_ && length_ * (size_ - 1) <= kShortBytes;
+  return !gathers_ && nodes_.count == 1 && length_ <= chunk_bytes_ && length_ * (size_ - 1) <= kShortBytes;
 }
 
-bool Transport::lay_out(Parts& parts) {
+bool Transport::lay_out(Parts& parts, bool gathers) {
+  gathers_ = gathers;
   length_ = 0;
   for (Part& part : parts) {
     part.offset = length_;
@@ -190,6 +191,7 @@ void Transport::prepare_result(std::vector<std::unique_ptr<Result>>& results) {
 Error Transport::finish(Parts& parts, double* squares) {
   if (!broken_.empty()) return broken_;
   std::fill(squares, squares + parts.size(), 0.0);
+  if (gathers_ && result_ != nullptr) return put_all(parts);
   const int lag = is_short() ? 0 : 1;
   for (uint32_t step = 0; step < num_chunks_ + 2 * lag; ++step) {
     const uint32_t number = first_ + step;
@@ -203,7 +205,7 @@ Error Transport::finish(Parts& parts, double* squares) {
       if (Error error = take(parts, number - 2); !error.empty()) return error;
     }
   }
-  if (is_short()) return "";
+  if (is_short() || gathers_) return "";
   if (static_cast<int64_t>(parts.size()) > kMaxParts) {  // too many to travel
     for (size_t index = 0; index < parts.size(); ++index) {
       const Part& part = parts[index];
@@ -226,6 +228,7 @@ Error Transport::give(const Parts& parts, uint32_t number) {
   const Range chunk = chunk_range(number);
   Range own = segment(chunk, rank_);
   if (is_short()) own = {chunk.end, chunk.end};  // the others add all of it
+  if (gathers_) own = chunk;                     // nobody adds any of it
   std::byte* to = slot(rank_, number) - chunk.begin;
   const auto copy = [to](size_t, const Part& part, int64_t from, int64_t at, int64_t bytes) {
     std::memcpy(to + at, part.in + from, bytes);
@@ -250,17 +253,39 @@ Error Transport::add(Parts& parts, uint32_t number, double* squares) {
     if (Error error = wait_for(&RankState::taken, number - kSlots + 1); !error.empty()) return error;
   }
   const Range own = segment(chunk, rank_);
-  add_range(parts, chunk, own, number, squares);
+  if (gathers_) {
+    put_range(parts, chunk, result_ == nullptr ? slot(size_, number) - chunk.begin : result_->write);
+  } else {
+    add_range(parts, chunk, own, number, squares);
+  }
   if (nodes_.count > 1) {
     add_over_nodes(parts, own, result_ == nullptr ? slot(size_, number) - chunk.begin : result_->write, squares);
     if (!broken_.empty()) return broken_;
   }
   // All ranks are in this call, so that nobody still reads the squares of the one before.
-  if (number + 1 == first_ + num_chunks_ && static_cast<int64_t>(parts.size()) <= kMaxParts) {
+  if (!gathers_ && number + 1 == first_ + num_chunks_ && static_cast<int64_t>(parts.size()) <= kMaxParts) {
     std::copy(squares, squares + parts.size(), squares_of(rank_));
   }
   publish(&RankState::added, number + 1);
   return "";
+}
+
+// Where nobody has to take anything, each rank brings all that it gives at once.
+Error Transport::put_all(const Parts& parts) {
+  const uint32_t end = first_ + num_chunks_;
+  put_range(parts, {0, length_}, result_->write);
+  publish(&RankState::given, end);
+  publish(&RankState::added, end);
+  publish(&RankState::taken, end);
+  return wait_for(&RankState::added, end);
+}
+
+// Bring this rank's pieces of a range to where all read them.
+void Transport::put_range(const Parts& parts, const Range& range, std::byte* sums) const {
+  for_each_piece(parts, range.begin, range.end, [&](size_t, const Part& part, int64_t from, int64_t, int64_t bytes) {
+    const int64_t begin = std::max(from, part.begin), end = std::min(from + bytes, part.begin + part.given);
+    if (begin < end) std::memcpy(sums + part.offset + begin, part.in + (begin - part.begin), end - begin);
+  });
 }
 
 // Add a range of a chunk in the order of the ranks of this node: to where all read it, or, what is short, to its end.

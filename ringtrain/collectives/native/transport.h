@@ -28,6 +28,8 @@ struct Part {
   double scale = 1;  // by which its sum is multiplied
   std::byte* out = nullptr;
   int64_t offset = 0;  // in the stream, in bytes
+  int64_t begin = 0;   // of a gather: where in the part lies what this rank gives, in bytes
+  int64_t given = 0;   // of a gather: how many bytes these are
 
   int64_t bytes() const;
 };
@@ -85,8 +87,9 @@ class Transport {
                                          Nodes nodes = {});
   ~Transport();
 
-  // Look at what is to be added; whether it is short.
-  bool lay_out(Parts& parts);
+  // Look at what is to be added, or, of a gather, put together: of each part every rank has another piece. Whether it is
+  // short, which a gather never is.
+  bool lay_out(Parts& parts, bool gathers = false);
 
   // Meet the other ranks. `meaning` says what is added, the same on all ranks; `may_share`: the sums may lie in memory
   // of all, unless they are short, and then `result()` is where. Else each part needs an `out` before `finish`.
@@ -123,6 +126,8 @@ class Transport {
   Error give(const Parts& parts, uint32_t number);
   Error add(Parts& parts, uint32_t number, double* squares);
   Error take(Parts& parts, uint32_t number);
+  Error put_all(const Parts& parts);
+  void put_range(const Parts& parts, const Range& range, std::byte* sums) const;
   void add_range(Parts& parts, const Range& chunk, const Range& range, uint32_t number, double* squares);
   void add_over_nodes(Parts& parts, const Range& range, std::byte* sums, double* squares);
   void add_by_doubling(Parts& parts, const Range& range, std::byte* sums);
@@ -145,6 +150,7 @@ class Transport {
   uint32_t num_calls_ = 0;
   uint32_t first_ = 0, num_chunks_ = 0;  // of this call
   int64_t length_ = 0;                   // of its stream
+  bool gathers_ = false;                 // whether nothing is added in it
   Result* result_ = nullptr;
   Error broken_;  // what ended an earlier call: none comes after it
 };

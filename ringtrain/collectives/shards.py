@@ -1,0 +1,160 @@
+"""Sharded updates: each rank gets its pieces of the summed gradients, and gives all ranks the weights that it made.
+
+ZeRO's first stage (Rajbhandari et al. 2020): of all values each rank updates a part, and keeps the optimizer's slots of
+that part alone. The gradients are reduce-scattered, the new weights all-gathered: together as much traffic as one
+all-reduce. Where the ranks of a node read one sum anyway, that is the reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from ringtrain.collectives.gradients import GradientReduction, GradientSpec, Reduced, check_finite, plan_groups
+
+# Values: TensorFlow takes a part of a tensor as it is where it begins with a line of 64 bytes, and else copies it.
+ALIGNED = 16
+
+
+class Piece(NamedTuple):
+    """The values of a tensor, as a vector, that are one rank's."""
+
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """How many these are; 0 where the rank has none of the tensor."""
+        return self.end - self.begin
+
+
+def plan_pieces(lengths: Sequence[int], size: int) -> list[list[Piece]]:
+    """The pieces ``[ranks][tensors]`` of vectors that lie one behind the other: as much for each rank as for any other.
+
+    But for some ``ALIGNED`` values, since a tensor is cut where a line of memory begins.
+    """
+    starts = list(itertools.accumulate(lengths, initial=0))
+
+    def cut_near(position: int) -> int:
+        tensor = bisect.bisect_right(starts, position, hi=len(lengths)) - 1
+        within = round((position - starts[tensor]) / ALIGNED) * ALIGNED
+        return min(starts[tensor] + within, starts[tensor + 1])
+
+    cuts = [0, *(cut_near(starts[-1] * rank // size) for rank in range(1, size)), starts[-1]]
+    return [
+        [
+            Piece(*(min(max(cut - start, 0), length) for cut in of_rank))
+            for start, length in zip(starts, lengths, strict=False)
+        ]
+        for of_rank in itertools.pairwise(cuts)
+    ]
+
+
+def cut(tensor: tf.Tensor, piece: Piece) -> tf.Tensor:
+    """A piece of a tensor, as a vector."""
+    if not piece.length:
+        return tf.zeros([0], tensor.dtype)
+    vector = tf.reshape(tensor, [-1])
+    return vector if piece.length == tensor.shape.num_elements() else vector[piece.begin : piece.end]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedReduction:
+    """Sums gradients over all ranks, of which each gets its pieces; and brings pieces together again.
+
+    ``shapes`` and ``dtypes`` are those of the gradients, all dense, and ``control_dtype`` that of the control vector.
+    """
+
+    reduction: GradientReduction
+    shapes: Sequence[tuple[int, ...]]
+    dtypes: Sequence[str]
+    control_dtype: str
+
+    @functools.cached_property
+    def specs(self) -> list[GradientSpec]:
+        """What the gradients are."""
+        sizes = [
+            math.prod(shape) * tf.as_dtype(dtype).size for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+        return [GradientSpec(size, dtype, False) for size, dtype in zip(sizes, self.dtypes, strict=True)]
+
+    @functools.cached_property
+    def leaves_at_once(self) -> bool:
+        """Whether all gradients are one sum, from which each rank takes its pieces."""
+        return self.reduction.leaves_at_once([*self.specs, GradientSpec(0, self.control_dtype, False)])
+
+    @functools.cached_property
+    def groups(self) -> list[list[int]]:
+        """Gradients of one type, each of which groups is shared among all ranks."""
+        if not self.leaves_at_once:
+            return plan_groups(self.specs)
+        return [[i for i, each in enumerate(self.dtypes) if each == dtype] for dtype in dict.fromkeys(self.dtypes)]
+
+    @functools.cached_property
+    def pieces(self) -> list[list[Piece]]:
+        """The pieces ``[ranks][tensors]``, in the order of the gradients."""
+        world_size = self.reduction.collective.world.size
+        pieces = [[Piece(0, 0)] * len(self.specs) for _ in range(world_size)]
+        for group in self.groups:
+            lengths = [math.prod(self.shapes[index]) for index in group]
+            for rank, of_rank in enumerate(plan_pieces(lengths, world_size)):
+                for index, piece in zip(group, of_rank, strict=True):
+                    pieces[rank][index] = piece
+        return pieces
+
+    @property
+    def own(self) -> list[Piece]:
+        """This rank's pieces."""
+        return self.pieces[self.reduction.collective.world.rank]
+
+    def __call__(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor] = ()) -> Reduced:
+        """As ``GradientReduction``; the gradients of what returns are vectors, this rank's pieces."""
+        if self.leaves_at_once:
+            reduced = self.reduction.sum_at_once(gradients, control, state)
+            return reduced._replace(gradients=list(map(cut, reduced.gradients, self.own)))
+        summed_state = self.reduction.sum_state(state)
+        collective, name = self.reduction.collective, self.reduction.name
+        [control] = collective.all_reduce([control], name="control").tensors
+        mine = list(gradients)
+        for number, group in enumerate(self.groups):
+            parts = self._reduce_scatter(group, [gradients[i] for i in group], f"{name}/{number}")
+            for index, part in zip(group, parts, strict=True):
+                mine[index] = part
+        is_finite, norm = check_finite(mine)
+        checks = tf.stack([norm**2, tf.cast(~is_finite, norm.dtype)])
+        [checks] = collective.all_reduce([checks], name=f"{name}/checks").tensors
+        return Reduced(mine, tf.equal(checks[1], 0), tf.sqrt(checks[0]), control, summed_state)
+
+    def _reduce_scatter(self, group: Sequence[int], gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """This rank's pieces of a group's sums. The ranks' parts are made equally long for it."""
+        GradientReduction.calls += 1
+        lengths = [sum(of_rank[i].length for i in group) for of_rank in self.pieces]
+        flat = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], axis=0)
+        if len(set(lengths)) > 1:
+            parts = tf.split(flat, lengths)
+            flat = tf.concat([tf.pad(p, [[0, max(lengths) - n]]) for p, n in zip(parts, lengths, strict=True)], axis=0)
+        mine = self.reduction.collective.reduce_scatter(self.reduction.compress(flat), name=name)
+        of_mine = [self.own[i].length for i in group]
+        return tf.split(tf.cast(mine[: sum(of_mine)], flat.dtype), of_mine)
+
+    def all_gather(self, mine: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        """Whole tensors of all ranks' pieces (see ``Collective.all_gather_pieces``)."""
+        collective, begins = self.reduction.collective, [piece.begin for piece in self.own]
+        gathered = collective.all_gather_pieces(mine, begins, self.shapes, name=name)
+        if gathered is not None:
+            return gathered
+        whole = list(mine)
+        for number, group in enumerate(self.groups):
+            lengths = [math.prod(self.shapes[index]) for index in group]
+            joined = collective.all_gather(tf.concat([mine[i] for i in group], axis=0), name=f"{name}/{number}")
+            vectors = tf.split(tf.ensure_shape(joined, [sum(lengths)]), lengths)
+            for index, vector in zip(group, vectors, strict=True):
+                whole[index] = tf.reshape(vector, self.shapes[index])
+        return whole

@@ -1,0 +1,212 @@
+"""An optimizer whose slots are shared out: each rank updates its pieces of the weights, and keeps their slots alone.
+
+ZeRO's first stage (Rajbhandari et al. 2020). To the optimizer a rank's pieces are its variables: vectors with the names
+of the weights that they are of, some of no values. So whatever computes each value from that value's own past, such as
+Adam's update, weight decay or a mask of it by name, computes the same as of whole weights. What needs all gradients at
+once, a norm to clip by, is summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.collectives.gradients import GradientReduction, Reduced
+from ringtrain.collectives.shards import ShardedReduction, cut
+from ringtrain.errors import UsageError
+from ringtrain.run.variables import slots_that_begin_as_weights
+
+PROBE_SHAPE, PROBE_CUT, PROBE_UPDATES = (6, 4), 10, 2
+PROBE_TOLERANCE = 1e-5
+# Optimizers that hold others, or a loss scale: what these do to pieces is not looked into.
+MARKS_OF_WRAPPERS = ("optimizers", "inner_optimizer")
+
+
+class ShardedOptimizer:
+    """A Keras optimizer that updates this rank's pieces of the weights."""
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        weights: Sequence[keras.Variable],
+        reduction: GradientReduction,
+        *,
+        control_dtype: str,
+    ) -> None:
+        """Build the optimizer on pieces of the weights. ``control_dtype`` is that of the step's control vector.
+
+        Raises:
+            UsageError: an update of the optimizer's is not element-wise.
+        """
+        require_elementwise(optimizer)
+        self.optimizer, self._weights, self._collective = optimizer, list(weights), reduction.collective
+        self._reduction = ShardedReduction(
+            reduction=reduction,
+            shapes=[tuple(weight.shape) for weight in weights],
+            dtypes=[weight.dtype for weight in weights],
+            control_dtype=control_dtype,
+        )
+        self.pieces = [self._create_piece(index) for index in range(len(self._weights))]
+        self._weight_of_slot: dict[int, int] = {}
+        self._build()
+
+    def _create_piece(self, index: int) -> keras.Variable:
+        weight = self._weights[index]
+        piece = keras.Variable(self._cut(index, weight.value), trainable=True, dtype=weight.dtype, name=weight.name)
+        piece._path = weight.path  # what slots are called after
+        return piece
+
+    def _build(self) -> None:
+        """Build the optimizer, and note which weight each of its slots is of."""
+        add, index_of = self.optimizer.add_variable_from_reference, {id(p): i for i, p in enumerate(self.pieces)}
+
+        @functools.wraps(add)
+        def add_and_note(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+            slot = add(reference_variable, *args, **kwargs)
+            self._weight_of_slot[id(slot)] = index_of[id(reference_variable)]
+            return slot
+
+        self.optimizer.add_variable_from_reference = add_and_note
+        try:
+            self.optimizer.build(self.pieces)
+        finally:
+            del self.optimizer.add_variable_from_reference
+
+    def _cut(self, index: int, value: Any) -> Any:
+        """This rank's piece of a weight, or of what has its shape."""
+        return cut(tf.convert_to_tensor(value), self._reduction.own[index])
+
+    def is_shared_out(self, slot: keras.Variable) -> bool:
+        """Whether this rank has a piece of a slot alone; others, such as the number of updates, all ranks have."""
+        return id(slot) in self._weight_of_slot
+
+    def shape_of(self, slot: keras.Variable) -> tuple[int, ...]:
+        """The shape of a whole slot."""
+        return tuple(self._weights[self._weight_of_slot[id(slot)]].shape)
+
+    def reduce(
+        self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor, state: Sequence[tf.Tensor]
+    ) -> Reduced:
+        """This rank's pieces of the summed gradients; sparse ones are made dense before."""
+        return self._reduction([tf.convert_to_tensor(gradient) for gradient in gradients], control, state)
+
+    def apply(self, gradients: Sequence[tf.Tensor]) -> None:
+        """Update the pieces by their gradients, and give every rank the whole weights."""
+        mine = [(g, p) for g, p in zip(gradients, self.pieces, strict=True) if p.shape[0]]
+        self.optimizer._clip_gradients = self._clip
+        try:
+            self.optimizer.apply([g for g, _ in mine], [p for _, p in mine])
+        finally:
+            del self.optimizer._clip_gradients
+        values = [tf.convert_to_tensor(p.value) if p.shape[0] else tf.zeros([0], p.dtype) for p in self.pieces]
+        whole = self._reduction.all_gather(values, name="weights")
+        for index, (weight, value) in enumerate(zip(self._weights, whole, strict=True)):
+            weight.assign(value)
+            if weight.constraint is not None:  # of whole weights: every rank computes the same
+                weight.assign(weight.constraint(tf.convert_to_tensor(weight.value)))
+                self.pieces[index].assign(self._cut(index, weight.value))
+
+    def _clip(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """As Keras' optimizers clip, by the norms of whole gradients (or all of them), which the ranks have together.
+
+        They scale by limit / max(norm, limit); where the norm is not finite, by NaN.
+        """
+        optimizer = self.optimizer
+        limit = optimizer.clipnorm or optimizer.global_clipnorm
+        if not limit:
+            return type(optimizer)._clip_gradients(optimizer, gradients)
+        places = [index for index, piece in enumerate(self.pieces) if piece.shape[0]]
+        dtype = tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32
+        mine = tf.stack([tf.cast(2 * tf.nn.l2_loss(gradient), dtype) for gradient in gradients])
+        squares = tf.scatter_nd([[place] for place in places], mine, [len(self.pieces)])
+        [squares] = self._collective.all_reduce([squares], name="norms", ordered=True).tensors
+        if not optimizer.clipnorm:
+            squares = tf.fill([len(self.pieces)], tf.reduce_sum(squares))
+        norms = tf.gather(tf.sqrt(squares), places)
+        scales = tf.where(tf.math.is_finite(norms), limit / tf.maximum(norms, limit), np.nan)
+        return [g * tf.cast(scale, g.dtype) for g, scale in zip(gradients, tf.unstack(scales), strict=True)]
+
+    def begin_from_weights(self) -> None:
+        """Take this rank's pieces from the weights as they are now, for an optimizer that has made no update yet."""
+        for index, (piece, weight) in enumerate(zip(self.pieces, self._weights, strict=True)):
+            piece.assign(self._cut(index, weight.value))
+        for piece, copy in slots_that_begin_as_weights(self.optimizer):
+            copy.assign(piece.value)
+
+    def gather(self, slots: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
+        """Whole slots, on rank 0 alone. Every rank must call it, with its pieces of the same slots."""
+        whole = {}
+        for name, slot in slots.items():
+            value = self._collective.all_gather(tf.convert_to_tensor(slot.value), name=f"slots/{name}")
+            if self._collective.world.is_rank0:
+                whole[name] = value.numpy().reshape(self.shape_of(slot))
+        return whole
+
+    def scatter(self, slots: Mapping[str, keras.Variable], whole: Mapping[str, np.ndarray]) -> None:
+        """Give each rank its pieces of rank 0's whole slots. Every rank must call it."""
+        for name, slot in slots.items():
+            shape = self.shape_of(slot)
+            value = whole[name].reshape(shape) if self._collective.world.is_rank0 else np.zeros(shape)
+            [value] = self._collective.broadcast([tf.constant(value, slot.dtype)], name=f"slots/{name}")
+            slot.assign(self._cut(self._weight_of_slot[id(slot)], value))
+
+    def find_changed(self) -> list[str]:
+        """The weights of which this rank's piece is no more what it gave to all, by path."""
+        return [
+            weight.path
+            for index, (piece, weight) in enumerate(zip(self.pieces, self._weights, strict=True))
+            if np.asarray(piece.value).tobytes() != np.asarray(self._cut(index, weight.value)).tobytes()
+        ]
+
+
+def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
+    """See that an optimizer computes each new value from that value's own past, by what it does to a weight in pieces.
+
+    Raises:
+        UsageError: it does not (LAMB, Adafactor, Muon), or cannot be asked.
+    """
+    name = type(optimizer).__name__
+    remedy = "Leave --shard_optimizer out, or take an optimizer that is, such as adamw, adam or sgd."
+    if marks := [mark for mark in MARKS_OF_WRAPPERS if hasattr(optimizer, mark)]:
+        raise UsageError(
+            f"shard_optimizer is true, but {name} holds other optimizers ({marks[0]}), whose updates are not known to "
+            f"be element-wise. {remedy}"
+        )
+    random = np.random.default_rng(0)
+    first = random.normal(size=PROBE_SHAPE).astype(np.float32)
+    gradients = [random.normal(size=PROBE_SHAPE).astype(np.float32) for _ in range(PROBE_UPDATES)]
+    try:
+        [whole] = _update(optimizer, [first], [[gradient] for gradient in gradients])
+        pieces = _update(optimizer, _halve(first), [_halve(gradient) for gradient in gradients])
+    except Exception as error:  # of a class of the user's
+        raise UsageError(
+            f"shard_optimizer is true, but whether {name} is element-wise cannot be tried on pieces of a weight: "
+            f"{type(error).__name__}: {error}. {remedy}"
+        ) from error
+    if not np.allclose(whole.reshape(-1), np.concatenate(pieces), rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE):
+        raise UsageError(
+            f"shard_optimizer is true, but an update of {name} is not element-wise: what becomes of a value depends on "
+            f"others of its weight, which other ranks have. {remedy}"
+        )
+
+
+def _halve(values: np.ndarray) -> list[np.ndarray]:
+    flat = values.reshape(-1)
+    return [flat[:PROBE_CUT], flat[PROBE_CUT:]]
+
+
+def _update(
+    optimizer: keras.optimizers.Optimizer, first: Sequence[np.ndarray], gradients: Sequence[Sequence[np.ndarray]]
+) -> list[np.ndarray]:
+    """What another optimizer of the same settings makes of weights, without clipping."""
+    twin = type(optimizer).from_config(optimizer.get_config())
+    twin.clipnorm = twin.global_clipnorm = None
+    weights = [keras.Variable(value, dtype="float32") for value in first]
+    for of_update in gradients:
+        twin.apply([tf.constant(gradient) for gradient in of_update], weights)
+    return [weight.numpy() for weight in weights]

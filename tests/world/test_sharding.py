@@ -1,0 +1,232 @@
+"""``--shard_optimizer``: each rank updates its pieces of the weights, and all train what one process trains."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, all_gather_object, gradients
+from ringtrain.collectives.shards import ALIGNED
+from ringtrain.errors import ReplicasDifferError, UsageError
+from ringtrain.run.checkpoint import read_checkpoint
+from ringtrain.run.store import find_checkpoint
+from ringtrain.step.sharding import require_elementwise
+from ringtrain.training.actions import require_same_pieces
+from tests.world.conftest import RunRingtrain
+from tests.world.group import on_ranks
+from tests.world.training import (
+    MODELS,
+    NUM_CLASSES,
+    NUM_FEATURES,
+    OPTIMIZERS,
+    assert_close,
+    assert_same_bits_on_all_ranks,
+    batches_of,
+    create_step,
+    dense_samples,
+    regularised_model,
+    train,
+    train_plainly,
+)
+
+GLOBAL_BATCH_SIZE, STEPS, NUM_SAMPLES = 11, 7, 46
+
+
+def constrained_model() -> keras.Model:
+    """What a constraint makes of a weight depends on all of it."""
+    constraint = keras.constraints.MaxNorm(0.4)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((NUM_FEATURES,)),
+            layers.Dense(33, activation="tanh", kernel_constraint=constraint),
+            layers.Dense(NUM_CLASSES),
+        ]
+    )
+
+
+def decay_of_kernels() -> keras.optimizers.Optimizer:
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+ALL_MODELS: dict[str, Any] = {**MODELS, "constrained": (constrained_model, dense_samples)}
+ALL_OPTIMIZERS = {**OPTIMIZERS, "decay of kernels": decay_of_kernels}
+
+
+@contextlib.contextmanager
+def leaving(collective: Collective, *, in_groups: bool) -> Iterator[None]:
+    """Gradients leave at once, or in groups, as those of large models do where ranks have several cores."""
+    with (
+        mock.patch.object(gradients, "ONE_MESSAGE_BYTES", 0 if in_groups else 2**20),
+        mock.patch.object(gradients, "MIN_GROUP_BYTES", 100),
+        mock.patch.object(collective, "overlaps_compute", in_groups),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("in_groups", [False, True], ids=["at once", "in groups"])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        *(
+            ("regularised", name)
+            for name in (
+                "momentum", "adam", "adamw", "decay of kernels", "clipped", "each clipped", "values clipped", "rmsprop",
+                "nadam", "lion", "averaging", "adding up",
+            )
+        ),
+        ("embedding", "momentum"),
+        ("twin embeddings", "adam"),
+        ("constrained", "adam"),
+    ],
+)  # fmt: skip
+@on_ranks(3, slow=[2])
+def test_n_ranks_train_what_one_process_trains(
+    collective: Collective, model: str, optimizer: str, in_groups: bool
+) -> None:
+    create, create_samples = ALL_MODELS[model]
+    source = create_samples(NUM_SAMPLES)
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS)
+    with leaving(collective, in_groups=in_groups):
+        step = create_step(collective, create, ALL_OPTIMIZERS[optimizer], batches.element_spec, shard_optimizer=True)
+        assert step.sharded is not None
+        assert (len(step.sharded._reduction.groups) > 1) == in_groups
+        reference, plain_optimizer = create(), ALL_OPTIMIZERS[optimizer]()
+        reference.set_weights(step.model.get_weights())
+        reports = train(step, batches)
+    expected = list(train_plainly(reference, plain_optimizer, source, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS))
+
+    assert_same_bits_on_all_ranks(step.variables, collective)
+    for variable, right in zip(step.model.variables, reference.variables, strict=True):
+        assert_close(variable.numpy(), right.numpy(), variable.path)
+    assert_close([report.loss for report in reports], [loss for loss, _, _ in expected], "loss")
+    assert_close([report.gradient_norm for report in reports], [norm for _, _, norm in expected], "gradient norm")
+    slots = {**step.gather_shared_out(), **{name: v.numpy() for name, v in step.named_variables.items()}}
+    if collective.world.is_rank0:
+        names = list(step._name_all())
+        mine = [slots[name] for name in names if name.startswith("slots/")]
+        for value, right in zip(mine, plain_optimizer.variables, strict=True):
+            assert_close(value, right.numpy(), right.path)
+
+
+@on_ranks(2, 3)
+def test_each_rank_keeps_its_part_of_the_slots_alone(collective: Collective) -> None:
+    def create() -> keras.Model:
+        return keras.Sequential([keras.Input((NUM_FEATURES,)), keras.layers.Dense(500), keras.layers.Dense(3)])
+
+    batches = batches_of(dense_samples(46), collective, global_batch_size=11, steps=1)
+    step = create_step(collective, create, OPTIMIZERS["adam"], batches.element_spec, shard_optimizer=True)
+    size, total = collective.world.size, 2 * step.model.count_params()
+    mine = sum(int(np.prod(piece.shape)) for piece in step.named_pieces.values())
+    assert abs(mine - total / size) <= 4 * ALIGNED
+    assert sum(all_gather_object(collective, mine, name="sizes")) == total
+
+
+@on_ranks(3, slow=[2])
+def test_a_value_that_is_not_finite_on_one_rank_leaves_all_pieces_as_they_are(collective: Collective) -> None:
+    source = dense_samples(46)
+    batches = list(batches_of(source, collective, global_batch_size=12, steps=3))
+    for in_groups in (False, True):
+        with leaving(collective, in_groups=in_groups):
+            spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batches[0])
+            step = create_step(collective, regularised_model, OPTIMIZERS["adam"], spec, shard_optimizer=True)
+            assert step.sharded is not None
+            assert step.read(step(batches[0], 0.1)).is_finite
+            held = [*step.variables, *step.named_pieces.values(), *step.sharded.pieces]
+            before = [variable.numpy() for variable in held]
+            bad = batches[1]
+            if collective.world.rank == 1:
+                bad = bad._replace(x=bad.x * np.nan)
+            report = step.read(step(bad, 0.1))
+            assert not report.is_finite
+            for variable, value in zip(held, before, strict=True):
+                np.testing.assert_array_equal(variable.numpy(), value)
+            assert step.read(step(batches[2], 0.1)).is_finite
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
+@on_ranks(2)
+def test_two_ranks_train_the_same_bits_sharded_and_not(collective: Collective, precision: str) -> None:
+    """Of two summands there is one sum; with a loss scale, and averages of the weights."""
+    source = dense_samples(46, "float32")
+    batches = batches_of(source, collective, global_batch_size=12, steps=5)
+    trained = []
+    for shard_optimizer in (False, True):
+        keras.utils.clear_session()
+        step = create_step(
+            collective, regularised_model, OPTIMIZERS["adam"], batches.element_spec,
+            shard_optimizer=shard_optimizer, precision=precision, ema=0.9,
+        )  # fmt: skip
+        train(step, batches)
+        values = {name: v.numpy() for name, v in step.named_variables.items()} | step.gather_shared_out()
+        trained.append(values)
+    if collective.world.is_rank0:
+        assert trained[0].keys() == trained[1].keys()
+        for name, value in trained[0].items():
+            np.testing.assert_array_equal(trained[1][name], value, err_msg=name)
+
+
+@on_ranks(2)
+def test_a_weight_that_something_else_changes_is_found_on_all_ranks(collective: Collective) -> None:
+    batches = batches_of(dense_samples(46), collective, global_batch_size=12, steps=2)
+    step = create_step(collective, regularised_model, OPTIMIZERS["adam"], batches.element_spec, shard_optimizer=True)
+    train(step, batches)
+    assert step.sharded is not None
+    require_same_pieces(step.sharded, collective, 2)
+    step.model.trainable_variables[0].assign_add(
+        tf.ones([NUM_FEATURES, 6], tf.float64)
+    )  # in memory of all ranks, if any
+    assert_same_bits_on_all_ranks(step.model.variables, collective)
+    with pytest.raises(ReplicasDifferError, match=r"at step 2 this rank's piece of .*kernel.* is not what the ranks"):
+        require_same_pieces(step.sharded, collective, 2)
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Adafactor", *(["Muon"] if "muon" in OPTIMIZERS else [])])
+def test_an_optimizer_that_looks_at_whole_weights_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"{name}(| is element-wise) (is not element-wise|cannot be tried).* adamw"):
+        require_elementwise(getattr(keras.optimizers, name)(0.01))
+
+
+def test_an_optimizer_that_holds_others_is_refused() -> None:
+    with pytest.raises(UsageError, match="LossScaleOptimizer holds other optimizers"):
+        require_elementwise(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+
+
+def test_a_run_goes_on_on_other_ranks_sharded_or_not(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    """A checkpoint knows of neither."""
+    command = [
+        "--precision", "float64", "--optimizer.name", "adam", "--optimizer.lr", "0.001", "--global_batch_size", "48",
+        "--checkpoint_every", "0", "--eval_every_epochs", "0", "--optimizer.schedule", "constant",
+    ]  # fmt: skip
+
+    def run(out: str, np: int, steps: int, *flags: str) -> None:
+        launcher = "mpirun" if np > 1 else None
+        finished = run_ringtrain(
+            [*command, "--out", str(tmp_path / out), "--steps", str(steps), *flags], launcher=launcher, np=np
+        )
+        assert finished.rc == 0, finished.stdout + finished.stderr
+
+    sharded = ("--shard_optimizer", "true")
+    run("whole", 1, 12)
+    run("two sharded", 2, 6, *sharded)
+    shutil.copytree(tmp_path / "two sharded", tmp_path / "two sharded, three not")
+    run("two sharded, three not", 3, 12)
+    run("two not, three sharded", 2, 6)
+    run("two not, three sharded", 3, 12, *sharded)
+    right = read_checkpoint(find_checkpoint(tmp_path / "whole")).variables
+    for name in ("two sharded, three not", "two not, three sharded"):
+        found = read_checkpoint(find_checkpoint(tmp_path / name)).variables
+        assert found.keys() == right.keys()
+        for variable, value in right.items():
+            assert_close(found[variable], value, f"{name}: {variable}", 1e-10)

@@ -202,6 +202,10 @@ class Config:
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients travel"""
 
+    jit_compile: Literal["auto", "true", "false"] = "auto"
+    """whether XLA compiles the forward and backward pass of a rank; sums and update stay outside. auto: on GPUs, where
+    all operations of the model can be compiled"""
+
     shard_optimizer: bool = False
     """whether each rank updates a part of the weights, and keeps the optimizer's slots of that part alone (ZeRO 1)"""
 

@@ -55,7 +55,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_global_norm", "optimizer.ema",
     ),
     "computing and communication": (
-        "precision", "accumulate", "compression", "shard_optimizer", "backend", "deterministic",
+        "precision", "accumulate", "jit_compile", "compression", "shard_optimizer", "backend", "deterministic",
     ),
     "guards": ("on_nonfinite", "check_replicas_every", "hang_timeout", "exit_timeout", "detached"),
 }  # fmt: skip

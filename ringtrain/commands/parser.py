@@ -127,6 +127,8 @@ def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
     if value == "":
         raise UsageError(f"{name} is ''{place}; give it a value, or leave it out.")
     read = parse_text(value) if kind not in (str, Path) else value
+    if isinstance(read, bool) and str(read).lower() in get_args(hint):  # YAML's, where the setting has a third value
+        return str(read).lower()
     if kind is Mapping and isinstance(read, Mapping):
         return {str(key): parse_text(inner) for key, inner in read.items()}
     if kind is Path and isinstance(read, str) and "\0" not in read:

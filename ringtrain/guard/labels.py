@@ -42,12 +42,14 @@ class Labels:
 def find_labels(function: Any, batch_spec: Batch) -> Sequence[Labels]:
     """Which parts of y a concrete function of a batch gives to a sparse cross-entropy as they are."""
     first = len(tf.nest.flatten(batch_spec.x))
-    inputs = {
-        tensor.ref(): place
-        for place, tensor in enumerate(function.graph.inputs[first : first + len(tf.nest.flatten(batch_spec.y))])
-    }
+    return find_labels_of(function.graph, function.graph.inputs[first : first + len(tf.nest.flatten(batch_spec.y))])
+
+
+def find_labels_of(graph: Any, y: Sequence[tf.Tensor]) -> Sequence[Labels]:
+    """The same of a graph that has the parts of y as inputs."""
+    inputs = {tensor.ref(): place for place, tensor in enumerate(y)}
     found = set()
-    for operation in function.graph.get_operations():
+    for operation in graph.get_operations():
         if operation.type != SPARSE_LOSS:
             continue
         logits, labels = operation.inputs

@@ -29,8 +29,8 @@ from ringtrain.run.store import find_newest, mend_best, remove_unfinished, set_a
 # Settings that do not enter what is trained. The length of a run enters only where the learning rate follows it.
 FREE_SETTINGS = {
     "backend", "cache", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
-    "detached", "exit_timeout", "hang_timeout",
-    "init_from", "keep", "log_every", "max_hours", "on_bad_sample", "on_nonfinite", "out", "profile", "resume",
+    "detached", "exit_timeout", "hang_timeout", "init_from", "jit_compile",
+    "keep", "log_every", "max_hours", "on_bad_sample", "on_nonfinite", "out", "profile", "resume",
     "shard_optimizer", "stop_after",
 }  # fmt: skip
 LENGTH_SETTINGS = {"epochs", "steps"}

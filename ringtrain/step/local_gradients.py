@@ -6,7 +6,8 @@ The objective of a rank is its part of that of the global batch, so that the ran
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,11 +17,18 @@ import tensorflow as tf
 from ringtrain.config import Config
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
+from ringtrain.guard.labels import Labels, find_labels_of
 from ringtrain.run.variables import is_seed_state
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, per_sample
+
+# Of what XLA has not TensorFlow says: EagerPyFunc (No registered ... node {{node model/dense/EagerPyFunc}}).
+TRIED_SAMPLES = 2
+UNCOMPILED = re.compile(
+    r"(\w+) \((?:No registered|Unsupported|.{0,80}?not supported).*?\{\{node ([^}]*)\}\}", re.DOTALL
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +61,19 @@ class LocalGradients:
         *,
         dtype: tf.DType,
         rank: int,
+        jit_compile: bool = False,
     ) -> None:
-        """Nothing is traced yet. ``dtype`` is that of losses and sums."""
+        """Nothing is traced yet. ``dtype`` is that of losses and sums.
+
+        ``jit_compile``: let XLA compile what is computed of some samples, but where that asks other ranks.
+        """
         self._workload, self._model, self._loss_scale = workload, model, loss_scale
         self._dtype, self._accumulate, self._seed, self._rank = dtype, config.accumulate, config.seed, rank
         self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
         self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
         # A layer that asks the other ranks within its forward pass (SyncBatchNormalization) says so by this attribute.
         self.needs_every_rank = any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers())
+        self.compiled = CompiledGradients(self._compute) if jit_compile and not self.needs_every_rank else None
 
     def __call__(self, batch: Batch, local_count: tf.Tensor) -> Forward:
         """Gradients and sums of all samples of this rank's batch; ``local_count`` is their number, int64 []."""
@@ -101,14 +114,27 @@ class LocalGradients:
         x, y = batch.x, batch.y
         if self._accumulate > 1:
             x, y = tf.nest.map_structure(lambda tensor: tensor[start:end], (x, y))
-        count = tf.cast(end - start, self._dtype)
-        global_count = tf.cast(batch.global_count, self._dtype)
+        compute = self._compute if self.compiled is None else self.compiled
+        return compute((x, y), end - start, batch.global_count, batch.step, micro_batch, list(state))
+
+    def _compute(
+        self,
+        samples: Any,
+        count: tf.Tensor,
+        global_count: tf.Tensor,
+        step: tf.Tensor,
+        micro_batch: tf.Tensor,
+        state: list[tf.Tensor],
+    ) -> Forward:
+        """Gradients and sums of samples (x, y)."""
+        x, y = samples
+        count, global_count = tf.cast(count, self._dtype), tf.cast(global_count, self._dtype)
         variables = self._model.trainable_variables
         with tf.GradientTape() as tape:
             values = [
                 *((v, v) for v in variables),
                 *zip(self._fixed_or_state, state, strict=True),
-                *zip(self._seed_states, self._dropout_seeds(batch.step, micro_batch), strict=True),
+                *zip(self._seed_states, self._dropout_seeds(step, micro_batch), strict=True),
             ]
             # Updates that the forward pass makes (BatchNorm's statistics) stay inside the scope, so that a step that
             # turns out not to be finite leaves no trace.
@@ -125,7 +151,7 @@ class LocalGradients:
         found = tape.gradient(scaled_objective, [v.value for v in variables])
         require_a_gradient(self._workload, found)
         gradients = [
-            zeros_of_no_constant(v, batch.step, number) if gradient is None else with_shape_of(v, gradient)
+            zeros_of_no_constant(v, step, number) if gradient is None else with_shape_of(v, gradient)
             for number, (v, gradient) in enumerate(zip(variables, found, strict=True), start=1)
         ]
         structure = self._find_structure(scope, state, gradients, metrics)
@@ -193,6 +219,69 @@ class LocalGradients:
                 key = tf.random.experimental.stateless_fold_in(key, tf.cast(part, tf.int32))
             seeds.append(tf.cast(tf.bitwise.bitwise_and(key, 2**31 - 1), variable.dtype))
         return seeds
+
+
+class CompiledGradients:
+    """The forward and backward pass of some samples as one function that XLA compiles, for each number of them once."""
+
+    def __init__(self, compute: Callable[..., Forward]) -> None:
+        """``compute`` gets samples (x, y) first, and then tensors or lists of them."""
+        self._compute = compute
+        self._labels: set[Labels] = set()
+        self._structure: StepStructure | None = None
+        self._arguments: Any = None
+        self._calls: list[list[tf.TensorSpec]] = []
+        self._function = self._create_function()
+
+    def _create_function(self) -> Any:
+        return tf.function(self._trace, jit_compile=True, autograph=False)
+
+    def __call__(self, *arguments: Any) -> Forward:
+        """As ``compute``, while a step is traced."""
+        self._arguments = arguments
+        flat = [tf.convert_to_tensor(argument) for argument in tf.nest.flatten(arguments)]
+        self._calls.append([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in flat])
+        gradients, sums, state = self._function(*flat)
+        assert self._structure is not None
+        return Forward(gradients, sums, state, self._structure)
+
+    def _trace(self, *flat: tf.Tensor) -> tuple[Any, ...]:
+        samples, *others = tf.nest.pack_sequence_as(self._arguments, flat)
+        forward = self._compute(samples, *others)
+        self._structure = forward.structure
+        self._labels.update(find_labels_of(forward.sums.graph, tf.nest.flatten(samples[1])))
+        return forward.gradients, forward.sums, forward.state
+
+    @property
+    def labels(self) -> Sequence[Labels]:
+        """Which parts of y it gives to a sparse cross-entropy as they are."""
+        return sorted(self._labels, key=lambda one: (one.place, one.num_classes))
+
+    def why_not(self) -> str:
+        """What XLA cannot compile, in its words, or nothing: of the first call, where it can be tried.
+
+        It wants to know all shapes: where a number of samples is not known, any is as good.
+        """
+        specs = [
+            tf.TensorSpec([TRIED_SAMPLES, *spec.shape[1:]], spec.dtype)
+            if spec.shape.rank and spec.shape[0] is None
+            else spec
+            for spec in self._calls[0]
+        ]
+        if all(spec.shape.is_fully_defined() for spec in specs):
+            try:
+                function = self._function if specs == self._calls[0] else self._create_function()
+                function.experimental_get_compiler_ir(*specs)(stage="hlo")
+            except (tf.errors.OpError, ValueError, NotImplementedError) as error:
+                return describe_uncompiled(str(error))
+        return ""
+
+
+def describe_uncompiled(text: str) -> str:
+    """What TensorFlow says of operations that XLA has not, as theirs and their layers' names."""
+    names = dict.fromkeys(UNCOMPILED.findall(text))
+    said = [f"{kind} ({node})" for kind, node in names]
+    return ", ".join(said[:3]) + (f" and {len(said) - 3} more" if len(said) > 3 else "") or text.strip().splitlines()[0]
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:

@@ -20,6 +20,7 @@ from ringtrain.collectives.base import MARK, Collective
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import Config, Precision
 from ringtrain.data.pipeline import Batch
+from ringtrain.errors import UsageError
 from ringtrain.guard.labels import find_labels
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
 from ringtrain.step.averages import WeightAverages
@@ -51,11 +52,13 @@ class TrainStep:
         batch_spec: Batch,
         local_batch_size: int | None = None,
         times_communication: bool = False,
+        jit_compile: bool = False,
     ) -> None:
         """Trace the step, for batches of ``batch_spec``; almost all of this rank's have ``local_batch_size`` samples.
 
         ``times_communication``: take the moments for ``communication_sec``. TensorFlow refuses that where it is to be
-        deterministic; of what a GPU computes the host knows none, and to ask would let it wait.
+        deterministic; of what a GPU computes the host knows none, and to ask would let it wait. ``jit_compile``: let
+        XLA compile the forward and backward pass, unless a layer asks other ranks in it.
         """
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")
@@ -63,9 +66,6 @@ class TrainStep:
         self._dtype = tf.float64 if config.precision == "float64" else tf.float32
         self._local_batch_size, self.times_communication = local_batch_size, times_communication
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
-        self._local_gradients = LocalGradients(
-            workload, config, model, self.loss_scale, dtype=self._dtype, rank=reduction.collective.world.rank
-        )
         self.sharded: ShardedOptimizer | None = None
         self._reduce: Callable[..., Any] = reduction
         if config.shard_optimizer and reduction.collective.world.size > 1:
@@ -76,9 +76,10 @@ class TrainStep:
             optimizer.build(model.trainable_variables)
         # A known number of samples saves the gradient of each addition the question whether anything was broadcast.
         usual_spec = batch_spec if local_batch_size is None else fix_batch_size(batch_spec, local_batch_size)
-        # The traced function is called as it is: to choose among traces takes longer than a small step's computation.
-        self._train, self._structure = trace(self._train_samples, [usual_spec, *SCALARS])
-        self.labels = find_labels(self._train, batch_spec)
+        self.not_compiled = ""  # why XLA does not compile what it was to, in words
+        self._trace_usual(workload, config, usual_spec, reduction.collective.world.rank, jit_compile=jit_compile)
+        self.compiled = self._local_gradients.compiled
+        self.labels = self.compiled.labels if self.compiled else find_labels(self._train, batch_spec)
         self._train_any = tf.function(
             lambda batch, learning_rate, extra_scalars: self._train_samples(batch, learning_rate, extra_scalars)[0],
             input_signature=[batch_spec, *SCALARS],
@@ -86,6 +87,27 @@ class TrainStep:
         )
         self._join = tf.function(self._train_nothing, input_signature=[batch_spec, *SCALARS], autograph=False)
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
+
+    def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:
+        """Trace the step that most batches take; where XLA cannot compile it and need not, once more without."""
+        self._local_gradients = LocalGradients(
+            workload, config, self.model, self.loss_scale, dtype=self._dtype, rank=rank, jit_compile=jit_compile
+        )
+        # The traced function is called as it is: to choose among traces takes longer than a small step's computation.
+        self._train, self._structure = trace(self._train_samples, [spec, *SCALARS])
+        if not jit_compile:
+            return
+        compiled = self._local_gradients.compiled
+        if compiled is None:
+            self.not_compiled = "a layer asks the other ranks within its forward pass"
+        elif why := compiled.why_not():
+            if config.jit_compile == "true":
+                raise UsageError(
+                    f"jit_compile is true, but XLA has no way to compile {why}. Leave --jit_compile out, or compute "
+                    "that by operations of TensorFlow's or Keras' that XLA has; in a source or augment() all are fine."
+                )
+            self.not_compiled = f"it has no way to compile {why}"
+            self._trace_usual(workload, config, spec, rank, jit_compile=False)
 
     def __call__(
         self, batch: Batch, learning_rate: float, *, is_stop_wanted: bool = False, next_count: int = 0

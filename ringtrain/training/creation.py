@@ -87,7 +87,7 @@ def create_step(
 ) -> TrainStep:
     """The compiled training step of the settings."""
     require_gradients_that_add(model.trainable_variables)
-    world = collective.world
+    world, has_gpus = collective.world, bool(tf.config.get_visible_devices("GPU"))
     is_known = not isinstance(order, StreamingOrder) and config.on_bad_sample == "stop"
     first = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
     return TrainStep(
@@ -100,8 +100,19 @@ def create_step(
         ),
         batch_spec=batch_spec,
         local_batch_size=first or None if is_known else None,
-        times_communication=not (config.deterministic or tf.config.get_visible_devices("GPU")),
+        times_communication=not (config.deterministic or has_gpus),
+        jit_compile=config.jit_compile == "true" or (config.jit_compile == "auto" and has_gpus),
     )
+
+
+def warn_of_settings(config: Config, step: TrainStep, print_line: Callable[[str], None]) -> None:
+    """Say what XLA compiles, where it is to compile something, and which setting has no effect."""
+    if step.not_compiled:
+        print_line(f"XLA compiles no part of the step: {step.not_compiled}.")
+    elif step.compiled is not None:
+        print_line("XLA compiles each rank's forward and backward pass; sums and update stay outside.")
+    if config.shard_optimizer and step.sharded is None:
+        print_line("warning: --shard_optimizer has no effect: there is one rank, which updates all weights.")
 
 
 def create_eval_step(

@@ -30,6 +30,7 @@ from ringtrain.training.creation import (
     set_up_keras,
     warn_of_own_step,
     warn_of_python,
+    warn_of_settings,
 )
 from ringtrain.training.evaluation import EvalReport, EvalStep, evaluate
 from ringtrain.training.plan import Plan, choose_global_batch_size, create_batches, plan_steps
@@ -136,6 +137,7 @@ def create_job(
     step, eval_step = raise_on_all_ranks(collective, trace, name="step")
     warn_of_python(step.python_operations, print_line)
     warn_of_own_step(model, print_line)
+    warn_of_settings(config, step, print_line)
     job = Job(
         workload=workload,
         config=config,

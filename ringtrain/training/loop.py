@@ -159,6 +159,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
             first_step=job.plan.first_step,
             total_steps=job.plan.total_steps,
             parameters=parameters,
+            jit_compile=job.step.compiled is not None,
             node=job.collective.world.node,
             launcher=job.collective.world.launcher,
             versions=package_versions(),

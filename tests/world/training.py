@@ -145,6 +145,7 @@ def create_step(
     seed: int = 0,
     local_batch_size: int | None = None,
     shard_optimizer: bool = False,
+    jit_compile: bool = False,
 ) -> TrainStep:
     """A training step on a model with the first values of rank 0."""
     set_precision(precision)  # type: ignore[arg-type]
@@ -164,6 +165,7 @@ def create_step(
         reduction=GradientReduction(collective=collective, read_only=only_reads_gradients(optimizer)),
         batch_spec=spec,
         local_batch_size=local_batch_size,
+        jit_compile=jit_compile,
     )
     step.share_values(collective)
     return step

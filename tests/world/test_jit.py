@@ -1,0 +1,180 @@
+"""``--jit_compile``: XLA compiles a rank's forward and backward pass, and all ranks train what one process trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+import ringtrain
+from ringtrain.collectives import Collective
+from ringtrain.config import Config
+from ringtrain.errors import UsageError
+from ringtrain.guard.labels import Labels
+from ringtrain.training.job import create_job
+from tests.world.conftest import RunRingtrain
+from tests.world.group import on_ranks
+from tests.world.training import (
+    MODELS,
+    NUM_CLASSES,
+    NUM_FEATURES,
+    OPTIMIZERS,
+    Classification,
+    assert_close,
+    assert_same_bits_on_all_ranks,
+    batches_of,
+    batchnorm_model,
+    create_step,
+    dense_samples,
+    order_of,
+    regularised_model,
+    train,
+    train_plainly,
+)
+
+GLOBAL_BATCH_SIZE, STEPS = 11, 6  # the fifth step of an epoch has 1 or 2 samples: of three ranks some have none
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "accumulate", "num_samples", "shard_optimizer"),
+    [
+        ("regularised", "momentum", 1, 46, False),
+        ("regularised", "adam", 3, 45, True),
+        ("embedding", "momentum", 1, 46, False),
+        ("embedding", "adam", 3, 45, True),
+    ],
+)
+@on_ranks(3, slow=[1, 2])
+def test_n_ranks_train_what_one_process_trains(
+    collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int, shard_optimizer: bool
+) -> None:
+    create, create_samples = MODELS[model]
+    source = create_samples(num_samples)
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS)
+    usual = order_of(source, GLOBAL_BATCH_SIZE).local_batch(0, rank=collective.world.rank, size=collective.world.size)
+    step = create_step(
+        collective,
+        create,
+        OPTIMIZERS[optimizer],
+        batches.element_spec,
+        accumulate=accumulate,
+        local_batch_size=len(usual.indices),
+        shard_optimizer=shard_optimizer,
+        jit_compile=True,
+    )
+    assert step.compiled is not None
+    assert list(step.labels) == [Labels(0, NUM_CLASSES)]
+    reference, plain_optimizer = create(), OPTIMIZERS[optimizer]()
+    reference.set_weights(step.model.get_weights())
+    reports = train(step, batches)
+    expected = list(train_plainly(reference, plain_optimizer, source, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS))
+    assert_same_bits_on_all_ranks(step.variables, collective)
+    for variable, right in zip(step.model.variables, reference.variables, strict=True):
+        assert_close(variable.numpy(), right.numpy(), variable.path)
+    assert_close([report.loss for report in reports], [loss for loss, _, _ in expected], "loss")
+    assert_close([report.metrics["accuracy"] for report in reports], [value for _, value, _ in expected], "accuracy")
+
+
+def dropout_model() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((NUM_FEATURES,)), layers.Dense(20), layers.Dropout(0.5, seed=1), layers.Dense(NUM_CLASSES)]
+    )
+
+
+@pytest.mark.parametrize("precision", ["float64", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("model", ["dropout", "batchnorm"])
+@on_ranks(2)
+def test_it_computes_what_is_computed_without_it(collective: Collective, model: str, precision: str) -> None:
+    """BatchNorm's statistics as well. XLA draws other numbers from the same seeds: these are compared with its own."""
+    create = {"dropout": dropout_model, "batchnorm": batchnorm_model}[model]
+    source = dense_samples(46, "float64" if precision == "float64" else "float32")
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=2)
+    steps = []
+    for jit_compile in (model == "dropout", True):
+        keras.utils.clear_session()
+        step = create_step(
+            collective, create, OPTIMIZERS["momentum"], batches.element_spec, precision=precision, accumulate=2,
+            jit_compile=jit_compile,
+        )  # fmt: skip
+        assert (step.compiled is not None) == jit_compile
+        reports = train(step, batches)
+        assert all(report.is_finite for report in reports)
+        steps.append([variable.numpy() for variable in step.variables])
+    tolerance = {"float64": 1e-12, "mixed_float16": 2e-2, "mixed_bfloat16": 5e-2}[precision]
+    for plain, compiled in zip(*steps, strict=True):
+        assert_close(compiled, plain, "with XLA", tolerance)
+
+
+class CallsPython(keras.layers.Layer):
+    """What XLA cannot compile."""
+
+    def call(self, inputs: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(lambda values: 2 * values, [inputs], inputs.dtype), inputs.shape)
+
+
+def python_model() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((NUM_FEATURES,)), keras.layers.Dense(4), CallsPython(name="mine"), keras.layers.Dense(NUM_CLASSES)]
+    )
+
+
+@on_ranks(2)
+def test_what_xla_cannot_compile_is_named_before_the_first_step(collective: Collective) -> None:
+    config = Config(steps=1, batch_size=4, precision="float64", jit_compile="true")
+    with pytest.raises(UsageError, match=r"jit_compile is true, but XLA has no .* EagerPyFunc \(.*mine.*\)\. Leave"):
+        create_job(Classification(python_model), config, collective, num_threads=1)
+
+
+@on_ranks(2)
+def test_auto_goes_on_without(collective: Collective) -> None:
+    """As on GPUs, where it is on."""
+    batches = batches_of(dense_samples(46), collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=2)
+    step = create_step(collective, python_model, OPTIMIZERS["momentum"], batches.element_spec, jit_compile=True)
+    assert step.compiled is None
+    assert "EagerPyFunc" in step.not_compiled
+    train(step, batches)
+
+
+@on_ranks(2)
+def test_a_model_that_asks_other_ranks_is_left_as_it_is(collective: Collective) -> None:
+    lines: list[str] = []
+
+    def create() -> keras.Model:
+        norm = ringtrain.SyncBatchNormalization()
+        return keras.Sequential([keras.Input((NUM_FEATURES,)), norm, keras.layers.Dense(NUM_CLASSES)])
+
+    config = Config(steps=1, batch_size=4, precision="float64", jit_compile="true")
+    job = create_job(Classification(create), config, collective, num_threads=1, print_line=lines.append)
+    assert job.step.compiled is None
+    assert "XLA compiles no part of the step: a layer asks the other ranks within its forward pass." in lines
+
+
+@on_ranks(3)
+def test_in_single_precision_a_step_differs_by_rounding_alone(collective: Collective) -> None:
+    batches = batches_of(dense_samples(46, "float32"), collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=1)
+    trained = []
+    for jit_compile in (False, True):
+        keras.utils.clear_session()
+        step = create_step(
+            collective, regularised_model, OPTIMIZERS["momentum"], batches.element_spec, precision="float32",
+            jit_compile=jit_compile,
+        )  # fmt: skip
+        train(step, batches)
+        trained.append([variable.numpy() for variable in step.model.trainable_variables])
+    for plain, compiled in zip(*trained, strict=True):
+        assert_close(compiled, plain, "with XLA", 1e-5)
+
+
+def test_a_run_says_that_it_compiles(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    flags = ["--steps", "3", "--jit_compile", "true", "--shard_optimizer", "true", "--out", str(tmp_path / "run")]
+    finished = run_ringtrain(flags)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert "XLA compiles each rank's forward and backward pass; sums and update stay outside." in finished.stdout
+    assert "warning: --shard_optimizer has no effect: there is one rank, which updates all weights." in finished.stdout
+    start = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert start["jit_compile"] is True

@@ -52,6 +52,8 @@ class ShardedOptimizer:
             control_dtype=control_dtype,
         )
         self.pieces = [self._create_piece(index) for index in range(len(self._weights))]
+        # Those with values. An optimizer that gets none at all would not count the update.
+        self._updated = [index for index, piece in enumerate(self.pieces) if piece.shape[0]] or [0]
         self._weight_of_slot: dict[int, int] = {}
         self._build()
 
@@ -97,10 +99,9 @@ class ShardedOptimizer:
 
     def apply(self, gradients: Sequence[tf.Tensor]) -> None:
         """Update the pieces by their gradients, and give every rank the whole weights."""
-        mine = [(g, p) for g, p in zip(gradients, self.pieces, strict=True) if p.shape[0]]
         self.optimizer._clip_gradients = self._clip
         try:
-            self.optimizer.apply([g for g, _ in mine], [p for _, p in mine])
+            self.optimizer.apply([gradients[i] for i in self._updated], [self.pieces[i] for i in self._updated])
         finally:
             del self.optimizer._clip_gradients
         values = [tf.convert_to_tensor(p.value) if p.shape[0] else tf.zeros([0], p.dtype) for p in self.pieces]
@@ -120,14 +121,13 @@ class ShardedOptimizer:
         limit = optimizer.clipnorm or optimizer.global_clipnorm
         if not limit:
             return type(optimizer)._clip_gradients(optimizer, gradients)
-        places = [index for index, piece in enumerate(self.pieces) if piece.shape[0]]
         dtype = tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32
         mine = tf.stack([tf.cast(2 * tf.nn.l2_loss(gradient), dtype) for gradient in gradients])
-        squares = tf.scatter_nd([[place] for place in places], mine, [len(self.pieces)])
+        squares = tf.scatter_nd([[index] for index in self._updated], mine, [len(self.pieces)])
         [squares] = self._collective.all_reduce([squares], name="norms", ordered=True).tensors
         if not optimizer.clipnorm:
             squares = tf.fill([len(self.pieces)], tf.reduce_sum(squares))
-        norms = tf.gather(tf.sqrt(squares), places)
+        norms = tf.gather(tf.sqrt(squares), self._updated)
         scales = tf.where(tf.math.is_finite(norms), limit / tf.maximum(norms, limit), np.nan)
         return [g * tf.cast(scale, g.dtype) for g, scale in zip(gradients, tf.unstack(scales), strict=True)]
 

@@ -37,7 +37,7 @@ def main() -> None:
     import keras
 
     spec = peer_models.MODELS[arguments.model]
-    model, optimizer = spec.create(), keras.optimizers.SGD(spec.learning_rate)
+    model, optimizer = spec.create(), peer_models.create_optimizer(spec)
     timer = peer_loop.make_timer(arguments, keras.callbacks.Callback, is_rank0=rank == 0)
     callbacks: list[Any] = [timer]
     if hvd is not None:

@@ -39,6 +39,9 @@ LENGTHS = {
     "WIDE": Length(steps=150, log_every=50),
     "MANY": Length(steps=400, log_every=100),
     "TINY": Length(steps=2000, log_every=100),
+    "WIDE_ADAM": Length(steps=150, log_every=50),
+    "MANY_ADAM": Length(steps=400, log_every=100),
+    "TRANSFORMER": Length(steps=150, log_every=50),
 }
 GOALS = {
     "CNN": (
@@ -49,14 +52,21 @@ GOALS = {
     "WIDE": (Comparison("ringtrain", "bound", 0.75), Comparison("ringtrain", "tf_distribute", 2.0)),
     "MANY": (Comparison("ringtrain", "minimal_no_fusion", 1.3), Comparison("ringtrain", "minimal", 1.0)),
     "TINY": (),
+    "WIDE_ADAM": (
+        Comparison("ringtrain_sharded", "bound_fused", 1.0),
+        Comparison("ringtrain_sharded", "bound", 2.0),
+        Comparison("ringtrain_sharded", "ringtrain"),
+    ),
+    "MANY_ADAM": (Comparison("ringtrain_sharded", "bound_fused"), Comparison("ringtrain_sharded", "ringtrain")),
+    "TRANSFORMER": (Comparison("ringtrain_sharded", "bound_fused"), Comparison("ringtrain_sharded", "ringtrain")),
 }
 LOOP_GOALS = {"CNN": 1 / 1.01, "TINY": 1 / 1.05}
-FIT_GOALS = {"CNN": 0.97, "WIDE": 0.85, "MANY": 0.80, "TINY": 0.80}
+FIT_GOALS: dict[str, float | None] = {"CNN": 0.97, "WIDE": 0.85, "MANY": 0.80, "TINY": 0.80}
 FIT_CONTENDERS = ("ringtrain", "ringtrain_again", "horovod", "tf_keras", "kept", "bound")
 OTHER = "ringtrain_other"  # in another environment: --other_python
 STEP_CONTENDERS = (
-    "ringtrain", "ringtrain_again", "bound", "minimal", "minimal_stock", "minimal_no_fusion", "minimal_autotune",
-    "tf_distribute", "one_process", OTHER,
+    "ringtrain", "ringtrain_again", "ringtrain_sharded", "bound", "bound_fused", "minimal", "minimal_stock",
+    "minimal_no_fusion", "minimal_autotune", "tf_distribute", "one_process", OTHER,
 )  # fmt: skip
 
 
@@ -70,7 +80,7 @@ def plan_steps(options: BenchOptions, settings: Settings) -> list[Experiment]:
         names = options.contender_names or contenders
         wanted = [name for name in STEP_CONTENDERS if name in contenders and name in names]
         first = [Comparison("ringtrain_again", "ringtrain"), *GOALS[model]]
-        compared = {each.other for each in first}
+        compared = {each.other for each in first} | {each.name for each in first}
         others = [Comparison("ringtrain", name) for name in STEP_CONTENDERS[2:] if name not in compared]
         chosen = tuple(contenders[name] for name in wanted)
         experiments.append(Experiment(model, "a step", chosen, (*first, *others), contenders["one_process"]))
@@ -118,7 +128,7 @@ def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
         contenders = tuple(Contender(name, text, tuple(argv), read, prepare) for name, text, argv, read in wanted)
         comparisons = (
             Comparison("ringtrain_again", "ringtrain"),
-            Comparison("ringtrain", "bound", FIT_GOALS[model]),
+            Comparison("ringtrain", "bound", FIT_GOALS.get(model)),
             Comparison("ringtrain", "horovod"),
             Comparison("ringtrain", "tf_keras"),
             Comparison("kept", "ringtrain"),
@@ -164,12 +174,14 @@ def plan_contenders(model: str, options: BenchOptions, settings: Settings) -> di
     training = plan_training(size, workload_flags(model), length)
     saving = plan_training(size, [*workload_flags(model), "--checkpoint_every", str(SAVE_EVERY_STEPS)], length)
     bound = [Command(argv, settings.env) for argv in plan_ranks("unconnected.py", size, [*flags, *settings.rank_flags])]
+    fused = [dataclasses.replace(each, argv=(*each.argv, "--fused")) for each in bound]
     workers = [
         Command(argv, {"TF_CONFIG": describe_cluster(size, rank)})
         for rank, argv in enumerate(plan_ranks("tf_distribute.py", size, pinned))
     ]
     no_fusion = {**settings.env, **NO_FUSION}
     saving_text = f"ringtrain with logs, guards and a checkpoint every {SAVE_EVERY_STEPS} steps"
+    sharded = plan_training(size, [*workload_flags(model), "--shard_optimizer", "true"], length)
     bound_text = "plain TensorFlow processes with ringtrain's cores, threads and variables, without communication"
     workers_text = "tf.distribute MultiWorkerMirroredStrategy, pinned as ringtrain is"
     planned = (
@@ -177,7 +189,9 @@ def plan_contenders(model: str, options: BenchOptions, settings: Settings) -> di
         ("ringtrain_again", AGAIN, [training], read_training),
         ("ringtrain_saving", saving_text, [saving], read_training),
         ("ringtrain_saving_again", AGAIN, [saving], read_training),
+        ("ringtrain_sharded", "ringtrain --shard_optimizer true", [sharded], read_training),
         ("bound", bound_text, bound, read_unconnected),
+        ("bound_fused", "the same with updates by one operation each", fused, read_unconnected),
         ("minimal", MINIMAL, [Command(minimal, settings.env)], read_peer),
         ("minimal_stock", MINIMAL_STOCK, [Command(launch(size, peer("horovod_minimal.py", flags)))], read_peer),
         ("minimal_no_fusion", "minimal, with Horovod's fusion off", [Command(minimal, no_fusion)], read_peer),

@@ -18,7 +18,10 @@ class BenchmarkWorkload(Workload):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         model = MODELS[cls.__name__]
-        cls.defaults = {"batch_size": model.local_batch_size, "optimizer": {"name": "sgd", "lr": model.learning_rate}}
+        cls.defaults = {
+            "batch_size": model.local_batch_size,
+            "optimizer": {"name": model.optimizer.lower(), "lr": model.learning_rate},
+        }
 
     def create_model(self) -> keras.Model:
         return MODELS[type(self).__name__].create()
@@ -45,3 +48,15 @@ class MANY(BenchmarkWorkload):
 
 class TINY(BenchmarkWorkload):
     """A step of 2 to 3 ms."""
+
+
+class WIDE_ADAM(BenchmarkWorkload):  # noqa: N801, the model's name
+    """WIDE with Adam."""
+
+
+class MANY_ADAM(BenchmarkWorkload):  # noqa: N801
+    """MANY with Adam."""
+
+
+class TRANSFORMER(BenchmarkWorkload):
+    """A small transformer with Adam."""

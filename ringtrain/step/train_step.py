@@ -164,6 +164,11 @@ class TrainStep:
         pieces = self.named_pieces.items() if self.sharded is not None else ()
         return {name: (self.sharded.shape_of(v), str(v.dtype)) for name, v in pieces if self.sharded is not None}
 
+    @property
+    def names(self) -> list[str]:
+        """Those of all that a checkpoint holds, however it is shared out."""
+        return list(self._name_all())
+
     def gather_shared_out(self) -> dict[str, np.ndarray]:
         """Whole slots that are shared out, on rank 0 alone; every rank must call it."""
         return self.sharded.gather(self.named_pieces) if self.sharded is not None else {}

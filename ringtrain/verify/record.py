@@ -142,6 +142,7 @@ def train_recorded(job: Job, notes: Sequence[str], path: Path) -> None:
     gathered = job.step.gather_shared_out()
     if not job.collective.world.is_rank0:
         return
+    trained = {name: variable.numpy() for name, variable in job.step.named_variables.items()} | gathered
     values = {
         "notes": np.array(notes, str),
         "losses": np.array(recorder.losses),
@@ -154,8 +155,7 @@ def train_recorded(job: Job, notes: Sequence[str], path: Path) -> None:
         "num_samples": 0 if isinstance(job.plan.order, StreamingOrder) else job.plan.order.num_samples,
         "variables": np.array([variable.path for variable in job.step.variables], str),
         "replicas": np.array(replicas, str),  # [ranks, variables]
-        **{name: variable.numpy() for name, variable in job.step.named_variables.items()},
-        **gathered,
+        **{name: trained[name] for name in job.step.names},
     }
     np.savez(path, **values)
 

@@ -124,8 +124,7 @@ def test_n_ranks_train_what_one_process_trains(
     assert_close([report.gradient_norm for report in reports], [norm for _, _, norm in expected], "gradient norm")
     slots = {**step.gather_shared_out(), **{name: v.numpy() for name, v in step.named_variables.items()}}
     if collective.world.is_rank0:
-        names = list(step._name_all())
-        mine = [slots[name] for name in names if name.startswith("slots/")]
+        mine = [slots[name] for name in step.names if name.startswith("slots/")]
         for value, right in zip(mine, plain_optimizer.variables, strict=True):
             assert_close(value, right.numpy(), right.path)
 

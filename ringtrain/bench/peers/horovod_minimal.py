@@ -16,13 +16,12 @@ def main() -> None:
     local_rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("HOROVOD_LOCAL_RANK", "0"))
     peer_loop.pin(arguments, int(local_rank))
     import horovod.tensorflow as hvd
-    import keras
     import tensorflow as tf
 
     hvd.init()
     peer_loop.set_threads(arguments)
     spec = peer_models.MODELS[arguments.model]
-    model, optimizer = spec.create(), keras.optimizers.SGD(spec.learning_rate)
+    model, optimizer = spec.create(), peer_models.create_optimizer(spec)
     variables = [variable.value for variable in model.trainable_variables]
     optimizer.build(model.trainable_variables)
 

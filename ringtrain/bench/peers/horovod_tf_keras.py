@@ -30,7 +30,7 @@ def main() -> None:
     hvd.init()
     model = spec.create()
     model.set_weights(first_weights)
-    optimizer = hvd.DistributedOptimizer(tf_keras.optimizers.SGD(spec.learning_rate))
+    optimizer = hvd.DistributedOptimizer(peer_models.create_optimizer(spec))
     loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, jit_compile=False)
     timer = peer_loop.make_timer(arguments, tf_keras.callbacks.Callback, is_rank0=hvd.rank() == 0)

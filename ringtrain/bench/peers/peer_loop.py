@@ -26,6 +26,7 @@ def parse_arguments(description: str | None, words: Sequence[str] | None = None)
     parser.add_argument("--cores", action="append", default=[], help="a rank's cores, such as 0,1; once for each rank")
     parser.add_argument("--intra_op_threads", type=int, default=0, help="0: TensorFlow's own number")
     parser.add_argument("--inter_op_threads", type=int, default=0, help="0: TensorFlow's own number")
+    parser.add_argument("--fused", action="store_true", help="an update by one operation for each variable")
     return parser.parse_args(words)
 
 
@@ -55,25 +56,62 @@ def make_batches(arguments: argparse.Namespace, rank: int, *, num_parts: int | N
     return numbers.map(lambda n: (tf.gather(x, n), tf.gather(y, n))).prefetch(2)
 
 
-def create_step(name: str) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """A model, and its compiled step (x, y) -> loss, in plain TensorFlow, without any communication."""
-    import keras
+def create_step(name: str, *, fused: bool = False) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """A model, and its compiled step (x, y) -> loss, in plain TensorFlow, without any communication.
+
+    ``fused``: with an update that passes through memory once, by TensorFlow's own operation, in place of Keras'.
+    """
     import tensorflow as tf
 
     spec = peer_models.MODELS[name]
-    model, optimizer = spec.create(), keras.optimizers.SGD(spec.learning_rate)
+    model = spec.create()
     variables = [variable.value for variable in model.trainable_variables]
-    optimizer.build(model.trainable_variables)
+    update = create_fused_update(spec, variables) if fused else create_update(spec, model)
 
     @tf.function(jit_compile=False)
     def train_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             logits = model(x, training=True)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
-        optimizer.apply(tape.gradient(loss, variables), model.trainable_variables)
+        update(tape.gradient(loss, variables))
         return loss
 
     return model, train_step
+
+
+def create_update(spec: peer_models.Model, model: Any) -> Callable[[Any], None]:
+    """The update of a model by its gradients, as Keras writes it."""
+    import tensorflow as tf
+
+    optimizer = peer_models.create_optimizer(spec)
+    optimizer.build(model.trainable_variables)
+    # Dense: Keras' Adam squares a sparse gradient row by row, which is wrong where a row comes twice.
+    return lambda gradients: optimizer.apply([tf.convert_to_tensor(g) for g in gradients], model.trainable_variables)
+
+
+def create_fused_update(spec: peer_models.Model, variables: Sequence[Any]) -> Callable[[Any], None]:
+    """The same by one operation for each variable."""
+    import tensorflow as tf
+
+    step = tf.Variable(0.0)
+    slots = [[tf.Variable(tf.zeros_like(v)) for _ in range(2)] for v in variables] if spec.optimizer == "Adam" else []
+    rate, beta_1, beta_2 = spec.learning_rate, 0.9, 0.999
+
+    def update(gradients: Any) -> None:
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        if spec.optimizer == "SGD":
+            for v, gradient in zip(variables, dense, strict=True):
+                tf.raw_ops.ResourceApplyGradientDescent(var=v.handle, alpha=rate, delta=gradient)
+            return
+        step.assign_add(1.0)
+        powers = {"beta1_power": beta_1**step, "beta2_power": beta_2**step}
+        for v, (m, n), gradient in zip(variables, slots, dense, strict=True):
+            tf.raw_ops.ResourceApplyAdam(
+                var=v.handle, m=m.handle, v=n.handle, lr=rate, beta1=beta_1, beta2=beta_2, epsilon=1e-7, grad=gradient,
+                **powers,
+            )  # fmt: skip
+
+    return update
 
 
 def time_steps(

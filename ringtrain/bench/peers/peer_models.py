@@ -12,6 +12,7 @@ NUM_CLASSES = 10
 WIDE_WIDTH = 2700
 MANY_LAYERS, MANY_WIDTH = 150, 64
 TINY_WIDTH = 256
+NUM_WORDS, NUM_POSITIONS, TOKEN_WIDTH, NUM_BLOCKS, NUM_HEADS = 4000, 32, 128, 7, 4
 
 
 class Model(NamedTuple):
@@ -21,7 +22,9 @@ class Model(NamedTuple):
     sample_shape: tuple[int, ...]  # of one input
     num_samples: int  # of the synthetic data
     local_batch_size: int  # samples per rank
-    learning_rate: float  # of plain SGD; so small that rounding does not grow into another trajectory
+    learning_rate: float  # so small that rounding does not grow into another trajectory
+    optimizer: str = "SGD"  # by Keras' name, with its own settings
+    num_words: int = 0  # where a sample is of whole numbers below it
 
 
 def make_samples(model: Model) -> tuple[np.ndarray, np.ndarray]:
@@ -34,7 +37,18 @@ def make_samples(model: Model) -> tuple[np.ndarray, np.ndarray]:
     centres = generator.standard_normal((NUM_CLASSES, *model.sample_shape), np.float32)
     labels = generator.integers(0, NUM_CLASSES, model.num_samples)
     noise = generator.standard_normal((model.num_samples, *model.sample_shape), np.float32)
-    return centres[labels] + noise, labels
+    values = centres[labels] + noise
+    if model.num_words:
+        spread = model.num_words * (0.5 + values / 10)
+        return np.clip(spread, 0, model.num_words - 1).astype(np.int32), labels
+    return values, labels
+
+
+def create_optimizer(model: Model) -> Any:
+    """The model's optimizer."""
+    import keras
+
+    return getattr(keras.optimizers, model.optimizer)(model.learning_rate)
 
 
 def create_cnn() -> Any:
@@ -100,6 +114,30 @@ def create_tiny() -> Any:
     )
 
 
+def create_transformer() -> Any:
+    """A small transformer of 2 M parameters, a quarter of them in an embedding."""
+    import keras
+    from keras import layers
+
+    kernels = _kernels()
+
+    def dense(units: int, activation: str | None = None) -> Any:
+        return layers.Dense(units, activation=activation, kernel_initializer=next(kernels))
+
+    words = keras.Input((NUM_POSITIONS,), dtype="int32")
+    values = layers.Embedding(NUM_WORDS, TOKEN_WIDTH, embeddings_initializer=next(kernels))(words)  # [n, 32, 128]
+    for _ in range(NUM_BLOCKS):
+        normal = layers.LayerNormalization()(values)
+        attention = layers.MultiHeadAttention(
+            NUM_HEADS, TOKEN_WIDTH // NUM_HEADS, use_bias=False, kernel_initializer=next(kernels)
+        )  # a key's bias has no gradient but rounding, which Adam would follow
+        values = layers.add([values, attention(normal, normal)])
+        normal = layers.LayerNormalization()(values)
+        values = layers.add([values, dense(TOKEN_WIDTH)(dense(4 * TOKEN_WIDTH, "gelu")(normal))])
+    pooled = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(values))
+    return keras.Model(words, dense(NUM_CLASSES)(pooled))
+
+
 def _kernels() -> Iterator[Any]:
     """An initializer for each layer, with a seed of its own."""
     import keras
@@ -107,9 +145,24 @@ def _kernels() -> Iterator[Any]:
     return (keras.initializers.VarianceScaling(0.5, seed=seed) for seed in itertools.count(1))
 
 
+CNN = Model(create_cnn, (24, 24, 3), num_samples=15_360, local_batch_size=128, learning_rate=1e-4)
+WIDE = Model(create_wide, (WIDE_WIDTH,), num_samples=3_840, local_batch_size=32, learning_rate=1e-3)
+MANY = Model(create_many, (MANY_WIDTH,), num_samples=15_360, local_batch_size=64, learning_rate=1e-5)
+TINY = Model(create_tiny, (TINY_WIDTH,), num_samples=15_360, local_batch_size=64, learning_rate=1e-3)
 MODELS = {
-    "CNN": Model(create_cnn, (24, 24, 3), num_samples=15_360, local_batch_size=128, learning_rate=1e-4),
-    "WIDE": Model(create_wide, (WIDE_WIDTH,), num_samples=3_840, local_batch_size=32, learning_rate=1e-3),
-    "MANY": Model(create_many, (MANY_WIDTH,), num_samples=15_360, local_batch_size=64, learning_rate=1e-5),
-    "TINY": Model(create_tiny, (TINY_WIDTH,), num_samples=15_360, local_batch_size=64, learning_rate=1e-3),
+    "CNN": CNN,
+    "WIDE": WIDE,
+    "MANY": MANY,
+    "TINY": TINY,
+    "WIDE_ADAM": WIDE._replace(learning_rate=1e-6, optimizer="Adam"),
+    "MANY_ADAM": MANY._replace(learning_rate=1e-6, optimizer="Adam"),
+    "TRANSFORMER": Model(
+        create_transformer,
+        (NUM_POSITIONS,),
+        num_samples=7_680,
+        local_batch_size=16,
+        learning_rate=1e-5,
+        optimizer="Adam",
+        num_words=NUM_WORDS,
+    ),
 }

@@ -14,7 +14,6 @@ import peer_models
 def main() -> None:
     arguments = peer_loop.parse_arguments(__doc__)
     peer_loop.pin(arguments, arguments.rank)
-    import keras
     import tensorflow as tf
 
     peer_loop.set_threads(arguments)
@@ -22,7 +21,7 @@ def main() -> None:
     spec = peer_models.MODELS[arguments.model]
     global_batch_size = spec.local_batch_size * arguments.size
     with strategy.scope():
-        model, optimizer = spec.create(), keras.optimizers.SGD(spec.learning_rate)
+        model, optimizer = spec.create(), peer_models.create_optimizer(spec)
         optimizer.build(model.trainable_variables)
 
     def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:

@@ -12,7 +12,7 @@ def main() -> None:
     arguments = peer_loop.parse_arguments(__doc__)
     peer_loop.pin(arguments, arguments.rank)
     peer_loop.set_threads(arguments)
-    model, train_step = peer_loop.create_step(arguments.model)
+    model, train_step = peer_loop.create_step(arguments.model, fused=arguments.fused)
     batches = peer_loop.make_batches(arguments, arguments.rank)
     sec_per_step, loss = peer_loop.time_steps(train_step, batches, arguments, is_rank0=arguments.rank == 0)
     peer_loop.write_results(arguments, sec_per_step, float(loss), model, name=f"result-{arguments.rank}")

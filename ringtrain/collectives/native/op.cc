@@ -187,8 +187,7 @@ class Kernel {
                             ? TF_AllocateOutput(context, index, types[index], dims.data(),
                                                 static_cast<int>(dims.size()), parts[index].bytes(), status.status)
                             : TF_ForwardInputOrAllocateOutput(context, &index, 1, index, dims.data(),
-                                                              static_cast<int>(dims.size()), &forwarded,
-                                                              status.status);
+                                                              static_cast<int>(dims.size()), &forwarded, status.status);
         if (status.is_ok()) parts[index].out = output.data();
       }
       if (!status.is_ok()) transport.fail();
@@ -276,8 +275,9 @@ bool register_operation(const char* name, std::initializer_list<const char*> att
 
 // Once, when TensorFlow loads the library. A scale is the bits of a double, as TensorFlow's are floats; it is of so
 // many of the first tensors' sums.
-const bool is_registered = register_operation<false>("RingtrainAllReduce", {"num_scaled: int", "scale: int"}) &&
-                           register_operation<true>("RingtrainAllGather", {"ranks: list(int)", "dims: list(int)", "begins: list(int)"});
+const bool is_registered =
+    register_operation<false>("RingtrainAllReduce", {"num_scaled: int", "scale: int"}) &&
+    register_operation<true>("RingtrainAllGather", {"ranks: list(int)", "dims: list(int)", "begins: list(int)"});
 
 std::byte* map_memory(int descriptor, int64_t offset, int64_t length, bool is_writable) {
   int error;

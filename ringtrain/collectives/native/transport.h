@@ -87,8 +87,8 @@ class Transport {
                                          Nodes nodes = {});
   ~Transport();
 
-  // Look at what is to be added, or, of a gather, put together: of each part every rank has another piece. Whether it is
-  // short, which a gather never is.
+  // Look at what is to be added, or, of a gather, put together: of each part every rank has another piece. Whether it
+  // is short, which a gather never is.
   bool lay_out(Parts& parts, bool gathers = false);
 
   // Meet the other ranks. `meaning` says what is added, the same on all ranks; `may_share`: the sums may lie in memory

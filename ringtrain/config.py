@@ -37,11 +37,12 @@ OPTIMIZER_CLASSES = {
     "adafactor": "Adafactor",
     "ftrl": "Ftrl",
     "lamb": "Lamb",
+    "lars": "LARS",  # ringtrain's own
     "lion": "Lion",
     "nadam": "Nadam",
     "rmsprop": "RMSprop",
 }
-MOMENTUM_OPTIMIZERS = ("sgd", "rmsprop")
+MOMENTUM_OPTIMIZERS = ("sgd", "rmsprop", "lars")
 RHO_OPTIMIZERS = ("rmsprop", "adadelta")
 EPSILON_OPTIMIZERS = ("rmsprop", "adadelta", "adagrad", "adam", "adamw", "adamax", "nadam", "lamb")
 
@@ -60,7 +61,8 @@ class OptimizerConfig:
     """The optimizer and its learning rate as a function of the samples seen."""
 
     name: str = "sgd"
-    """a Keras 3 optimizer: sgd, adam, adamw, adamax, adagrad, adadelta, adafactor, ftrl, lamb, lion, nadam, rmsprop"""
+    """a Keras 3 optimizer: sgd, adam, adamw, adamax, adagrad, adadelta, adafactor, ftrl, lamb, lion, nadam, rmsprop; or
+    lars (You, Gitman, Ginsburg 2017)"""
 
     lr: float = 0.01
     """learning rate at the workload's own global batch size"""
@@ -71,8 +73,9 @@ class OptimizerConfig:
     warmup_epochs: float = 0.0
     """epochs over which the learning rate rises linearly from lr (from 0 where lr_scale is none) to its scaled value"""
 
-    schedule: Literal["constant", "exponential", "cosine", "linear"] = "constant"
-    """what follows the warm-up; cosine and linear end at 0 with the run"""
+    schedule: Literal["constant", "exponential", "cosine", "linear", "polynomial"] = "constant"
+    """what follows the warm-up; cosine, linear and polynomial (of power 2, as in MLPerf's ResNet) end at 0 with the
+    run"""
 
     decay_rate: float = 0.1
     """factor of each step of the exponential staircase"""
@@ -81,7 +84,7 @@ class OptimizerConfig:
     """epochs between two steps of the exponential staircase"""
 
     momentum: float = 0.0
-    """momentum of sgd and rmsprop"""
+    """momentum of sgd, rmsprop and lars"""
 
     nesterov: bool = False
     """Nesterov momentum (sgd)"""
@@ -93,7 +96,14 @@ class OptimizerConfig:
     """what is added to the denominator (rmsprop, adam and their kin); by default Keras' own"""
 
     weight_decay: float = 0.0
-    """decoupled weight decay (Loshchilov and Hutter 2019); 0 is off"""
+    """decoupled weight decay (Loshchilov and Hutter 2019), and that of lars; 0 is off"""
+
+    exclude: str = ""
+    """words with commas between, such as bias,gamma,beta: weights with one of them in their name have no weight decay,
+    and with lars no learning rate of their own"""
+
+    trust_coefficient: float | None = None
+    """a weight's learning rate over the ratio of its norm to its gradient's (lars); by default 0.001"""
 
     clip_global_norm: float = 0.0
     """largest global norm of the reduced gradients; 0 is off"""
@@ -115,6 +125,7 @@ class OptimizerConfig:
             ("momentum", MOMENTUM_OPTIMIZERS, f"leave it at 0, or choose {' or '.join(MOMENTUM_OPTIMIZERS)}"),
             ("rho", RHO_OPTIMIZERS, f"leave it out, or choose one of {', '.join(RHO_OPTIMIZERS)}"),
             ("epsilon", EPSILON_OPTIMIZERS, f"leave it out, or choose one of {', '.join(EPSILON_OPTIMIZERS)}"),
+            ("trust_coefficient", ("lars",), "leave it out, or choose lars"),
         ):
             value = getattr(self, name)
             if value is not None and name != "momentum":
@@ -125,6 +136,11 @@ class OptimizerConfig:
             raise UsageError(
                 "optimizer.nesterov is true, but only sgd with optimizer.momentum above 0 has Nesterov momentum."
             )
+
+    @property
+    def excluded_words(self) -> list[str]:
+        """The words of ``exclude``."""
+        return [word.strip() for word in self.exclude.split(",") if word.strip()]
 
 
 @dataclass(frozen=True, kw_only=True)

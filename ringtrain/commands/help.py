@@ -52,7 +52,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "optimizer": (
         "optimizer.name", "optimizer.lr", "optimizer.lr_scale", "optimizer.warmup_epochs", "optimizer.schedule",
         "optimizer.decay_rate", "optimizer.decay_epochs", "optimizer.momentum", "optimizer.nesterov", "optimizer.rho",
-        "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_global_norm", "optimizer.ema",
+        "optimizer.epsilon", "optimizer.weight_decay", "optimizer.exclude", "optimizer.trust_coefficient",
+        "optimizer.clip_global_norm", "optimizer.ema",
     ),
     "computing and communication": (
         "precision", "accumulate", "jit_compile", "compression", "shard_optimizer", "backend", "deterministic",

@@ -194,7 +194,7 @@ def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping
 
 def list_changed_settings(former: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """The settings that enter the training and differ, each with both values."""
-    is_bound = flatten_settings(wanted).get("optimizer.schedule") in ("cosine", "linear")
+    is_bound = flatten_settings(wanted).get("optimizer.schedule") in ("cosine", "linear", "polynomial")
     free = FREE_SETTINGS | (set() if is_bound else LENGTH_SETTINGS)
     # A setting that came with a later version than the run's has the value that changes nothing as its default.
     old = flatten_settings(to_plain(asdict(Config()))) | flatten_settings(former)

@@ -2,11 +2,12 @@
 
 Keras writes an update as several operations, each of which goes through memory with all values: on cores, where large
 layers do not fit into a cache, that takes as long as a good part of the backward pass. TensorFlow has each of these
-formulas as one operation. Variables, settings and formulas are Keras' own.
+formulas as one operation. Variables, settings and formulas are Keras' own. Besides, those for large batches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -58,6 +59,127 @@ class FusedAdamUpdate:
         )
 
 
+class FusedRMSpropUpdate:
+    """The update of RMSprop with momentum, not centred: TensorFlow's operation has a slot for it."""
+
+    def update_step(self: Any, gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
+        if isinstance(gradient, tf.IndexedSlices) or self.centered or not self.momentum:
+            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
+            return
+        dtype, index = variable.dtype, self._get_variable_index(variable)
+        tf.raw_ops.ResourceApplyRMSProp(
+            var=variable.handle,
+            ms=self._velocities[index].value.handle,
+            mom=self._momentums[index].value.handle,
+            lr=tf.cast(learning_rate, dtype),
+            rho=tf.constant(self.rho, dtype),
+            momentum=tf.constant(self.momentum, dtype),
+            epsilon=tf.constant(self.epsilon, dtype),
+            grad=tf.cast(gradient, dtype),
+        )
+
+
+class LayerwiseUpdate:
+    """Updates of whole weights at a rate that depends on a weight's norm and that of what is to change it.
+
+    Where weights are shared out, ``sum_over_ranks`` adds a vector over all ranks, so that the norms are whole ones.
+    """
+
+    sum_over_ranks: Callable[[tf.Tensor], tf.Tensor] = staticmethod(lambda vector: vector)
+
+    def direction(self: Any, gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
+        """What is to change a weight, but for its rate."""
+        raise NotImplementedError
+
+    def ratio(self: Any, variable: tf.Variable, weight_norm: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
+        """By what a weight's rate is multiplied; ``norm`` is that of its direction."""
+        raise NotImplementedError
+
+    def change(self: Any, variable: tf.Variable, direction: tf.Tensor, rate: tf.Tensor) -> None:
+        """Change a weight by its direction, at its rate."""
+        variable.assign_sub(rate * direction)
+
+    def _backend_update_step(self: Any, gradients: Any, variables: Any, learning_rate: Any) -> None:
+        values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+        dense = [tf.cast(tf.convert_to_tensor(g), v.dtype) for g, v in zip(gradients, values, strict=True)]
+        directions = [self.direction(g, v) for g, v in zip(dense, values, strict=True)]
+        dtype = tf.float64 if any(v.dtype == tf.float64 for v in values) else tf.float32
+        mine = [
+            [tf.cast(2 * tf.nn.l2_loss(tf.cast(each, dtype)), dtype) for each in (v.read_value(), direction)]
+            for v, direction in zip(values, directions, strict=True)
+        ]
+        places = [self._get_variable_index(v) for v in values]
+        count = len(self._trainable_variables)
+        squares = tf.scatter_nd([[place] for place in places], tf.stack(mine), [count, 2])
+        norms = tf.sqrt(tf.reshape(self.sum_over_ranks(tf.reshape(squares, [-1])), [count, 2]))
+        for place, variable, direction in zip(places, values, directions, strict=True):
+            ratio = self.ratio(variable, norms[place, 0], norms[place, 1])
+            rate = tf.cast(ratio, variable.dtype) * tf.cast(learning_rate, variable.dtype)
+            self.change(variable, direction, rate)
+
+
+class LayerwiseLamb(LayerwiseUpdate, keras.optimizers.Lamb):
+    """Keras' LAMB (You et al. 2020)."""
+
+    def direction(self, gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
+        dtype, index = variable.dtype, self._get_variable_index(variable)
+        step = tf.cast(self.iterations + 1, dtype)
+        powers = tf.cast(self.beta_1, dtype) ** step, tf.cast(self.beta_2, dtype) ** step
+        mean, square = self._momentums[index].value, self._velocities[index].value
+        mean.assign_add((gradient - mean) * tf.constant(1 - self.beta_1, dtype))
+        square.assign_add((tf.square(gradient) - square) * tf.constant(1 - self.beta_2, dtype))
+        return (mean / (1 - powers[0])) / (tf.sqrt(square / (1 - powers[1])) + tf.constant(self.epsilon, dtype))
+
+    def ratio(self, variable: tf.Variable, weight_norm: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
+        return tf.where((weight_norm > 0) & (norm > 0), tf.math.divide_no_nan(weight_norm, norm), 1.0)
+
+
+class LARS(LayerwiseUpdate, keras.optimizers.Optimizer):
+    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, algorithm 1), as in MLPerf's ResNet reference.
+
+    With the gradient g of a weight w, and its decay d: the momentum becomes m v + r e |w| / (|g| + d |w|) (g + d w),
+    by which w goes down; r is the learning rate and e the trust coefficient. Weights that are excluded from weight
+    decay (biases, norms) have neither decay nor a rate of their own.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.1,
+        momentum: float = 0.0,
+        trust_coefficient: float = 0.001,
+        weight_decay: float | None = None,
+        name: str = "lars",
+        **options: Any,
+    ) -> None:
+        super().__init__(learning_rate=learning_rate, name=name, **options)
+        self.momentum, self.trust_coefficient, self.decay = momentum, trust_coefficient, weight_decay or 0.0
+
+    def build(self, variables: Any) -> None:
+        if not self.built:
+            super().build(variables)
+            self.momentums = self.add_optimizer_variables(variables, "momentum")
+
+    def direction(self, gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
+        return gradient
+
+    def ratio(self, variable: tf.Variable, weight_norm: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
+        if not self._use_weight_decay(variable):
+            return tf.ones([], norm.dtype)
+        scale = tf.math.divide_no_nan(self.trust_coefficient * weight_norm, norm + self.decay * weight_norm)
+        return tf.where((weight_norm > 0) & (norm > 0), scale, 1.0)
+
+    def change(self, variable: tf.Variable, direction: tf.Tensor, rate: tf.Tensor) -> None:
+        momentum = self.momentums[self._get_variable_index(variable)].value
+        if self._use_weight_decay(variable):
+            direction += self.decay * variable
+        momentum.assign(self.momentum * momentum + rate * direction)
+        variable.assign_sub(momentum)
+
+    def get_config(self) -> dict[str, Any]:
+        own = {"momentum": self.momentum, "trust_coefficient": self.trust_coefficient, "weight_decay": self.decay}
+        return {**super().get_config(), **own}
+
+
 class FusedSGD(FusedSGDUpdate, keras.optimizers.SGD):
     """Keras' SGD."""
 
@@ -70,14 +192,27 @@ class FusedAdamW(FusedAdamUpdate, keras.optimizers.AdamW):
     """Keras' AdamW."""
 
 
-FUSED = {"sgd": FusedSGD, "adam": FusedAdam, "adamw": FusedAdamW}  # by the names of the settings
+class FusedRMSprop(FusedRMSpropUpdate, keras.optimizers.RMSprop):
+    """Keras' RMSprop."""
+
+
+# By the names of the settings. Others are Keras' own: TensorFlow has no operation of their formulas.
+OWN = {
+    "sgd": FusedSGD,
+    "adam": FusedAdam,
+    "adamw": FusedAdamW,
+    "rmsprop": FusedRMSprop,
+    "lamb": LayerwiseLamb,
+    "lars": LARS,
+}
 FUSED_UPDATES: dict[type, type] = {
     keras.optimizers.SGD: FusedSGDUpdate,
     keras.optimizers.Adam: FusedAdamUpdate,
     keras.optimizers.AdamW: FusedAdamUpdate,
+    keras.optimizers.RMSprop: FusedRMSpropUpdate,
 }  # of Keras' own classes, not of what inherits from them
 
 
 def only_reads_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether no variable of the optimizer takes over a gradient, or a part of one, as it is: known of these alone."""
-    return type(optimizer) in FUSED.values()
+    return type(optimizer) in OWN.values()

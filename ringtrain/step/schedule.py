@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from ringtrain.config import OptimizerConfig
 
+POLYNOMIAL_POWER = 2  # MLPerf's, with LARS
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
@@ -42,4 +44,6 @@ class LearningRate:
             return 0.5 * (1 + math.cos(math.pi * fraction))
         if self.optimizer.schedule == "linear":
             return 1.0 - fraction
+        if self.optimizer.schedule == "polynomial":
+            return (1.0 - fraction) ** POLYNOMIAL_POWER
         return 1.0

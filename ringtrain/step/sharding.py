@@ -3,7 +3,7 @@
 ZeRO's first stage (Rajbhandari et al. 2020). To the optimizer a rank's pieces are its variables: vectors with the names
 of the weights that they are of, some of no values. So whatever computes each value from that value's own past, such as
 Adam's update, weight decay or a mask of it by name, computes the same as of whole weights. What needs all gradients at
-once, a norm to clip by, is summed over the ranks.
+once, a norm to clip by or LAMB's, is summed over the ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ringtrain.collectives.gradients import GradientReduction, Reduced
 from ringtrain.collectives.shards import ShardedReduction, cut
 from ringtrain.errors import UsageError
 from ringtrain.run.variables import slots_that_begin_as_weights
+from ringtrain.step.optimizers import LayerwiseUpdate
 
 PROBE_SHAPE, PROBE_CUT, PROBE_UPDATES = (6, 4), 10, 2
 PROBE_TOLERANCE = 1e-5
@@ -43,7 +44,8 @@ class ShardedOptimizer:
         Raises:
             UsageError: an update of the optimizer's is not element-wise.
         """
-        require_elementwise(optimizer)
+        if not isinstance(optimizer, LayerwiseUpdate):
+            require_elementwise(optimizer)
         self.optimizer, self._weights, self._collective = optimizer, list(weights), reduction.collective
         self._reduction = ShardedReduction(
             reduction=reduction,
@@ -56,6 +58,8 @@ class ShardedOptimizer:
         self._updated = [index for index, piece in enumerate(self.pieces) if piece.shape[0]] or [0]
         self._weight_of_slot: dict[int, int] = {}
         self._build()
+        if isinstance(optimizer, LayerwiseUpdate):
+            optimizer.sum_over_ranks = functools.partial(self._sum, name="norms")
 
     def _create_piece(self, index: int) -> keras.Variable:
         weight = self._weights[index]
@@ -124,12 +128,16 @@ class ShardedOptimizer:
         dtype = tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32
         mine = tf.stack([tf.cast(2 * tf.nn.l2_loss(gradient), dtype) for gradient in gradients])
         squares = tf.scatter_nd([[index] for index in self._updated], mine, [len(self.pieces)])
-        [squares] = self._collective.all_reduce([squares], name="norms", ordered=True).tensors
+        squares = self._sum(squares, name="norms to clip by")
         if not optimizer.clipnorm:
             squares = tf.fill([len(self.pieces)], tf.reduce_sum(squares))
         norms = tf.gather(tf.sqrt(squares), self._updated)
         scales = tf.where(tf.math.is_finite(norms), limit / tf.maximum(norms, limit), np.nan)
         return [g * tf.cast(scale, g.dtype) for g, scale in zip(gradients, tf.unstack(scales), strict=True)]
+
+    def _sum(self, vector: tf.Tensor, *, name: str) -> tf.Tensor:
+        [total] = self._collective.all_reduce([vector], name=name, ordered=True).tensors
+        return total
 
     def begin_from_weights(self) -> None:
         """Take this rank's pieces from the weights as they are now, for an optimizer that has made no update yet."""
@@ -168,7 +176,7 @@ def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
     """See that an optimizer computes each new value from that value's own past, by what it does to a weight in pieces.
 
     Raises:
-        UsageError: it does not (LAMB, Adafactor, Muon), or cannot be asked.
+        UsageError: it does not (Adafactor, Muon), or cannot be asked.
     """
     name = type(optimizer).__name__
     remedy = "Leave --shard_optimizer out, or take an optimizer that is, such as adamw, adam or sgd."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,7 +16,7 @@ from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of
 from ringtrain.data.sources import Source
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.run.variables import require_gradients_that_add
-from ringtrain.step.optimizers import FUSED, only_reads_gradients
+from ringtrain.step.optimizers import OWN, only_reads_gradients
 from ringtrain.step.train_step import TrainStep, set_precision
 from ringtrain.training.evaluation import EvalStep, evaluation_batches
 from ringtrain.workloads.base import Workload
@@ -69,11 +70,14 @@ def choose_optimizer(workload: Workload, config: Config, first_learning_rate: fl
 
 def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
     """The Keras optimizer of the settings. Its clipping acts on the gradients that it is given: the reduced ones."""
-    names = ("momentum", "nesterov", "rho", "epsilon", "weight_decay")
+    names = ("momentum", "nesterov", "rho", "epsilon", "weight_decay", "trust_coefficient")
     options = {"global_clipnorm": settings.clip_global_norm, **{name: getattr(settings, name) for name in names}}
     given = {name: value for name, value in options.items() if value}
-    optimizer_class = FUSED.get(settings.name) or getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
-    return optimizer_class(learning_rate=settings.lr, **given)
+    optimizer_class: Any = OWN.get(settings.name) or getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
+    optimizer = optimizer_class(learning_rate=settings.lr, **given)
+    if words := settings.excluded_words:
+        optimizer.exclude_from_weight_decay(var_names=words)
+    return optimizer
 
 
 def create_step(

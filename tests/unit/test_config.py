@@ -12,6 +12,7 @@ import pytest
 
 from ringtrain.config import (
     EPSILON_OPTIMIZERS,
+    MOMENTUM_OPTIMIZERS,
     OPTIMIZER_CLASSES,
     RHO_OPTIMIZERS,
     Config,
@@ -190,41 +191,61 @@ def test_settings_become_plain_values(tmp_path: Path) -> None:
     assert (plain["data_dir"], plain["out"], plain["optimizer"]["name"]) == (str(tmp_path), "runs/a", "sgd")
 
 
-def test_every_optimizer_is_one_of_keras() -> None:
+def test_every_optimizer_is_there() -> None:
     import keras
 
-    for name in OPTIMIZER_CLASSES.values():
-        assert issubclass(getattr(keras.optimizers, name), keras.optimizers.Optimizer)
+    for name in OPTIMIZER_CLASSES:
+        assert issubclass(class_of(name), keras.optimizers.Optimizer)
+
+
+def class_of(name: str) -> Any:
+    """Keras' class of an optimizer, or ringtrain's own."""
+    import keras
+
+    from ringtrain.step.optimizers import LARS
+
+    return LARS if name == "lars" else getattr(keras.optimizers, OPTIMIZER_CLASSES[name])
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_CLASSES)
 def test_every_optimizer_can_be_made_from_its_settings(name: str) -> None:
-    import keras
-
     from ringtrain.training.creation import create_optimizer
 
-    momentum = 0.5 if name in ("sgd", "rmsprop") else 0.0
+    momentum = 0.5 if name in MOMENTUM_OPTIMIZERS else 0.0
     settings = OptimizerConfig(name=name, lr=0.25, weight_decay=0.125, clip_global_norm=2.0, momentum=momentum)
     optimizer = create_optimizer(settings)
     made = optimizer.get_config()
-    assert isinstance(optimizer, getattr(keras.optimizers, OPTIMIZER_CLASSES[name]))
+    assert isinstance(optimizer, class_of(name))
     assert (made["learning_rate"], made["weight_decay"], made["global_clipnorm"]) == (0.25, 0.125, 2.0)
     assert made.get("momentum", 0.5) == 0.5
 
 
-@pytest.mark.parametrize(("setting", "names"), [("rho", RHO_OPTIMIZERS), ("epsilon", EPSILON_OPTIMIZERS)])
+@pytest.mark.parametrize(
+    ("setting", "names"), [("rho", RHO_OPTIMIZERS), ("epsilon", EPSILON_OPTIMIZERS), ("trust_coefficient", ("lars",))]
+)
 def test_a_setting_is_for_just_those_optimizers_that_take_it(setting: str, names: tuple[str, ...]) -> None:
     import inspect
 
-    import keras
-
     from ringtrain.training.creation import create_optimizer
 
-    for name, class_name in OPTIMIZER_CLASSES.items():
-        parameters = inspect.signature(getattr(keras.optimizers, class_name)).parameters
+    for name in OPTIMIZER_CLASSES:
+        parameters = inspect.signature(class_of(name)).parameters
         # Adafactor has two epsilons, of other names.
         assert (name in names) == (setting in parameters), name
         if name in names:
             values: dict[str, Any] = {"name": name, setting: 0.5}
             optimizer = create_optimizer(OptimizerConfig(**values))
             assert optimizer.get_config()[setting] == 0.5
+
+
+def test_words_exclude_weights_from_weight_decay() -> None:
+    import keras
+
+    from ringtrain.training.creation import create_optimizer
+
+    settings = OptimizerConfig(name="adamw", weight_decay=0.1, exclude="bias, gamma,")
+    assert settings.excluded_words == ["bias", "gamma"]
+    optimizer = create_optimizer(settings)
+    weights = [keras.Variable([1.0], name=name) for name in ("kernel", "bias", "gamma")]
+    optimizer.build(weights)
+    assert [optimizer._use_weight_decay(weight) for weight in weights] == [True, False, False]

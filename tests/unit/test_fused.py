@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.run.variables import named_slots
-from ringtrain.step.optimizers import FusedAdam, FusedAdamW, FusedSGD
+from ringtrain.step.optimizers import LARS, FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD, LayerwiseLamb
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "sgd": (FusedSGD, keras.optimizers.SGD, {}),
@@ -19,6 +19,10 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "adam": (FusedAdam, keras.optimizers.Adam, {"epsilon": 1e-3}),
     "amsgrad": (FusedAdam, keras.optimizers.Adam, {"amsgrad": True}),
     "adamw": (FusedAdamW, keras.optimizers.AdamW, {"weight_decay": 0.1}),
+    "rmsprop": (FusedRMSprop, keras.optimizers.RMSprop, {"momentum": 0.9, "rho": 0.8}),
+    "rmsprop centered": (FusedRMSprop, keras.optimizers.RMSprop, {"momentum": 0.9, "centered": True}),
+    "rmsprop without momentum": (FusedRMSprop, keras.optimizers.RMSprop, {}),
+    "lamb": (LayerwiseLamb, keras.optimizers.Lamb, {"weight_decay": 0.1}),
 }
 SHAPES = [(5, 4), (3,), ()]
 STEPS = 20
@@ -74,3 +78,28 @@ def test_settings_are_those_of_keras(case: str) -> None:
     fused, plain, options = CASES[case]
     ours, theirs = (each(learning_rate=0.1, **options).get_config() for each in (fused, plain))
     assert ours | {"name": ""} == theirs | {"name": ""}, "Keras names an optimizer after its class"
+
+
+def test_lars_is_the_paper_s() -> None:
+    """You, Gitman, Ginsburg 2017, algorithm 1, written down once more; of what is excluded, momentum alone."""
+    generator = np.random.default_rng(0)
+    values = {
+        name: generator.normal(size=shape) for name, shape in (("kernel", (5, 4)), ("bias", (4,)), ("zero", (3,)))
+    }
+    values["zero"][:] = 0
+    variables = [keras.Variable(value, dtype="float64", name=name) for name, value in values.items()]
+    optimizer = LARS(0.5, momentum=0.9, trust_coefficient=0.01, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    momenta = {name: np.zeros_like(value) for name, value in values.items()}
+    for _ in range(STEPS):
+        gradients = {name: generator.normal(size=value.shape) for name, value in values.items()}
+        optimizer.apply([tf.constant(gradient) for gradient in gradients.values()], variables)
+        for name, gradient in gradients.items():
+            norm, decay, rate = np.linalg.norm(values[name]), 0.0 if name == "bias" else 0.1, 1.0
+            if name != "bias" and norm > 0:
+                rate = 0.01 * norm / (np.linalg.norm(gradient) + decay * norm)
+            momenta[name] = 0.9 * momenta[name] + 0.5 * rate * (gradient + decay * values[name])
+            values[name] = values[name] - momenta[name]
+    for variable, value in zip(variables, values.values(), strict=True):
+        np.testing.assert_allclose(variable.numpy(), value, rtol=1e-12, err_msg=variable.name)
+    assert LARS.from_config(optimizer.get_config()).get_config() == optimizer.get_config()

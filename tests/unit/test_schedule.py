@@ -59,12 +59,17 @@ def test_warm_up_and_linear_decay_make_a_triangle() -> None:
     assert [triangle(n * EPOCH) for n in (0, 1, 2, 4, 6, 10, 11)] == pytest.approx([0, 0.05, 0.1, 0.075, 0.05, 0, 0])
 
 
+def test_polynomial_decay_is_of_power_two() -> None:
+    polynomial = rate(schedule="polynomial", warmup_epochs=2.0)
+    assert [polynomial(n * EPOCH) for n in (1, 2, 6, 10)] == pytest.approx([0.05, 0.1, 0.025, 0.0])
+
+
 def test_linear_decay_begins_at_the_peak() -> None:
     linear = rate(schedule="linear", lr_scale="linear")
     assert [linear(n * EPOCH) for n in (0, 5, 10)] == pytest.approx([0.4, 0.2, 0.0])
 
 
-@pytest.mark.parametrize("schedule", ["constant", "exponential", "cosine", "linear"])
+@pytest.mark.parametrize("schedule", ["constant", "exponential", "cosine", "linear", "polynomial"])
 def test_a_run_that_is_all_warm_up_has_a_rate(schedule: str) -> None:
     values = [rate(schedule=schedule, warmup_epochs=10.0)(n * EPOCH) for n in range(12)]
     assert all(math.isfinite(value) and value >= 0 for value in values)

@@ -16,7 +16,7 @@ from ringtrain.config import Config, OptimizerConfig
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import ArraySource, from_arrays
-from ringtrain.step.optimizers import only_reads_gradients
+from ringtrain.step.optimizers import LARS, LayerwiseLamb, only_reads_gradients
 from ringtrain.step.report import StepReport
 from ringtrain.step.train_step import TrainStep, set_precision
 from ringtrain.workloads.base import Sources, Workload
@@ -114,12 +114,20 @@ OPTIMIZERS: dict[str, Create] = {
     "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.9, centered=True),
     "nadam": lambda: keras.optimizers.Nadam(0.01),
     "lion": lambda: keras.optimizers.Lion(0.01),
+    "lamb": lambda: LayerwiseLamb(0.01, weight_decay=0.1),
+    "lars": lambda: without_biases(LARS(5.0, weight_decay=0.01)),
     "averaging": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
     "adding up": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
 }
 if hasattr(keras.optimizers, "MultiOptimizer"):  # from Keras 3.15 on
     OPTIMIZERS["muon"] = lambda: keras.optimizers.Muon(0.01)
     OPTIMIZERS["multi"] = lambda: multi_optimizer(keras.optimizers)
+
+
+def without_biases(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The optimizer, without weight decay of biases."""
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
 
 
 def multi_optimizer(optimizers: Any) -> keras.optimizers.Optimizer:

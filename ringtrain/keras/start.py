@@ -13,6 +13,7 @@ from ringtrain.collectives.horovod import connect_horovod, require_same_settings
 from ringtrain.collectives.native.library import LIBRARY
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
+from ringtrain.guard.failing import show_once
 from ringtrain.keras import hooks
 from ringtrain.keras.collective import choose_backend, is_elastic, wants_native_sums
 from ringtrain.runtime.devices import Needs, apply_plan, plan_devices, start_tensorflow
@@ -70,5 +71,6 @@ def init(
     if comm is None and world.launcher != "no launcher" and not is_elastic():
         connect_horovod(world)  # started already: it compares what Horovod and the launcher say
     hooks.install()
+    show_once(world)
     allow(exit_timeout, f"rank {world.rank} on {world.node}")
     watch_end(has_left_ranks=False)

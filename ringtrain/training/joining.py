@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ringtrain.config import Config
 from ringtrain.errors import RingtrainError
+from ringtrain.guard.failing import describe_same, is_raised_by_rank0
 from ringtrain.guard.lost import LostRanksError
 from ringtrain.messages.defects import describe_defect, format_defect
 from ringtrain.messages.escaping import escape, escape_block, escape_message
@@ -131,9 +132,13 @@ def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *
         report_error(error, world)
         collective.abort(error.exit_code)
     watchdog.begin_leaving(1)
-    message = escape(f"rank {world.rank} on {world.node} failed: {describe_defect(error)}")
+    message, shown = escape(f"rank {world.rank} on {world.node} failed: {describe_defect(error)}"), ""
+    if is_raised_by_rank0(error):
+        message = describe_same(error, world)
+    else:
+        shown = escape_block(format_defect(error))
     tell_end(end_values("failed", 1, message))
-    sys.stderr.write(f"{escape_block(format_defect(error))}ringtrain: error: {message}\n")
+    sys.stderr.write(f"{shown}ringtrain: error: {message}\n")
     collective.abort(1)
 
 

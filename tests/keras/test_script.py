@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.world.processes import clean_environment, run_command
 
 SCRIPT = """
@@ -74,3 +76,33 @@ def test_a_script_whose_thread_goes_on_is_ended_after_its_end(tmp_path: Path) ->
     assert run.rc == 0, run.stderr
     assert run.stdout.count("the script goes on") == 2
     assert re.search(r"warning: rank 1 on \S+ .* kept by the thread 'uploader'.* leaves with exit code 0", run.stderr)
+
+
+FAILING = """
+import sys
+import ringtrain.keras as hvd
+
+hvd.init()
+if sys.argv[1] == "alike" or hvd.rank() == 1:
+    raise KeyError("the script's own")
+elif sys.argv[1] == "apart":
+    raise ValueError("another")
+hvd.allreduce([1.0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "tracebacks"), [("alike", ["KeyError"]), ("apart", ["KeyError", "ValueError"]), ("alone", ["KeyError"])]
+)
+def test_what_all_ranks_raise_is_shown_once(tmp_path: Path, how: str, tracebacks: list[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")
+    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script), how]
+    run = run_command(command, env=env, timeout=120)
+    assert run.rc != 0
+    assert not run.left_behind
+    shown = re.findall(r"^(KeyError|ValueError): ", run.stderr, re.MULTILINE)
+    assert sorted(shown) == tracebacks, run.stderr
+    if how == "alike":
+        assert run.stderr.count("Traceback (most recent call last)") == 1, run.stderr

@@ -1,0 +1,70 @@
+"""An error that all ranks raise is shown once, by rank 0."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import Any
+
+from ringtrain.messages.defects import describe_defect
+from ringtrain.messages.escaping import escape
+from ringtrain.runtime.world import World
+
+MEETING_SECONDS = 1.0  # how long a rank that fails waits for the others to fail as well
+
+
+def is_raised_by_rank0(error: BaseException) -> bool:
+    """Whether rank 0 raises just this as well, at the same place, about now; False on rank 0 itself.
+
+    Horovod is asked, whose sums meet by name, so that this is in nobody's way; without it nobody is. Ranks that do not
+    fail never come: it takes ``MEETING_SECONDS`` then.
+    """
+    horovod: Any = sys.modules.get("horovod.tensorflow")
+    if horovod is None or not horovod.is_initialized() or horovod.size() == 1:
+        return False
+    place = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    digest = hashlib.sha256(repr([describe_defect(error), place]).encode()).digest()
+    found: list[bool] = []
+
+    def meet() -> None:
+        import numpy as np
+        import tensorflow as tf
+
+        with tf.device("/CPU:0"):
+            mine = tf.constant(np.frombuffer(digest, np.uint8)[None])
+            digests = horovod.allgather(mine, name="the digest of an error").numpy()
+        found.append(digests[0].tobytes() == digest)
+
+    def meet_quietly() -> None:
+        try:
+            meet()
+        except Exception:  # a rank has ended, and Horovod with it
+            found.append(False)
+
+    thread = threading.Thread(target=meet_quietly, name="failing", daemon=True)
+    thread.start()
+    thread.join(MEETING_SECONDS)
+    return bool(found and found[0]) and horovod.rank() > 0
+
+
+def describe_same(error: BaseException, world: World) -> str:
+    """What a rank says of an error that rank 0 shows."""
+    return escape(f"rank {world.rank} on {world.node} failed as rank 0 did: {describe_defect(error)}")
+
+
+@functools.cache
+def show_once(world: World) -> None:
+    """From now on an error that ends the program is shown by rank 0 alone, where that raises it as well."""
+    plain = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if isinstance(error, Exception) and is_raised_by_rank0(error):
+            sys.stderr.write(f"{describe_same(error, world)}\n")
+        else:
+            plain(kind, error, where)
+
+    sys.excepthook = show

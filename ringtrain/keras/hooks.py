@@ -6,7 +6,7 @@ Each calls the one that it replaces; with one rank, of a number that stays, they
 - ``MultiOptimizer.apply``: so is one of these, and parts of it that are distributed by themselves.
 - ``LossScaleOptimizer.apply``: ``compile`` puts it *around* a distributed optimizer; gradients are reduced before it
   tests them for overflow. Ranks that tested their own would part ways there, and wait for each other for ever.
-- ``Model.make_train_function``: Horovod has no grouped all-reduce for XLA, so the training step does without XLA.
+- ``Model.make_train_function``: XLA has none of the operations by which ranks sum: it compiles the rest of a step.
 - ``CallbackList.__init__``: the guards of ``fit`` (``guards.py``) take part without being asked for, and what saves
   (``elastic.CommitStateCallback``, ``callbacks.Run``) comes last, when all others have acted.
 - ``Model.fit``, ``EpochIterator._enumerate_iterator``: a ``fit`` with ``callbacks.Run`` is kept from before its first
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -26,12 +25,11 @@ import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from ringtrain.keras.collective import is_elastic
+from ringtrain.keras.compiled import CompiledStep, notice, why_not_compiled
 from ringtrain.keras.distributed import Distributed, apply_reduced, check_parts, find_distributed
 from ringtrain.keras.elastic import CommitStateCallback, UpdateBatchStateCallback
 from ringtrain.keras.guards import TrainingGuard, check_distributed
 from ringtrain.keras.run import Run
-
-log = logging.getLogger("ringtrain")
 
 
 @functools.cache
@@ -80,21 +78,17 @@ def _apply_scaled(plain: Any, optimizer: Any, grads: Any, trainable_variables: A
 def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
     if not (model.jit_compile and _has_ranks()):
         return plain(force)
-    _notice_xla()
+    why_not = why_not_compiled(model)
+    if why_not:
+        notice(why_not)
+    else:
+        model.train_step = CompiledStep(model)
     model.jit_compile = False
     try:
         return plain(force)
     finally:
         model.jit_compile = True
-
-
-@functools.cache
-def _notice_xla() -> None:
-    if hvd.rank() == 0:
-        log.warning(
-            "ringtrain.keras: the training step runs without XLA, which Horovod's grouped all-reduce has no operation "
-            "for. Pass jit_compile=False to compile() to say so yourself."
-        )
+        model.__dict__.pop("train_step", None)
 
 
 def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:

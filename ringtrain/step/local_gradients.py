@@ -6,7 +6,6 @@ The objective of a rank is its part of that of the global batch, so that the ran
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,16 +18,11 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.guard.labels import Labels, find_labels_of
 from ringtrain.run.variables import is_seed_state
+from ringtrain.step.compiled import CompiledFunction
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, per_sample
-
-# Of what XLA has not TensorFlow says: EagerPyFunc (No registered ... node {{node model/dense/EagerPyFunc}}).
-TRIED_SAMPLES = 2
-UNCOMPILED = re.compile(
-    r"(\w+) \((?:No registered|Unsupported|.{0,80}?not supported).*?\{\{node ([^}]*)\}\}", re.DOTALL
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,31 +216,22 @@ class LocalGradients:
 
 
 class CompiledGradients:
-    """The forward and backward pass of some samples as one function that XLA compiles, for each number of them once."""
+    """The forward and backward pass of some samples, which XLA compiles."""
 
     def __init__(self, compute: Callable[..., Forward]) -> None:
         """``compute`` gets samples (x, y) first, and then tensors or lists of them."""
         self._compute = compute
         self._labels: set[Labels] = set()
         self._structure: StepStructure | None = None
-        self._arguments: Any = None
-        self._calls: list[list[tf.TensorSpec]] = []
-        self._function = self._create_function()
-
-    def _create_function(self) -> Any:
-        return tf.function(self._trace, jit_compile=True, autograph=False)
+        self._function = CompiledFunction(self._trace)
 
     def __call__(self, *arguments: Any) -> Forward:
         """As ``compute``, while a step is traced."""
-        self._arguments = arguments
-        flat = [tf.convert_to_tensor(argument) for argument in tf.nest.flatten(arguments)]
-        self._calls.append([tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in flat])
-        gradients, sums, state = self._function(*flat)
+        gradients, sums, state = self._function(*arguments)
         assert self._structure is not None
         return Forward(gradients, sums, state, self._structure)
 
-    def _trace(self, *flat: tf.Tensor) -> tuple[Any, ...]:
-        samples, *others = tf.nest.pack_sequence_as(self._arguments, flat)
+    def _trace(self, samples: Any, *others: Any) -> tuple[Any, ...]:
         forward = self._compute(samples, *others)
         self._structure = forward.structure
         self._labels.update(find_labels_of(forward.sums.graph, tf.nest.flatten(samples[1])))
@@ -258,30 +243,8 @@ class CompiledGradients:
         return sorted(self._labels, key=lambda one: (one.place, one.num_classes))
 
     def why_not(self) -> str:
-        """What XLA cannot compile, in its words, or nothing: of the first call, where it can be tried.
-
-        It wants to know all shapes: where a number of samples is not known, any is as good.
-        """
-        specs = [
-            tf.TensorSpec([TRIED_SAMPLES, *spec.shape[1:]], spec.dtype)
-            if spec.shape.rank and spec.shape[0] is None
-            else spec
-            for spec in self._calls[0]
-        ]
-        if all(spec.shape.is_fully_defined() for spec in specs):
-            try:
-                function = self._function if specs == self._calls[0] else self._create_function()
-                function.experimental_get_compiler_ir(*specs)(stage="hlo")
-            except (tf.errors.OpError, ValueError, NotImplementedError) as error:
-                return describe_uncompiled(str(error))
-        return ""
-
-
-def describe_uncompiled(text: str) -> str:
-    """What TensorFlow says of operations that XLA has not, as theirs and their layers' names."""
-    names = dict.fromkeys(UNCOMPILED.findall(text))
-    said = [f"{kind} ({node})" for kind, node in names]
-    return ", ".join(said[:3]) + (f" and {len(said) - 3} more" if len(said) > 3 else "") or text.strip().splitlines()[0]
+        """What XLA cannot compile (``CompiledFunction.why_not``)."""
+        return self._function.why_not()
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:

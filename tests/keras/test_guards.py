@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -14,7 +16,7 @@ import ringtrain.keras as hvd
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
-from ringtrain.keras import guards, hooks
+from ringtrain.keras import compiled, guards
 from tests.keras.training import FEATURES, dataset, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
 
@@ -254,22 +256,47 @@ def test_ranks_that_train_on_the_same_samples_are_named(collective: Collective, 
         assert said[0].startswith("ringtrain.keras: ranks 0, 2 had the very same loss")
 
 
+class OwnStep(keras.Sequential):
+    """A model whose step may sum over the ranks."""
+
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
 @on_ranks(2)
-def test_a_step_that_xla_would_compile_runs_without_it_and_says_so_once(collective: Collective) -> None:
+def test_a_step_that_xla_cannot_compile_runs_without_it_and_says_so_once(collective: Collective) -> None:
     captured = Captured()
-    hooks.log.addHandler(captured)
+    compiled.log.addHandler(captured)
     try:
         for _ in range(2):
-            model, batches = make_model(), split_batches(make_batches(4))
+            model, batches = OwnStep(make_model().layers), split_batches(make_batches(4))
             train("fit", model, DISTRIBUTE(keras.optimizers.SGD()), batches, jit_compile=True)
             model.train_on_batch(*batches[0])
             assert model.jit_compile
             model.predict(np.zeros((2, FEATURES)), verbose=0)
     finally:
-        hooks.log.removeHandler(captured)
+        compiled.log.removeHandler(captured)
     lines = all_gather_object(collective, captured.lines, name="lines")
     assert [len(line) for line in lines] == [1, 0]
-    assert "without XLA" in lines[0][0]
+    assert "without XLA: OwnStep has a train_step of its own" in lines[0][0]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@on_ranks(2)
+def test_xla_compiles_all_of_a_step_but_its_sums_and_its_update(collective: Collective, optimizer: str) -> None:
+    weights = []
+    for jit_compile in (False, True):
+        model, batches = make_model(), split_batches(make_batches(4))
+        plain = compiled.CompiledStep._compute
+        with mock.patch.object(compiled.CompiledStep, "_compute", autospec=True, side_effect=plain) as compute:
+            train("fit", model, DISTRIBUTE(getattr(keras.optimizers, optimizer)(0.1)), batches, jit_compile=jit_compile)
+        assert bool(compute.call_count) == jit_compile
+        weights.append(model.get_weights())
+        model.evaluate(*batches[0], verbose=0)
+    for plain, ours in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
+    digests = [hashlib.sha256(np.concatenate([w.ravel() for w in weights[1]]).tobytes()).hexdigest()]
+    assert len(set(map(tuple, all_gather_object(collective, digests, name="weights")))) == 1
 
 
 def overflowing_model() -> keras.Model:

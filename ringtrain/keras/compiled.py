@@ -1,0 +1,64 @@
+"""``compile(jit_compile=True)``: XLA compiles a step's forward and backward pass; sums and update stay outside."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import horovod.tensorflow as hvd
+
+from ringtrain.step.compiled import CompiledFunction
+
+log = logging.getLogger("ringtrain")
+
+
+class CompiledStep:
+    """Keras' own ``train_step`` of a model, its optimizer outside of what XLA compiles."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._plain = model, model.train_step
+        self._function = CompiledFunction(self._compute)
+        self._why_not: str | None = None  # not asked yet
+
+    def __call__(self, data: Any) -> Any:
+        """Train one batch (x, y, weights), while Keras traces its function: the metrics."""
+        if self._why_not is None:
+            self._why_not = self._function.why_not(data)
+            if self._why_not:
+                notice(f"XLA has no way to compile {self._why_not}")
+        if self._why_not:
+            return self._plain(data)
+        gradients, metrics = self._function(data)
+        self._model.optimizer.apply(gradients, self._model.trainable_weights)
+        return metrics
+
+    def _compute(self, data: Any) -> tuple[list[Any], Any]:
+        """What the step would give to the optimizer, and its metrics."""
+        optimizer, found = self._model.optimizer, list[Any]()
+        optimizer.apply = lambda gradients, variables=None: found.extend(gradients)
+        try:
+            metrics = self._plain(data)
+        finally:
+            del optimizer.apply
+        return found, metrics
+
+
+def why_not_compiled(model: Any) -> str:
+    """Why a model's step cannot be taken apart, in words; empty: it can."""
+    if not type(model).train_step.__module__.startswith("keras."):
+        return f"{type(model).__name__} has a train_step of its own, in which ranks may sum"
+    if any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers()):
+        return "a layer asks the other ranks within its forward pass"
+    return ""
+
+
+@functools.cache
+def notice(why_not: str) -> None:
+    """Say once, on rank 0, that a step is not compiled."""
+    if hvd.rank() == 0:
+        log.warning(
+            "ringtrain.keras: the training step runs without XLA: %s. Pass jit_compile=False to compile() to say so "
+            "yourself.",
+            why_not,
+        )

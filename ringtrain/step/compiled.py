@@ -1,0 +1,80 @@
+"""A part of a step that XLA compiles, and what it says of operations that it has not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+# Of what XLA has not TensorFlow says: EagerPyFunc (No registered ... node {{node model/dense/EagerPyFunc}}).
+UNCOMPILED = re.compile(
+    r"(\w+) \((?:No registered|Unsupported|.{0,80}?not supported).*?\{\{node ([^}]*)\}\}", re.DOTALL
+)
+COMPOSITES = (tf.RaggedTensor, tf.SparseTensor)
+MAX_NAMED = 3
+TRIED_SAMPLES = 2
+
+
+class CompiledFunction:
+    """A function of nested tensors that XLA compiles, for each of their shapes once."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        self._compute = compute
+        self._arguments: Any = None
+        self._specs: list[tf.TensorSpec] = []  # of the first call
+        self._function = self._create()
+
+    def _create(self) -> Any:
+        def compute(*given: tf.Tensor) -> Any:
+            tensors = iter(given)
+            leaves = [None if leaf is None else next(tensors) for leaf in tf.nest.flatten(self._arguments)]
+            return self._compute(*tf.nest.pack_sequence_as(self._arguments, leaves))
+
+        return tf.function(compute, jit_compile=True, autograph=False)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What it computes of them, while another function is traced."""
+        return self._function(*self._flatten(arguments))
+
+    def _flatten(self, arguments: Any) -> list[tf.Tensor]:
+        self._arguments = arguments
+        flat = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(arguments) if leaf is not None]
+        self._specs = self._specs or [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in flat]
+        return flat
+
+    def why_not(self, *arguments: Any) -> str:
+        """What XLA cannot compile, in its words, or nothing: of the first call, or of ``arguments``.
+
+        It wants to know all shapes: where a number of samples is not known, any is as good; where others are not, it
+        cannot be tried.
+        """
+        if arguments:
+            composite = [leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, COMPOSITES)]
+            if composite:
+                return f"a {type(composite[0]).__name__}"
+            self._flatten(arguments)
+        specs = [
+            tf.TensorSpec([TRIED_SAMPLES, *spec.shape[1:]], spec.dtype)
+            if spec.shape.rank and spec.shape[0] is None
+            else spec
+            for spec in self._specs
+        ]
+        if not all(spec.shape.is_fully_defined() for spec in specs):
+            return ""
+        try:
+            with tf.init_scope():
+                function = self._function if specs == self._specs else self._create()
+                function.experimental_get_compiler_ir(*specs)(stage="hlo")
+        except (tf.errors.OpError, ValueError, NotImplementedError) as error:
+            return describe_uncompiled(str(error))
+        return ""
+
+
+def describe_uncompiled(text: str) -> str:
+    """What TensorFlow says of operations that XLA has not, as theirs and their layers' names."""
+    names = dict.fromkeys(UNCOMPILED.findall(text))
+    said = [f"{kind} ({node})" for kind, node in names]
+    more = f" and {len(said) - MAX_NAMED} more" if len(said) > MAX_NAMED else ""
+    return ", ".join(said[:MAX_NAMED]) + more or text.strip().splitlines()[0]

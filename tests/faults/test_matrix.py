@@ -40,6 +40,17 @@ SIGNALLED = r"rank {rank} .*exited on signal|rank {rank} on {node} is gone"
 LEFT = r"error: .*lost rank {rank} on {node} while this one|due to process rank {rank} .*\n.* exiting improperly"
 
 
+# A slice of the matrix; what acts within the step is Python, which XLA has not.
+SHARED_OUT = [
+    case
+    for case in cases()
+    if case.launcher == "launch"
+    and case.fault in ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "nan", "quit")
+    and case.moment not in ("setup", "compile", "step")
+    and case.rank in (0, 1)
+]
+
+
 def matrix() -> list[Any]:
     found = list(cases())
     missing = BY_DEFAULT - {case.name for case in found}
@@ -52,6 +63,20 @@ def matrix() -> list[Any]:
 @pytest.mark.parametrize("case", matrix())
 @pytest.mark.timeout(REACH_SECONDS + LONG_SECONDS + ANSWER_SECONDS + 120)
 def test_a_fault_is_answered(case: Case, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
+    answer(case, tmp_path, record_property)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in SHARED_OUT])
+@pytest.mark.timeout(REACH_SECONDS + LONG_SECONDS + ANSWER_SECONDS + 120)
+def test_so_it_is_where_the_update_is_shared_out_and_xla_compiles(
+    case: Case, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
+    """It goes on in one process, which has all slots."""
+    answer(case, tmp_path, record_property, "--shard_optimizer", "true", "--jit_compile", "true")
+
+
+def answer(case: Case, tmp_path: Path, record_property: Callable[[str, Any], None], *flags: str) -> None:
+    """Let the fault happen, and see what comes of it."""
     out, here = tmp_path / "run", tmp_path / "here"
     is_long = case.fault in ("SIGSTOP", "sleep") and case.moment in ("setup", "compile", "evaluation", "save", "end")
     env = {"RINGTRAIN_TEST_FAULT": hook_of(case), "RINGTRAIN_TEST_HERE": str(here)}
@@ -59,7 +84,7 @@ def test_a_fault_is_answered(case: Case, tmp_path: Path, record_property: Callab
     # Before the fault each rank is to hear that the last step that might take long is done.
     env |= {"RINGTRAIN_TEST_STEP_SECONDS": str(STEP_SECONDS)} if case.what.exit_code == 6 else {}
     options = {"workload": WORKLOAD, "np": NUM_RANKS, "start": STARTS[case.launcher]}
-    with running(out, *FLAGS, *WATCH, env=env, **options) as run:
+    with running(out, *FLAGS, *WATCH, *flags, env=env, **options) as run:
         run.wait_for("the fault", lambda: here.exists() or has_left(run), timeout=REACH_SECONDS)
         began = time.monotonic()
         if case.what.signal:

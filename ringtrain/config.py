@@ -98,7 +98,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """decoupled weight decay (Loshchilov and Hutter 2019), and that of lars; 0 is off"""
 
-    exclude: str = ""
+    exclude: str | None = None
     """words with commas between, such as bias,gamma,beta: weights with one of them in their name have no weight decay,
     and with lars no learning rate of their own"""
 
@@ -132,6 +132,11 @@ class OptimizerConfig:
                 above(f"optimizer.{name}", value, 0)
             if value and self.name not in takers:
                 raise UsageError(f"optimizer.{name} is {value}, but {self.name} takes none; {remedy}.")
+        if self.exclude is not None and not (self.weight_decay or self.name == "lars"):
+            raise UsageError(
+                f"optimizer.exclude is {self.exclude!r}, but there is no weight decay to exclude weights from; give "
+                "optimizer.weight_decay, or leave it out."
+            )
         if self.nesterov and not (self.name == "sgd" and self.momentum):
             raise UsageError(
                 "optimizer.nesterov is true, but only sgd with optimizer.momentum above 0 has Nesterov momentum."
@@ -140,7 +145,7 @@ class OptimizerConfig:
     @property
     def excluded_words(self) -> list[str]:
         """The words of ``exclude``."""
-        return [word.strip() for word in self.exclude.split(",") if word.strip()]
+        return [word.strip() for word in (self.exclude or "").split(",") if word.strip()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,11 +51,11 @@ def gather(part: tf.Tensor, collective: Collective, name: str) -> tf.Tensor:
     def forward(part: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
         def gradient(upstream: Any) -> tf.Tensor:
             name = next(gradient_names)
-            counts = collective.all_gather(_hide(tf.shape(part, tf.int64)[:1]), name=f"{name}/rows")  # [size]
+            counts = collective.all_gather(hide(tf.shape(part, tf.int64)[:1]), name=f"{name}/rows")  # [size]
             start = tf.reduce_sum(counts[:rank])
             return take(tf.convert_to_tensor(upstream), start, counts[rank], collective, name)
 
-        whole = collective.all_gather(_hide(part), name=name)
+        whole = collective.all_gather(hide(part), name=name)
         return tf.ensure_shape(whole, [None, *part.shape[1:]]), gradient
 
     return tf.custom_gradient(forward)(part) if is_differentiable(part) else forward(part)[0]
@@ -85,7 +85,7 @@ def add(parts: Tensors, collective: Collective, name: str) -> Tensors:
         def gradient(*upstream: Any) -> Tensors:
             return spread([tf.convert_to_tensor(whole) for whole in upstream], collective, next(gradient_names))
 
-        return collective.all_reduce([_hide(part) for part in parts], name=group_name).tensors, gradient
+        return collective.all_reduce([hide(part) for part in parts], name=group_name).tensors, gradient
 
     def sum_group(group: Tensors) -> Tensors:
         return tf.nest.flatten(
@@ -164,7 +164,7 @@ def _names_of_gradients(name: str) -> Iterator[str]:
     return (f"{name}/gradient_{number}" for number in itertools.count(1))
 
 
-def _hide(tensor: tf.Tensor) -> tf.Tensor:
+def hide(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor, of which TensorFlow's optimizer does not know whether it is constant; without a copy.
 
     Horovod's operations are not marked as stateful: one with a constant input, such as the zeros of a rank without

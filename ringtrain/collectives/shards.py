@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from ringtrain.collectives.differentiable import hide
 from ringtrain.collectives.gradients import GradientReduction, GradientSpec, Reduced, check_finite, plan_groups
 
 # Values: TensorFlow takes a part of a tensor as it is where it begins with a line of 64 bytes, and else copies it.
@@ -129,7 +130,7 @@ class ShardedReduction:
                 mine[index] = part
         is_finite, norm = check_finite(mine)
         checks = tf.stack([norm**2, tf.cast(~is_finite, norm.dtype)])
-        [checks] = collective.all_reduce([checks], name=f"{name}/checks").tensors
+        [checks] = collective.all_reduce([hide(checks)], name=f"{name}/checks").tensors
         return Reduced(mine, tf.equal(checks[1], 0), tf.sqrt(checks[0]), control, summed_state)
 
     def _reduce_scatter(self, group: Sequence[int], gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -153,7 +154,8 @@ class ShardedReduction:
         whole = list(mine)
         for number, group in enumerate(self.groups):
             lengths = [math.prod(self.shapes[index]) for index in group]
-            joined = collective.all_gather(tf.concat([mine[i] for i in group], axis=0), name=f"{name}/{number}")
+            # By this name alone: within a condition that of its scope may be another on each rank.
+            joined = collective.all_gather(hide(tf.concat([mine[i] for i in group], axis=0)), name=f"{name}_{number}")
             vectors = tf.split(tf.ensure_shape(joined, [sum(lengths)]), lengths)
             for index, vector in zip(group, vectors, strict=True):
                 whole[index] = tf.reshape(vector, self.shapes[index])

@@ -20,8 +20,8 @@ MEETING_SECONDS = 1.0  # how long a rank that fails waits for the others to fail
 def is_raised_by_rank0(error: BaseException) -> bool:
     """Whether rank 0 raises just this as well, at the same place, about now; False on rank 0 itself.
 
-    Horovod is asked, whose sums meet by name, so that this is in nobody's way; without it nobody is. Ranks that do not
-    fail never come: it takes ``MEETING_SECONDS`` then.
+    Horovod is asked; without it nobody is. In a function its operations meet by name, so that this is in nobody's way
+    (eagerly they would meet any other). Ranks that do not fail never come: it takes ``MEETING_SECONDS`` then.
     """
     horovod: Any = sys.modules.get("horovod.tensorflow")
     if horovod is None or not horovod.is_initialized() or horovod.size() == 1:
@@ -34,9 +34,12 @@ def is_raised_by_rank0(error: BaseException) -> bool:
         import numpy as np
         import tensorflow as tf
 
+        @tf.function(autograph=False)
+        def gather(mine: tf.Tensor) -> tf.Tensor:
+            return horovod.allgather(mine, name="digest_of_an_error", ignore_name_scope=True)
+
         with tf.device("/CPU:0"):
-            mine = tf.constant(np.frombuffer(digest, np.uint8)[None])
-            digests = horovod.allgather(mine, name="the digest of an error").numpy()
+            digests = gather(tf.constant(np.frombuffer(digest, np.uint8)[None])).numpy()
         found.append(digests[0].tobytes() == digest)
 
     def meet_quietly() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 
 from ringtrain.step.compiled import CompiledFunction
+from ringtrain.step.local_gradients import with_known_rows
 
 log = logging.getLogger("ringtrain")
 
@@ -29,8 +30,9 @@ class CompiledStep:
                 notice(f"XLA has no way to compile {self._why_not}")
         if self._why_not:
             return self._plain(data)
-        gradients, metrics = self._function(data)
-        self._model.optimizer.apply(gradients, self._model.trainable_weights)
+        found, metrics = self._function(data)
+        weights = self._model.trainable_weights
+        self._model.optimizer.apply(list(map(with_known_rows, found, weights)), weights)
         return metrics
 
     def _compute(self, data: Any) -> tuple[list[Any], Any]:
@@ -46,7 +48,7 @@ class CompiledStep:
 
 def why_not_compiled(model: Any) -> str:
     """Why a model's step cannot be taken apart, in words; empty: it can."""
-    if not type(model).train_step.__module__.startswith("keras."):
+    if "train_step" in vars(model) or not type(model).train_step.__module__.startswith("keras."):
         return f"{type(model).__name__} has a train_step of its own, in which ranks may sum"
     if any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers()):
         return "a layer asks the other ranks within its forward pass"

@@ -76,10 +76,9 @@ def _apply_scaled(plain: Any, optimizer: Any, grads: Any, trainable_variables: A
 
 
 def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
-    if not (model.jit_compile and _has_ranks()):
+    if not (model.jit_compile and _has_ranks()) or (model.train_function and not force):
         return plain(force)
-    why_not = why_not_compiled(model)
-    if why_not:
+    if why_not := why_not_compiled(model):
         notice(why_not)
     else:
         model.train_step = CompiledStep(model)
@@ -88,7 +87,8 @@ def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
         return plain(force)
     finally:
         model.jit_compile = True
-        model.__dict__.pop("train_step", None)
+        if not why_not:
+            del model.train_step
 
 
 def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:

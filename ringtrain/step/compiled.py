@@ -44,25 +44,34 @@ class CompiledFunction:
         self._specs = self._specs or [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in flat]
         return flat
 
+    @property
+    def has_unknown_lengths(self) -> bool:
+        """Whether another length than the number of samples is not known: it is compiled anew for each."""
+        return not all(spec.shape.is_fully_defined() for spec in self._with_samples())
+
+    def _with_samples(self) -> list[tf.TensorSpec]:
+        """The specs of the first call, with some number of samples where it is not known."""
+        return [
+            tf.TensorSpec([TRIED_SAMPLES, *spec.shape[1:]], spec.dtype)
+            if spec.shape.rank and spec.shape[0] is None
+            else spec
+            for spec in self._specs
+        ]
+
     def why_not(self, *arguments: Any) -> str:
         """What XLA cannot compile, in its words, or nothing: of the first call, or of ``arguments``.
 
-        It wants to know all shapes: where a number of samples is not known, any is as good; where others are not, it
-        cannot be tried.
+        It wants to know all shapes: where a number of samples is not known, any is as good; where other lengths are not
+        it cannot be tried.
         """
         if arguments:
             composite = [leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, COMPOSITES)]
             if composite:
                 return f"a {type(composite[0]).__name__}"
             self._flatten(arguments)
-        specs = [
-            tf.TensorSpec([TRIED_SAMPLES, *spec.shape[1:]], spec.dtype)
-            if spec.shape.rank and spec.shape[0] is None
-            else spec
-            for spec in self._specs
-        ]
-        if not all(spec.shape.is_fully_defined() for spec in specs):
+        if self.has_unknown_lengths:
             return ""
+        specs = self._with_samples()
         try:
             with tf.init_scope():
                 function = self._function if specs == self._specs else self._create()
@@ -77,4 +86,4 @@ def describe_uncompiled(text: str) -> str:
     names = dict.fromkeys(UNCOMPILED.findall(text))
     said = [f"{kind} ({node})" for kind, node in names]
     more = f" and {len(said) - MAX_NAMED} more" if len(said) > MAX_NAMED else ""
-    return ", ".join(said[:MAX_NAMED]) + more or text.strip().splitlines()[0]
+    return ", ".join(said[:MAX_NAMED]) + more or next(iter(text.strip().splitlines()), "it")

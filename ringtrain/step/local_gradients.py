@@ -67,7 +67,9 @@ class LocalGradients:
         self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
         # A layer that asks the other ranks within its forward pass (SyncBatchNormalization) says so by this attribute.
         self.needs_every_rank = any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers())
-        self.compiled = CompiledGradients(self._compute) if jit_compile and not self.needs_every_rank else None
+        self.compiled: CompiledGradients | None = None
+        if jit_compile and not self.needs_every_rank:
+            self.compiled = CompiledGradients(self._compute, model.trainable_variables)
 
     def __call__(self, batch: Batch, local_count: tf.Tensor) -> Forward:
         """Gradients and sums of all samples of this rank's batch; ``local_count`` is their number, int64 []."""
@@ -218,9 +220,9 @@ class LocalGradients:
 class CompiledGradients:
     """The forward and backward pass of some samples, which XLA compiles."""
 
-    def __init__(self, compute: Callable[..., Forward]) -> None:
-        """``compute`` gets samples (x, y) first, and then tensors or lists of them."""
-        self._compute = compute
+    def __init__(self, compute: Callable[..., Forward], variables: Sequence[keras.Variable]) -> None:
+        """``compute`` gets samples (x, y) first, and tensors or lists of them; ``variables`` have its gradients."""
+        self._compute, self._variables = compute, variables
         self._labels: set[Labels] = set()
         self._structure: StepStructure | None = None
         self._function = CompiledFunction(self._trace)
@@ -229,7 +231,7 @@ class CompiledGradients:
         """As ``compute``, while a step is traced."""
         gradients, sums, state = self._function(*arguments)
         assert self._structure is not None
-        return Forward(gradients, sums, state, self._structure)
+        return Forward(list(map(with_known_rows, gradients, self._variables)), sums, state, self._structure)
 
     def _trace(self, samples: Any, *others: Any) -> tuple[Any, ...]:
         forward = self._compute(samples, *others)
@@ -245,6 +247,11 @@ class CompiledGradients:
     def why_not(self) -> str:
         """What XLA cannot compile (``CompiledFunction.why_not``)."""
         return self._function.why_not()
+
+    @property
+    def has_unknown_lengths(self) -> bool:
+        """See ``CompiledFunction``."""
+        return self._function.has_unknown_lengths
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
@@ -299,6 +306,13 @@ def with_shape_of(variable: keras.Variable, gradient: tf.Tensor | tf.IndexedSlic
     if not isinstance(gradient, tf.IndexedSlices):
         gradient.set_shape(variable.shape)  # unknown behind a gradient of the user's own, for example
     return gradient
+
+
+def with_known_rows(gradient: Any, variable: Any) -> Any:
+    """A sparse gradient that a function returned, with the number of its variable's rows known while it is traced."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(list(variable.shape)))
 
 
 def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int) -> tf.Tensor:

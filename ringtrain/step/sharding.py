@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringtrain.collectives.differentiable import hide
 from ringtrain.collectives.gradients import GradientReduction, Reduced
 from ringtrain.collectives.shards import ShardedReduction, cut
 from ringtrain.errors import UsageError
@@ -23,7 +24,7 @@ from ringtrain.run.variables import slots_that_begin_as_weights
 from ringtrain.step.optimizers import LayerwiseUpdate
 
 PROBE_SHAPE, PROBE_CUT, PROBE_UPDATES = (6, 4), 10, 2
-PROBE_TOLERANCE = 1e-5
+PROBE_RATE, PROBE_TOLERANCE = 0.1, 1e-5
 # Optimizers that hold others, or a loss scale: what these do to pieces is not looked into.
 MARKS_OF_WRAPPERS = ("optimizers", "inner_optimizer")
 
@@ -58,6 +59,7 @@ class ShardedOptimizer:
         self._updated = [index for index, piece in enumerate(self.pieces) if piece.shape[0]] or [0]
         self._weight_of_slot: dict[int, int] = {}
         self._build()
+        self._keep_exclusions()
         if isinstance(optimizer, LayerwiseUpdate):
             optimizer.sum_over_ranks = functools.partial(self._sum, name="norms")
 
@@ -69,19 +71,33 @@ class ShardedOptimizer:
 
     def _build(self) -> None:
         """Build the optimizer, and note which weight each of its slots is of."""
-        add, index_of = self.optimizer.add_variable_from_reference, {id(p): i for i, p in enumerate(self.pieces)}
+        optimizer, add = self.optimizer, self.optimizer.add_variable_from_reference
+        index_of = {optimizer._var_key(piece): index for index, piece in enumerate(self.pieces)}
 
         @functools.wraps(add)
         def add_and_note(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
             slot = add(reference_variable, *args, **kwargs)
-            self._weight_of_slot[id(slot)] = index_of[id(reference_variable)]
+            self._weight_of_slot[id(slot)] = index_of[optimizer._var_key(reference_variable)]
             return slot
 
-        self.optimizer.add_variable_from_reference = add_and_note
+        optimizer.add_variable_from_reference = add_and_note
         try:
-            self.optimizer.build(self.pieces)
+            optimizer.build(self.pieces)
         finally:
-            del self.optimizer.add_variable_from_reference
+            del optimizer.add_variable_from_reference
+        if strange := [slot.path for slot in optimizer.variables if len(slot.shape) and not self.is_shared_out(slot)]:
+            name = type(optimizer).__name__
+            raise UsageError(
+                f"shard_optimizer is true, but {name} has a variable ({strange[0]}) that is neither one number nor made "
+                "by add_variable_from_reference, so it is not known which weight it is of. Make it so, or leave "
+                "--shard_optimizer out."
+            )
+
+    def _keep_exclusions(self) -> None:
+        """Let those pieces decay whose weights do: these are asked by whole names, with those of their layers."""
+        optimizer, pairs = self.optimizer, zip(self.pieces, self._weights, strict=True)
+        decays = {optimizer._var_key(piece): optimizer._use_weight_decay(weight.value) for piece, weight in pairs}
+        optimizer._use_weight_decay = lambda variable: decays[optimizer._var_key(variable)]
 
     def _cut(self, index: int, value: Any) -> Any:
         """This rank's piece of a weight, or of what has its shape."""
@@ -108,7 +124,7 @@ class ShardedOptimizer:
             self.optimizer.apply([gradients[i] for i in self._updated], [self.pieces[i] for i in self._updated])
         finally:
             del self.optimizer._clip_gradients
-        values = [tf.convert_to_tensor(p.value) if p.shape[0] else tf.zeros([0], p.dtype) for p in self.pieces]
+        values = [tf.convert_to_tensor(piece.value) for piece in self.pieces]  # no constants, also where there are none
         whole = self._reduction.all_gather(values, name="weights")
         for index, (weight, value) in enumerate(zip(self._weights, whole, strict=True)):
             weight.assign(value)
@@ -128,7 +144,7 @@ class ShardedOptimizer:
         dtype = tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32
         mine = tf.stack([tf.cast(2 * tf.nn.l2_loss(gradient), dtype) for gradient in gradients])
         squares = tf.scatter_nd([[index] for index in self._updated], mine, [len(self.pieces)])
-        squares = self._sum(squares, name="norms to clip by")
+        squares = self._sum(squares, name="clip_norms")
         if not optimizer.clipnorm:
             squares = tf.fill([len(self.pieces)], tf.reduce_sum(squares))
         norms = tf.gather(tf.sqrt(squares), self._updated)
@@ -136,7 +152,8 @@ class ShardedOptimizer:
         return [g * tf.cast(scale, g.dtype) for g, scale in zip(gradients, tf.unstack(scales), strict=True)]
 
     def _sum(self, vector: tf.Tensor, *, name: str) -> tf.Tensor:
-        [total] = self._collective.all_reduce([vector], name=name, ordered=True).tensors
+        """The sum over all ranks, of one that has no piece as well: TensorFlow knows its vector before it runs."""
+        [total] = self._collective.all_reduce([hide(vector)], name=name, ordered=True).tensors
         return total
 
     def begin_from_weights(self) -> None:
@@ -159,8 +176,9 @@ class ShardedOptimizer:
         """Give each rank its pieces of rank 0's whole slots. Every rank must call it."""
         for name, slot in slots.items():
             shape = self.shape_of(slot)
-            value = whole[name].reshape(shape) if self._collective.world.is_rank0 else np.zeros(shape)
-            [value] = self._collective.broadcast([tf.constant(value, slot.dtype)], name=f"slots/{name}")
+            is_rank0 = self._collective.world.is_rank0
+            value = tf.constant(whole[name], slot.dtype, shape) if is_rank0 else tf.zeros(shape, slot.dtype)
+            [value] = self._collective.broadcast([value], name=f"slots/{name}")
             slot.assign(self._cut(self._weight_of_slot[id(slot)], value))
 
     def find_changed(self) -> list[str]:
@@ -180,23 +198,25 @@ def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
     """
     name = type(optimizer).__name__
     remedy = "Leave --shard_optimizer out, or take an optimizer that is, such as adamw, adam or sgd."
-    if marks := [mark for mark in MARKS_OF_WRAPPERS if hasattr(optimizer, mark)]:
+    if any(hasattr(optimizer, mark) for mark in MARKS_OF_WRAPPERS):
         raise UsageError(
-            f"shard_optimizer is true, but {name} holds other optimizers ({marks[0]}), whose updates are not known to "
-            f"be element-wise. {remedy}"
+            f"shard_optimizer is true, but {name} holds other optimizers, whose updates are not known to be "
+            f"element-wise. {remedy}"
         )
     random = np.random.default_rng(0)
     first = random.normal(size=PROBE_SHAPE).astype(np.float32)
     gradients = [random.normal(size=PROBE_SHAPE).astype(np.float32) for _ in range(PROBE_UPDATES)]
     try:
         [whole] = _update(optimizer, [first], [[gradient] for gradient in gradients])
-        pieces = _update(optimizer, _halve(first), [_halve(gradient) for gradient in gradients])
+        halves = zip(_halve(first), *map(_halve, gradients), strict=True)
+        pieces = [_update(optimizer, [piece], [[of] for of in of_piece])[0] for piece, *of_piece in halves]
     except Exception as error:  # of a class of the user's
         raise UsageError(
             f"shard_optimizer is true, but whether {name} is element-wise cannot be tried on pieces of a weight: "
             f"{type(error).__name__}: {error}. {remedy}"
         ) from error
-    if not np.allclose(whole.reshape(-1), np.concatenate(pieces), rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE):
+    change, changes = (values - first.reshape(-1) for values in (whole.reshape(-1), np.concatenate(pieces)))
+    if not np.allclose(changes, change, rtol=0, atol=PROBE_TOLERANCE * np.max(np.abs(change))):
         raise UsageError(
             f"shard_optimizer is true, but an update of {name} is not element-wise: what becomes of a value depends on "
             f"others of its weight, which other ranks have. {remedy}"
@@ -211,9 +231,10 @@ def _halve(values: np.ndarray) -> list[np.ndarray]:
 def _update(
     optimizer: keras.optimizers.Optimizer, first: Sequence[np.ndarray], gradients: Sequence[Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """What another optimizer of the same settings makes of weights, without clipping."""
-    twin = type(optimizer).from_config(optimizer.get_config())
-    twin.clipnorm = twin.global_clipnorm = None
+    """What another optimizer of the same settings makes of weights, without clipping, at a rate that shows."""
+    config = optimizer.get_config() | {"learning_rate": PROBE_RATE}
+    twin = type(optimizer).from_config(config)
+    twin.clipnorm = twin.global_clipnorm = twin.gradient_accumulation_steps = None
     weights = [keras.Variable(value, dtype="float32") for value in first]
     for of_update in gradients:
         twin.apply([tf.constant(gradient) for gradient in of_update], weights)

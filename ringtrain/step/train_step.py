@@ -97,16 +97,20 @@ class TrainStep:
         self._train, self._structure = trace(self._train_samples, [spec, *SCALARS])
         if not jit_compile:
             return
-        compiled = self._local_gradients.compiled
+        compiled, is_forced = self._local_gradients.compiled, config.jit_compile == "true"
         if compiled is None:
             self.not_compiled = "a layer asks the other ranks within its forward pass"
+            return
+        if compiled.has_unknown_lengths and not is_forced:
+            self.not_compiled = "the lengths of a sample are not known before, and it would compile each anew"
         elif why := compiled.why_not():
-            if config.jit_compile == "true":
+            if is_forced:
                 raise UsageError(
                     f"jit_compile is true, but XLA has no way to compile {why}. Leave --jit_compile out, or compute "
                     "that by operations of TensorFlow's or Keras' that XLA has; in a source or augment() all are fine."
                 )
             self.not_compiled = f"it has no way to compile {why}"
+        if self.not_compiled:
             self._trace_usual(workload, config, spec, rank, jit_compile=False)
 
     def __call__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,7 +77,7 @@ def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
     optimizer_class: Any = OWN.get(settings.name) or getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
     optimizer = optimizer_class(learning_rate=settings.lr, **given)
     if words := settings.excluded_words:
-        optimizer.exclude_from_weight_decay(var_names=words)
+        optimizer.exclude_from_weight_decay(var_names=[re.escape(word) for word in words])
     return optimizer
 
 

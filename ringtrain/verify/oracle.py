@@ -59,6 +59,8 @@ def train_oracle(
     plain_class = getattr(keras.optimizers, OPTIMIZER_CLASSES[config.optimizer.name], None)
     if type(optimizer) in OWN.values() and plain_class is not None:  # LARS is nobody else's
         optimizer = plain_class.from_config(optimizer.get_config())
+        if words := config.optimizer.excluded_words:
+            optimizer.exclude_from_weight_decay(var_names=words)
     optimizer.build(model.trainable_variables)
     sources = workload.create_sources(config.data_dir, synthetic=config.synthetic)
     if isinstance(sources.train, Feed):

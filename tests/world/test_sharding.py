@@ -23,6 +23,7 @@ from ringtrain.step.sharding import require_elementwise
 from ringtrain.training.actions import require_same_pieces
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
+from tests.world.test_native import horovod_of
 from tests.world.training import (
     MODELS,
     NUM_CLASSES,
@@ -33,6 +34,7 @@ from tests.world.training import (
     batches_of,
     create_step,
     dense_samples,
+    order_of,
     regularised_model,
     train,
     train_plainly,
@@ -127,6 +129,41 @@ def test_n_ranks_train_what_one_process_trains(
             assert_close(value, right.numpy(), right.path)
 
 
+@pytest.mark.parametrize(
+    ("model", "optimizer", "in_groups"),
+    [
+        ("regularised", "adam", False),
+        ("regularised", "clipped", True),
+        ("regularised", "lars", True),
+        ("smallest", "each clipped", True),
+        ("smallest", "lamb", False),
+        ("embedding", "adam", True),
+    ],
+)
+@on_ranks(3)
+def test_where_horovod_carries_all_they_train_it_as_well(
+    collective: Collective, model: str, optimizer: str, in_groups: bool
+) -> None:
+    """As on GPUs and between nodes."""
+    test_n_ranks_train_what_one_process_trains.body(horovod_of(collective), model, optimizer, in_groups)
+
+
+@on_ranks(3)
+def test_ranks_whose_steps_are_other_functions_meet_by_horovod_as_well(collective: Collective) -> None:
+    """The last step of an epoch has one sample: the ranks without any have a function of their own, and no loop."""
+    carrier, source = horovod_of(collective), dense_samples(45)
+    batches = batches_of(source, carrier, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS)
+    usual = order_of(source, GLOBAL_BATCH_SIZE).local_batch(0, rank=carrier.world.rank, size=carrier.world.size)
+    for jit_compile in (False, True):
+        with leaving(carrier, in_groups=True):
+            step = create_step(
+                carrier, MODELS["regularised"][0], OPTIMIZERS["clipped"], batches.element_spec, shard_optimizer=True,
+                accumulate=2, local_batch_size=len(usual.indices), jit_compile=jit_compile,
+            )  # fmt: skip
+            train(step, batches)
+        assert_same_bits_on_all_ranks(step.variables, carrier)
+
+
 @on_ranks(2, 3)
 def test_each_rank_keeps_its_part_of_the_slots_alone(collective: Collective) -> None:
     def create() -> keras.Model:
@@ -203,6 +240,59 @@ def test_a_weight_that_something_else_changes_is_found_on_all_ranks(collective: 
 def test_an_optimizer_that_looks_at_whole_weights_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=rf"{name}(| is element-wise) (is not element-wise|cannot be tried).* adamw"):
         require_elementwise(getattr(keras.optimizers, name)(0.01))
+
+
+def test_whatever_its_learning_rate_is() -> None:
+    """And however many gradients it adds up."""
+    with pytest.raises(UsageError, match="Adafactor"):
+        require_elementwise(keras.optimizers.Adafactor(1e-9, gradient_accumulation_steps=8))
+    require_elementwise(keras.optimizers.Adam(1e-9, gradient_accumulation_steps=8))
+
+
+class OwnSlots(keras.optimizers.Optimizer):
+    """An element-wise optimizer, whose slots are made by themselves."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.sums = [self.add_variable(shape=v.shape, name="sum") for v in variables]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        variable.assign_sub(tf.cast(learning_rate, variable.dtype) * gradient)
+
+
+@on_ranks(2)
+def test_slots_of_which_nobody_knows_the_weight_are_refused(collective: Collective) -> None:
+    batches = batches_of(dense_samples(46), collective, global_batch_size=12, steps=1)
+    with pytest.raises(UsageError, match=r"OwnSlots has a variable \(.*sum.*\) that is neither one number nor made by"):
+        create_step(collective, regularised_model, lambda: OwnSlots(0.1), batches.element_spec, shard_optimizer=True)
+
+
+def named_model() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((NUM_FEATURES,)), layers.Dense(30, name="left_out"), layers.Dense(NUM_CLASSES, name="taken")]
+    )
+
+
+def without_a_layer() -> keras.optimizers.Optimizer:
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["left_out"])
+    return optimizer
+
+
+@on_ranks(2)
+def test_layers_are_excluded_from_weight_decay_by_their_names(collective: Collective) -> None:
+    batches = batches_of(dense_samples(46), collective, global_batch_size=12, steps=3)
+    trained = []
+    for shard_optimizer in (False, True):
+        keras.utils.clear_session()
+        step = create_step(
+            collective, named_model, without_a_layer, batches.element_spec, shard_optimizer=shard_optimizer
+        )
+        uses = [step.optimizer._use_weight_decay(p.value) for p in step.optimizer._trainable_variables]
+        train(step, batches)
+        trained.append([uses, *[variable.numpy().tolist() for variable in step.model.variables]])
+    assert trained[0] == trained[1]
 
 
 def test_an_optimizer_that_holds_others_is_refused() -> None:

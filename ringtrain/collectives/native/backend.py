@@ -1,6 +1,6 @@
-"""Sums by an operation of ringtrain's own, within nodes and between them, beside what Horovod carries, or alone.
+"""Sums and gathers by operations of ringtrain's own, within nodes and between them, beside Horovod or alone.
 
-The operation is in C++, and TensorFlow calls it itself: a sum waits neither for Horovod's cycle, nor for Python's
+They are in C++, and TensorFlow calls them itself: a sum waits neither for Horovod's cycle, nor for Python's
 interpreter. Where a step makes all its sums at one place, the ranks need no agreement on an order: whoever comes there
 waits for the others, and for nothing else. ``transport.h`` says how they add.
 """

@@ -1,4 +1,4 @@
-// The operation that TensorFlow calls for a sum, and what Python calls to join the ranks of a node.
+// The operations that TensorFlow calls for a sum and for a gather, and what Python calls to join the ranks of a node.
 
 #include <errno.h>
 #include <fcntl.h>

@@ -88,8 +88,8 @@ class ShardedOptimizer:
         if strange := [slot.path for slot in optimizer.variables if len(slot.shape) and not self.is_shared_out(slot)]:
             name = type(optimizer).__name__
             raise UsageError(
-                f"shard_optimizer is true, but {name} has a variable ({strange[0]}) that is neither one number nor made "
-                "by add_variable_from_reference, so it is not known which weight it is of. Make it so, or leave "
+                f"shard_optimizer is true, but {name} has a variable ({strange[0]}) that is neither one number nor "
+                "made by add_variable_from_reference, so it is not known which weight it is of. Make it so, or leave "
                 "--shard_optimizer out."
             )
 

@@ -156,7 +156,7 @@ def test_help_names_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         [at] = [number for number, line in enumerate(lines) if re.match(rf"  --{name}[ .]", line)]
         assert len(" ".join(lines[at : at + 2]).split()) > 3, f"{name}: no meaning"
     assert "  --epochs N                 passes over the training data" in lines
-    assert "constant, exponential, cosine, linear (constant)" in " ".join(" ".join(lines).split())
+    assert "constant, exponential, cosine, linear, polynomial (constant)" in " ".join(" ".join(lines).split())
 
 
 @pytest.mark.parametrize("command", ["", *sorted({*COMMANDS} - {"launch"})])  # its screens: unit/launch/test_help.py

@@ -13,7 +13,7 @@ from ringtrain.doctor.ranks import bus_bandwidth
 
 Result = Mapping[str, Any]
 QUESTIONS = {
-    "step": "A step of training, on four models, beside plain Horovod, tf.distribute, unconnected processes and one",
+    "step": "A step of training, on several models, beside plain Horovod, tf.distribute, unconnected processes and one",
     "fit": "A step of model.fit by ringtrain.keras, beside unconnected processes",
     "loop": "ringtrain with logs, guards and a checkpoint every 100 steps, beside a loop that does nothing but train",
     "allreduce": "A sum over all ranks, from 4 KiB to 256 MiB",

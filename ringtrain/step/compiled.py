@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -71,14 +72,22 @@ class CompiledFunction:
             self._flatten(arguments)
         if self.has_unknown_lengths:
             return ""
+        found: list[str] = []
+        if tf.executing_eagerly():
+            self._try(found)
+        else:  # a thread of its own is in no function, and no tape is stopped in it, as by tf.init_scope
+            thread = threading.Thread(target=self._try, args=[found])
+            thread.start()
+            thread.join()
+        return "".join(found)
+
+    def _try(self, found: list[str]) -> None:
         specs = self._with_samples()
+        function = self._function if specs == self._specs else self._create()
         try:
-            with tf.init_scope():
-                function = self._function if specs == self._specs else self._create()
-                function.experimental_get_compiler_ir(*specs)(stage="hlo")
+            function.experimental_get_compiler_ir(*specs)(stage="hlo")
         except (tf.errors.OpError, ValueError, NotImplementedError) as error:
-            return describe_uncompiled(str(error))
-        return ""
+            found.append(describe_uncompiled(str(error)))
 
 
 def describe_uncompiled(text: str) -> str:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from ringtrain.collectives import Collective
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
-from ringtrain.data.order import SampleOrder, StreamingOrder
+from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of
 from ringtrain.data.sources import Source
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
@@ -93,8 +93,8 @@ def create_step(
     """The compiled training step of the settings."""
     require_gradients_that_add(model.trainable_variables)
     world, has_gpus = collective.world, bool(tf.config.get_visible_devices("GPU"))
-    is_known = not isinstance(order, StreamingOrder) and config.on_bad_sample == "stop"
-    first = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
+    # As many as are planned, which most batches have that are fed, or lose samples, as well.
+    usual = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
     return TrainStep(
         workload=workload,
         config=config,
@@ -104,7 +104,7 @@ def create_step(
             collective=collective, compression=config.compression, read_only=only_reads_gradients(optimizer)
         ),
         batch_spec=batch_spec,
-        local_batch_size=first or None if is_known else None,
+        local_batch_size=usual or None,
         times_communication=not (config.deterministic or has_gpus),
         jit_compile=config.jit_compile == "true" or (config.jit_compile == "auto" and has_gpus),
     )

@@ -67,11 +67,10 @@ class TrainStep:
         self._local_batch_size, self.times_communication = local_batch_size, times_communication
         self._follows_schedule = isinstance(optimizer.get_config().get("learning_rate"), float)
         self.sharded: ShardedOptimizer | None = None
-        self._reduce: Callable[..., Any] = reduction
+        self._reduction = reduction
         if config.shard_optimizer and reduction.collective.world.size > 1:
             weights = model.trainable_variables
             self.sharded = ShardedOptimizer(optimizer, weights, reduction, control_dtype=self._dtype.name)
-            self._reduce = self.sharded.reduce
         else:
             optimizer.build(model.trainable_variables)
         # A known number of samples saves the gradient of each addition the question whether anything was broadcast.
@@ -244,9 +243,10 @@ class TrainStep:
         extra_scalars = tf.pad(
             tf.cast(extra_scalars, self._dtype), [[end - NUM_EXTRA_SCALARS, forward.sums.shape[0] - end]]
         )
+        reduce = self._reduction if self.sharded is None else self.sharded.reduce
         # TensorFlow runs what is stateful in the order in which it is written here: a clock, a native sum.
         begin = moment_after([*forward.state, *forward.gradients]) if self.times_communication else None
-        gradients, gradients_finite, scaled_norm, sums, state = self._reduce(
+        gradients, gradients_finite, scaled_norm, sums, state = reduce(
             forward.gradients, forward.sums + extra_scalars, forward.state
         )
         communication_sec = tf.constant(0.0, tf.float64)

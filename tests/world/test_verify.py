@@ -354,7 +354,6 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     from ringtrain.step import local_gradients
     from ringtrain.step import train_step as step
     from ringtrain.training import evaluation
-    from ringtrain.verify import record
 
     right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
     right_update = step.TrainStep._reduce_and_update
@@ -439,8 +438,8 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
         "a mean of means": (SampleOrder, "_plan", mean_of_means),
         "a duplicated sample": (SampleOrder, "_plan", duplicated_sample),
         "augmentation seeded by rank": (pipeline, "sample_keys", keys_of_each_rank),
-        "a weight that is not broadcast": (record, "broadcast_variables", without("small/output/kernel")),
-        "a slot that is not broadcast": (record, "broadcast_variables", without("momentum")),
+        "a weight that is not broadcast": (step, "broadcast_variables", without("small/output/kernel")),
+        "a slot that is not broadcast": (step, "broadcast_variables", without("momentum")),
         "regularisation added on every rank": (local_gradients, "partial_objective", objective_of_each_rank),
     }
     with mock.patch.object(*defects[defect]) if defect else contextlib.nullcontext():

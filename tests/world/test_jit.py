@@ -87,7 +87,9 @@ def dropout_model() -> keras.Model:
     )
 
 
-@pytest.mark.parametrize("precision", ["float64", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "precision", ["float64", "mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("model", ["dropout", "batchnorm"])
 @on_ranks(2)
 def test_it_computes_what_is_computed_without_it(collective: Collective, model: str, precision: str) -> None:

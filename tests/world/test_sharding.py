@@ -84,23 +84,30 @@ def leaving(collective: Collective, *, in_groups: bool) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("in_groups", [False, True], ids=["at once", "in groups"])
+CASES = [
+    *(
+        ("regularised", name)
+        for name in (
+            "momentum", "adam", "adamw", "decay of kernels", "clipped", "each clipped", "values clipped", "rmsprop",
+            "nadam", "lion", "lamb", "lars", "averaging", "adding up",
+        )
+    ),
+    ("embedding", "momentum"),
+    ("twin embeddings", "adam"),
+    ("constrained", "adam"),
+    *(("smallest", name) for name in ("momentum", "nadam", "each clipped", "averaging")),
+]  # fmt: skip
+IN_GROUPS = {("regularised", "clipped"), ("regularised", "lamb"), ("embedding", "momentum"), ("smallest", "nadam")}
+
+
 @pytest.mark.parametrize(
-    ("model", "optimizer"),
+    ("model", "optimizer", "in_groups"),
     [
-        *(
-            ("regularised", name)
-            for name in (
-                "momentum", "adam", "adamw", "decay of kernels", "clipped", "each clipped", "values clipped", "rmsprop",
-                "nadam", "lion", "lamb", "lars", "averaging", "adding up",
-            )
-        ),
-        ("embedding", "momentum"),
-        ("twin embeddings", "adam"),
-        ("constrained", "adam"),
-        *(("smallest", name) for name in ("momentum", "nadam", "each clipped", "averaging")),
+        pytest.param(*case, in_groups, marks=pytest.mark.slow if in_groups and case not in IN_GROUPS else ())
+        for case in CASES
+        for in_groups in (False, True)
     ],
-)  # fmt: skip
+)
 @on_ranks(3, slow=[2])
 def test_n_ranks_train_what_one_process_trains(
     collective: Collective, model: str, optimizer: str, in_groups: bool

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -72,22 +72,20 @@ class CompiledFunction:
             self._flatten(arguments)
         if self.has_unknown_lengths:
             return ""
-        found: list[str] = []
         if tf.executing_eagerly():
-            self._try(found)
-        else:  # a thread of its own is in no function, and no tape is stopped in it, as by tf.init_scope
-            thread = threading.Thread(target=self._try, args=[found])
-            thread.start()
-            thread.join()
-        return "".join(found)
+            return self._ask()
+        # A thread of its own is in no function, and no tape is stopped in it, as by tf.init_scope.
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="xla") as thread:
+            return thread.submit(self._ask).result()
 
-    def _try(self, found: list[str]) -> None:
+    def _ask(self) -> str:
         specs = self._with_samples()
         function = self._function if specs == self._specs else self._create()
         try:
             function.experimental_get_compiler_ir(*specs)(stage="hlo")
         except (tf.errors.OpError, ValueError, NotImplementedError) as error:
-            found.append(describe_uncompiled(str(error)))
+            return describe_uncompiled(str(error))
+        return ""
 
 
 def describe_uncompiled(text: str) -> str:

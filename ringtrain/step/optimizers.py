@@ -7,6 +7,7 @@ formulas as one operation. Variables, settings and formulas are Keras' own. Besi
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -87,13 +88,13 @@ class LayerwiseUpdate:
 
     sum_over_ranks: Callable[[tf.Tensor], tf.Tensor] = staticmethod(lambda vector: vector)
 
+    @abc.abstractmethod
     def direction(self: Any, gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
         """What is to change a weight, but for its rate."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def ratio(self: Any, variable: tf.Variable, weight_norm: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
         """By what a weight's rate is multiplied; ``norm`` is that of its direction."""
-        raise NotImplementedError
 
     def change(self: Any, variable: tf.Variable, direction: tf.Tensor, rate: tf.Tensor) -> None:
         """Change a weight by its direction, at its rate."""

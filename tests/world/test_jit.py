@@ -25,7 +25,7 @@ from tests.world.training import (
     OPTIMIZERS,
     Classification,
     assert_close,
-    assert_same_bits_on_all_ranks,
+    assert_trained_as_plainly,
     batches_of,
     batchnorm_model,
     create_step,
@@ -73,11 +73,7 @@ def test_n_ranks_train_what_one_process_trains(
     reference.set_weights(step.model.get_weights())
     reports = train(step, batches)
     expected = list(train_plainly(reference, plain_optimizer, source, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS))
-    assert_same_bits_on_all_ranks(step.variables, collective)
-    for variable, right in zip(step.model.variables, reference.variables, strict=True):
-        assert_close(variable.numpy(), right.numpy(), variable.path)
-    assert_close([report.loss for report in reports], [loss for loss, _, _ in expected], "loss")
-    assert_close([report.metrics["accuracy"] for report in reports], [value for _, value, _ in expected], "accuracy")
+    assert_trained_as_plainly(step, reports, reference, expected, collective)
 
 
 def dropout_model() -> keras.Model:

@@ -236,6 +236,22 @@ def spec_of(batch: Batch) -> Batch:
     return tf.nest.map_structure(spec, batch)
 
 
+def assert_trained_as_plainly(
+    step: TrainStep,
+    reports: list[StepReport],
+    reference: keras.Model,
+    expected: list[tuple[float, float, float]],
+    collective: Collective,
+) -> None:
+    """All ranks hold the same bits, and what a plain loop has trained, whose losses and norms were these."""
+    assert_same_bits_on_all_ranks(step.variables, collective)
+    for variable, right in zip(step.model.variables, reference.variables, strict=True):
+        assert_close(variable.numpy(), right.numpy(), variable.path)
+    assert_close([report.loss for report in reports], [loss for loss, _, _ in expected], "loss")
+    assert_close([report.metrics["accuracy"] for report in reports], [value for _, value, _ in expected], "accuracy")
+    assert_close([report.gradient_norm for report in reports], [norm for _, _, norm in expected], "gradient norm")
+
+
 def bits_of(variables: Any) -> list[str]:
     """Variables as digests of their bits."""
     return [hashlib.sha256(np.asarray(variable.numpy()).tobytes()).hexdigest() for variable in variables]

@@ -13,7 +13,7 @@ from ringtrain.commands.help import PROGRAM
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.config import Config, make_config
 from ringtrain.errors import UsageError
-from ringtrain.run.directory import CONFIG_FILE
+from ringtrain.run.directory import CONFIG_FILE, FIT_OF
 from ringtrain.run.store import BEST
 from ringtrain.runtime.devices import start_tensorflow
 from ringtrain.runtime.world import World
@@ -91,6 +91,11 @@ def read_settings(command: str, options: RunOptions, arguments: Sequence[str], w
         explicit["data_dir"] = options.data_dir
     if spec in BUILT_IN:
         return explicit
+    if spec.startswith(FIT_OF):
+        raise UsageError(
+            f"{str(run)!r} is a {spec}, kept by callbacks.Run, and {command} is for runs of workloads. Start the "
+            "script again: where the run is complete, fit() returns at once, and the model has its weights."
+        )
     if is_file_within(spec, run):
         raise UsageError(
             f"the workload {spec!r} is Python code in the run directory itself, which may come from anybody: {command} "

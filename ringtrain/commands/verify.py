@@ -22,6 +22,7 @@ import yaml
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import Settings, check_settings, refuse_launcher
 from ringtrain.config import to_plain
+from ringtrain.errors import UsageError
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.world import World
 from ringtrain.verify.world_sizes import DEFAULT_GLOBAL_BATCH_SIZE, parse_world_sizes, verify
@@ -42,6 +43,11 @@ def main(arguments: Sequence[str], world: World) -> int:
     """Train under each number of processes, and compare."""
     refuse_launcher("verify", world)
     explicit = {"global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE, **parse_arguments(Options, arguments, world)}
+    if "batch_size" in explicit:
+        raise UsageError(
+            f"batch_size is {explicit['batch_size']}, of each process; all numbers of processes are to train the same "
+            f"batches. Give --global_batch_size ({DEFAULT_GLOBAL_BATCH_SIZE} unless you do)."
+        )
     sizes = parse_world_sizes(explicit.pop("world_sizes", Options.world_sizes))
     with_oracle = explicit.pop("oracle", Options.oracle)
     check_settings(explicit)

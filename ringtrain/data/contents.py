@@ -21,6 +21,7 @@ from ringtrain.data.formats.image_folder import IO_THREADS, ImageFolderSource
 from ringtrain.data.formats.tfrecord import TFRecordSource
 from ringtrain.data.sources import ArraySource
 from ringtrain.errors import RingtrainError
+from ringtrain.messages.defects import describe_defect
 from ringtrain.runtime import activity
 
 BLOCKS = 1024
@@ -67,7 +68,9 @@ class Contents:
         try:
             return self._facts.result()
         except Exception as error:
-            raise RingtrainError(f"the data cannot be compared: {type(error).__name__}: {error}") from error
+            raise RingtrainError(
+                f"the data cannot be read to be compared among the ranks: {describe_defect(error)}"
+            ) from error
         finally:
             atexit.unregister(self._give_up)
 

@@ -96,12 +96,19 @@ def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
     processes where it has ``use_multiprocessing``, at most ``max_queue_size`` ahead. Ranks may have batches of
     different sizes and end at different steps: each step is the exact mean over all its samples. A run that goes on
     reads nothing again; on as many ranks it trains the same where your function follows ``of.seed`` and ``of.epoch``.
-    On other numbers of ranks the samples of a step are others.
+    On other numbers of ranks the samples of a step are others, and a run that goes on on them is refused.
 
     Args:
         make: a function of the pass that returns this rank's PyDataset, whose batches are pairs (x, y) of arrays
             [n, ...], or of tuples or dicts of such.
     """
+
+    if not callable(make):
+        name = type(make).__name__
+        raise DataError(
+            f"from_pydataset got a {name}; it must be a function of the pass that returns one, so that each rank has "
+            f"its own. Write from_pydataset(lambda of: {name}(...)), sharded by of.rank and of.size."
+        )
 
     def open_pass(of: Pass, skip: int) -> Iterator[Any]:
         return _read_ahead(_require_batches(make(of)), skip)
@@ -112,8 +119,8 @@ def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
 def _require_batches(dataset: Any) -> Any:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise DataError(
-            f"from_pydataset got a {type(dataset).__name__}; it must be a function of the pass that returns a "
-            "keras.utils.PyDataset, with __getitem__ and __len__."
+            f"from_pydataset got a function that returns a {type(dataset).__name__}; it must return this rank's "
+            "keras.utils.PyDataset, with __getitem__ and __len__. Return one, of the pass that the function is given."
         )
     return dataset
 
@@ -195,7 +202,9 @@ class IndexedSource:
 
         first = self._read(0) if self.num_samples else ((), ())
         if isinstance(first, Exception):
-            raise DataError(f"the first sample cannot be read: {describe_defect(first)}") from first
+            raise DataError(
+                f"the first sample of the {type(samples).__name__} cannot be read: {describe_defect(first)}"
+            ) from first
         self._structure = first
         self._specs = [tf.TensorSpec(np.shape(leaf), _dtype_of(leaf)) for leaf in tf.nest.flatten(first)]
 
@@ -268,7 +277,7 @@ class IndexedSource:
             if array.shape != tuple(spec.shape) or _dtype_of(array) != spec.dtype:
                 raise DataError(
                     f"it has {array.dtype} {list(array.shape)} where the first has {spec.dtype.name} "
-                    f"{spec.shape.as_list()}; all samples must be alike"
+                    f"{spec.shape.as_list()}; all samples must be alike. Resize or pad them"
                 )
 
 

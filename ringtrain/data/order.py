@@ -40,7 +40,7 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
-            raise DataError(f"the data set holds {self.num_samples} samples; at least 1 is needed.")
+            raise DataError(f"the data set holds {self.num_samples} samples; at least 1 is needed. Look at its files.")
 
     @property
     def steps_per_epoch(self) -> int:

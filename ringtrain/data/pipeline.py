@@ -123,7 +123,13 @@ def change(augment: Augment, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]
 def explain_change(error: Exception, step: int) -> Exception:
     """What to tell the user of an error of the pipeline at a step (from 0), where it is that of ``change``."""
     found = re.search(rf"[^\s\[]+ {OTHER_COUNT}", str(error))
-    return UsageError(f"{found[0]} in step {step + 1}; it must give as many.", reach="rank") if found else error
+    return (
+        UsageError(
+            f"{found[0]} in step {step + 1}; it must give as many. Change samples, and leave none out.", reach="rank"
+        )
+        if found
+        else error
+    )
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.augment import sample_keys
+from ringtrain.data.forms import Form, agree_on_form, as_arrays
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import (
     Augment,
     Batch,
     change,
-    describe_structure,
     explain_change,
     in_own_threads,
     own_errors,
@@ -28,6 +28,7 @@ from ringtrain.data.sources import SAME_REMEDY, Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.runtime.world import World
 
+PAIR_REMEDY = "Weights of samples go into y, such as {'label': ..., 'weight': ...}, and the workload's loss uses them."
 TELLING_SECONDS = 1.0  # a replay that takes longer is told, though a state has made it shorter
 END = object()
 
@@ -68,48 +69,79 @@ def streaming_batches(
     shown = first[1:] if first else None
     if shown is None and first_step:  # the rank has had its last batch: what it looked like is known from the first
         before = next(feed.open_pass(_pass_of(order, world, 0), 0), None)
-        shown = None if before is None else (_as_arrays(before[0]), _as_arrays(before[1]))
-    spec = _agree_on_spec(collective, shown)
+        shown = None if before is None else (as_arrays(before[0]), as_arrays(before[1]))
+    form = agree_on_form(collective, shown)
     _require_own_samples(feed, order, collective, shown, print_line)
-
-    failures: list[Exception] = []
-
-    def read() -> Iterator[tuple[Any, ...]]:
-        try:
-            for step, x, y in itertools.chain([first] if first else [], steps):
-                numbers = np.arange(_check(x, y, spec, rank=world.rank, step=step))
-                whole = len(numbers) if feed.is_shared else 0  # of all ranks, where that is known
-                if feed.is_shared:
-                    own = slice(*(len(numbers) * rank // world.size for rank in (world.rank, world.rank + 1)))
-                    x, y = tf.nest.map_structure(lambda array, own=own: array[own], (x, y))
-                    numbers = numbers[own] + step % order.steps_per_epoch * order.global_batch_size
-                yield np.int64(step), np.int64(whole), numbers, x, y
-        except Exception as error:
-            failures.append(error)
-            raise
-
-    def to_batch(step: tf.Tensor, whole: tf.Tensor, indices: tf.Tensor, x: Any, y: Any) -> Batch:
-        if augment is not None and feed.is_shared:  # the same for every number of ranks
-            x, y = change(augment, x, y, sample_keys(order.seed, step // order.steps_per_epoch, indices))
-        elif augment is not None:
-            # From the step, so that a run that goes on gives the same; another rank's sample must not get the same.
-            keys = sample_keys(order.seed, step, indices * world.size + world.rank)
-            x, y = change(augment, x, y, keys)
-        return Batch(x, y, indices, step, whole)
-
-    scalar = tf.TensorSpec([], tf.int64)
-    fed = tf.data.Dataset.from_generator(
-        read, output_signature=(scalar, scalar, tf.TensorSpec([None], tf.int64), *spec)
-    )
+    reader = _Reader(order, world, form, itertools.chain([first] if first else [], steps), augment)
 
     def trace() -> tf.data.Dataset:
         with own_errors():
-            return in_own_threads(fed.map(to_batch), num_threads)
+            return in_own_threads(reader.to_dataset(), num_threads)
 
-    def explain(error: Exception, step: int) -> Exception:
-        return failures[0] if failures else explain_change(error, step)
+    return raise_on_all_ranks(collective, trace, name="fed batches"), reader.explain, places
 
-    return raise_on_all_ranks(collective, trace, name="fed batches"), explain, places
+
+class _Reader:
+    """From the steps that this rank is fed to its batches in tf.data."""
+
+    def __init__(
+        self,
+        order: StreamingOrder,
+        world: World,
+        form: Form,
+        steps: Iterator[tuple[int, Any, Any]],
+        augment: Augment | None,
+    ) -> None:
+        self._order, self._world, self._form, self._steps, self._augment = order, world, form, steps, augment
+        self._failures: list[Exception] = []
+
+    def to_dataset(self) -> tf.data.Dataset:
+        """Not by from_generator, which converts, compares and copies each array in Python: small steps show it."""
+        scalar = tf.TensorSpec([], tf.int64)
+        specs = [tf.TensorSpec([], tf.bool), scalar, scalar, tf.TensorSpec([None], tf.int64), *self._form.specs]
+
+        @tf.autograph.experimental.do_not_convert
+        def read(_: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            tensors = tf.numpy_function(self._read, [], [spec.dtype for spec in specs])
+            return tuple(tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, specs, strict=True))
+
+        steps = tf.data.Dataset.counter().map(read).take_while(lambda is_there, *_: is_there)
+        return steps.map(self._to_batch)
+
+    def explain(self, error: Exception, step: int) -> Exception:
+        """What the feed raised, which tf.data has made a text of; or what is wrong with a step (from 0)."""
+        return self._failures[0] if self._failures else explain_change(error, step)
+
+    def _read(self) -> list[Any]:
+        """Whether there is another step, its number, the samples of all ranks where that is known, and this rank's."""
+        world, order = self._world, self._order
+        try:
+            fed = next(self._steps, None)
+            if fed is None:
+                return [False, np.int64(0), np.int64(0), np.zeros(0, np.int64), *self._form.nothing]
+            step, x, y = fed
+            numbers, leaves = self._form.look(x, y, rank=world.rank, step=step)
+            if not order.is_shared:
+                return [True, np.int64(step), np.int64(0), numbers, *leaves]
+            own = slice(*(len(numbers) * rank // world.size for rank in (world.rank, world.rank + 1)))
+            indices = numbers[own] + step % order.steps_per_epoch * order.global_batch_size
+            return [True, np.int64(step), np.int64(len(numbers)), indices, *(leaf[own] for leaf in leaves)]
+        except Exception as error:
+            self._failures.append(error)
+            raise
+
+    def _to_batch(
+        self, _: tf.Tensor, step: tf.Tensor, whole: tf.Tensor, indices: tf.Tensor, *leaves: tf.Tensor
+    ) -> Batch:
+        (x, y), order, world = self._form.pack(leaves), self._order, self._world
+        if self._augment is not None and order.is_shared:  # the same for every number of ranks
+            keys = sample_keys(order.seed, step // order.steps_per_epoch, indices)
+            x, y = change(self._augment, x, y, keys)
+        elif self._augment is not None:
+            # From the step, so that a run that goes on gives the same; another rank's sample must not get the same.
+            keys = sample_keys(order.seed, step, indices * world.size + world.rank)
+            x, y = change(self._augment, x, y, keys)
+        return Batch(x, y, indices, step, whole)
 
 
 def pass_of(world: World, *, seed: int, global_batch_size: int, epoch: int) -> Pass:
@@ -159,9 +191,10 @@ def _open_steps(
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 kind = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
                 raise DataError(
-                    f"rank {world.rank} was fed {kind} in step {step + 1}; each batch must be a pair (x, y)."
+                    f"rank {world.rank} was fed {kind} in step {step + 1}; each batch must be a pair (x, y). "
+                    f"{PAIR_REMEDY}"
                 )
-            yield step, _as_arrays(batch[0]), _as_arrays(batch[1])
+            yield step, as_arrays(batch[0]), as_arrays(batch[1])
             step += 1
         if not feed.steps_per_epoch:
             return
@@ -193,69 +226,3 @@ def _digest(samples: Any) -> str:
     for array in map(np.asarray, tf.nest.flatten(samples)):
         digest.update(repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-
-def _check(x: Any, y: Any, spec: Any, *, rank: int, step: int) -> int:
-    """The number of samples in a batch, which must be of the first one's kind."""
-    try:
-        found = tf.nest.map_structure(_spec_of, (x, y))
-        fits = all(tf.nest.flatten(tf.nest.map_structure(tf.TensorSpec.is_compatible_with, spec, found)))
-    except (TypeError, ValueError):
-        found, fits = (x, y), False
-    lengths = {np.shape(array)[:1] for array in tf.nest.flatten((x, y))} if fits else set()
-    if len(lengths) != 1 or () in lengths:
-        raise DataError(
-            f"rank {rank} was fed {describe_structure(found)} in step {step + 1}; each batch must have the first one's "
-            f"structure, types and shapes, {describe_structure(spec)}, and one number of samples in all its arrays."
-        )
-    return int(lengths.pop()[0])
-
-
-def _as_arrays(value: Any) -> Any:
-    """A batch's x or y with every leaf an array: a list is one, a tuple and a dict are structures of arrays."""
-    if isinstance(value, dict):
-        return {key: _as_arrays(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_as_arrays(item) for item in value)
-    return np.asarray(value)
-
-
-def _spec_of(array: Any) -> tf.TensorSpec:
-    """Type and shape of an array [n, ...], for any n; of a single number where it is one."""
-    value = np.asarray(array)
-    return tf.TensorSpec([None, *value.shape[1:]] if value.ndim else [], tf.as_dtype(value.dtype))
-
-
-def _agree_on_spec(collective: Collective, first: tuple[Any, Any] | None) -> Any:
-    """What a batch (x, y) looks like, from the first rank that has one; an error on every rank where they differ."""
-    mine = None if first is None else _to_json(tf.nest.map_structure(_spec_of, tuple(first)))
-    all_ranks = all_gather_object(collective, mine, name="feed_spec")
-    fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]
-    if not fed:
-        raise DataError("no rank was fed a single batch. Look at the generator, or the function.", reach="run")
-    _, expected = fed[0]
-    for rank, spec in fed:
-        if spec != expected:
-            raise DataError(
-                f"rank {fed[0][0]} is fed {describe_structure(_from_json(expected))}, but rank {rank} "
-                f"{describe_structure(_from_json(spec))}; structure, types and shapes must be the same on every rank.",
-                reach="run",
-            )
-    return _from_json(expected)
-
-
-def _to_json(spec: Any) -> Any:
-    """A structure of specs, in a form that travels."""
-    if isinstance(spec, dict):
-        return {"dict": {key: _to_json(spec[key]) for key in sorted(spec)}}
-    if isinstance(spec, (tuple, list)):
-        return {"tuple": [_to_json(item) for item in spec]}
-    return {"dtype": spec.dtype.name, "shape": spec.shape.as_list()[1:]}
-
-
-def _from_json(value: Any) -> Any:
-    if "dict" in value:
-        return {key: _from_json(item) for key, item in value["dict"].items()}
-    if "tuple" in value:
-        return tuple(_from_json(item) for item in value["tuple"])
-    return tf.TensorSpec([None, *value["shape"]], tf.as_dtype(value["dtype"]))

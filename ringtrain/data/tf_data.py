@@ -92,7 +92,7 @@ def from_dataset(
     **A function of the pass** that gives this rank's batches, sharded by ``of.rank`` and ``of.size``, shuffled by
     ``of.seed`` and ``of.epoch``, in batches of ``of.local_batch_size``. Ranks may have batches of different sizes and
     end at different steps: each step is the exact mean over all its samples. On other numbers of ranks the samples of a
-    step are others.
+    step are others, and a run that goes on on them is refused.
 
     A run that goes on goes on by tf.data's own state, where the pipeline has one and it is short (two batches that are
     ready, and no long buffer of a shuffle): in the first form on any number of ranks. Else it makes the samples of the
@@ -199,7 +199,7 @@ def _require_pairs(dataset: Any, *, are_samples: bool = False) -> tf.data.Datase
     if not (isinstance(spec, tuple) and len(spec) == 2):
         raise DataError(
             f"the elements of a dataset are {spec}; each must be a pair (x, y). Make them so, such as by "
-            "dataset.map(lambda element: (element['image'], element['label']))."
+            "dataset.map(lambda element: (element['image'], element['label'])); weights of samples go into y."
         )
     parts = tf.nest.flatten(spec)
     for part in parts:

@@ -147,7 +147,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """
         super().__init__()
         if initial_lr is None:
-            raise UsageError("initial_lr=None must be a number: the rate that is multiplied.")
+            raise UsageError(
+                "initial_lr=None must be a number, the rate that is multiplied. Give it, such as initial_lr=0.001."
+            )
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)

@@ -48,6 +48,11 @@ class ProcessSetCollective(HorovodCollective):
         self._process_set, self._op = process_set, op
         self._device_dense, self._device_sparse = device_dense, device_sparse
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Those of the process set, in the order in which they are gathered."""
+        return self._process_set.ranks or range(self.world.size)
+
     def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
         options = {
             "op": self._op,
@@ -137,14 +142,15 @@ def _require_same_kinds(variables: list[Any], collective: ProcessSetCollective) 
     """Ranks with other variables would wait for each other for ever."""
     kinds = [f"{tf.as_dtype(variable.dtype).name} {list(variable.shape)}" for variable in variables]
     all_kinds = all_gather_object(collective, kinds, name="broadcast_kinds")
-    for rank, others in enumerate(all_kinds):
+    for rank, others in zip(collective.ranks, all_kinds, strict=True):
         if others == all_kinds[0]:
             continue
         pairs = enumerate(itertools.zip_longest(all_kinds[0], others, fillvalue="nothing"))
         number, (first, other) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
         raise UsageError(
-            f"rank 0 has {len(all_kinds[0])} variables to broadcast, rank {rank} has {len(others)}; they differ first "
-            f"at number {number}: {first} and {other}. Create the same model and optimizer on every rank, built alike."
+            f"rank {collective.ranks[0]} has {len(all_kinds[0])} variables to broadcast, rank {rank} {len(others)}; "
+            f"they differ first at number {number}: {first} and {other}. Create the same model and optimizer on every "
+            "rank, built alike."
         )
 
 

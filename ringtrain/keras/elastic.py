@@ -147,7 +147,9 @@ class CommitStateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
         if batches_per_commit < 1:
-            raise UsageError(f"batches_per_commit={batches_per_commit} must be at least 1.")
+            raise UsageError(
+                f"batches_per_commit={batches_per_commit} must be at least 1: batches between two commits."
+            )
         self.state, self.batches_per_commit = state, batches_per_commit
         self._done = 0  # batches of the epoch
 

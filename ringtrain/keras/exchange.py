@@ -234,7 +234,7 @@ class Exchange:
             self._sums = []
         if not had_batch and not self._sums:
             raise UsageError(
-                "this rank had no batch in an epoch of which all ranks were to have the same number. Give every rank "
+                f"rank {hvd.rank()} had no batch in this epoch, of which all ranks were to have as many. Give each "
                 "as many, such as by shards of one size and batch(..., drop_remainder=True).",
                 reach="rank",
             )

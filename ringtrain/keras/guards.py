@@ -131,7 +131,7 @@ class TrainingGuard(keras.callbacks.Callback):
                 self._distributed.exchange.join(had_batch=self._num_batches > 0)
             mine = [self._num_batches, self._first_losses if self._num_epochs == 1 else []]
             numbers, losses = zip(*all_gather_object(self._collective, mine, name="guard_batches"), strict=True)
-            _require_equal(numbers, f"batches in epoch {epoch + 1}", BATCHES_REMEDY)
+            _require_equal(numbers, self._collective.ranks, f"batches in epoch {epoch + 1}", BATCHES_REMEDY)
             if hvd.rank() == 0 and self._spans_world() and (twice := find_same(losses)):
                 _warn_of_same_samples(name_ranks(twice))
         self._require_same_weights(self._collective, epoch)
@@ -164,7 +164,7 @@ class TrainingGuard(keras.callbacks.Callback):
             return
         are_at_end = all_gather_object(self._collective, is_end, name="guard_way_on")
         if any(are_at_end) and not all(are_at_end):
-            ended = [rank for rank, ends in enumerate(are_at_end) if ends]
+            ended = [rank for rank, ends in zip(self._collective.ranks, are_at_end, strict=True) if ends]
             raise UsageError(
                 f"{name_ranks(ended)} stopped after {self._num_epochs} epochs of fit(), and the others go on: they "
                 f"would wait for ever. {STOP_REMEDY}"
@@ -173,19 +173,26 @@ class TrainingGuard(keras.callbacks.Callback):
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
         plans = all_gather_object(collective, [self.params.get("steps"), self.params.get("epochs")], name="guard_plan")
         steps, epochs = zip(*plans, strict=True)
-        _require_equal(steps, "batches in an epoch", BATCHES_REMEDY)
-        _require_equal(epochs, "epochs", "Pass the same epochs to fit() on every rank.")
+        _require_equal(steps, collective.ranks, "batches in an epoch", BATCHES_REMEDY)
+        _require_equal(epochs, collective.ranks, "epochs", "Pass the same epochs to fit() on every rank.")
 
     def _require_same_weights(self, collective: ProcessSetCollective, epoch: int) -> None:
         weights = self._shared_weights()
         digests = [hashlib.blake2b(weight.numpy().tobytes(), digest_size=8).hexdigest() for weight in weights]
         all_digests = all_gather_object(collective, digests, name="guard_weights")
-        for rank, others in enumerate(all_digests):
+        _require_equal(
+            list(map(len, all_digests)),
+            collective.ranks,
+            "weights",
+            "Create the same model on every rank, built alike.",
+        )
+        for rank, others in zip(collective.ranks, all_digests, strict=True):
             different = [w.path for w, mine, its in zip(weights, all_digests[0], others, strict=True) if mine != its]
             if different:
                 more = f" and {len(different) - 1} more" if len(different) > 1 else ""
                 raise ReplicasDifferError(
-                    f"after epoch {epoch + 1}, rank {rank} has other weights than rank 0: {different[0]}{more}. Start "
+                    f"after epoch {epoch + 1}, rank {rank} has other weights than rank {collective.ranks[0]}: "
+                    f"{different[0]}{more}. Start "
                     "all ranks from the same ones: pass hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit(). "
                     "Layers that are to differ are named by hvd.PartialDistributedOptimizer(local_layers=...)."
                 )
@@ -230,7 +237,9 @@ def find_same(losses: Sequence[Sequence[float]]) -> list[int]:
     return [rank for rank, its in enumerate(losses) if tuple(its) == twice]
 
 
-def _require_equal(values: Sequence[Any], what: str, remedy: str) -> None:
+def _require_equal(values: Sequence[Any], ranks: Sequence[int], what: str, remedy: str) -> None:
     if len(set(values)) > 1:
-        listed = ", ".join(f"rank {rank}: {'unknown' if v is None else v}" for rank, v in enumerate(values))
+        listed = ", ".join(
+            f"rank {rank}: {'unknown' if v is None else v}" for rank, v in zip(ranks, values, strict=True)
+        )
         raise UsageError(f"the ranks have different numbers of {what} ({listed}). {remedy}")

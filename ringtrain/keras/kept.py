@@ -52,6 +52,7 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.world import read_world
 from ringtrain.terminal.console import Console
+from ringtrain.training.creation import warn_of_best
 from ringtrain.training.loop import find_requests
 from ringtrain.training.saving import CheckpointWriter, describe_run, set_values, take_snapshot
 from ringtrain.training.summaries import EventFiles
@@ -157,6 +158,7 @@ class KeptFit:
         if "metrics/log" in resumed:
             self._steps_before = int(resumed["metrics/log"][0])
             self._sums_before = resumed["metrics/log"][1:] if resumed["metrics/log"].size > 1 else None
+            self._seconds = float(resumed.get("metrics/seconds", np.zeros(1))[0])
         if self._progress.batches_done:
             self._metrics_so_far = resumed
             for rate, value in self._rates:  # by which a scheduler of the epoch's begin has multiplied once more
@@ -302,6 +304,7 @@ class KeptFit:
         own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)
         sums = () if self._sums_before is None else self._sums_before
         own["metrics/log"] = np.array([self._steps_before, *sums], np.float64)
+        own["metrics/seconds"] = np.array([self._seconds])
         own["data"] = np.frombuffer(self.batches.read_state(self._progress.batches_done), np.uint8)
         packed = pack(own)
         sizes = all_gather_object(self._collective, packed.size, name="fit/sizes")
@@ -345,8 +348,9 @@ class KeptFit:
         settings = distributed and distributed.exchange.settings
         if settings and (settings.process_set != hvd.global_process_set or settings.op == hvd.Adasum):
             raise UsageError(
-                "callbacks.Run keeps what all ranks train together, but the optimizer has a process_set, or Adasum. "
-                "Leave these out, or keep the model yourself."
+                "callbacks.Run keeps what all ranks train together, but the optimizer has "
+                f"{'op=hvd.Adasum' if settings.op == hvd.Adasum else 'a process_set'}. Leave it out, or keep the model "
+                "yourself."
             )
         local = [v.path for v in self.model.trainable_variables if Exchange.is_local_somewhere(v)]
         if local:
@@ -365,6 +369,7 @@ class KeptFit:
                 "Run(..., resume='never') starts anew beside it."
             )
             return
+        warn_of_best(self._config, self._console.line)
         where = f", at epoch {progress.epochs_done + 1}, batch {progress.batches_done + 1}"
         self._console.line(
             f"the run is kept in {path}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
 from ringtrain.keras.kept import KeptFit
 from ringtrain.keras.rank_state import COUNTED
-from ringtrain.run.directory import REPORT_FILE
+from ringtrain.run.directory import FIT_OF, REPORT_FILE
 from ringtrain.runtime import activity, leaving
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
@@ -28,14 +27,11 @@ from ringtrain.runtime.world import read_world
 from ringtrain.terminal.console import open_console
 from ringtrain.training.ending import (
     early_end,
-    recording_end,
     report_end,
     report_error,
-    write_end_at_hang,
-    write_warning,
 )
 from ringtrain.training.joining import leave_by, watched
-from ringtrain.training.together import open_together
+from ringtrain.training.together import opened_together
 
 
 class Run(keras.callbacks.Callback):
@@ -87,7 +83,7 @@ class Run(keras.callbacks.Callback):
         """
         super().__init__()
         self._config = Config(
-            workload=f"fit of {Path(sys.argv[0]).name or 'a script'}",
+            workload=FIT_OF + (Path(sys.argv[0]).name or "a script"),
             out=Path(os.path.expanduser(out)),
             checkpoint_every=checkpoint_every,
             keep=keep,
@@ -134,14 +130,8 @@ class Run(keras.callbacks.Callback):
                 if read_world(os.environ).launcher != "no launcher":
                     requests.watch_launcher()
                 console = open_console(is_rank0=world.is_rank0)
-                start, opened = open_together(config, collective, requests, console)
-                run = opened.directory if opened else None
-                watchdog.write_by(
-                    write_end=functools.partial(write_end_at_hang, run, start),
-                    warn=functools.partial(write_warning, run, console) if run else None,
-                )
                 with (
-                    recording_end(run, start.is_complete, requests, world, console),
+                    opened_together(config, collective, requests, watchdog, console) as (start, opened),
                     leaving.ending_forked(),
                     explaining_lost_ranks(),
                 ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 from typing import Any, Literal
 
@@ -20,6 +20,9 @@ from ringtrain.runtime.devices import Needs, apply_plan, plan_devices, start_ten
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.world import read_world
+
+log = logging.getLogger("ringtrain")
+_former_inits: list[int] = []  # ranks: a script may shut Horovod down and start it again
 
 
 def init(
@@ -63,8 +66,16 @@ def init(
         needs = Needs(horovod=not is_elastic(), one_at_a_time=wants_native_sums() and LIBRARY.exists())
         plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
         apply_plan(plan)
-        with contextlib.suppress(RuntimeError):  # TensorFlow has started: its devices and threads are settled
+        try:
             start_tensorflow(plan, world)
+        except RuntimeError:  # its devices and threads are settled
+            if not _former_inits:
+                log.warning(
+                    "ringtrain.keras: rank %d called init() when TensorFlow had computed something: devices and "
+                    "threads stay as they are, so that all ranks may be on one GPU. Call it right after the imports.",
+                    world.rank,
+                )
+        _former_inits.append(world.rank)
         if not is_elastic():  # where rank 0 may be long past this
             require_same_settings_by_rendezvous(world)
         hvd.init(comm, process_sets)

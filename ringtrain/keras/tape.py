@@ -75,7 +75,9 @@ def DistributedGradientTape(  # noqa: N802 (upstream's name)
     """
     arguments = locals() | {"name": "DistributedGradientTape"}
     if not isinstance(gradtape, tf.GradientTape) or isinstance(gradtape, Distributed):
-        raise UsageError(f"gradtape={gradtape!r} must be a tf.GradientTape that is not distributed yet.")
+        raise UsageError(
+            f"gradtape={gradtape!r} must be a tf.GradientTape that is not distributed yet. Pass the tape itself, once."
+        )
     settings = Settings.among(arguments)
     plain_class = type(gradtape)
     gradtape.__class__ = type(plain_class.__name__, (Distributed, plain_class), {})

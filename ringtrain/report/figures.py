@@ -70,8 +70,8 @@ def make_figures(charts: Sequence[Chart], runs: Sequence[DrawnRun], *, along_tim
         title["text"] = f"time since the start ({unit})"
         axis |= {"unifiedhovertitle": {"text": f"%{{x}} {unit}"}, "hoverformat": ",.4~r"}
     every = [curve.steps for run in runs for curve in run.curves.values()]
-    low, high = min(0.0, *(float(at[0]) for at in every)), max(float(at[-1]) for at in every)
-    axis["range"] = [low, high if high > low else low + 1]
+    low, high = min(0.0, *map(np.nanmin, every)), max(map(np.nanmax, every))  # NaN: a pause of a run
+    axis["range"] = [float(low), float(high if high > low else low + 1)]
     marks = list(_marks(runs))
     figures = []
     for chart in charts:

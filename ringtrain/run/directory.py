@@ -24,6 +24,7 @@ from ringtrain.files.bounded import open_regular, parse_json, read_bounded, requ
 from ringtrain.run.identity import IDENTITY_FILE, read_identity
 
 METRICS_FILE = "metrics.jsonl"
+FIT_OF = "fit of "  # how the name of a run begins that callbacks.Run has kept; a script's name follows
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
 MAX_CONFIG_BYTES = 64 * 2**10  # a run's has about two

@@ -225,11 +225,11 @@ class CompiledGradients:
         self._compute, self._variables = compute, variables
         self._labels: set[Labels] = set()
         self._structure: StepStructure | None = None
-        self._function = CompiledFunction(self._trace)
+        self.function = CompiledFunction(self._trace)
 
     def __call__(self, *arguments: Any) -> Forward:
         """As ``compute``, while a step is traced."""
-        gradients, sums, state = self._function(*arguments)
+        gradients, sums, state = self.function(*arguments)
         assert self._structure is not None
         return Forward(list(map(with_known_rows, gradients, self._variables)), sums, state, self._structure)
 
@@ -243,15 +243,6 @@ class CompiledGradients:
     def labels(self) -> Sequence[Labels]:
         """Which parts of y it gives to a sparse cross-entropy as they are."""
         return sorted(self._labels, key=lambda one: (one.place, one.num_classes))
-
-    def why_not(self) -> str:
-        """What XLA cannot compile (``CompiledFunction.why_not``)."""
-        return self._function.why_not()
-
-    @property
-    def has_unknown_lengths(self) -> bool:
-        """See ``CompiledFunction``."""
-        return self._function.has_unknown_lengths
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:

@@ -100,9 +100,9 @@ class TrainStep:
         if compiled is None:
             self.not_compiled = "a layer asks the other ranks within its forward pass"
             return
-        if compiled.has_unknown_lengths and not is_forced:
+        if compiled.function.has_unknown_lengths and not is_forced:
             self.not_compiled = "the lengths of a sample are not known before, and it would compile each anew"
-        elif why := compiled.why_not():
+        elif why := compiled.function.why_not():
             if is_forced:
                 raise UsageError(
                     f"jit_compile is true, but XLA has no way to compile {why}. Leave --jit_compile out, or compute "

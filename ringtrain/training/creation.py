@@ -112,12 +112,22 @@ def create_step(
 
 def warn_of_settings(config: Config, step: TrainStep, print_line: Callable[[str], None]) -> None:
     """Say what XLA compiles, where it is to compile something, and which setting has no effect."""
+    warn_of_best(config, print_line)
     if step.not_compiled:
         print_line(f"XLA compiles no part of the step: {step.not_compiled}.")
     elif step.compiled is not None:
         print_line("XLA compiles each rank's forward and backward pass; sums and update stay outside.")
     if config.shard_optimizer and step.sharded is None:
         print_line("warning: --shard_optimizer has no effect: there is one rank, which updates all weights.")
+
+
+def warn_of_best(config: Config, print_line: Callable[[str], None]) -> None:
+    """Say where the best checkpoint would be the worst one."""
+    if config.best_direction == "min" and "acc" in config.best_metric:
+        print_line(
+            f"warning: the best checkpoint is the one of the smallest {config.best_metric}; for the largest give "
+            "best_direction max."
+        )
 
 
 def create_eval_step(

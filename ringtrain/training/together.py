@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +54,7 @@ def train_together(
     console = open_console(is_rank0=collective.world.is_rank0)
     for line in describe_start(collective, prepared.plan, prepared.device):
         console.line(line)
-    start, opened = open_together(prepared.config, collective, requests, console)
-    run = opened.directory if opened else None
-    watchdog.write_by(
-        write_end=functools.partial(write_end_at_hang, run, start),
-        warn=functools.partial(write_warning, run, console) if run else None,
-    )
-    with recording_end(run, start.is_complete, requests, collective.world, console):
+    with opened_together(prepared.config, collective, requests, watchdog, console) as (start, opened):
         if start.is_complete:
             console.line(
                 f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
@@ -72,10 +67,14 @@ def train_together(
     return result
 
 
-def open_together(
-    config: Config, collective: Collective, requests: StopRequests, console: Console
-) -> tuple[Start, OpenedRun | None]:
-    """Open the run directory on rank 0, and tell every rank where the run begins. Every rank must call it."""
+@contextlib.contextmanager
+def opened_together(
+    config: Config, collective: Collective, requests: StopRequests, watchdog: Watchdog, console: Console
+) -> Iterator[tuple[Start, OpenedRun | None]]:
+    """Within it the run directory is open on rank 0, and every rank knows where the run begins; its end is recorded.
+
+    Every rank must enter it.
+    """
     opened: list[OpenedRun] = []  # on rank 0
 
     def open_on_rank0() -> dict[str, Any]:
@@ -87,7 +86,13 @@ def open_together(
 
     activity.note(Phase.OPEN, takes_long=True)
     start = Start(**run_on_rank0(collective, open_on_rank0, name="run_directory"))
-    return start, opened[0] if opened else None
+    run = opened[0].directory if opened else None
+    watchdog.write_by(
+        write_end=functools.partial(write_end_at_hang, run, start),
+        warn=functools.partial(write_warning, run, console) if run else None,
+    )
+    with recording_end(run, start.is_complete, requests, collective.world, console):
+        yield start, opened[0] if opened else None
 
 
 def describe_result(result: Result, path: str, config: Config) -> list[str]:

@@ -49,7 +49,10 @@ def run_group(size: int, arguments: Sequence[str]) -> None:
         output, _ = process.communicate(timeout=RUN_TIMEOUT_SECONDS)
     except BaseException as error:
         os.killpg(process.pid, signal.SIGTERM)  # mpirun takes its ranks along
-        process.wait(timeout=30)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
         if isinstance(error, subprocess.TimeoutExpired):
             raise RingtrainError(f"{size} processes were not done after {RUN_TIMEOUT_SECONDS} s.") from None
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from typing import Any
 from unittest import mock
 
@@ -279,6 +280,31 @@ def test_a_step_that_xla_cannot_compile_runs_without_it_and_says_so_once(collect
     lines = all_gather_object(collective, captured.lines, name="lines")
     assert [len(line) for line in lines] == [1, 0]
     assert "without XLA: OwnStep has a train_step of its own" in lines[0][0]
+
+
+class InPython(keras.layers.Layer):
+    """An operation that XLA has not."""
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(lambda array: array, [x], x.dtype, stateful=False), x.shape)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_an_operation_that_xla_has_not_is_named(collective: Collective) -> None:
+    captured = Captured()
+    compiled.log.addHandler(captured)
+    try:
+        model = keras.Sequential([*make_model().layers, InPython()])
+        for layer in model.layers[:-1]:
+            layer.trainable = layer is model.layers[0]  # nothing before it has a gradient, nor needs one
+        head = keras.Sequential([keras.Input((FEATURES,)), *model.layers, keras.layers.Dense(2)])
+        train("fit", head, DISTRIBUTE(keras.optimizers.SGD(0.1)), split_batches(make_batches(4)), jit_compile=True)
+    finally:
+        compiled.log.removeHandler(captured)
+    lines = all_gather_object(collective, captured.lines, name="lines")
+    assert [len(line) for line in lines] == [1, 0]
+    assert re.search(r"without XLA: XLA has no way to compile PyFuncStateless \(\S*in_python\S*\)", lines[0][0]), lines
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])

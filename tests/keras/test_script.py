@@ -55,6 +55,7 @@ import numpy as np
 import keras
 import ringtrain.keras as hvd
 
+keras.ops.ones(1)  # too early: a rank can be given no GPU or cores of its own any more
 hvd.init(exit_timeout=1)
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
@@ -75,6 +76,8 @@ def test_a_script_whose_thread_goes_on_is_ended_after_its_end(tmp_path: Path) ->
     run = run_command(command, env=env, timeout=60)
     assert run.rc == 0, run.stderr
     assert run.stdout.count("the script goes on") == 2
+    for rank in range(2):
+        assert f"rank {rank} called init() when TensorFlow had computed something: devices and threads" in run.stderr
     assert re.search(r"warning: rank 1 on \S+ .* kept by the thread 'uploader'.* leaves with exit code 0", run.stderr)
 
 

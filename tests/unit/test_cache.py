@@ -20,8 +20,9 @@ from ringtrain.data.cache import with_cache
 from ringtrain.data.cache.decoded import find_layout
 from ringtrain.data.cache.node import CacheFile, share_of
 from ringtrain.data.formats.image_folder import load_image_folder
+from ringtrain.data.indexed import from_grain
 from ringtrain.data.sources import BadSample, from_arrays
-from ringtrain.errors import DataError
+from ringtrain.errors import DataError, UsageError
 from ringtrain.files import cache_directory
 from ringtrain.runtime.world import World
 
@@ -174,7 +175,20 @@ def test_too_little_memory_is_found_before_training(tmp_path: Path, monkeypatch:
         cached(Decoding(), "memory")
 
 
+def test_a_limit_of_the_processes_memory_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "read_memory_limits", lambda root: [(1000, root)])
+    with pytest.raises(DataError, match=r"need 1,564 bytes.* has 1,000 bytes .*--cache node"):
+        cached(Decoding(), "memory")
+
+
 # --- On the node's disk ---
+
+
+def test_samples_of_which_nobody_knows_whether_they_have_changed_are_not_kept() -> None:
+    samples = from_grain([(np.zeros(2, np.float32), np.int64(0))] * 3)
+    with pytest.raises(UsageError, match="nothing says whether the samples of from_grain are still the same"):
+        cached(samples, "node")
+    assert cached(samples, "memory").num_samples == 3
 
 
 def test_a_later_run_finds_the_file(place: Path) -> None:

@@ -91,6 +91,8 @@ WRONG = [
     (["bench", "input"], ["bench input needs --data_dir"]),
     (["bench", "show", "missing.json"], ["'missing.json' is no result file"]),
     (["verify", "--world_size", "1,2"], ["there is no flag --world_size"]),
+    (["verify", "--batch_size", "8"], ["batch_size is 8, of each process", "Give --global_batch_size"]),
+    (["eval", "kept"], ["'kept' is a fit of train.py, kept by callbacks.Run, and eval is for runs of workloads"]),
     (["report"], ["runs"]),
     (["report", "nowhere"], ["'nowhere' is no run directory", "config.yaml"]),
 ]
@@ -112,6 +114,8 @@ def test_what_is_wrong_is_said_in_one_line(
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "directory").mkdir()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/config.yaml").write_text("workload: fit of train.py\n")
     assert main(arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""

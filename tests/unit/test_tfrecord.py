@@ -387,6 +387,12 @@ def test_records_that_do_not_fit_are_named_before_training(tmp_path: Path, recor
         open_tfrecords(tmp_path)
 
 
+def test_a_label_beyond_all_others_is_an_error_and_asks_for_no_memory(tmp_path: Path) -> None:
+    write(tmp_path / "train.tfrecord", [raw(0), raw(1), raw(2, image_class_label=2**62)])
+    with pytest.raises(DataError, match=f"no record of .* has the label 2; each of the {2**62 + 1} classes"):
+        open_tfrecords(tmp_path)
+
+
 def test_channels_of_raw_images_are_not_converted(tmp_path: Path) -> None:
     write(tmp_path / "train.tfrecord", [raw(0)])
     with pytest.raises(DataError, match="must be with 1 channels"):

@@ -10,8 +10,10 @@ import numpy as np
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.data.cache.decoded import CachedSource, Layout, find_layout
 from ringtrain.data.cache.node import open_node_cache
+from ringtrain.data.indexed import IndexedSource
 from ringtrain.data.sources import Source, is_fallible
-from ringtrain.errors import DataError
+from ringtrain.errors import DataError, UsageError
+from ringtrain.runtime.machine import read_memory_limits
 
 MEMORY_FILE = Path("/proc/meminfo")
 
@@ -36,6 +38,11 @@ def with_cache(
     """
     if mode == "none" or not is_fallible(source):
         return source
+    if mode == "node" and isinstance(source, IndexedSource):
+        raise UsageError(
+            "cache is 'node', which later runs find as well, and nothing says whether the samples of from_grain are "
+            "still the same then. Use --cache memory, or --cache none."
+        )
     if mode == "node":
         return open_node_cache(source, collective, name=name, num_threads=num_threads)
     layout = find_layout(source)
@@ -49,11 +56,12 @@ def with_cache(
 
 
 def _check_memory(layout: Layout, local_size: int, reserved_bytes: int) -> None:
-    """See that all ranks of this node can keep all samples, by the kernel's estimate."""
+    """See that all ranks of this node can keep all samples, by the kernel's estimate and what is granted to them."""
     needed = layout.num_samples * layout.bytes_per_sample * local_size
     lines = MEMORY_FILE.read_text().splitlines()
     kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
-    available = kilobytes * 1024 - reserved_bytes * local_size
+    limits = [limit for limit, _ in read_memory_limits(Path("/"))]  # of cgroups: a container's, a job's
+    available = min([kilobytes * 1024, *limits]) - reserved_bytes * local_size
     if needed > available:
         raise DataError(
             f"cache is 'memory', but {layout.num_samples:,} decoded samples for each of {local_size} ranks need "

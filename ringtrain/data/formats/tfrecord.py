@@ -115,12 +115,16 @@ def _check_labels(index: Index, num_classes: int, class_names: list[str], *, mus
             f"must be 0 to {num_classes - 1} ({len(wrong):,} of {len(entries):,} records are wrong). Mend the records, "
             f"or {CLASSES_FILE}."
         )
-    empty = np.flatnonzero(np.bincount(labels, minlength=num_classes) == 0)
-    if must_have_all and len(empty):
-        name = f" ({class_names[empty[0]]!r})" if empty[0] < len(class_names) else ""
+    there = np.unique(labels)
+    if must_have_all and len(there) < num_classes:
+        missing = int(
+            np.argmax(np.append(there, -1) != np.arange(len(there) + 1))
+        )  # the first that is not in its place
+        name = f" ({class_names[missing]!r})" if missing < len(class_names) else ""
         raise file_error(
-            f"no record of {index.paths[0].parent} has the label {empty[0]}{name}; each of the {num_classes} classes "
-            f"needs a sample to train on ({len(empty)} of them without). Labels count from 0."
+            f"no record of {index.paths[0].parent} has the label {missing}{name}; each of the {num_classes} classes "
+            f"needs a sample to train on ({num_classes - len(there)} of them without). Labels count from 0: add the "
+            f"samples, or mend {CLASSES_FILE}."
         )
 
 
@@ -134,7 +138,7 @@ def _create_source(
     entries = index.entries
     known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
     if not len(known):
-        raise file_error(f"no record of {index.paths[0].parent} holds an image that can be read.")
+        raise file_error(f"no record of {index.paths[0].parent} holds an image that can be read. Write the files anew.")
     first = entries[known[0]]
     is_raw = bool(first["kind"] == RAW)
     fixed: dict[str, int] = {"kind": int(first["kind"])}

@@ -273,7 +273,7 @@ def _parse(records: list[bytes | None], name_of: Callable[[int], str]) -> list[n
                 except tf.errors.InvalidArgumentError as error:
                     raise file_error(
                         f"{name_of(place)} is no tf.train.Example with the features {', '.join(spec)}, each of one "
-                        f"value: {error.message}"
+                        f"value: {error.message}. Write it so."
                     ) from error
             raise
     return [parsed[name].numpy() for name in spec]

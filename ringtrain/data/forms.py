@@ -1,0 +1,94 @@
+"""What a batch that a rank is fed looks like: alike on all ranks, and in all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, all_gather_object
+from ringtrain.data.pipeline import describe_structure, has_structure_of
+from ringtrain.errors import DataError
+
+
+class Form:
+    """What each batch (x, y) must look like: structure, types, and shapes but for the number of samples."""
+
+    def __init__(self, spec: Any) -> None:
+        self._spec = spec
+        self.specs: list[tf.TensorSpec] = tf.nest.flatten(spec)
+        self._kinds = [(spec.dtype, tuple(spec.shape[1:])) for spec in self.specs]
+        self.nothing = [np.zeros((0, *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
+
+    def look(self, x: Any, y: Any, *, rank: int, step: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The samples' places in a batch, int64 [n], and its arrays, one after the other."""
+        leaves = tf.nest.flatten((x, y))
+        lengths = {len(leaf) if leaf.ndim else -1 for leaf in leaves}
+        kinds = [(tf.as_dtype(leaf.dtype), leaf.shape[1:]) for leaf in leaves]
+        if kinds != self._kinds or len(lengths) != 1 or -1 in lengths or not has_structure_of(self._spec, (x, y)):
+            raise DataError(
+                f"rank {rank} was fed {describe_structure((x, y))} in step {step + 1}; each batch must have the first "
+                f"one's structure, types and shapes, {describe_structure(self._spec)}, and one number of samples in "
+                "all its arrays. Make all batches alike, such as by resizing or padding."
+            )
+        return np.arange(lengths.pop()), leaves
+
+    def pack(self, leaves: Sequence[tf.Tensor]) -> Any:
+        """The pair (x, y) of such arrays."""
+        return tf.nest.pack_sequence_as(self._spec, list(leaves))
+
+
+def as_arrays(value: Any) -> Any:
+    """A batch's x or y with every leaf an array: a list is one, a tuple and a dict are structures of arrays.
+
+    TensorFlow's tensors never change; of others each array is a copy, as whoever made it may use its memory again.
+    """
+    if isinstance(value, dict):
+        return {key: as_arrays(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(as_arrays(item) for item in value)
+    return np.asarray(value) if tf.is_tensor(value) else np.array(value)
+
+
+def _spec_of(array: Any) -> tf.TensorSpec:
+    """Type and shape of an array [n, ...], for any n; of a single number where it is one."""
+    value = np.asarray(array)
+    return tf.TensorSpec([None, *value.shape[1:]] if value.ndim else [], tf.as_dtype(value.dtype))
+
+
+def agree_on_form(collective: Collective, first: tuple[Any, Any] | None) -> Form:
+    """That of the first rank that has a batch; an error on every rank where they differ. Every rank must call it."""
+    mine = None if first is None else _to_json(tf.nest.map_structure(_spec_of, tuple(first)))
+    all_ranks = all_gather_object(collective, mine, name="feed_spec")
+    fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]
+    if not fed:
+        raise DataError("no rank was fed a single batch. Look at the generator, or the function.", reach="run")
+    _, expected = fed[0]
+    for rank, spec in fed:
+        if spec != expected:
+            raise DataError(
+                f"rank {fed[0][0]} is fed {describe_structure(_from_json(expected))}, but rank {rank} "
+                f"{describe_structure(_from_json(spec))}; structure, types and shapes must be the same on every rank. "
+                "Let all ranks run the same code on data of the same kind.",
+                reach="run",
+            )
+    return Form(_from_json(expected))
+
+
+def _to_json(spec: Any) -> Any:
+    """A structure of specs, in a form that travels."""
+    if isinstance(spec, dict):
+        return {"dict": {key: _to_json(spec[key]) for key in sorted(spec)}}
+    if isinstance(spec, (tuple, list)):
+        return {"tuple": [_to_json(item) for item in spec]}
+    return {"dtype": spec.dtype.name, "shape": spec.shape.as_list()[1:]}
+
+
+def _from_json(value: Any) -> Any:
+    if "dict" in value:
+        return {key: _from_json(item) for key, item in value["dict"].items()}
+    if "tuple" in value:
+        return tuple(_from_json(item) for item in value["tuple"])
+    return tf.TensorSpec([None, *value["shape"]], tf.as_dtype(value["dtype"]))

@@ -1,0 +1,75 @@
+"""What a rank is fed: each array as it was when it was given, and refused where it is not like the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.collectives.base import Solo
+from ringtrain.data.order import StreamingOrder
+from ringtrain.data.sources import Feed, from_generator
+from ringtrain.data.streaming import streaming_batches
+from ringtrain.data.tf_data import from_dataset
+from ringtrain.errors import DataError
+from ringtrain.runtime.world import World
+
+STEPS, SAMPLES = 6, 4
+WORLD = World(rank=0, size=1, local_rank=0, local_size=1, node="node", launcher="no launcher")
+
+
+def read(feed: Feed) -> tuple[Iterator[Any], Callable[[Exception, int], Exception]]:
+    """All batches of a feed, and what explains an error of theirs."""
+    order = StreamingOrder(num_samples=STEPS * SAMPLES, global_batch_size=SAMPLES, is_single_pass=True)
+    dataset, explain, _ = streaming_batches(feed, order, Solo(WORLD), first_step=0, end_step=STEPS, num_threads=1)
+    return iter(dataset), explain
+
+
+def test_memory_that_is_used_again_for_each_batch_is_not_what_is_trained() -> None:
+    def generate(rank: int, size: int) -> Iterator[Any]:
+        x, y = np.zeros((SAMPLES, 100), np.float32), np.zeros(SAMPLES, np.int64)
+        for step in range(STEPS):
+            x[:], y[:] = step, step
+            yield {"x": x}, y
+
+    batches, _ = read(from_generator(generate))
+    for step, batch in enumerate(batches):
+        assert (batch.x["x"] == step).numpy().all()
+        assert (batch.y == step).numpy().all()
+    assert step == STEPS - 1
+
+
+OTHERS = {
+    "another shape": (np.zeros((2, 4), np.float32), np.zeros(2, np.int64)),
+    "another type": (np.zeros((2, 3)), np.zeros(2, np.int64)),
+    "another structure": ((np.zeros((2, 3), np.float32),), np.zeros(2, np.int64)),
+    "other numbers": (np.zeros((2, 3), np.float32), np.zeros(3, np.int64)),
+    "a number": (np.float32(1), np.zeros(2, np.int64)),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_batch_that_is_not_like_the_first_is_refused(other: str) -> None:
+    fine = (np.zeros((2, 3), np.float32), np.zeros(2, np.int64))
+    batches, explain = read(from_generator(lambda rank, size: iter([fine, fine, OTHERS[other]])))
+    assert [len(next(batches).y) for _ in range(2)] == [2, 2]
+    with pytest.raises(tf.errors.OpError) as caught:
+        next(batches)
+    error = explain(caught.value, 2)
+    assert isinstance(error, DataError)
+    assert "in step 3; each batch must have the first one's structure" in str(error)
+    assert "(float32 [n, 3], int64 [n])" in str(error)
+
+
+def test_texts_and_dicts_come_as_they_are() -> None:
+    samples = tf.data.Dataset.from_tensor_slices(({"text": ["a", "bc", "d"], "n": [1, 2, 3]}, [[1.0], [2.0], [3.0]]))
+    (batch,) = read(from_dataset(samples))[0]
+    assert batch.x["text"].numpy().tolist() == [b"a", b"bc", b"d"]
+    assert batch.x["n"].numpy().tolist() == [1, 2, 3]
+    assert batch.y.numpy().tolist() == [[1.0], [2.0], [3.0]]
+    generated = from_generator(lambda rank, size: iter([(np.array(["a", "bc"]), np.array([b"x", b"y"], object))]))
+    (batch,) = read(generated)[0]
+    assert (batch.x.numpy().tolist(), batch.y.numpy().tolist()) == ([b"a", b"bc"], [b"x", b"y"])

@@ -8,7 +8,8 @@ import itertools
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.machinery import PathFinder
 from multiprocessing.reduction import ForkingPickler
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 READERS = 8  # threads that read samples: what waits for a disk, or decodes outside of Python, takes its time at once
+QUICK_SECONDS = 1e-4
 AS_JSON, AS_BYTES = b"j", b"b"  # how the state of an iterator is kept
 MAX_SAMPLES = 2**53  # Grain says of what has no end that it has as many as fit into a word
 
@@ -195,26 +197,26 @@ class IndexedSource:
         if self.num_samples >= MAX_SAMPLES:
             raise DataError("the samples of from_grain have no end. Leave repeat() out: --epochs says how often.")
         self._samples = samples
-        self._structure: Any = None
-        self._specs: list[tf.TensorSpec] = []  # of the arrays in a sample; empty until the first is known
+        self._structure: Any = ((), ())  # of a sample, once the first is known
+        self._plain: tuple[Any, ...] | None = None  # types, dtypes and shapes of a pair of arrays
+        self._kinds: list[tuple[tf.DType, tuple[int, ...]]] = []  # of its arrays, one after the other
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="samples")
-        import tensorflow as tf
 
-        first = self._read(0) if self.num_samples else ((), ())
+        first = self._read(0) if self.num_samples else []
         if isinstance(first, Exception):
             raise DataError(
                 f"the first sample of the {type(samples).__name__} cannot be read: {describe_defect(first)}"
             ) from first
-        self._structure = first
-        self._specs = [tf.TensorSpec(np.shape(leaf), _dtype_of(leaf)) for leaf in tf.nest.flatten(first)]
+        self._kinds = list(map(_kind_of, first))
 
     @property
     def fingerprint(self) -> str:
         """Of the number of samples, and of some of them."""
-        digest = hashlib.sha256(f"{self.num_samples} {self._specs}".encode())
+        digest = hashlib.sha256(f"{self.num_samples} {self._kinds}".encode())
         for number in sorted({0, self.num_samples // 2, self.num_samples - 1} - {-1}):
             sample = self._read(number)
-            digest.update(repr(sample).encode() if isinstance(sample, Exception) else _bytes_of(sample))
+            is_bad = isinstance(sample, Exception)
+            digest.update(repr(sample).encode() if is_bad else b"".join(array.tobytes() for array in sample))
         return digest.hexdigest()
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
@@ -228,19 +230,11 @@ class IndexedSource:
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
         import tensorflow as tf
 
-        def read(numbers: Any) -> list[Any]:
-            samples = list(self._pool.map(self._read, numbers.tolist()))
-            good = [place for place, sample in enumerate(samples) if not isinstance(sample, Exception)]
-            columns = zip(*(tf.nest.flatten(samples[place]) for place in good), strict=True)
-            arrays = [np.stack(column) for column in columns] or [
-                np.zeros((0, *spec.shape), spec.dtype.as_numpy_dtype) for spec in self._specs
-            ]
-            return [numbers[good], *arrays]
-
-        good, *leaves = tf.numpy_function(read, [indices], [tf.int64, *(spec.dtype for spec in self._specs)])
+        # A method, since AutoGraph makes graph code of functions in functions, and calls each thing in them a detour.
+        good, *leaves = tf.numpy_function(self._read_good, [indices], [tf.int64, *(dtype for dtype, _ in self._kinds)])
         good.set_shape([None])
-        for leaf, spec in zip(leaves, self._specs, strict=True):
-            leaf.set_shape([None, *spec.shape])
+        for leaf, (_, shape) in zip(leaves, self._kinds, strict=True):
+            leaf.set_shape([None, *shape])
         x, y = tf.nest.pack_sequence_as(self._structure, leaves)
         return good, x, y
 
@@ -253,41 +247,68 @@ class IndexedSource:
             if isinstance(sample, Exception)
         ]
 
+    def _read_good(self, numbers: Any) -> list[Any]:
+        samples = self._read_all(numbers.tolist())
+        good = [place for place, sample in enumerate(samples) if not isinstance(sample, Exception)]
+        columns = zip(*(samples[place] for place in good), strict=True)
+        nothing = [np.zeros((0, *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
+        return [numbers[good], *(map(np.stack, columns) if good else nothing)]
+
+    def _read_all(self, numbers: list[int]) -> list[Any]:
+        """Many samples; by several threads where the first takes so long that it pays to wake them."""
+        begin = time.perf_counter()
+        first = list(map(self._read, numbers[:1]))
+        is_quick = time.perf_counter() - begin < QUICK_SECONDS
+        return first + list((map if is_quick else self._pool.map)(self._read, numbers[1:]))
+
     def _read(self, number: int) -> Any:
-        """A sample (x, y) as arrays; the exception where it cannot be read, or is not like the first."""
+        """A sample's arrays, one after the other; the exception where it cannot be read, or is not like the first."""
         import tensorflow as tf
 
         try:
             sample = self._samples[number]
+            if self._is_plainly_like_first(sample):
+                return sample
             if not (isinstance(sample, (tuple, list)) and len(sample) == 2):
                 what = "None, as where a filter has left it out" if sample is None else f"a {type(sample).__name__}"
                 raise DataError(f"it is {what}; each sample must be a pair (x, y). Map it so, and filter beforehand.")
-            sample = tf.nest.map_structure(np.asarray, tuple(sample))
-            if self._specs:
-                self._require_like_first(sample)
-            return sample
+            sample = tuple(sample)
+            arrays = list(map(np.asarray, tf.nest.flatten(sample)))
+            if self._kinds:
+                self._require_like_first(sample, arrays)
+            else:
+                self._structure = sample
+                if all(isinstance(part, np.ndarray | np.generic) for part in sample):
+                    self._plain = tuple((type(part), part.dtype, part.shape) for part in sample)
+            return arrays
         except Exception as error:
             return error
 
-    def _require_like_first(self, sample: Any) -> None:
+    def _is_plainly_like_first(self, sample: Any) -> bool:
+        """Whether it is a pair of arrays like the first's: in a microsecond, as most samples are."""
+        if self._plain is None or type(sample) is not tuple or len(sample) != 2:
+            return False
+        (x, y), (x_kind, y_kind) = sample, self._plain
+        return (
+            type(x) is x_kind[0]
+            and type(y) is y_kind[0]
+            and (x.dtype, x.shape) == x_kind[1:]
+            and (y.dtype, y.shape) == y_kind[1:]
+        )
+
+    def _require_like_first(self, sample: Any, arrays: list[Any]) -> None:
         import tensorflow as tf
 
         tf.nest.assert_same_structure(self._structure, sample)
-        for array, spec in zip(tf.nest.flatten(sample), self._specs, strict=True):
-            if array.shape != tuple(spec.shape) or _dtype_of(array) != spec.dtype:
+        for array, (dtype, shape) in zip(arrays, self._kinds, strict=True):
+            if _kind_of(array) != (dtype, shape):
                 raise DataError(
-                    f"it has {array.dtype} {list(array.shape)} where the first has {spec.dtype.name} "
-                    f"{spec.shape.as_list()}; all samples must be alike. Resize or pad them"
+                    f"it has {array.dtype} {list(array.shape)} where the first has {dtype.name} {list(shape)}; all "
+                    "samples must be alike. Resize or pad them"
                 )
 
 
-def _dtype_of(array: Any) -> tf.DType:
+def _kind_of(array: Any) -> tuple[tf.DType, tuple[int, ...]]:
     import tensorflow as tf
 
-    return tf.as_dtype(np.asarray(array).dtype)
-
-
-def _bytes_of(sample: Sequence[Any]) -> bytes:
-    import tensorflow as tf
-
-    return b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in tf.nest.flatten(sample))
+    return tf.as_dtype(array.dtype), array.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ class Current:
         """The batches after those to leave out, by the state there or by making them once more."""
         import tensorflow as tf
 
-        self._iterator = iter(batches.prefetch(AHEAD))
+        self._iterator = iter(without_tuner(batches.prefetch(AHEAD)))
         self._is_short = buffered_bytes(batches) <= MAX_STATE_BYTES
         if state:
             try:
@@ -42,6 +43,23 @@ class Current:
     def read_state(self) -> bytes:
         """Where it stands; empty where it cannot say, or not in short: to make a long state may take all memory."""
         return read_iterator_state(self._iterator) if self._is_short else b""
+
+
+def without_tuner(dataset: Any) -> Any:
+    """The dataset, where this rank has one core, without the thread that tunes it: there is nothing to be tuned.
+
+    Who lets go of an iterator ends that thread, and waits for it with Python's lock held. Where it is woken before its
+    end is noted (TensorFlow's CancellationManager sets that last), as on the same core, it sleeps on for up to as long
+    as the iterator has lived, or a minute: seen with 2.21 after most passes. A dataset that asks for it keeps it.
+    """
+    import tensorflow as tf
+
+    is_alone = len(os.sched_getaffinity(0)) == 1
+    if not (is_alone and isinstance(dataset, tf.data.Dataset)) or dataset.options().autotune.enabled:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def buffered_bytes(dataset: tf.data.Dataset) -> float:
@@ -170,7 +188,7 @@ def _again_and_again(batches: tf.data.Dataset) -> Iterator[Any]:
     is_empty = False
     while not is_empty:
         is_empty = True
-        for batch in batches:
+        for batch in without_tuner(batches):
             is_empty = False
             yield batch
 

@@ -107,6 +107,11 @@ class _Sum:
             return self.reduction.sum_alone(tensors, scaled=(self.num_gradients, float(self.scale)))
         return self.reduction.all_reduce(tensors)
 
+    @functools.cached_property
+    def traced(self) -> Callable[[Gradients], Gradients]:
+        """``act`` in a graph of its own; traced once, not in each epoch."""
+        return tf.function(self.act, autograph=False)
+
     def scale_sums(self, sums: Gradients) -> Gradients:
         """The gradients among the sums of ``act``, scaled."""
         gradients = sums[: self.num_gradients]
@@ -240,8 +245,7 @@ class Exchange:
             )
         # Outside of a graph Horovod does not see the names by which the ranks meet. What is added comes from outside of
         # it, or TensorFlow would compute the sum once, as that of constants.
-        as_there = functools.partial(tf.function, autograph=False) if self._is_of_graph else lambda act: act
-        joining = [(as_there(one.act), one.nothing) for one in self._sums]
+        joining = [(one.traced if self._is_of_graph else one.act, one.nothing) for one in self._sums]
         is_anyone_training = bool(joining)
         while is_anyone_training:
             for act, nothing in joining:

@@ -11,6 +11,7 @@ Each calls the one that it replaces; with one rank, of a number that stays, they
   (``elastic.CommitStateCallback``, ``callbacks.Run``) comes last, when all others have acted.
 - ``Model.fit``, ``EpochIterator._enumerate_iterator``: a ``fit`` with ``callbacks.Run`` is kept from before its first
   step to after its last, whatever ends it; with it, or ``elastic.UpdateBatchStateCallback``, it goes on in mid-epoch.
+- ``TFEpochIterator._get_iterator``: on a rank's only core the end of an epoch waited for the thread that tunes it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from ringtrain.data.tf_data import without_tuner
 from ringtrain.keras.collective import is_elastic
 from ringtrain.keras.compiled import CompiledStep, notice, why_not_compiled
 from ringtrain.keras.distributed import Distributed, apply_reduced, check_parts, find_distributed
@@ -43,6 +46,7 @@ def install() -> None:
     _replace(keras.callbacks.CallbackList, "__init__", _create_callback_list)
     _replace(keras.Model, "fit", _fit)
     _replace(EpochIterator, "_enumerate_iterator", _enumerate)
+    _replace(TFEpochIterator, "_get_iterator", lambda plain, data: without_tuner(plain()))
 
 
 def _replace(owner: type, name: str, replacement: Any) -> None:

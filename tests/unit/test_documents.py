@@ -159,7 +159,7 @@ COLUMNS = {
     "Horovod, our settings": "minimal",
     "stock Horovod": "minimal_stock",
 }
-FIT_COLUMNS = {"unconnected `fit`s": "bound", "`fit` by Horovod": "horovod"}
+FIT_COLUMNS = {"unconnected `fit`s": "bound", "`fit` by Horovod": "horovod", "Keras 2 on Horovod": "tf_keras"}
 
 
 @pytest.mark.parametrize(

@@ -101,15 +101,15 @@ class CachedSource:
 
         By NumPy on the host: TensorFlow's own op for a mapped file, ImmutableConst, reads all of it into memory (seen).
         """
-
-        def read(places: np.ndarray) -> list[np.ndarray]:
-            return [np.asarray(array[places]) for array in self._arrays]
-
         with tf.device("CPU"):
-            tensors = tf.numpy_function(read, [indices], [tf.as_dtype(dtype) for _, dtype in self._layout.tensors])
+            types = [tf.as_dtype(dtype) for _, dtype in self._layout.tensors]
+            tensors = tf.numpy_function(self._read_rows, [indices], types)
         for tensor, (shape, _) in zip(tensors, self._layout.tensors, strict=True):
             tensor.set_shape([None, *shape])
         return tf.nest.pack_sequence_as(self._layout.structure, tensors)
+
+    def _read_rows(self, places: np.ndarray) -> list[np.ndarray]:
+        return [np.asarray(array[places]) for array in self._arrays]
 
 
 def _choose(choose: Callable[[np.ndarray], np.ndarray], indices: tf.Tensor) -> tf.Tensor:

@@ -198,9 +198,7 @@ class TFRecordSource:
         return self._collect(indices, skips_bad=True)
 
     def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        def read(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return self._read(numbers, skips_bad=skips_bad)
-
+        read = functools.partial(self._read, skips_bad=skips_bad)  # AutoGraph would make graph code of a function here
         with tf.device("CPU"):
             records, is_whole = tf.numpy_function(read, [indices], (tf.string, tf.bool))
             records.set_shape([None])

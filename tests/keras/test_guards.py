@@ -16,6 +16,7 @@ import tensorflow as tf
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.gradients import GradientReduction
+from ringtrain.data.tf_data import without_tuner
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras import compiled, guards
 from tests.keras.training import FEATURES, dataset, make_batches, make_model, split_batches, train
@@ -280,6 +281,24 @@ def test_a_step_that_xla_cannot_compile_runs_without_it_and_says_so_once(collect
     lines = all_gather_object(collective, captured.lines, name="lines")
     assert [len(line) for line in lines] == [1, 0]
     assert "without XLA: OwnStep has a train_step of its own" in lines[0][0]
+
+
+@on_ranks(1)
+def test_the_end_of_an_epoch_does_not_wait_for_a_tuner_on_one_core(collective: Collective) -> None:
+    hvd.init()
+    seen = []
+
+    def note(dataset: Any) -> Any:
+        seen.append(without_tuner(dataset).options().autotune.enabled)
+        return dataset
+
+    with (
+        mock.patch("os.sched_getaffinity", return_value={0}),
+        mock.patch("ringtrain.keras.hooks.without_tuner", side_effect=note),
+    ):
+        fit(make_model(), keras.optimizers.SGD(), split_batches(make_batches(2)), epochs=2)
+    assert seen
+    assert not any(seen)
 
 
 class InPython(keras.layers.Layer):

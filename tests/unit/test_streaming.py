@@ -13,7 +13,7 @@ from ringtrain.collectives.base import Solo
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.sources import Feed, from_generator
 from ringtrain.data.streaming import streaming_batches
-from ringtrain.data.tf_data import from_dataset
+from ringtrain.data.tf_data import from_dataset, without_tuner
 from ringtrain.errors import DataError
 from ringtrain.runtime.world import World
 
@@ -40,6 +40,18 @@ def test_memory_that_is_used_again_for_each_batch_is_not_what_is_trained() -> No
         assert (batch.x["x"] == step).numpy().all()
         assert (batch.y == step).numpy().all()
     assert step == STEPS - 1
+
+
+@pytest.mark.parametrize("cores", [{0}, {0, 1}])
+def test_on_one_core_a_pipeline_has_no_tuner_unless_it_asks_for_it(
+    cores: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: cores)
+    plain, options = tf.data.Dataset.range(3), tf.data.Options()
+    assert without_tuner(plain).options().autotune.enabled is (None if len(cores) > 1 else False)
+    options.autotune.enabled = True
+    assert without_tuner(plain.with_options(options)).options().autotune.enabled is True
+    assert without_tuner([1, 2]) == [1, 2]
 
 
 OTHERS = {

@@ -63,4 +63,4 @@ class TRANSFORMER(BenchmarkWorkload):
 
 
 class RESNET(BenchmarkWorkload):
-    """A residual network with Adam."""
+    """A residual network."""

@@ -314,15 +314,12 @@ def test_an_operation_that_xla_has_not_is_named(collective: Collective) -> None:
     captured = Captured()
     compiled.log.addHandler(captured)
     try:
-        model = keras.Sequential([*make_model().layers, InPython()])
-        for layer in model.layers[:-1]:
-            layer.trainable = layer is model.layers[0]  # nothing before it has a gradient, nor needs one
-        head = keras.Sequential([keras.Input((FEATURES,)), *model.layers, keras.layers.Dense(2)])
-        train("fit", head, DISTRIBUTE(keras.optimizers.SGD(0.1)), split_batches(make_batches(4)), jit_compile=True)
+        model = keras.Sequential([keras.Input((FEATURES,)), InPython(), *make_model().layers])
+        train("fit", model, DISTRIBUTE(keras.optimizers.SGD(0.1)), split_batches(make_batches(4)), jit_compile=True)
     finally:
         compiled.log.removeHandler(captured)
     lines = all_gather_object(collective, captured.lines, name="lines")
-    assert [len(line) for line in lines] == [1, 0]
+    assert not lines[1]
     assert re.search(r"without XLA: XLA has no way to compile PyFuncStateless \(\S*in_python\S*\)", lines[0][0]), lines
 
 

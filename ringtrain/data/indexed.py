@@ -200,7 +200,7 @@ class IndexedSource:
         self._structure: Any = ((), ())  # of a sample, once the first is known
         self._plain: tuple[Any, ...] | None = None  # types, dtypes and shapes of a pair of arrays
         self._kinds: list[tuple[tf.DType, tuple[int, ...]]] = []  # of its arrays, one after the other
-        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="samples")
+        self._pool, self._is_quick = ThreadPoolExecutor(READERS, thread_name_prefix="samples"), True
 
         first = self._read(0) if self.num_samples else []
         if isinstance(first, Exception):
@@ -252,14 +252,18 @@ class IndexedSource:
         good = [place for place, sample in enumerate(samples) if not isinstance(sample, Exception)]
         columns = zip(*(samples[place] for place in good), strict=True)
         nothing = [np.zeros((0, *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
-        return [numbers[good], *(map(np.stack, columns) if good else nothing)]
+        stacked = map(np.stack, columns) if good else nothing
+        types = [dtype.as_numpy_dtype for dtype, _ in self._kinds]
+        return [numbers[good], *map(np.asarray, stacked, types)]
 
     def _read_all(self, numbers: list[int]) -> list[Any]:
-        """Many samples; by several threads where the first takes so long that it pays to wake them."""
+        """Many samples; by several threads once one has taken so long that it pays to wake them."""
+        if not self._is_quick:
+            return list(self._pool.map(self._read, numbers))
         begin = time.perf_counter()
-        first = list(map(self._read, numbers[:1]))
-        is_quick = time.perf_counter() - begin < QUICK_SECONDS
-        return first + list((map if is_quick else self._pool.map)(self._read, numbers[1:]))
+        samples = list(map(self._read, numbers[:1]))
+        self._is_quick = time.perf_counter() - begin < QUICK_SECONDS
+        return samples + list((map if self._is_quick else self._pool.map)(self._read, numbers[1:]))
 
     def _read(self, number: int) -> Any:
         """A sample's arrays, one after the other; the exception where it cannot be read, or is not like the first."""
@@ -278,7 +282,7 @@ class IndexedSource:
                 self._require_like_first(sample, arrays)
             else:
                 self._structure = sample
-                if all(isinstance(part, np.ndarray | np.generic) for part in sample):
+                if all(type(part) is np.ndarray or isinstance(part, np.generic) for part in sample):
                     self._plain = tuple((type(part), part.dtype, part.shape) for part in sample)
             return arrays
         except Exception as error:

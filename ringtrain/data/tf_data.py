@@ -46,8 +46,9 @@ class Current:
 
 
 def without_tuner(dataset: Any) -> Any:
-    """The dataset, where this rank has one core, without the thread that tunes it: there is nothing to be tuned.
+    """The dataset, where this rank has one core, without the thread that tunes it.
 
+    There is nothing to be tuned on one core, but for how many files are waited for at once (an interleave's AUTOTUNE).
     Who lets go of an iterator ends that thread, and waits for it with Python's lock held. Where it is woken before its
     end is noted (TensorFlow's CancellationManager sets that last), as on the same core, it sleeps on for up to as long
     as the iterator has lived, or a minute: seen with 2.21 after most passes. A dataset that asks for it keeps it.
@@ -55,11 +56,19 @@ def without_tuner(dataset: Any) -> Any:
     import tensorflow as tf
 
     is_alone = len(os.sched_getaffinity(0)) == 1
-    if not (is_alone and isinstance(dataset, tf.data.Dataset)) or dataset.options().autotune.enabled:
+    if not (is_alone and isinstance(dataset, tf.data.Dataset)):
+        return dataset
+    if dataset.options().autotune.enabled or tunes_reads(dataset):
         return dataset
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+def tunes_reads(dataset: tf.data.Dataset) -> bool:
+    """Whether tf.data is to find out by itself how many datasets are read at once (files, mostly)."""
+    calls = getattr(dataset, "_num_parallel_calls", None) if hasattr(dataset, "_cycle_length") else None
+    return (calls is not None and int(calls) < 0) or any(map(tunes_reads, dataset._inputs()))
 
 
 def buffered_bytes(dataset: tf.data.Dataset) -> float:

@@ -68,12 +68,13 @@ def init(
         apply_plan(plan)
         try:
             start_tensorflow(plan, world)
-        except RuntimeError:  # its devices and threads are settled
+        except RuntimeError as error:  # its devices and threads are settled
             if not _former_inits:
                 log.warning(
                     "ringtrain.keras: rank %d called init() when TensorFlow had computed something: devices and "
-                    "threads stay as they are, so that all ranks may be on one GPU. Call it right after the imports.",
+                    "threads stay as they are. Call it right after the imports. (%s)",
                     world.rank,
+                    error,
                 )
         _former_inits.append(world.rank)
         if not is_elastic():  # where rank 0 may be long past this

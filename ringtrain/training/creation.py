@@ -123,7 +123,7 @@ def warn_of_settings(config: Config, step: TrainStep, print_line: Callable[[str]
 
 def warn_of_best(config: Config, print_line: Callable[[str], None]) -> None:
     """Say where the best checkpoint would be the worst one."""
-    if config.best_direction == "min" and "acc" in config.best_metric:
+    if config.best_direction == "min" and config.best_metric.endswith(("accuracy", "acc")):
         print_line(
             f"warning: the best checkpoint is the one of the smallest {config.best_metric}; for the largest give "
             "best_direction max."

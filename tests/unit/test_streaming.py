@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives.base import Solo
+from ringtrain.data.indexed import from_grain
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.sources import Feed, from_generator
 from ringtrain.data.streaming import streaming_batches
@@ -28,9 +31,17 @@ def read(feed: Feed) -> tuple[Iterator[Any], Callable[[Exception, int], Exceptio
     return iter(dataset), explain
 
 
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros where TensorFlow takes an array's memory as it is, without a copy."""
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.zeros(num_bytes + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + num_bytes].view(dtype).reshape(shape)
+
+
 def test_memory_that_is_used_again_for_each_batch_is_not_what_is_trained() -> None:
     def generate(rank: int, size: int) -> Iterator[Any]:
-        x, y = np.zeros((SAMPLES, 100), np.float32), np.zeros(SAMPLES, np.int64)
+        x, y = aligned((SAMPLES, 100), np.float32), aligned((SAMPLES,), np.int64)
         for step in range(STEPS):
             x[:], y[:] = step, step
             yield {"x": x}, y
@@ -52,6 +63,8 @@ def test_on_one_core_a_pipeline_has_no_tuner_unless_it_asks_for_it(
     options.autotune.enabled = True
     assert without_tuner(plain.with_options(options)).options().autotune.enabled is True
     assert without_tuner([1, 2]) == [1, 2]
+    files = plain.interleave(tf.data.Dataset.range, cycle_length=2, num_parallel_calls=tf.data.AUTOTUNE).batch(2)
+    assert without_tuner(files) is files
 
 
 OTHERS = {
@@ -60,6 +73,10 @@ OTHERS = {
     "another structure": ((np.zeros((2, 3), np.float32),), np.zeros(2, np.int64)),
     "other numbers": (np.zeros((2, 3), np.float32), np.zeros(3, np.int64)),
     "a number": (np.float32(1), np.zeros(2, np.int64)),
+}
+IN_A_DICT = {
+    "another key": {"a": np.zeros(2), "c": np.zeros(2)},
+    "a tuple for a dict": (np.zeros(2), np.zeros(2)),
 }
 
 
@@ -74,6 +91,47 @@ def test_a_batch_that_is_not_like_the_first_is_refused(other: str) -> None:
     assert isinstance(error, DataError)
     assert "in step 3; each batch must have the first one's structure" in str(error)
     assert "(float32 [n, 3], int64 [n])" in str(error)
+
+
+@pytest.mark.parametrize("other", IN_A_DICT)
+def test_the_keys_of_a_dict_are_of_its_structure(other: str) -> None:
+    fine = {"a": np.zeros(2), "b": np.zeros(2)}
+    pairs = [(fine, np.zeros(2)), (IN_A_DICT[other], np.zeros(2))]
+    batches, explain = read(from_generator(lambda rank, size: iter(pairs)))
+    next(batches)
+    with pytest.raises(tf.errors.OpError) as caught:
+        next(batches)
+    assert "each batch must have the first one's structure" in str(explain(caught.value, 1))
+
+
+def test_numbers_of_another_byte_order_and_texts_of_any_alphabet_are_read() -> None:
+    pair = (np.array([1.5, -2], ">f4"), np.array(["gr\u00f6\u00dfe", "\u91cf"]))
+    (batch,) = read(from_generator(lambda rank, size: iter([pair])))[0]
+    assert batch.x.numpy().tolist() == [1.5, -2]
+    assert [text.decode() for text in batch.y.numpy()] == ["gr\u00f6\u00dfe", "\u91cf"]
+    samples = from_grain([(x, y) for x, y in zip(*pair, strict=True)])
+    x, y = samples.gather(tf.constant([1, 0], tf.int64))
+    assert x.numpy().tolist() == [-2, 1.5]
+    assert [text.decode() for text in y.numpy()] == ["\u91cf", "gr\u00f6\u00dfe"]
+
+
+def test_samples_that_take_long_are_read_at_once() -> None:
+    class Slow:
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, number: int) -> tuple[Any, Any]:
+            threads.add(threading.current_thread().name)
+            time.sleep(0.01)
+            return np.zeros(2), np.int64(number)
+
+    threads: set[str] = set()
+    samples = from_grain(Slow())
+    for _ in range(2):
+        threads.clear()
+        assert samples.gather(tf.range(16, dtype=tf.int64))[1].numpy().tolist() == list(range(16))
+    assert len(threads) > 1
+    assert all(name.startswith("samples") for name in threads)
 
 
 def test_texts_and_dicts_come_as_they_are() -> None:

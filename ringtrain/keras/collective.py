@@ -148,9 +148,9 @@ def _require_same_kinds(variables: list[Any], collective: ProcessSetCollective) 
         pairs = enumerate(itertools.zip_longest(all_kinds[0], others, fillvalue="nothing"))
         number, (first, other) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
         raise UsageError(
-            f"rank {collective.ranks[0]} has {len(all_kinds[0])} variables to broadcast, rank {rank} {len(others)}; "
-            f"they differ first at number {number}: {first} and {other}. Create the same model and optimizer on every "
-            "rank, built alike."
+            f"rank {collective.ranks[0]} has {len(all_kinds[0])} variables to broadcast, and rank {rank} "
+            f"has {len(others)}; they differ first at number {number}: {first} and {other}. Create the same "
+            "model and optimizer on every rank, built alike."
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives.base import Solo
-from ringtrain.data.indexed import from_grain
+from ringtrain.data.indexed import IndexedSource
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.sources import Feed, from_generator
 from ringtrain.data.streaming import streaming_batches
@@ -109,7 +109,7 @@ def test_numbers_of_another_byte_order_and_texts_of_any_alphabet_are_read() -> N
     (batch,) = read(from_generator(lambda rank, size: iter([pair])))[0]
     assert batch.x.numpy().tolist() == [1.5, -2]
     assert [text.decode() for text in batch.y.numpy()] == ["gr\u00f6\u00dfe", "\u91cf"]
-    samples = from_grain([(x, y) for x, y in zip(*pair, strict=True)])
+    samples = IndexedSource([(x, y) for x, y in zip(*pair, strict=True)])
     x, y = samples.gather(tf.constant([1, 0], tf.int64))
     assert x.numpy().tolist() == [-2, 1.5]
     assert [text.decode() for text in y.numpy()] == ["\u91cf", "gr\u00f6\u00dfe"]
@@ -126,7 +126,7 @@ def test_samples_that_take_long_are_read_at_once() -> None:
             return np.zeros(2), np.int64(number)
 
     threads: set[str] = set()
-    samples = from_grain(Slow())
+    samples = IndexedSource(Slow())
     for _ in range(2):
         threads.clear()
         assert samples.gather(tf.range(16, dtype=tf.int64))[1].numpy().tolist() == list(range(16))

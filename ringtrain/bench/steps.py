@@ -42,7 +42,6 @@ LENGTHS = {
     "WIDE_ADAM": Length(steps=150, log_every=50),
     "MANY_ADAM": Length(steps=400, log_every=100),
     "TRANSFORMER": Length(steps=150, log_every=50),
-    "RESNET": Length(steps=90, log_every=30),
 }
 GOALS = {
     "CNN": (
@@ -60,7 +59,6 @@ GOALS = {
     ),
     "MANY_ADAM": (Comparison("ringtrain_sharded", "bound_fused"), Comparison("ringtrain_sharded", "ringtrain")),
     "TRANSFORMER": (Comparison("ringtrain_sharded", "bound_fused"), Comparison("ringtrain_sharded", "ringtrain")),
-    "RESNET": (Comparison("ringtrain_sharded", "bound_fused"), Comparison("ringtrain_sharded", "ringtrain")),
 }
 LOOP_GOALS = {"CNN": 1 / 1.01, "TINY": 1 / 1.05}
 FIT_GOALS: dict[str, float | None] = {"CNN": 0.97, "WIDE": 0.85, "MANY": 0.80, "TINY": 0.80}

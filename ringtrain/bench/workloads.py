@@ -60,7 +60,3 @@ class MANY_ADAM(BenchmarkWorkload):  # noqa: N801
 
 class TRANSFORMER(BenchmarkWorkload):
     """A small transformer with Adam."""
-
-
-class RESNET(BenchmarkWorkload):
-    """A residual network."""

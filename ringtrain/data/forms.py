@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object
-from ringtrain.data.pipeline import describe_structure
+from ringtrain.data.pipeline import describe_structure, has_structure_of
 from ringtrain.errors import DataError
 
 
@@ -27,7 +27,8 @@ class Form:
         leaves = tf.nest.flatten((x, y))
         lengths = {len(leaf) if leaf.ndim else -1 for leaf in leaves}
         kinds = [(tf.as_dtype(leaf.dtype), leaf.shape[1:]) for leaf in leaves]
-        if kinds != self._kinds or len(lengths) != 1 or -1 in lengths or not self._has_structure_of(x, y):
+        is_alike = kinds == self._kinds and has_structure_of(self._spec, (x, y), with_keys=True)
+        if not is_alike or len(lengths) != 1 or -1 in lengths:
             raise DataError(
                 f"rank {rank} was fed {describe_structure((x, y))} in step {step + 1}; each batch must have the first "
                 f"one's structure, types and shapes, {describe_structure(self._spec)}, and one number of samples in "
@@ -36,13 +37,6 @@ class Form:
         # In this machine's byte order, and texts of any alphabet: TensorFlow takes an array's bytes as they are.
         arrays = [np.asarray(leaf, spec.dtype.as_numpy_dtype) for leaf, spec in zip(leaves, self.specs, strict=True)]
         return np.arange(lengths.pop()), arrays
-
-    def _has_structure_of(self, x: Any, y: Any) -> bool:
-        try:
-            tf.nest.assert_same_structure(self._spec, (x, y))  # with the keys of dicts
-        except (TypeError, ValueError):
-            return False
-        return True
 
     def pack(self, leaves: Sequence[tf.Tensor]) -> Any:
         """The pair (x, y) of such arrays."""

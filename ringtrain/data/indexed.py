@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 READERS = 8  # threads that read samples: what waits for a disk, or decodes outside of Python, takes its time at once
-QUICK_SECONDS = 1e-4
+QUICK_SECONDS, MAX_SLOW = 1e-4, 3  # one alone may have been interrupted
 AS_JSON, AS_BYTES = b"j", b"b"  # how the state of an iterator is kept
 MAX_SAMPLES = 2**53  # Grain says of what has no end that it has as many as fit into a word
 
@@ -200,7 +200,7 @@ class IndexedSource:
         self._structure: Any = ((), ())  # of a sample, once the first is known
         self._plain: tuple[Any, ...] | None = None  # types, dtypes and shapes of a pair of arrays
         self._kinds: list[tuple[tf.DType, tuple[int, ...]]] = []  # of its arrays, one after the other
-        self._pool, self._is_quick = ThreadPoolExecutor(READERS, thread_name_prefix="samples"), True
+        self._pool, self._slow_in_a_row = ThreadPoolExecutor(READERS, thread_name_prefix="samples"), 0
 
         first = self._read(0) if self.num_samples else []
         if isinstance(first, Exception):
@@ -257,13 +257,16 @@ class IndexedSource:
         return [numbers[good], *map(np.asarray, stacked, types)]
 
     def _read_all(self, numbers: list[int]) -> list[Any]:
-        """Many samples; by several threads once one has taken so long that it pays to wake them."""
-        if not self._is_quick:
-            return list(self._pool.map(self._read, numbers))
-        begin = time.perf_counter()
-        samples = list(map(self._read, numbers[:1]))
-        self._is_quick = time.perf_counter() - begin < QUICK_SECONDS
-        return samples + list((map if self._is_quick else self._pool.map)(self._read, numbers[1:]))
+        """Many samples; by several threads once some in a row have taken so long that it pays to wake them."""
+        samples = []
+        for number in numbers:
+            if self._slow_in_a_row >= MAX_SLOW:
+                break
+            begin = time.perf_counter()
+            samples.append(self._read(number))
+            is_slow = time.perf_counter() - begin > QUICK_SECONDS
+            self._slow_in_a_row = self._slow_in_a_row + 1 if is_slow else 0
+        return samples + list(self._pool.map(self._read, numbers[len(samples) :]))
 
     def _read(self, number: int) -> Any:
         """A sample's arrays, one after the other; the exception where it cannot be read, or is not like the first."""

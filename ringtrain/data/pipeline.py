@@ -161,10 +161,10 @@ def _holds_samples(leaf: Any) -> bool:
     return (tf.is_tensor(leaf) or isinstance(leaf, np.ndarray)) and tf.TensorShape(leaf.shape).rank != 0
 
 
-def has_structure_of(one: Any, other: Any) -> bool:
-    """Whether two are tuples or dicts alike, or both neither."""
+def has_structure_of(one: Any, other: Any, *, with_keys: bool = False) -> bool:
+    """Whether two are tuples or dicts alike, or both neither; ``with_keys``: dicts of the same keys."""
     try:
-        tf.nest.assert_same_structure(one, other, check_types=False)
+        tf.nest.assert_same_structure(one, other, check_types=with_keys)
     except (TypeError, ValueError):
         return False
     return True

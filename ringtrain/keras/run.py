@@ -25,11 +25,7 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.world import read_world
 from ringtrain.terminal.console import open_console
-from ringtrain.training.ending import (
-    early_end,
-    report_end,
-    report_error,
-)
+from ringtrain.training.ending import early_end, report_end, report_error
 from ringtrain.training.joining import leave_by, watched
 from ringtrain.training.together import opened_together
 

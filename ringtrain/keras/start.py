@@ -22,7 +22,7 @@ from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.world import read_world
 
 log = logging.getLogger("ringtrain")
-_former_inits: list[int] = []  # ranks: a script may shut Horovod down and start it again
+_has_begun = False  # a script may shut Horovod down and start it again
 
 
 def init(
@@ -53,6 +53,7 @@ def init(
         UsageError: there is no such backend; the launcher's processes do not see each other; Keras does not run on
             TensorFlow; or the node has fewer GPUs than ranks.
     """
+    global _has_begun
     if keras.config.backend() != "tensorflow":
         raise UsageError(
             f"Keras runs on {keras.config.backend()!r}, but Horovod's Keras interface needs TensorFlow. Set "
@@ -69,14 +70,14 @@ def init(
         try:
             start_tensorflow(plan, world)
         except RuntimeError as error:  # its devices and threads are settled
-            if not _former_inits:
+            if not _has_begun:
                 log.warning(
                     "ringtrain.keras: rank %d called init() when TensorFlow had computed something: devices and "
                     "threads stay as they are. Call it right after the imports. (%s)",
                     world.rank,
                     error,
                 )
-        _former_inits.append(world.rank)
+        _has_begun = True
         if not is_elastic():  # where rank 0 may be long past this
             require_same_settings_by_rendezvous(world)
         hvd.init(comm, process_sets)

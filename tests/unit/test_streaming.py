@@ -134,6 +134,23 @@ def test_samples_that_take_long_are_read_at_once() -> None:
     assert all(name.startswith("samples") for name in threads)
 
 
+def test_a_sample_that_takes_long_alone_wakes_no_other_thread() -> None:
+    class Interrupted:
+        def __len__(self) -> int:
+            return 32
+
+        def __getitem__(self, number: int) -> tuple[Any, Any]:
+            threads.add(threading.current_thread().name)
+            time.sleep(0.01 * (number == 7))
+            return np.zeros(2), np.int64(number)
+
+    threads: set[str] = set()
+    samples = IndexedSource(Interrupted())
+    for _ in range(2):
+        assert samples.gather(tf.range(32, dtype=tf.int64))[1].numpy().tolist() == list(range(32))
+    assert not any(name.startswith("samples") for name in threads)
+
+
 def test_texts_and_dicts_come_as_they_are() -> None:
     samples = tf.data.Dataset.from_tensor_slices(({"text": ["a", "bc", "d"], "n": [1, 2, 3]}, [[1.0], [2.0], [3.0]]))
     (batch,) = read(from_dataset(samples))[0]

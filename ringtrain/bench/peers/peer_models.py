@@ -138,34 +138,6 @@ def create_transformer() -> Any:
     return keras.Model(words, dense(NUM_CLASSES)(pooled))
 
 
-def create_resnet() -> Any:
-    """A residual network of 20 layers for CIFAR-10 (He et al. 2016): 0.27 M parameters in 65 tensors.
-
-    Normalised by groups: local batches of their own would train another thing than one process does.
-    """
-    import keras
-    from keras import layers
-
-    kernels = _kernels()
-
-    def convolve(values: Any, filters: int, strides: int = 1, size: int = 3) -> Any:
-        convolution = layers.Conv2D(
-            filters, size, strides, padding="same", use_bias=False, kernel_initializer=next(kernels)
-        )
-        return layers.GroupNormalization(8)(convolution(values))
-
-    inputs = keras.Input((32, 32, 3))
-    values = layers.ReLU()(convolve(inputs, 16))
-    for filters in (16, 32, 64):
-        for block in range(3):
-            strides = 2 if filters > 16 and block == 0 else 1
-            more = convolve(layers.ReLU()(convolve(values, filters, strides)), filters)
-            values = values if strides == 1 else convolve(values, filters, strides, size=1)
-            values = layers.ReLU()(layers.add([values, more]))
-    pooled = layers.GlobalAveragePooling2D()(values)
-    return keras.Model(inputs, layers.Dense(NUM_CLASSES, kernel_initializer=next(kernels))(pooled))
-
-
 def _kernels() -> Iterator[Any]:
     """An initializer for each layer, with a seed of its own."""
     import keras
@@ -193,7 +165,4 @@ MODELS = {
         optimizer="Adam",
         num_words=NUM_WORDS,
     ),
-    # Adam would make a step of each gradient that is nothing but rounding, of which normalised weights have many; with
-    # a lower rate what SGD adds to them is rounded.
-    "RESNET": Model(create_resnet, (32, 32, 3), num_samples=3_840, local_batch_size=32, learning_rate=1e-2),
 }

@@ -117,9 +117,8 @@ def _check_labels(index: Index, num_classes: int, class_names: list[str], *, mus
         )
     there = np.unique(labels)
     if must_have_all and len(there) < num_classes:
-        missing = int(
-            np.argmax(np.append(there, -1) != np.arange(len(there) + 1))
-        )  # the first that is not in its place
+        # The first that is not in its place; not by a count for each class, of which a wrong label makes too many.
+        missing = int(np.argmax(np.append(there, -1) != np.arange(len(there) + 1)))
         name = f" ({class_names[missing]!r})" if missing < len(class_names) else ""
         raise file_error(
             f"no record of {index.paths[0].parent} has the label {missing}{name}; each of the {num_classes} classes "

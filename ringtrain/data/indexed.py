@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 READERS = 8  # threads that read samples: what waits for a disk, or decodes outside of Python, takes its time at once
 QUICK_SECONDS, MAX_SLOW = 1e-4, 3  # one alone may have been interrupted
+NUM_IN_THREADS = 100  # batches; then looked at again: files that were slow once are at hand later
 AS_JSON, AS_BYTES = b"j", b"b"  # how the state of an iterator is kept
 MAX_SAMPLES = 2**53  # Grain says of what has no end that it has as many as fit into a word
 
@@ -38,7 +39,7 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
     whatever has ``len(samples)`` and ``samples[number]``, a pair (x, y). The order is ringtrain's own, as with arrays:
     N ranks train exactly what one trains, a run goes on at any step without reading anything again, on any number of
     ranks, ``verify`` shows it, and it can be evaluated on as well. A sample that raises is named, or left out with
-    ``--on_bad_sample skip``. Leave ``shuffle``, ``repeat`` and ``batch`` out.
+    ``--on_bad_sample skip``. A number always gives the same sample. Leave ``shuffle``, ``repeat`` and ``batch`` out.
 
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
     anything else that is iterated. It is sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``),
@@ -99,6 +100,7 @@ def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
     different sizes and end at different steps: each step is the exact mean over all its samples. A run that goes on
     reads nothing again; on as many ranks it trains the same where your function follows ``of.seed`` and ``of.epoch``.
     On other numbers of ranks the samples of a step are others, and a run that goes on on them is refused.
+    ``on_epoch_begin`` and ``on_epoch_end`` are not called: shuffle by ``of.epoch``.
 
     Args:
         make: a function of the pass that returns this rank's PyDataset, whose batches are pairs (x, y) of arrays
@@ -200,7 +202,8 @@ class IndexedSource:
         self._structure: Any = ((), ())  # of a sample, once the first is known
         self._plain: tuple[Any, ...] | None = None  # types, dtypes and shapes of a pair of arrays
         self._kinds: list[tuple[tf.DType, tuple[int, ...]]] = []  # of its arrays, one after the other
-        self._pool, self._slow_in_a_row = ThreadPoolExecutor(READERS, thread_name_prefix="samples"), 0
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="samples")
+        self._slow_in_a_row, self._in_threads = 0, 0
 
         first = self._read(0) if self.num_samples else []
         if isinstance(first, Exception):
@@ -215,8 +218,10 @@ class IndexedSource:
         digest = hashlib.sha256(f"{self.num_samples} {self._kinds}".encode())
         for number in sorted({0, self.num_samples // 2, self.num_samples - 1} - {-1}):
             sample = self._read(number)
-            is_bad = isinstance(sample, Exception)
-            digest.update(repr(sample).encode() if is_bad else b"".join(array.tobytes() for array in sample))
+            if isinstance(sample, Exception):  # whose words may hold an address
+                sample = [np.asarray(type(sample).__name__)]
+            for array in map(np.asarray, sample):
+                digest.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
         return digest.hexdigest()
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
@@ -248,29 +253,40 @@ class IndexedSource:
         ]
 
     def _read_good(self, numbers: Any) -> list[Any]:
-        samples = self._read_all(numbers.tolist())
-        good = [place for place, sample in enumerate(samples) if not isinstance(sample, Exception)]
-        columns = zip(*(samples[place] for place in good), strict=True)
-        nothing = [np.zeros((0, *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
-        stacked = map(np.stack, columns) if good else nothing
-        types = [dtype.as_numpy_dtype for dtype, _ in self._kinds]
-        return [numbers[good], *map(np.asarray, stacked, types)]
+        columns = [np.empty((len(numbers), *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
 
-    def _read_all(self, numbers: list[int]) -> list[Any]:
-        """Many samples; by several threads once some in a row have taken so long that it pays to wake them."""
-        samples = []
-        for number in numbers:
-            if self._slow_in_a_row >= MAX_SLOW:
-                break
+        def take(place: int) -> bool:
+            """Take over a sample at once, whose memory may be used for the next one; whether it can be read."""
+            sample = self._read(int(numbers[place]))
+            if isinstance(sample, Exception):
+                return False
+            for column, array in zip(columns, sample, strict=True):
+                column[place, ...] = array
+            return True
+
+        is_good = np.array(self._for_each(take, len(numbers)), bool)
+        return [numbers, *columns] if is_good.all() else [numbers[is_good], *(column[is_good] for column in columns)]
+
+    def _for_each(self, take: Callable[[int], bool], number: int) -> list[bool]:
+        """One after the other; by several threads once some in a row have taken so long that it pays to wake them."""
+        taken: list[bool] = []
+        while len(taken) < number and self._slow_in_a_row < MAX_SLOW:
             begin = time.perf_counter()
-            samples.append(self._read(number))
+            taken.append(take(len(taken)))
             is_slow = time.perf_counter() - begin > QUICK_SECONDS
             self._slow_in_a_row = self._slow_in_a_row + 1 if is_slow else 0
-        return samples + list(self._pool.map(self._read, numbers[len(samples) :]))
+        if len(taken) < number:
+            taken += self._pool.map(take, range(len(taken), number))
+            self._in_threads += 1
+            if self._in_threads == NUM_IN_THREADS:
+                self._slow_in_a_row, self._in_threads = 0, 0
+        return taken
 
     def _read(self, number: int) -> Any:
         """A sample's arrays, one after the other; the exception where it cannot be read, or is not like the first."""
         import tensorflow as tf
+
+        from ringtrain.data.forms import as_arrays
 
         try:
             sample = self._samples[number]
@@ -279,8 +295,8 @@ class IndexedSource:
             if not (isinstance(sample, (tuple, list)) and len(sample) == 2):
                 what = "None, as where a filter has left it out" if sample is None else f"a {type(sample).__name__}"
                 raise DataError(f"it is {what}; each sample must be a pair (x, y). Map it so, and filter beforehand.")
-            sample = tuple(sample)
-            arrays = list(map(np.asarray, tf.nest.flatten(sample)))
+            sample = tuple(map(as_arrays, sample))
+            arrays = tf.nest.flatten(sample)
             if self._kinds:
                 self._require_like_first(sample, arrays)
             else:

@@ -26,6 +26,7 @@ from ringtrain.data.pipeline import (
 from ringtrain.data.places import NOWHERE, Place, Places
 from ringtrain.data.sources import SAME_REMEDY, Feed, Pass, replay
 from ringtrain.errors import DataError
+from ringtrain.messages.defects import describe_defect
 from ringtrain.runtime.world import World
 
 PAIR_REMEDY = "Weights of samples go into y, such as {'label': ..., 'weight': ...}, and the workload's loss uses them."
@@ -54,7 +55,7 @@ def streaming_batches(
     before ``first_step`` of a pipeline like this one.
     """
     world = collective.world
-    places = Places(feed, order.steps_per_epoch, world.size)
+    places = Places(feed, order.steps_per_epoch, rank=world.rank, size=world.size)
     if not feed.goes_on and place[0] // order.steps_per_epoch != first_step // order.steps_per_epoch:
         place = NOWHERE  # of another pass
     if place[1]:
@@ -194,7 +195,14 @@ def _open_steps(
                     f"rank {world.rank} was fed {kind} in step {step + 1}; each batch must be a pair (x, y). "
                     f"{PAIR_REMEDY}"
                 )
-            yield step, as_arrays(batch[0]), as_arrays(batch[1])
+            try:
+                x, y = as_arrays(batch[0]), as_arrays(batch[1])
+            except ValueError as error:
+                raise DataError(
+                    f"rank {world.rank} was fed a list in step {step + 1} that makes no array: "
+                    f"{describe_defect(error)} Make its rows alike, such as by padding."
+                ) from error
+            yield step, x, y
             step += 1
         if not feed.steps_per_epoch:
             return

@@ -12,11 +12,12 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives.base import Solo
-from ringtrain.data.indexed import IndexedSource
+from ringtrain.data import indexed
+from ringtrain.data.indexed import NUM_IN_THREADS, IndexedSource, from_grain
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.sources import Feed, from_generator
 from ringtrain.data.streaming import streaming_batches
-from ringtrain.data.tf_data import from_dataset, without_tuner
+from ringtrain.data.tf_data import Current, from_dataset, without_tuner
 from ringtrain.errors import DataError
 from ringtrain.runtime.world import World
 
@@ -134,21 +135,109 @@ def test_samples_that_take_long_are_read_at_once() -> None:
     assert all(name.startswith("samples") for name in threads)
 
 
-def test_a_sample_that_takes_long_alone_wakes_no_other_thread() -> None:
+def test_a_sample_that_takes_long_alone_wakes_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def __len__(self) -> int:
             return 32
 
         def __getitem__(self, number: int) -> tuple[Any, Any]:
             threads.add(threading.current_thread().name)
-            time.sleep(0.01 * (number == 7))
+            time.sleep(0.06 * (number == 7))
             return np.zeros(2), np.int64(number)
 
+    monkeypatch.setattr(indexed, "QUICK_SECONDS", 0.05)
     threads: set[str] = set()
     samples = IndexedSource(Interrupted())
     for _ in range(2):
         assert samples.gather(tf.range(32, dtype=tf.int64))[1].numpy().tolist() == list(range(32))
     assert not any(name.startswith("samples") for name in threads)
+
+
+def test_samples_that_were_slow_once_are_read_without_threads_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cold:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, number: int) -> tuple[Any, Any]:
+            threads.add(threading.current_thread().name)
+            time.sleep(0.06 * is_cold)
+            return np.zeros(2), np.int64(number)
+
+    threads: set[str] = set()
+    monkeypatch.setattr(indexed, "QUICK_SECONDS", 0.05)  # also on a busy machine
+    is_cold, batch = True, tf.range(8, dtype=tf.int64)
+    samples = IndexedSource(Cold())
+    samples.gather(batch)
+    is_cold = False
+    for _ in range(NUM_IN_THREADS):
+        samples.gather(batch)
+    assert any(name.startswith("samples") for name in threads)
+    threads.clear()
+    samples.gather(batch)
+    assert not any(name.startswith("samples") for name in threads)
+
+
+def test_samples_that_come_in_the_same_memory_and_those_of_objects_are_taken_over() -> None:
+    class Same:
+        def __init__(self) -> None:
+            self._x = np.zeros(3)
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, number: int) -> tuple[Any, Any]:
+            self._x[:] = number
+            return self._x, np.array([f"text {number}"], object)
+
+    samples = IndexedSource(Same())
+    x, y = samples.gather(tf.constant([3, 1, 4], tf.int64))
+    assert x.numpy()[:, 0].tolist() == [3, 1, 4]
+    assert y.numpy().tolist() == [[b"text 3"], [b"text 1"], [b"text 4"]]
+    assert samples.fingerprint == IndexedSource(Same()).fingerprint
+
+
+def test_a_source_without_numbers_is_refused() -> None:
+    for given in (iter([1]), object()):
+        with pytest.raises(DataError, match=r"samples by number need __getitem__ and __len__\. Give a MapDataset"):
+            from_grain(given)
+
+
+def test_a_ragged_list_is_refused() -> None:
+    batches, explain = read(from_generator(lambda rank, size: iter([([1.0, 2.0], [1, 2]), ([1.0, [2.0]], [1, 2])])))
+    next(batches)
+    with pytest.raises(tf.errors.OpError) as caught:
+        next(batches)
+    assert "rank 0 was fed a list in step 2 that makes no array" in str(explain(caught.value, 1))
+
+
+def test_a_state_of_another_pipeline_is_told_and_left_out_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    samples = tf.data.Dataset.from_tensor_slices((tf.range(8.0), tf.range(8)))
+    current = Current()
+    next(current.open(lambda: samples.batch(4), 0, b""))
+    state = current.read_state()
+    batches = Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 0, b"")
+    expected = [batch[1].numpy().tolist() for batch in batches]
+    batches = Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 2, state)
+    assert [batch[1].numpy().tolist() for batch in batches] == expected[2:]
+    assert "the pipeline cannot go on from where the checkpoint says that it was" in caplog.text
+    with pytest.raises(DataError, match="Give the dataset that the run began with, on the same TensorFlow"):
+        Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 2, state, begins_anew=False)
+
+
+@pytest.mark.parametrize("cores", [(1, 2), (2, 1)])
+def test_a_state_fits_on_one_core_and_on_several(cores: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tf.data tunes a pipeline it makes a map at its end parallel, under another name."""
+    samples = tf.data.Dataset.from_tensor_slices((tf.range(12.0), tf.range(12))).batch(2).map(lambda x, y: (2 * x, y))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores[0])))
+    current = Current()
+    batches = current.open(lambda: samples, 0, b"")
+    for _ in range(2):
+        next(batches)
+    state = current.read_state()
+    assert 0 < len(state) < 1000, "no batch is in it"
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores[1])))
+    rest = current.open(lambda: samples, 2, state, begins_anew=False)
+    assert [batch[1].numpy().tolist() for batch in rest] == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 def test_texts_and_dicts_come_as_they_are() -> None:

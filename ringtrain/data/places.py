@@ -7,7 +7,7 @@ import logging
 from ringtrain.data.sources import Feed
 from ringtrain.messages.defects import describe_defect
 
-MAX_STATE_BYTES = 2**20  # of all ranks; a long buffer of shuffled images is made once more
+MAX_STATE_BYTES = 4 * 2**20  # of all ranks; a long buffer of shuffled images is made once more
 EVERY_STEPS = 50
 NUM_KEPT = 3  # the newest: a pipeline is a few batches ahead of the training
 Place = tuple[int, bytes]  # a step, and the state of a rank's pipeline before it
@@ -26,9 +26,10 @@ def warn_of_state(error: Exception) -> None:
 class Places:
     """Where this rank's pipeline stood before some steps."""
 
-    def __init__(self, feed: Feed, steps_per_pass: int, size: int) -> None:
+    def __init__(self, feed: Feed, steps_per_pass: int, *, rank: int, size: int) -> None:
         self._read_state, self._steps_per_pass = feed.read_state, steps_per_pass
-        self._limit, self._is_off = MAX_STATE_BYTES // size, False
+        self._limit = MAX_STATE_BYTES // (1 if feed.is_shared else size)
+        self._is_off = feed.is_shared and rank != 0  # rank 0's is every rank's
         self._states: dict[int, bytes] = {}
 
     @property

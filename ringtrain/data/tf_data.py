@@ -8,14 +8,18 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ringtrain.data.places import MAX_STATE_BYTES, warn_of_state
 from ringtrain.data.sources import Feed, Pass, replay
 from ringtrain.errors import DataError
+from ringtrain.messages.defects import describe_defect
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-AHEAD = 2  # batches that are made while a step trains
+TUNED_AHEAD = 2  # at least, of a prefetch that finds its length itself
+TUNED, UNTUNED = b"t", b"u"  # how a state begins: whether the thread was there that tunes the pipeline
 FAILS_IF_STATEFUL = 2  # tf.data's policy: a pipeline with operations whose own state would be lost has none
 
 
@@ -26,39 +30,65 @@ class Current:
         self._iterator: Any = None
         self._is_short = False
 
-    def open(self, batches: tf.data.Dataset, skip: int, state: bytes) -> Iterator[Any]:
-        """The batches after those to leave out, by the state there or by making them once more."""
+    def open(
+        self, make: Callable[[], tf.data.Dataset], skip: int, state: bytes, *, begins_anew: bool = True
+    ) -> Iterator[Any]:
+        """The batches after those to leave out, by the state there or by making them once more.
+
+        ``begins_anew``: what ``make`` gives a second time has the order of its samples again.
+
+        Raises:
+            DataError: the state is of another pipeline, and it does not begin anew.
+        """
         import tensorflow as tf
 
-        self._iterator = iter(without_tuner(batches.prefetch(AHEAD)))
+        batches = self._begin(make(), state)
         self._is_short = buffered_bytes(batches) <= MAX_STATE_BYTES
         if state:
             try:
                 set_iterator_state(self._iterator, state)
                 return self._iterator
-            except (AttributeError, tf.errors.OpError) as error:  # such as of files at another place
+            except (AttributeError, tf.errors.OpError) as error:
+                if not begins_anew:
+                    raise DataError(
+                        "the dataset cannot go on from where the checkpoint says that it was: "
+                        f"{describe_defect(error)} Give the dataset that the run began with, on the same TensorFlow, "
+                        "or begin anew from its weights: --resume never --init_from RUN."
+                    ) from error
                 warn_of_state(error)
+                self._begin(make())
         return replay(self._iterator, skip)
+
+    def _begin(self, batches: tf.data.Dataset, state: bytes = b"") -> tf.data.Dataset:
+        import tensorflow as tf
+
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False  # whose batches would be in the state
+        self._iterator = iter(without_tuner(batches.with_options(options), state))
+        return batches
 
     def read_state(self) -> bytes:
         """Where it stands; empty where it cannot say, or not in short: to make a long state may take all memory."""
         return read_iterator_state(self._iterator) if self._is_short else b""
 
 
-def without_tuner(dataset: Any) -> Any:
+def without_tuner(dataset: Any, state: bytes = b"") -> Any:
     """The dataset, where this rank has one core, without the thread that tunes it.
 
     There is nothing to be tuned on one core, but for how many files are waited for at once (an interleave's AUTOTUNE).
     Who lets go of an iterator ends that thread, and waits for it with Python's lock held. Where it is woken before its
     end is noted (TensorFlow's CancellationManager sets that last), as on the same core, it sleeps on for up to as long
     as the iterator has lived, or a minute: seen with 2.21 after most passes. A dataset that asks for it keeps it.
+
+    One that is to take the ``state`` of another has it where that had it: its parts have other names with it.
     """
     import tensorflow as tf
 
-    is_alone = len(os.sched_getaffinity(0)) == 1
-    if not (is_alone and isinstance(dataset, tf.data.Dataset)):
+    if not isinstance(dataset, tf.data.Dataset):
         return dataset
-    if dataset.options().autotune.enabled or tunes_reads(dataset):
+    is_alone = len(os.sched_getaffinity(0)) == 1
+    asks_for_it = dataset.options().autotune.enabled or tunes_reads(dataset)
+    if state.startswith(TUNED) if state else (asks_for_it or not is_alone):
         return dataset
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -73,16 +103,26 @@ def tunes_reads(dataset: tf.data.Dataset) -> bool:
 
 def buffered_bytes(dataset: tf.data.Dataset) -> float:
     """What a pipeline holds ready in buffers whose length it says, such as a shuffle's; infinite where nobody knows."""
+    inputs = dataset._inputs()
+    if getattr(dataset, "_filename", None) is not None and not dataset._filename.numpy():
+        return math.inf  # a cache in memory: all of it is in the state
+    length = getattr(dataset, "_buffer_size", None) if hasattr(dataset, "_input_dataset") else None
+    num_bytes = 0.0 if length is None else _bytes_of(inputs[0], max(TUNED_AHEAD, int(length)))
+    return num_bytes + sum(map(buffered_bytes, inputs))
+
+
+def _bytes_of(dataset: tf.data.Dataset, elements: int) -> float:
+    """What so many elements take, at most; no more than there is where they are in memory, such as names of files."""
     import tensorflow as tf
 
-    length = getattr(dataset, "_buffer_size", None)
-    elements = 0 if length is None else max(AHEAD, int(length))  # a prefetch of -1 finds its length itself
-    num_bytes = 0.0
-    for part in tf.nest.flatten(dataset.element_spec) if elements else ():
+    of_one = 0.0
+    for part in tf.nest.flatten(dataset.element_spec):
         is_number = isinstance(part, tf.TensorSpec) and (part.dtype.is_floating or part.dtype.is_integer)
         is_known = is_number and part.shape.rank is not None and None not in part.shape[1:]
-        num_bytes += math.prod(extent or 1 for extent in part.shape) * part.dtype.size if is_known else math.inf
-    return elements * num_bytes + sum(map(buffered_bytes, dataset._inputs()))
+        of_one += math.prod(extent or 1 for extent in part.shape) * part.dtype.size if is_known else math.inf
+    arrays = list(map(np.asarray, getattr(dataset, "_tensors", ())))
+    of_all = sum(sum(map(len, array.flat)) if array.dtype == object else array.nbytes for array in arrays)
+    return min(elements * of_one, of_all) if arrays else elements * of_one
 
 
 def read_iterator_state(iterator: Any) -> bytes:
@@ -93,7 +133,8 @@ def read_iterator_state(iterator: Any) -> bytes:
         state = tf.raw_ops.SerializeIterator(
             resource_handle=iterator._iterator_resource, external_state_policy=FAILS_IF_STATEFUL
         )
-        return bytes(tf.io.serialize_tensor(state).numpy())
+        is_tuned = iterator._dataset.options().autotune.enabled is not False
+        return (TUNED if is_tuned else UNTUNED) + bytes(tf.io.serialize_tensor(state).numpy())
     except (AttributeError, tf.errors.OpError):
         return b""
 
@@ -102,7 +143,7 @@ def set_iterator_state(iterator: Any, state: bytes) -> None:
     """Let an iterator go on from where another of the same pipeline was; AttributeError or OpError where it cannot."""
     import tensorflow as tf
 
-    serialized = tf.io.parse_tensor(state, tf.variant)
+    serialized = tf.io.parse_tensor(state[1:], tf.variant)
     tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=serialized)
 
 
@@ -121,13 +162,16 @@ def from_dataset(
     end at different steps: each step is the exact mean over all its samples. On other numbers of ranks the samples of a
     step are others, and a run that goes on on them is refused.
 
-    A run that goes on goes on by tf.data's own state, where the pipeline has one and it is short (two batches that are
-    ready, and no long buffer of a shuffle): in the first form on any number of ranks. Else it makes the samples of the
-    pass once more, up to where it was, so a pass must always give the same. In the second form your function sees to
-    it. In the first a ``shuffle`` follows the run's seed and takes another order in each pass, by itself; that holds
-    where it is begun once in a pass, as where nothing repeats it. With ``steps_per_epoch``, a dataset without end
-    (``repeat()``) or of unknown length goes on from epoch to epoch, and begins anew where it ends. What draws in
-    parallel, such as a random ``map`` with ``num_parallel_calls``, gives something else each time.
+    A run that goes on goes on by tf.data's own state, where the pipeline has one and it is short (no long buffer of a
+    shuffle, no ``cache()`` in memory): in the first form on any number of ranks. Else it makes the samples of the pass
+    once more, up to where it was, so a pass must always give the same. In the second form your function sees to it. In
+    the first a ``shuffle`` follows the run's seed and takes another order in each pass, by itself; that holds where it
+    is begun once in a pass, as where nothing repeats it. What draws in parallel, such as a random ``map`` with
+    ``num_parallel_calls``, gives something else each time.
+
+    With ``steps_per_epoch``, one dataset without end (``repeat()``) or of unknown length goes on from epoch to epoch,
+    and begins anew where it ends; without a state it is made once more from its very begin. Of one that says its length
+    each epoch has the first so many steps.
 
     Args:
         dataset: its elements are pairs (x, y) of dense tensors, or tuples or dicts of such: samples in the first form,
@@ -143,9 +187,7 @@ def from_dataset(
     current = Current()
 
     def batches_of(of: Pass) -> tf.data.Dataset:
-        batches = _require_pairs(dataset, are_samples=True).batch(of.global_batch_size)
-        # No further: what is ahead would begin a shuffle once more, or not, by chance.
-        return batches if steps_per_epoch is None else batches.take(steps_per_epoch)
+        return _require_pairs(dataset, are_samples=True).batch(of.global_batch_size)
 
     def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
         nonlocal num_passes
@@ -153,15 +195,14 @@ def from_dataset(
             iter(batches_of(of))
             num_passes += 1
         num_passes += 1
-        return current.open(batches_of(of), skip, state)
+        return current.open(lambda: batches_of(of), skip, state, begins_anew=False)
 
     def go_on(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
         nonlocal endless, position
         wanted = of.epoch * (steps_per_epoch or 0) + skip
         if position != wanted:
-            batches = _require_pairs(dataset, are_samples=True).batch(of.global_batch_size)
-            has_no_end, position = _cardinality(dataset) == tf.data.INFINITE_CARDINALITY, wanted
-            endless = current.open(batches, wanted, state) if has_no_end else replay(_again_and_again(batches), wanted)
+            endless = current.open(lambda: batches_of(of).repeat(), wanted, state, begins_anew=False)
+            position = wanted
         return count(itertools.islice(endless, (steps_per_epoch or 0) - skip))
 
     def count(batches: Iterator[Any]) -> Iterator[Any]:
@@ -169,8 +210,6 @@ def from_dataset(
         for batch in batches:
             position += 1
             yield batch
-
-    import tensorflow as tf
 
     has_end = steps_per_epoch is None or _cardinality(dataset) >= 0
     return Feed(
@@ -187,19 +226,9 @@ def _from_function(make: Callable[[Pass], tf.data.Dataset], steps_per_epoch: int
     current = Current()
 
     def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
-        return current.open(_require_pairs(make(of)), skip, state)
+        return current.open(lambda: _require_pairs(make(of)), skip, state)
 
     return Feed(open_pass, steps_per_epoch, lambda of: _count(_require_pairs(make(of))), read_state=current.read_state)
-
-
-def _again_and_again(batches: tf.data.Dataset) -> Iterator[Any]:
-    """The batches, begun anew where they end; nothing where there are none."""
-    is_empty = False
-    while not is_empty:
-        is_empty = True
-        for batch in without_tuner(batches):
-            is_empty = False
-            yield batch
 
 
 def _cardinality(dataset: Any) -> int:

@@ -31,7 +31,7 @@ class Progress:
     batches_done: int = 0  # of its epoch after these
     skipped_in_a_row: int = 0  # steps that were not finite, up to now without an interruption
     finished: Literal["completed", "stopped early"] | None = None  # how the run came to its end, if it has
-    # Of each rank's pipeline a step up to here, and its state before it (base64); none where it has none.
+    # Of each rank's pipeline a step up to here, and its state before it (base64); rank 0's alone where all read alike.
     places: list[tuple[int, str]] = field(default_factory=list)
 
     @classmethod

@@ -90,8 +90,8 @@ def create_recorded_job(
     if isinstance(order, StreamingOrder) and not order.is_shared:
         raise UsageError(
             "each rank of this workload is fed its own samples, so other world sizes train other batches: there is "
-            "nothing to compare. To verify it, give the same samples by number (from_arrays, or a Source of your own), "
-            "or one dataset for all (from_dataset)."
+            "nothing to compare. To verify it, give the same samples by number (from_arrays, "
+            "from_grain, or a Source of your own), or one dataset for all (from_dataset)."
         )
     if not collective.world.is_rank0:
         fill_with_noise(job.step.variables, seed=collective.world.rank)

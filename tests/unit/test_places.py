@@ -14,8 +14,11 @@ from ringtrain.data.tf_data import buffered_bytes
 LONG_PASS = 10 * EVERY_STEPS
 
 
-def places_of(states: Iterator[bytes], steps_per_pass: int = LONG_PASS, size: int = 2) -> Places:
-    return Places(Feed(lambda of, skip: iter(()), None, read_state=lambda: next(states)), steps_per_pass, size)
+def places_of(
+    states: Iterator[bytes], steps_per_pass: int = LONG_PASS, *, rank: int = 1, is_shared: bool = False
+) -> Places:
+    feed = Feed(lambda of, skip: iter(()), None, read_state=lambda: next(states), is_shared=is_shared)
+    return Places(feed, steps_per_pass, rank=rank, size=2)
 
 
 def test_the_last_place_before_a_step_is_kept_and_the_newest_alone() -> None:
@@ -41,6 +44,14 @@ def test_a_state_that_is_too_long_is_not_asked_for_again_and_leaves_no_place() -
     assert places.before(3 * EVERY_STEPS) == NOWHERE
 
 
+def test_of_what_all_ranks_read_alike_rank_0_keeps_the_places_and_up_to_the_whole_limit() -> None:
+    for rank, expected in ((0, (0, bytes(MAX_STATE_BYTES))), (1, NOWHERE)):
+        places = places_of(iter([bytes(MAX_STATE_BYTES)]), rank=rank, is_shared=True)
+        places.note(0)
+        assert places.are_kept, "alike on all ranks, which say theirs at one place"
+        assert places.before(1) == expected
+
+
 def test_a_place_that_is_known_stays_until_another_comes() -> None:
     places = places_of(iter([b"", b"later"]))
     places.keep((7, b"known"))
@@ -55,6 +66,11 @@ def test_what_a_pipeline_holds_ready_is_known_before_its_state_is_made() -> None
     assert buffered_bytes(samples) == 0
     assert buffered_bytes(samples.shuffle(10)) == 10 * (4 * 4 + 8)
     assert buffered_bytes(tf.data.Dataset.zip((samples.shuffle(3), samples))) == 3 * 24
-    texts = tf.data.Dataset.from_tensor_slices(["a", "b"])
-    assert buffered_bytes(texts.shuffle(3)) == math.inf, "nobody knows how long they are"
+    texts = tf.data.Dataset.from_tensor_slices(["one", "three"])
     assert buffered_bytes(texts) == 0
+    assert buffered_bytes(texts.shuffle(3)) == len("onethree"), "the names of files, all in memory"
+    assert buffered_bytes(texts.map(lambda text: text).shuffle(3)) == math.inf, "nobody knows how long they are"
+    assert buffered_bytes(tf.data.TFRecordDataset(["file"], buffer_size=100)) == 0, "which are read ahead, not kept"
+    assert buffered_bytes(samples.cache()) == math.inf, "its state would hold all of them"
+    assert buffered_bytes(samples.cache("a file")) == 0
+    assert buffered_bytes(tf.data.Dataset.from_tensors("text").shuffle(2)) == 4

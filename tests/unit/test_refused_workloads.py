@@ -15,6 +15,7 @@ import tensorflow as tf
 from ringtrain.collectives.base import Solo
 from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays, from_generator
+from ringtrain.data.tf_data import from_dataset
 from ringtrain.errors import DataError, UsageError
 from ringtrain.runtime.world import World
 from ringtrain.training.evaluation import evaluate
@@ -222,6 +223,17 @@ def test_a_model_takes_the_samples() -> None:
     words = r"which takes float32 \[n, 5\], does not take the x of the training samples, float32 \[n, 6\]"
     with pytest.raises(UsageError, match=words):
         job_of(create_model=lambda: dense(NUM_FEATURES - 1))
+
+
+def test_a_model_takes_the_structure_of_what_a_pipeline_gives() -> None:
+    images = from_dataset(tf.data.Dataset.from_tensor_slices(({"image": X}, Y)))
+    words = r"takes float32 \[n, 6\], does not take the x of the training samples, \{image: float32 \[n, 6\]\}"
+    with pytest.raises(UsageError, match=words):
+        job_of(
+            create_sources=sources(images, None),
+            create_model=lambda: dense(NUM_FEATURES),
+            augment=lambda x, y, keys: (x, y),
+        )
 
 
 def test_an_optimizer_is_one_of_keras() -> None:

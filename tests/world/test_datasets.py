@@ -48,13 +48,12 @@ def test_n_ranks_train_what_one_trains_on_the_whole_dataset(
     assert [event["samples_seen"] for event in events(out, "train")] == [4, 8, 11, 15, 19, 22]
 
 
-@pytest.mark.parametrize("endless", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("endless", ["", "unknown", pytest.param("repeated", marks=pytest.mark.slow)])
 def test_it_goes_on_in_mid_pass_on_another_number_of_ranks(
     run_ringtrain: RunRingtrain, tmp_path: Path, endless: str
 ) -> None:
     """Augmented by the number of the sample in the pass, and shuffled anew in each, or with each repetition."""
-    options = {"noise": "0.5", "shuffle": "true", "endless": endless}
-    noisy = [*WHOLE, *(word for name, value in options.items() for word in (f"--options.{name}", value))]
+    noisy = [*WHOLE, "--options.noise", "0.5", "--options.shuffle", "true", f"--options.endless={endless}"]
     assert run_ringtrain([*noisy, "--steps", "5", "--out", tmp_path / "parts"], launcher="mpirun").rc == 0
     finished = run_ringtrain([*noisy, "--steps", "8", "--out", tmp_path / "parts"])
     assert finished.rc == 0, finished.stderr
@@ -78,11 +77,16 @@ def sharded_steps(size: int, epochs: int) -> Iterator[Sample]:
 
 
 def test_a_pipeline_of_each_rank_trains_the_mean_over_all(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
-    """Six samples in three batches on one rank, five on the other; as many steps as the longer one has."""
+    """Six samples in three batches on one rank, five on the other; as many steps as the longer one has.
+
+    The run goes on in the middle of the second pass, by each rank's own state.
+    """
     out = tmp_path / "run"
-    finished = run_ringtrain([*SHARDED, "--epochs", "2", "--out", out], launcher="mpirun")
-    assert finished.rc == 0, finished.stdout + finished.stderr
-    assert "samples fed by each rank" in finished.stdout
+    for steps in (5, 6):
+        finished = run_ringtrain([*SHARDED, "--steps", steps, "--out", out], launcher="mpirun")
+        assert finished.rc == 0, finished.stdout + finished.stderr
+        assert "samples fed by each rank" in finished.stdout
+        assert "replayed" not in finished.stdout
     check(out, train_plainly(sharded_steps(2, epochs=2)), step=6)
 
 

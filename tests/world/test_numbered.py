@@ -20,6 +20,8 @@ from tests.world.workloads.fed import Sample, samples
 from tests.world.workloads.numbered import RECORDS
 
 WORKLOAD = f"{REPOSITORY}/tests/world/workloads/numbered.py:Numbered"
+IN_PROCESSES = ["--options.by", "batches", "--options.processes", "true"]
+IN_PROCESSES += ["--workload", "tests.world.workloads.numbered:Numbered"]  # which import the class of the batches
 COMMON = ["--workload", WORKLOAD, "--precision", "float64", "--log_every", "1", "--global_batch_size", "4"]
 
 
@@ -41,6 +43,13 @@ def test_samples_by_number_are_trained_as_arrays_are(run_ringtrain: RunRingtrain
 
 
 @pytest.mark.slow
+def test_samples_by_number_can_be_verified(run_ringtrain: RunRingtrain) -> None:
+    flags = ["--workload", WORKLOAD, "--global_batch_size", "4", "--steps", "5", "--world_sizes", "1,2,3"]
+    finished = run_ringtrain(["verify", *flags], timeout=240)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+
+
+@pytest.mark.slow
 def test_a_sample_that_raises_is_named_or_left_out(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     flags = [*COMMON, "--options.fault", "raises", "--epochs", "1"]
     finished = run_ringtrain([*flags, "--out", tmp_path / "stops"], launcher="mpirun")
@@ -57,7 +66,8 @@ def batch_steps(size: int, epochs: int) -> Iterator[Sample]:
     """What the ranks' PyDatasets give, step by step."""
     for epoch in range(epochs):
         for index in range(3):
-            parts = [samples(100 * rank + 10 * epoch + 2 * index, 1 + index % 2) for rank in range(size)]
+            ranks = range(size if index < 2 else 1)
+            parts = [samples(100 * rank + 10 * epoch + 2 * index, 1 + index % 2) for rank in ranks]
             x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
             yield x, y
 
@@ -67,9 +77,8 @@ def batch_steps(size: int, epochs: int) -> Iterator[Sample]:
 def test_a_pydataset_of_each_rank_goes_on_without_reading_anything_again(
     run_ringtrain: RunRingtrain, tmp_path: Path, processes: str
 ) -> None:
-    flags = [*COMMON, "--options.by", "batches", "--options.processes", processes, "--out", tmp_path / "run"]
-    if processes == "true":  # which import the class of the batches
-        flags[1] = "tests.world.workloads.numbered:Numbered"
+    more = IN_PROCESSES if processes == "true" else ["--options.by", "batches"]
+    flags = [*COMMON, *more, "--out", tmp_path / "run"]
     for steps in (2, 6):
         finished = run_ringtrain([*flags, "--steps", steps], launcher="mpirun")
         assert finished.rc == 0, finished.stdout + finished.stderr
@@ -83,6 +92,7 @@ def test_a_pydataset_of_each_rank_goes_on_without_reading_anything_again(
 @pytest.mark.parametrize(
     ("by", "fault", "message"),
     [
+        ("batches in processes", "raises", "batch 1 of the Batches cannot be read: ValueError: a batch is damaged"),
         ("number", "filtered", "it is None, as where a filter has left it out; each sample must be a pair (x, y)"),
         ("batches", "raises", "batch 1 of the Batches cannot be read: ValueError: a batch is damaged"),
         ("batches", "empty", "the dataset holds no samples"),
@@ -90,9 +100,12 @@ def test_a_pydataset_of_each_rank_goes_on_without_reading_anything_again(
 )
 def test_what_is_wrong_is_told(run_ringtrain: RunRingtrain, tmp_path: Path, by: str, fault: str, message: str) -> None:
     flags = [*COMMON, "--options.by", by, "--options.fault", fault, "--epochs", "1", "--out", tmp_path / "run"]
+    if by == "batches in processes":
+        flags = [*flags, *IN_PROCESSES]
     finished = run_ringtrain(flags, launcher="mpirun", timeout=60)
     assert finished.rc == 3, finished.stdout + finished.stderr
     assert message in finished.stderr
+    assert not finished.left_behind
     assert "Traceback" not in finished.stderr
 
 
@@ -146,7 +159,7 @@ def test_grain_and_array_records_are_trained_as_arrays_are(run_ringtrain: RunRin
     for name, more, steps in (
         ("map", [], (4, 6)),
         ("records", ["--data_dir", tmp_path], (6,)),
-        ("pass", ["--options.fault", "pass"], (9,)),  # of which there are fewer
+        ("pass", ["--options.fault", "pass"], (2, 9)),  # of which there are fewer
     ):
         for count in steps:
             flags = [*COMMON, "--options.by", "grain", *more, "--out", tmp_path / name]
@@ -161,6 +174,7 @@ def test_grain_and_array_records_are_trained_as_arrays_are(run_ringtrain: RunRin
         for key, value in weights(tmp_path / name, 6).items():
             np.testing.assert_allclose(value, expected[key], rtol=1e-12, err_msg=f"{name}: {key}")
     assert events(tmp_path / "pass", "train")[-1]["samples_seen"] == 11
+    assert "replayed" not in finished.stdout
     flags = [*COMMON, "--options.by", "grain", "--options.fault", "endless", "--out", tmp_path / "endless"]
     endless = run_command(mpirun(python, "-m", "ringtrain", *flags), env=clean_environment(), timeout=120)
     assert endless.rc == 3

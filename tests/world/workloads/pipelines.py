@@ -18,7 +18,7 @@ COUNT = 11  # of samples in a pass
 class Whole(Linear):
     """One dataset for all ranks; ``options`` shuffle it, change it, or spoil it."""
 
-    options: ClassVar[Mapping[str, Any]] = {"fault": "", "noise": 0.0, "shuffle": False, "endless": False}
+    options: ClassVar[Mapping[str, Any]] = {"fault": "", "noise": 0.0, "shuffle": False, "endless": ""}
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         dataset: Any = tf.data.Dataset.from_tensor_slices(samples(0, COUNT))
@@ -44,7 +44,9 @@ class Whole(Linear):
             case "a list":
                 return Sources(from_dataset(list(dataset)))
         if self.options["endless"]:
-            return Sources(from_dataset(dataset.repeat(), steps_per_epoch=4))
+            is_by_user = self.options["endless"] == "repeated"  # else of unknown length, as files are
+            endless = dataset.repeat() if is_by_user else dataset.filter(lambda x, y: True)
+            return Sources(from_dataset(endless, steps_per_epoch=4))
         return Sources(from_dataset(dataset))
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

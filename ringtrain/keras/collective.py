@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import re
 import socket
@@ -21,7 +20,6 @@ from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.runtime.devices import is_on
 from ringtrain.runtime.world import World
 
-log = logging.getLogger("ringtrain")
 STALL_SECONDS = 60.0  # as Horovod's own check
 BACKENDS = ("auto", "horovod")
 _all_ranks: Collective | None = None
@@ -76,7 +74,6 @@ def all_ranks() -> Collective:
     if _all_ranks is None:
         with tf.init_scope():
             _all_ranks = with_native_sums(ProcessSetCollective(), stall_seconds=STALL_SECONDS)
-        log.info("communication: %s", _all_ranks.description)
     return _all_ranks
 
 

@@ -73,6 +73,15 @@ class Settings:
                 f"compression={self.compression!r} is not known. Pass hvd.Compression.none or hvd.Compression.fp16."
             )
 
+    @property
+    def why_horovod(self) -> str:
+        """Why Horovod carries these sums, whatever the ranks can, in words; empty: it need not."""
+        if self.op == hvd.Adasum:
+            return "the optimizer has op=hvd.Adasum"
+        if self.process_set != hvd.global_process_set:
+            return "the optimizer has a process_set"
+        return "the optimizer has a device of its own" if self.device_dense or self.device_sparse else ""
+
     def _check_op(self) -> None:
         if self.op not in (hvd.Average, hvd.Sum, hvd.Adasum):
             raise UsageError(f"op={self.op!r} must be hvd.Average, hvd.Sum or hvd.Adasum.")
@@ -272,7 +281,6 @@ class Exchange:
         is_adasum = settings.op == hvd.Adasum
         if is_adasum and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             raise UsageError("op=hvd.Adasum cannot add sparse gradients. Pass sparse_as_dense=True.")
-        is_horovods = is_adasum or settings.process_set != hvd.global_process_set or not natively
         of_horovod = ProcessSetCollective(
             process_set=settings.process_set,
             op=hvd.Adasum if is_adasum else hvd.Sum,
@@ -280,7 +288,7 @@ class Exchange:
             device_sparse=settings.device_sparse,
         )
         return GradientReduction(
-            collective=of_horovod if is_horovods or settings.device_dense or settings.device_sparse else all_ranks(),
+            collective=all_ranks() if natively and not settings.why_horovod else of_horovod,
             compression=COMPRESSIONS[settings.compression],
             name=unique_name(settings.name),
             # Adasum looks at each gradient as a whole, so each travels alone.

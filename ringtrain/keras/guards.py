@@ -6,6 +6,7 @@ import functools
 import hashlib
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -89,15 +90,25 @@ class TrainingGuard(keras.callbacks.Callback):
             self._require_same_plan(self._collective)
             require_working_sums(self._collective, own_gpu())
         if self._distributed is not None:
-            # Where nobody knows the steps, a rank may have none at all, and would not know what to join.
-            knows_steps = self._collective is not None and self.params.get("steps") is not None
-            may_sum_natively = wants_native_sums() and knows_steps and self._spans_world()
-            if may_sum_natively:
-                all_ranks()  # join here, where all ranks are
+            may_sum_natively = self._collective is not None and self._may_sum_natively(self._collective)
             is_traced_otherwise = self._distributed.exchange.begin_fit(may_sum_natively=may_sum_natively)
             if is_traced_otherwise and self.model.train_function is not None:
                 self.model.make_train_function(force=True)
         self._num_epochs, self._first_losses = 0, []
+
+    def _may_sum_natively(self, collective: ProcessSetCollective) -> bool:
+        """Whether this fit's sums may be native; the first such fit joins the ranks. Rank 0 says who carries them."""
+        assert self._distributed is not None
+        why_not = self._distributed.exchange.settings.why_horovod
+        if self.params.get("steps") is None:
+            # A rank may have none at all, and would not know what to join.
+            why_not = "nobody knows the steps of an epoch"
+        may_sum_natively = wants_native_sums() and not why_not
+        carrier = all_ranks() if may_sum_natively else collective
+        if hvd.rank() == collective.ranks[0]:
+            is_odd = wants_native_sums() and why_not and own_gpu() is None
+            _say_once(f"communication: {carrier.description}" + (f"; no sum is native: {why_not}" if is_odd else ""))
+        return may_sum_natively
 
     def on_train_end(self, logs: Any = None) -> None:
         TrainingGuard.goes_on = False
@@ -200,6 +211,12 @@ class TrainingGuard(keras.callbacks.Callback):
     def _shared_weights(self) -> list[keras.Variable]:
         is_local = self._distributed.exchange.is_local if self._distributed else Exchange.is_local_somewhere
         return [weight for weight in self.model.trainable_variables if not is_local(weight)]
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """Once in a process; no warning, so it is not for the log, whose level shows these alone."""
+    print(f"ringtrain.keras: {line}", file=sys.stderr, flush=True)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import tempfile
 import time
@@ -18,6 +20,7 @@ from ringtrain.collectives import Collective
 from ringtrain.collectives.native.backend import Native
 from ringtrain.errors import UsageError
 from ringtrain.keras import collective as of_keras
+from ringtrain.keras import guards
 from ringtrain.step.train_step import set_precision
 from tests.keras.test_guards import StopOn
 from tests.keras.training import WAYS, dataset, largest_difference, make_batches, make_model, split_batches, train
@@ -130,6 +133,22 @@ def test_horovod_carries_all_where_it_is_asked_to_and_where_ranks_come_and_go(co
     with mock.patch.dict(os.environ, {"HOROVOD_ELASTIC": "1"}):
         assert not of_keras.wants_native_sums()
     of_keras.choose_backend("auto")
+
+
+@on_ranks(2)
+def test_what_keeps_sums_from_being_native_is_said_once_on_rank_0(collective: Collective) -> None:
+    of_keras.choose_backend("auto")
+    guards._say_once.cache_clear()
+    stderr, batches = io.StringIO(), dataset(make_batches(4))
+    with contextlib.redirect_stderr(stderr):
+        for op, data in [(hvd.Adasum, batches), (hvd.Adasum, batches), (hvd.Sum, batches.filter(lambda x, y: True))]:
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), op=op)
+            train_on(make_model(), optimizer, data, [])
+            assert not optimizer.exchange.sums_natively
+    start = "ringtrain.keras: communication: Horovod over MPI; no sum is native: "
+    whys = ["the optimizer has op=hvd.Adasum", "nobody knows the steps of an epoch"]
+    said = [line for line in stderr.getvalue().splitlines() if "communication" in line]
+    assert said == [start + why for why in whys if collective.world.is_rank0]
 
 
 def test_another_backend_is_refused() -> None:

@@ -76,6 +76,8 @@ def test_a_script_whose_thread_goes_on_is_ended_after_its_end(tmp_path: Path) ->
     run = run_command(command, env=env, timeout=60)
     assert run.rc == 0, run.stderr
     assert run.stdout.count("the script goes on") == 2
+    [said] = re.findall("ringtrain.keras: communication: .*", run.stderr)  # of rank 0 alone
+    assert re.search("Horovod over MPI, (gradients|short sums) natively", said)
     for rank in range(2):
         assert f"rank {rank} called init() when TensorFlow had computed something: devices and threads" in run.stderr
     assert re.search(r"warning: rank 1 on \S+ .* kept by the thread 'uploader'.* leaves with exit code 0", run.stderr)

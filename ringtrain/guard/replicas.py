@@ -71,10 +71,15 @@ def hash_bits(array: np.ndarray) -> int:
     return total
 
 
-def describe_drift(names: Sequence[str], hashes: Sequence[Sequence[int]], nodes: Sequence[str]) -> str:
-    """Which ranks differ from most, and in which variables; ``hashes`` are [ranks, variables]."""
+def describe_drift(
+    names: Sequence[str],
+    hashes: Sequence[Sequence[int]],
+    nodes: Sequence[str] | Mapping[int, str],
+    ranks: Sequence[int] | None = None,
+) -> str:
+    """Which ranks differ from most, and in which variables; ``hashes`` are [ranks, variables], of ``ranks`` or all."""
     differing = [
-        (name, group_ranks(values)) for name, values in zip(names, zip(*hashes, strict=True), strict=True)
+        (name, group_ranks(values, ranks)) for name, values in zip(names, zip(*hashes, strict=True), strict=True)
         if len(set(values)) > 1
     ]  # fmt: skip
     parts = []
@@ -85,7 +90,7 @@ def describe_drift(names: Sequence[str], hashes: Sequence[Sequence[int]], nodes:
     return "; ".join([*parts[:MAX_NAMED], *([f"and {len(parts) - MAX_NAMED} more"] if len(parts) > MAX_NAMED else [])])
 
 
-def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str]) -> str:
+def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str] | Mapping[int, str]) -> str:
     """Who differs from whom: those who are few from those who are most, where any are."""
     most, *few = groups
     if 2 * len(most) > sum(map(len, groups)):

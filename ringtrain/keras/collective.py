@@ -126,7 +126,7 @@ def broadcast_variables(
     plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
     name = unique_name("broadcast_variables")
     if tf.executing_eagerly():
-        _require_same_kinds(plain, ProcessSetCollective(process_set=process_set))
+        require_same_kinds(plain, ProcessSetCollective(process_set=process_set), purpose="to broadcast")
     # Ranks meet by position, not by the variables' names, which Keras numbers in the order of creation.
     for number, variable in enumerate(plain):
         value = hvd.broadcast(
@@ -135,19 +135,19 @@ def broadcast_variables(
         variable.assign(value)
 
 
-def _require_same_kinds(variables: list[Any], collective: ProcessSetCollective) -> None:
-    """Ranks with other variables would wait for each other for ever."""
+def require_same_kinds(variables: Iterable[Any], collective: ProcessSetCollective, *, purpose: str) -> None:
+    """Ranks with other variables would wait for each other for ever, or sum what is none of the other's."""
     kinds = [f"{tf.as_dtype(variable.dtype).name} {list(variable.shape)}" for variable in variables]
-    all_kinds = all_gather_object(collective, kinds, name="broadcast_kinds")
+    all_kinds = all_gather_object(collective, kinds, name="variable_kinds")
     for rank, others in zip(collective.ranks, all_kinds, strict=True):
         if others == all_kinds[0]:
             continue
         pairs = enumerate(itertools.zip_longest(all_kinds[0], others, fillvalue="nothing"))
         number, (first, other) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
         raise UsageError(
-            f"rank {collective.ranks[0]} has {len(all_kinds[0])} variables to broadcast, and rank {rank} "
+            f"rank {collective.ranks[0]} has {len(all_kinds[0])} variables {purpose}, and rank {rank} "
             f"has {len(others)}; they differ first at number {number}: {first} and {other}. Create the same "
-            "model and optimizer on every rank, built alike."
+            "model and optimizer on every rank, built alike: from data of one shape."
         )
 
 

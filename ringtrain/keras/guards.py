@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
-import math
 import sys
 import weakref
 from collections.abc import Sequence
@@ -18,14 +15,13 @@ from ringtrain.collectives import all_gather_object
 from ringtrain.collectives.connect import require_working_sums
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, UsageError
-from ringtrain.keras.collective import ProcessSetCollective, all_ranks, wants_native_sums
+from ringtrain.guard.replicas import describe_drift, hash_bits
+from ringtrain.keras.collective import ProcessSetCollective, all_ranks, require_same_kinds, wants_native_sums
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
+from ringtrain.keras.same_samples import find_same, first_batches, warn_of_same
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.devices import own_gpu
-
-log = logging.getLogger("ringtrain")
-NUM_FIRST_LOSSES = 3
 
 
 def check_distributed(optimizer: Any) -> None:
@@ -49,10 +45,10 @@ def check_distributed(optimizer: Any) -> None:
 class TrainingGuard(keras.callbacks.Callback):
     """Holds the ranks of a ``fit`` with a distributed optimizer together.
 
-    Before training, all must be about to take as many steps, and what they sum must be right; after each epoch, all
-    must hold the same weights, also where a distributed tape reduces, and all must go on or stop. A rank that has no
-    more batches, or was told to stop by a callback, adds zeros to the others' reductions until all are there, and then
-    the numbers of batches are compared.
+    Before training, all must be about to take as many steps, with weights of the same shapes, and what they sum must be
+    right; after each epoch, all must hold the same weights, also where a distributed tape reduces, and all must go on
+    or stop. A rank that has no more batches, or was told to stop by a callback, adds zeros to the others' reductions
+    until all are there, and then the numbers of batches are compared.
     """
 
     reductions_before: ClassVar[int] = 0  # this fit
@@ -65,7 +61,6 @@ class TrainingGuard(keras.callbacks.Callback):
         self._distributed: Distributed | None = None
         self._num_batches = 0
         self._num_epochs = 0  # of this fit
-        self._first_losses: list[float] = []  # of this fit, on this rank
 
     @classmethod
     def has_reduced(cls) -> bool:
@@ -94,7 +89,8 @@ class TrainingGuard(keras.callbacks.Callback):
             is_traced_otherwise = self._distributed.exchange.begin_fit(may_sum_natively=may_sum_natively)
             if is_traced_otherwise and self.model.train_function is not None:
                 self.model.make_train_function(force=True)
-        self._num_epochs, self._first_losses = 0, []
+        self._num_epochs = 0
+        first_batches().begin()
 
     def _may_sum_natively(self, collective: ProcessSetCollective) -> bool:
         """Whether this fit's sums may be native; the first such fit joins the ranks. Rank 0 says who carries them."""
@@ -128,9 +124,6 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_batches = batch + 1
-        loss = (logs or {}).get("loss")
-        if self._num_epochs == 1 and len(self._first_losses) < NUM_FIRST_LOSSES and isinstance(loss, float):
-            self._first_losses.append(loss)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._collective is None:
@@ -140,11 +133,11 @@ class TrainingGuard(keras.callbacks.Callback):
         if self.params.get("steps") is None or self._spans_world():
             if self._distributed is not None:
                 self._distributed.exchange.join(had_batch=self._num_batches > 0)
-            mine = [self._num_batches, self._first_losses if self._num_epochs == 1 else []]
-            numbers, losses = zip(*all_gather_object(self._collective, mine, name="guard_batches"), strict=True)
+            mine = [self._num_batches, first_batches().read()]
+            numbers, hashes = zip(*all_gather_object(self._collective, mine, name="guard_batches"), strict=True)
             _require_equal(numbers, self._collective.ranks, f"batches in epoch {epoch + 1}", BATCHES_REMEDY)
-            if hvd.rank() == 0 and self._spans_world() and (twice := find_same(losses)):
-                _warn_of_same_samples(name_ranks(twice))
+            if hvd.rank() == 0 and self._spans_world() and (twice := find_same(hashes)):
+                warn_of_same(tuple(twice))
         self._require_same_weights(self._collective, epoch)
 
     def _trains_by_tape(self) -> bool:
@@ -186,27 +179,21 @@ class TrainingGuard(keras.callbacks.Callback):
         steps, epochs = zip(*plans, strict=True)
         _require_equal(steps, collective.ranks, "batches in an epoch", BATCHES_REMEDY)
         _require_equal(epochs, collective.ranks, "epochs", "Pass the same epochs to fit() on every rank.")
+        require_same_kinds(self._shared_weights(), collective, purpose="to train")
 
     def _require_same_weights(self, collective: ProcessSetCollective, epoch: int) -> None:
-        weights = self._shared_weights()
-        digests = [hashlib.blake2b(weight.numpy().tobytes(), digest_size=8).hexdigest() for weight in weights]
-        all_digests = all_gather_object(collective, digests, name="guard_weights")
-        _require_equal(
-            list(map(len, all_digests)),
-            collective.ranks,
-            "weights",
-            "Create the same model on every rank, built alike.",
-        )
-        for rank, others in zip(collective.ranks, all_digests, strict=True):
-            different = [w.path for w, mine, its in zip(weights, all_digests[0], others, strict=True) if mine != its]
-            if different:
-                more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-                raise ReplicasDifferError(
-                    f"after epoch {epoch + 1}, rank {rank} has other weights than rank {collective.ranks[0]}: "
-                    f"{different[0]}{more}. Start "
-                    "all ranks from the same ones: pass hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit(). "
-                    "Layers that are to differ are named by hvd.PartialDistributedOptimizer(local_layers=...)."
-                )
+        weights, ranks, node = self._shared_weights(), collective.ranks, collective.world.node
+        mine = [hash_bits(weight.numpy()) for weight in weights]
+        hashes, nodes = zip(*all_gather_object(collective, [mine, node], name="guard_weights"), strict=True)
+        remedy = "Create the same model on every rank, built alike."
+        _require_equal(list(map(len, hashes)), ranks, "weights", remedy)
+        drift = describe_drift([w.path for w in weights], hashes, dict(zip(ranks, nodes, strict=True)), ranks)
+        if drift:
+            raise ReplicasDifferError(
+                f"the ranks have different weights after epoch {epoch + 1}: {drift}. Start all ranks from the same "
+                "ones: pass hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit(). Layers that are to differ are "
+                "named by hvd.PartialDistributedOptimizer(local_layers=...)."
+            )
 
     def _shared_weights(self) -> list[keras.Variable]:
         is_local = self._distributed.exchange.is_local if self._distributed else Exchange.is_local_somewhere
@@ -217,18 +204,6 @@ class TrainingGuard(keras.callbacks.Callback):
 def _say_once(line: str) -> None:
     """Once in a process; no warning, so it is not for the log, whose level shows these alone."""
     print(f"ringtrain.keras: {line}", file=sys.stderr, flush=True)
-
-
-@functools.cache
-def _warn_of_same_samples(ranks: str) -> None:
-    """Once in a process."""
-    log.warning(
-        "ringtrain.keras: %s had the very same loss, to its last bit, in each of the first %d batches of fit(): they "
-        "train on the same samples. Give each rank its own, such as by dataset.shard(hvd.size(), hvd.rank()) before "
-        "shuffle and batch, or by a part of the arrays.",
-        ranks,
-        NUM_FIRST_LOSSES,
-    )
 
 
 _trained_by_tape: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -242,16 +217,6 @@ BATCHES_REMEDY = (
     "Ranks with more would wait for the others for ever. Give every rank as many: steps_per_epoch=N with a data set "
     f"that repeats, or as many samples on each rank. {STOP_REMEDY}"
 )
-
-
-def find_same(losses: Sequence[Sequence[float]]) -> list[int]:
-    """The first ranks, of which each has had the same losses [ranks, steps] as the others; none where that may be so by
-    chance, such as where all are 0."""
-    telling = [
-        tuple(its) for its in losses if len(its) == NUM_FIRST_LOSSES == len({*its}) and all(map(math.isfinite, its))
-    ]
-    twice = next((its for its in telling if telling.count(its) > 1), None)
-    return [rank for rank, its in enumerate(losses) if tuple(its) == twice]
 
 
 def _require_equal(values: Sequence[Any], ranks: Sequence[int], what: str, remedy: str) -> None:

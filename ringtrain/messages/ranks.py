@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 Value = TypeVar("Value", bound=Hashable)
@@ -11,15 +11,18 @@ Value = TypeVar("Value", bound=Hashable)
 MAX_PLACES = 4
 
 
-def group_ranks(values: Sequence[Value]) -> dict[Value, list[int]]:
-    """The ranks that hold each value; the one that most hold comes first, of equally many the first rank's."""
+def group_ranks(values: Sequence[Value], ranks: Sequence[int] | None = None) -> dict[Value, list[int]]:
+    """The ranks that hold each value; the one that most hold comes first, of equally many the first rank's.
+
+    ``ranks`` are those whose values these are, where they are not all ranks in their order.
+    """
     groups: dict[Value, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks or range(len(values)), values, strict=True):
         groups.setdefault(value, []).append(rank)
     return dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[1][0])))
 
 
-def name_ranks(ranks: Sequence[int], nodes: Sequence[str] | None = None) -> str:
+def name_ranks(ranks: Sequence[int], nodes: Sequence[str] | Mapping[int, str] | None = None) -> str:
     """Ranks in words, such as ``rank 1 on node7`` or ``ranks 0-5, 9``.
 
     Args:

@@ -18,7 +18,8 @@ from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.data.tf_data import without_tuner
 from ringtrain.errors import ReplicasDifferError, UsageError
-from ringtrain.keras import compiled, guards
+from ringtrain.keras import collective as of_keras
+from ringtrain.keras import compiled, same_samples
 from tests.keras.training import FEATURES, dataset, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
 
@@ -112,7 +113,7 @@ def test_replicas_of_a_distributed_tape_that_drift_are_named_after_the_epoch(col
     model.fit(dataset(batches), verbose=0)  # the same traced step
     kernel = model.layers[1].kernel
     kernel.assign(kernel + collective.world.rank)
-    with pytest.raises(ReplicasDifferError, match=r"after epoch 1, rank 1 .*/kernel"):
+    with pytest.raises(ReplicasDifferError, match=r"after epoch 1: rank 0 on \S+ and rank 1 .*/kernel"):
         model.fit(dataset(batches), verbose=0)
 
 
@@ -164,6 +165,67 @@ def test_ranks_that_end_early_in_a_later_fit_are_named_as_well(collective: Colle
         counts = rf"\(rank 0: {first}, rank 1: {second}\)"
         with pytest.raises(UsageError, match=f"batches in epoch 1 {counts}"):
             model.fit(whole.take((first, second)[collective.world.rank]), verbose=0)
+
+
+@pytest.mark.parametrize("knows_steps", [True, False])
+@on_ranks(2)
+def test_a_rank_without_any_batch_is_named(collective: Collective, knows_steps: bool) -> None:
+    data = dataset(make_batches(4, steps=6)).take(6 if collective.world.rank == 0 else 0)
+    data = data if knows_steps else data.filter(lambda x, y: True)
+    when = "an epoch" if knows_steps else "epoch 1"
+    with pytest.raises(UsageError, match=rf"batches in {when} \(rank 0: 6, rank 1: 0\)"):
+        fit(make_model(), DISTRIBUTE(keras.optimizers.SGD()), data)
+
+
+@on_ranks(2)
+def test_ranks_that_do_not_know_what_to_join_say_that_they_had_no_batch(collective: Collective) -> None:
+    """In eager mode nothing is traced of a step that is not there; here no rank waits, since none has a batch."""
+    nothing = dataset(make_batches(4)).take(0).filter(lambda x, y: True)
+    model = make_model()
+    model.compile(DISTRIBUTE(keras.optimizers.SGD()), "mse", run_eagerly=True)
+    with pytest.raises(UsageError, match=rf"^rank {collective.world.rank} had no batch in this epoch.*drop_remainder"):
+        model.fit(nothing, verbose=0)
+
+
+@on_ranks(2)
+def test_weights_of_other_shapes_are_named_before_training(collective: Collective) -> None:
+    """Those of data whose features are others on each rank; a model that is built in its first step fails there."""
+    x, y = np.ones((8, 3 + collective.world.rank)), np.ones((8, 1))
+    others = r"^rank 0 has 2 variables to train, and rank 1 has 2; .* \w+ \[3, 1\] and \w+ \[4, 1\]\. .*of one shape"
+    for layers, error, words in [
+        ([keras.Input(x.shape[1:])], UsageError, others),
+        ([], tf.errors.AbortedError, "the ranks are at different places of the program: they sum different things"),
+    ]:
+        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        model.compile(DISTRIBUTE(keras.optimizers.SGD()), "mse")
+        with pytest.raises(error, match=words):
+            model.fit(x, y, batch_size=2, verbose=0)
+    for backend in ("horovod", "auto"):  # the ranks join anew
+        of_keras.choose_backend(backend)
+
+
+@on_ranks(2)
+def test_features_of_other_types_train_alike(collective: Collective) -> None:
+    """Keras casts them to the type in which a model computes."""
+    x, y = make_batches(8, steps=1)[0]
+    x = x.astype(np.float32).astype([np.float32, np.float64][collective.world.rank])
+    model = make_model()
+    fit(model, DISTRIBUTE(keras.optimizers.SGD()), tf.data.Dataset.from_tensor_slices((x, y)).batch(2))
+
+
+@on_ranks(2)
+def test_a_validation_split_of_other_sizes_is_named_where_it_makes_other_batches(collective: Collective) -> None:
+    rank, (x, y) = collective.world.rank, make_batches(48, steps=1)[0]
+    model, average = make_model(), hvd.callbacks.MetricAverageCallback()
+    model.compile(DISTRIBUTE(keras.optimizers.SGD()), "mse")
+    options = {"batch_size": 5, "validation_split": 0.25, "verbose": 0, "callbacks": [average]}
+    size = 40 + 7 * rank
+    with pytest.raises(UsageError, match=r"batches in an epoch \(rank 0: 6, rank 1: 7\)"):
+        model.fit(x[:size], y[:size], **options)
+    size = 40 + rank  # 30 samples each to train on, in 6 batches; 10 and 11 to validate by, in 2 and 3
+    history = model.fit(x[:size], y[:size], **options).history
+    values = all_gather_object(collective, history["val_loss"], name="values")
+    assert values[0] == values[1]
 
 
 @on_ranks(2)
@@ -222,7 +284,7 @@ def test_replicas_that_drift_are_named_after_the_epoch(collective: Collective) -
     model = make_model()
     kernel = model.layers[1].kernel
     kernel.assign(kernel + collective.world.rank)
-    with pytest.raises(ReplicasDifferError, match=r"after epoch 1, rank 1 .*/kernel.*BroadcastGlobalVariablesCallback"):
+    with pytest.raises(ReplicasDifferError, match=r"after epoch 1: .* in \S+/kernel\. .*BroadcastGlobalVariables"):
         fit(model, DISTRIBUTE(keras.optimizers.SGD()), make_batches(4), epochs=2)
     local = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=model.layers[1])
     fit(model, local, split_batches(make_batches(4)), epochs=2)
@@ -237,25 +299,77 @@ class Captured(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-@pytest.mark.parametrize("num_different", [0, 1])
 @on_ranks(3)
-def test_ranks_that_train_on_the_same_samples_are_named(collective: Collective, num_different: int) -> None:
+def test_of_three_replicas_the_one_that_drifts_is_named(collective: Collective) -> None:
+    model = make_model()
+    bias = model.layers[1].bias
+    bias.assign(bias + (collective.world.rank == 1))
+    with pytest.raises(ReplicasDifferError, match=r"epoch 1: rank 1 on \S+ differs from ranks 0, 2 in \S+/bias\."):
+        fit(model, DISTRIBUTE(keras.optimizers.SGD()), make_batches(4))
+
+
+@pytest.mark.parametrize("data", ["some alike", "own", "constant"])
+@on_ranks(3)
+def test_ranks_that_train_on_the_same_samples_are_named(collective: Collective, data: str) -> None:
+    """Though each drops out other units."""
     batches, rank = make_batches(6), collective.world.rank
-    if rank == 1:
+    if data == "own" or (data == "some alike" and rank == 1):
         batches = split_batches(batches)
-    if num_different:
-        batches = split_batches(batches) if rank != 1 else batches
+    elif data == "constant":
+        batches = batches[:1] * 10
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dropout(0.5, seed=rank), *make_model().layers])
     captured = Captured()
-    guards._warn_of_same_samples.cache_clear()
-    guards.log.addHandler(captured)
+    same_samples.warn_of_same.cache_clear()
+    same_samples.log.addHandler(captured)
     try:
-        fit(make_model(), DISTRIBUTE(keras.optimizers.SGD()), batches, epochs=2)
+        fit(model, DISTRIBUTE(keras.optimizers.SGD()), batches, epochs=2)
     finally:
-        guards.log.removeHandler(captured)
-    said = [line for line in captured.lines if "the very same loss" in line]
-    assert len(said) == (1 if rank == 0 and not num_different else 0), captured.lines
+        same_samples.log.removeHandler(captured)
+    said = [line for line in captured.lines if "the very same data" in line]
+    assert len(said) == (1 if rank == 0 and data == "some alike" else 0), captured.lines
     if said:
-        assert said[0].startswith("ringtrain.keras: ranks 0, 2 had the very same loss")
+        assert said[0].startswith("ringtrain.keras: ranks 0, 2 had the very same data")
+
+
+class InOrder(keras.utils.PyDataset):
+    """Batches by number."""
+
+    def __init__(self, batches: Any) -> None:
+        super().__init__()
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._batches[number]
+
+
+SLOW_WAYS = ("arrays", "PyDataset", "step of its own", "eager")
+
+
+@pytest.mark.parametrize(
+    "way", ["generator", "steps at once", *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW_WAYS)]
+)
+@on_ranks(2)
+def test_what_the_first_steps_train_on_is_noted_in_every_way_of_training(collective: Collective, way: str) -> None:
+    """The second batch alone is each rank's own; of the generator the third is of a second epoch."""
+    rank, batches = collective.world.rank, make_batches(4)
+    batches = [batches[0], batches[1 + rank], batches[3], batches[3]]
+    x, y = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+    data = {
+        "arrays": {"x": x, "y": y, "batch_size": 4, "shuffle": False},
+        "PyDataset": {"x": InOrder(batches), "shuffle": False},
+        "generator": {"x": (batch for batch in batches), "steps_per_epoch": 2},
+    }
+    model = OwnStep(make_model().layers) if way == "step of its own" else make_model()
+    options = {"run_eagerly": way == "eager", "steps_per_execution": 2 if way == "steps at once" else 1}
+    model.compile(DISTRIBUTE(keras.optimizers.SGD()), "mse", **options)
+    model.fit(**data.get(way, {"x": dataset(batches)}), epochs=2 if way == "generator" else 1, verbose=0)
+    first, second = all_gather_object(collective, same_samples.first_batches().read(), name="hashes")
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, True]
+    assert len({*first}) == 3
+    assert 0 not in first
 
 
 class OwnStep(keras.Sequential):

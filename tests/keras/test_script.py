@@ -111,3 +111,29 @@ def test_what_all_ranks_raise_is_shown_once(tmp_path: Path, how: str, tracebacks
     assert sorted(shown) == tracebacks, run.stderr
     if how == "alike":
         assert run.stderr.count("Traceback (most recent call last)") == 1, run.stderr
+
+
+UNFIT = """
+import numpy as np
+import keras
+import ringtrain.keras as hvd
+
+hvd.init()
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+model.fit(np.ones((8, 6 - hvd.rank())), np.ones((8, 1)), batch_size=2, verbose=0)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_whose_data_do_not_fit_its_model_ends_all_by_what_keras_says(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNFIT)
+    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")
+    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script)]
+    run = run_command(command, env=env, timeout=60)
+    assert run.rc != 0
+    assert not run.left_behind
+    assert "ValueError: " in run.stderr
+    assert "expected axis -1 of input shape to have value 6, but received input with shape (2, 5)" in run.stderr
+    assert "a rank has ended that others wait for: rank 1" in run.stderr

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from packaging.version import Version
@@ -13,6 +15,7 @@ import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import UsageError
+from ringtrain.step.optimizers import FUSED_UPDATES
 from ringtrain.step.train_step import set_precision
 from tests.keras.training import WAYS, dataset, largest_difference, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
@@ -108,7 +111,12 @@ def test_two_ranks_equal_one_in_every_way_of_training(collective: Collective, na
     check_ways(name, WAYS)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+IN_FIT = ("clipping of the reduced gradient", "moving average", "accumulation")  # of others the update is held below
+
+
+@pytest.mark.parametrize(
+    "options", [*IN_FIT, *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS if name not in IN_FIT)]
+)
 @on_ranks(2)
 def test_two_ranks_equal_one_with(collective: Collective, options: str) -> None:
     set_precision("float64")
@@ -121,20 +129,57 @@ def test_two_ranks_equal_one_with(collective: Collective, options: str) -> None:
 FUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "SGD": (keras.optimizers.SGD, {}, "ResourceApplyGradientDescent"),
     "momentum": (keras.optimizers.SGD, {"momentum": 0.9}, "ResourceApplyKerasMomentum"),
+    "Nesterov": (keras.optimizers.SGD, {"momentum": 0.9, "nesterov": True}, "ResourceApplyKerasMomentum"),
     "Adam": (keras.optimizers.Adam, {}, "ResourceApplyAdam"),
     "AdamW": (keras.optimizers.AdamW, {}, "ResourceApplyAdam"),
+    "RMSprop": (keras.optimizers.RMSprop, {"momentum": 0.5}, "ResourceApplyRMSProp"),
 }
+ALIKE = ("momentum", "Nesterov", "AdamW")  # by the code of the others
+
+
+def test_every_fused_update_is_tried() -> None:
+    assert FUSED_UPDATES.keys() == {kind for kind, _, _ in FUSED.values()}
+
+
+def update_weights(optimizer: keras.optimizers.Optimizer, operation: str) -> tuple[list[np.ndarray], bool]:
+    """Weights and slots after some steps, and whether the step has an operation."""
+    weights = [keras.Variable(np.linspace(-1, 1, size), dtype="float64") for size in (6, 2)]
+    optimizer.build(weights)
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        optimizer.apply([optimizer.scale_loss(tf.sin(3 * weight.value)) for weight in weights], weights)
+
+    for _ in range(4):
+        step()
+    optimizer.finalize_variable_values(weights)
+    graph = step.get_concrete_function().graph.as_graph_def()
+    return [variable.numpy() for variable in [*weights, *optimizer.variables]], operation in str(graph)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", *(pytest.param(n, marks=pytest.mark.slow) for n in ALIKE)])
+@on_ranks(2)
+def test_a_fused_update_goes_through_memory_once_and_is_keras_own(collective: Collective, name: str) -> None:
+    """With each option, the loss scale of the optimizer, and that which compile() puts around it."""
+    hvd.init()
+    kind, settings, operation = FUSED[name]
+    plain = functools.partial(kind, 0.05, **settings)
+    around = functools.partial(keras.optimizers.LossScaleOptimizer, initial_scale=8.0, dynamic_growth_steps=2)
+    for options in [{}, *OPTIONS.values(), {"loss_scale_factor": 8.0}]:
+        ours, is_fused = update_weights(hvd.DistributedOptimizer(plain(**options)), operation)
+        alone, was_fused = update_weights(plain(**options), operation)
+        assert (is_fused, was_fused) == (True, False), options
+        for mine, right in zip(ours, alone, strict=True):
+            np.testing.assert_allclose(mine, right, rtol=1e-12, atol=1e-14, err_msg=str(options))
+    ours, is_fused = update_weights(around(hvd.DistributedOptimizer(plain())), operation)
+    alone, _ = update_weights(around(plain()), operation)
+    assert is_fused
+    for mine, right in zip(ours, alone, strict=True):
+        np.testing.assert_allclose(mine, right, rtol=1e-12, atol=1e-14)
 
 
 class OwnAdam(keras.optimizers.Adam):
     """May update as it likes."""
-
-
-@pytest.mark.parametrize("name", FUSED)
-@on_ranks(2)
-def test_an_update_goes_through_memory_once(collective: Collective, name: str) -> None:
-    optimizer, options, operation = FUSED[name]
-    assert operation in operations_of(optimizer(**options))
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ from ringtrain.guard.replicas import describe_drift, hash_bits
 from ringtrain.keras.collective import ProcessSetCollective, all_ranks, require_same_kinds, wants_native_sums
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
-from ringtrain.keras.same_samples import find_same, first_batches, warn_of_same
+from ringtrain.keras.same_samples import NUM_BATCHES, find_same, first_batches, warn_of_same
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.devices import own_gpu
 
@@ -133,7 +133,7 @@ class TrainingGuard(keras.callbacks.Callback):
         if self.params.get("steps") is None or self._spans_world():
             if self._distributed is not None:
                 self._distributed.exchange.join(had_batch=self._num_batches > 0)
-            mine = [self._num_batches, first_batches().read()]
+            mine = [self._num_batches, first_batches().hashes[:NUM_BATCHES]]
             numbers, hashes = zip(*all_gather_object(self._collective, mine, name="guard_batches"), strict=True)
             _require_equal(numbers, self._collective.ranks, f"batches in epoch {epoch + 1}", BATCHES_REMEDY)
             if hvd.rank() == 0 and self._spans_world() and (twice := find_same(hashes)):

@@ -6,12 +6,12 @@ Each calls the one that it replaces; with one rank, of a number that stays, they
 - ``MultiOptimizer.apply``: so is one of these, and parts of it that are distributed by themselves.
 - ``LossScaleOptimizer.apply``: ``compile`` puts it *around* a distributed optimizer; gradients are reduced before it
   tests them for overflow. Ranks that tested their own would part ways there, and wait for each other for ever.
-- ``Model.make_train_function``: XLA has none of the operations by which ranks sum: it compiles the rest of a step. And
-  what the first steps train on is noted (``same_samples.py``).
+- ``Model.make_train_function``: XLA has none of the operations by which ranks sum: it compiles the rest of a step.
 - ``CallbackList.__init__``: the guards of ``fit`` (``guards.py``) take part without being asked for, and what saves
   (``elastic.CommitStateCallback``, ``callbacks.Run``) comes last, when all others have acted.
 - ``Model.fit``, ``EpochIterator._enumerate_iterator``: a ``fit`` with ``callbacks.Run`` is kept from before its first
   step to after its last, whatever ends it; with it, or ``elastic.UpdateBatchStateCallback``, it goes on in mid-epoch.
+  And the first batches of each ``fit`` are noted (``same_samples.py``).
 - ``TFEpochIterator._get_iterator``: on a rank's only core the end of an epoch waited for the thread that tunes it.
 """
 
@@ -82,22 +82,19 @@ def _apply_scaled(plain: Any, optimizer: Any, grads: Any, trainable_variables: A
 
 
 def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
-    if not _has_ranks() or (model.train_function and not force):
+    if not (model.jit_compile and _has_ranks()) or (model.train_function and not force):
         return plain(force)
-    jit_compile, own = model.jit_compile, vars(model).get("train_step")
-    step = model.train_step
-    if jit_compile and (why_not := why_not_compiled(model)):
+    if why_not := why_not_compiled(model):
         notice(why_not)
-    elif jit_compile:
-        step = CompiledStep(model)
-    model.train_step, model.jit_compile = first_batches().noting(step), False
+    else:
+        model.train_step = CompiledStep(model)
+    model.jit_compile = False
     try:
         return plain(force)
     finally:
-        model.jit_compile = jit_compile
-        del model.train_step
-        if own is not None:
-            model.train_step = own
+        model.jit_compile = True
+        if not why_not:
+            del model.train_step
 
 
 def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -140,8 +137,10 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _enumerate(plain: Any, data: Any) -> Any:
     kept = Run.current
     if kept is not None and kept.batches.are_of(data):
-        return kept.batches.enumerate(plain, data)
-    return UpdateBatchStateCallback.enumerate(plain, data)
+        steps = kept.batches.enumerate(plain, data)
+    else:
+        steps = UpdateBatchStateCallback.enumerate(plain, data)
+    return first_batches().note(steps, data.steps_per_execution)
 
 
 def _has_ranks() -> bool:

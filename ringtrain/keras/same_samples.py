@@ -3,69 +3,81 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ringtrain.messages.ranks import name_ranks
 
 log = logging.getLogger("ringtrain")
 NUM_BATCHES = 3
+HASHED_BYTES = 2**20  # of each tensor
 
 
 class FirstBatches:
     """Hashes of the first batches that this rank trains in a ``fit``.
 
-    They are taken within the step, which alone sees what is trained: whoever looked into the iterator before would take
-    batches from a generator, and a pipeline with an operation more might not be able to say where it is.
+    They are read here, and given to the training function by an iterator of their own: what hashed them within the step
+    would be in every step.
     """
 
     def __init__(self) -> None:
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._hashes = tf.Variable(tf.zeros([NUM_BATCHES], tf.int64), trainable=False)  # 0: none yet
+        self.hashes: list[str] = []
+        self._is_awaited = False
 
     def begin(self) -> None:
-        """Forget those of an earlier fit."""
-        self._hashes.assign(tf.zeros_like(self._hashes))
+        """What a ``fit`` asks for next is what it trains on; validation comes later."""
+        self.hashes, self._is_awaited = [], True
 
-    def read(self) -> list[int]:
-        """The hashes [NUM_BATCHES], after zeros where there were fewer."""
-        return self._hashes.numpy().tolist()
+    def note(self, steps: Iterator[Any], steps_per_call: int) -> Iterator[Any]:
+        """The steps of an epoch as Keras numbers them, each with its iterator, of which the first are noted."""
+        is_first_epoch, self._is_awaited = self._is_awaited, False
+        return self._note(steps, steps_per_call) if is_first_epoch else steps
 
-    def noting(self, train_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A training step that notes its data first, until there are enough."""
-
-        def step(data: Any) -> Any:
-            with tf.device("CPU:0"):  # where the data come from
-                tf.cond(self._hashes[0] == 0, lambda: self._note(data), self._hashes.read_value)
-            return train_step(data)
-
-        return step
-
-    def _note(self, data: Any) -> tf.Tensor:
-        tensors = [tensor for tensor in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(tensor)]
-        hashes = [_hash(tf.io.serialize_tensor(tensor)) for tensor in tensors]
-        return self._hashes.assign([*tf.unstack(self._hashes)[1:], _hash(tf.strings.reduce_join(tf.as_string(hashes)))])
+    def _note(self, steps: Iterator[Any], steps_per_call: int) -> Iterator[Any]:
+        for *numbers, iterator in steps:
+            given = iterator
+            if len(self.hashes) < NUM_BATCHES and _is_plain(iterator):
+                batches = list(itertools.islice(iterator, steps_per_call))
+                self.hashes += [_hash(batch) for batch in batches]
+                if batches:
+                    given = iter(
+                        tf.data.Dataset.from_generator(lambda b=batches: b, output_signature=iterator.element_spec)
+                    )
+            yield *numbers, given
 
 
-def _hash(text: tf.Tensor) -> tf.Tensor:
-    return 1 + tf.strings.to_hash_bucket_fast(text, tf.int64.max - 1)
+def _is_plain(iterator: Any) -> bool:
+    """Whether batches are dense tensors, on the host."""
+    parts = tf.nest.flatten(getattr(iterator, "element_spec", None))
+    return isinstance(iterator, tf.data.Iterator) and all(type(part) is tf.TensorSpec for part in parts)
+
+
+def _hash(batch: Any) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for array in map(np.asarray, tf.nest.flatten(batch)):
+        data = repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).data.cast("B")
+        digest.update(data[:HASHED_BYTES])
+    return digest.hexdigest()
 
 
 @functools.cache
 def first_batches() -> FirstBatches:
-    """Those of this process; made once TensorFlow may compute something."""
+    """Those of this process."""
     return FirstBatches()
 
 
-def find_same(hashes: Sequence[Sequence[int]]) -> list[int]:
-    """The first ranks, of which each has had the same hashes [ranks, NUM_BATCHES] as the others; none where that may be
+def find_same(hashes: Sequence[Sequence[str]]) -> list[int]:
+    """The first ranks, of which each has had the same hashes [ranks, batches] as the others; none where that may be
     meant so: where a rank's own batches are alike, as those of a benchmark are."""
-    telling = [tuple(its) for its in hashes if 0 not in its and len({*its}) == NUM_BATCHES]
+    telling = [tuple(its[:NUM_BATCHES]) for its in hashes if len({*its[:NUM_BATCHES]}) == NUM_BATCHES]
     twice = next((its for its in telling if telling.count(its) > 1), None)
-    return [rank for rank, its in enumerate(hashes) if tuple(its) == twice]
+    return [rank for rank, its in enumerate(hashes) if tuple(its[:NUM_BATCHES]) == twice]
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -68,11 +69,20 @@ def set_own(model: keras.Model, values: Arrays) -> None:
             variable.assign(values[name])
 
 
+def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, Any]]:
+    """Callbacks by class, and number within it: rank 0 may have others besides, such as its ModelCheckpoint."""
+    seen = collections.Counter[str]()
+    for callback in callbacks:
+        kind = type(callback).__name__
+        yield f"{kind}/{seen[kind]}", callback
+        seen[kind] += 1
+
+
 def _counting(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, Any, str]]:
-    for number, callback in enumerate(callbacks):
+    for its, callback in _named(callbacks):
         for kind, names in COUNTED.items():
             if isinstance(callback, kind):
-                yield from ((f"counts/{number}/{name}", callback, name) for name in names if hasattr(callback, name))
+                yield from ((f"counts/{its}/{name}", callback, name) for name in names if hasattr(callback, name))
 
 
 def counts_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
@@ -87,8 +97,8 @@ def set_counts(callbacks: Sequence[keras.callbacks.Callback], values: Arrays) ->
         if key in values:
             now = getattr(callback, name)
             setattr(callback, name, type(now)(values[key]) if isinstance(now, int) else float(values[key]))
-    for number, callback in enumerate(_bringing_back(callbacks)):
-        prefix = f"{CALLBACKS}{number}/"
+    for its, callback in _bringing_back(callbacks):
+        prefix = f"{CALLBACKS}{its}/"
         best = [values[key] for key in sorted((k for k in values if k.startswith(prefix)), key=_number_of)]
         callback.best_weights = best or callback.best_weights
 
@@ -96,14 +106,16 @@ def set_counts(callbacks: Sequence[keras.callbacks.Callback], values: Arrays) ->
 def best_weights_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
     """The weights that EarlyStopping would bring back, alike on all ranks."""
     return {
-        f"{CALLBACKS}{number}/{place}": _plain(weight)
-        for number, callback in enumerate(_bringing_back(callbacks))
+        f"{CALLBACKS}{its}/{place}": _plain(weight)
+        for its, callback in _bringing_back(callbacks)
         for place, weight in enumerate(callback.best_weights or ())
     }
 
 
-def _bringing_back(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.EarlyStopping]:
-    return [callback for callback in callbacks if isinstance(callback, keras.callbacks.EarlyStopping)]
+def _bringing_back(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[str, keras.callbacks.EarlyStopping]]:
+    return [
+        (its, callback) for its, callback in _named(callbacks) if isinstance(callback, keras.callbacks.EarlyStopping)
+    ]
 
 
 def _plain(value: Any) -> npt.NDArray[Any]:

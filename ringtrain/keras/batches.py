@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ringtrain.data.tf_data import read_iterator_state, set_iterator_state
+from ringtrain.data.tf_data import buffered_bytes, read_iterator_state, set_iterator_state
 from ringtrain.errors import DataError
 from ringtrain.runtime import activity
 
@@ -58,6 +58,9 @@ class Batches:
         """Where the data stand after so many batches of an epoch; empty where that has to be read again."""
         is_within = batches or (self._is_one_for_all and self._data._current_iterator is self._iterator)
         if self._iterator is None or not is_within:
+            return b""
+        dataset = getattr(self._iterator, "_dataset", None)
+        if dataset is None or buffered_bytes(dataset) > MAX_STATE_BYTES:  # to make a long state may take all memory
             return b""
         data = read_iterator_state(self._iterator)
         return data if len(data) <= MAX_STATE_BYTES else b""

@@ -49,6 +49,7 @@ from ringtrain.run.resume import OpenedRun, Start
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.launched import is_signal_passed_on
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.world import read_world
 from ringtrain.terminal.console import Console
@@ -266,6 +267,9 @@ class KeptFit:
                     end()
 
     def _announce(self, reason: str) -> None:
+        """Tell the user, from any thread, that a request was heard, where whoever passed it on has not."""
+        if is_signal_passed_on():
+            return
         self._console.line(f"{reason}: saving after this step, then leaving")
 
     def _leave(self) -> None:

@@ -53,6 +53,7 @@ class TrainingGuard(keras.callbacks.Callback):
 
     reductions_before: ClassVar[int] = 0  # this fit
     goes_on: ClassVar[bool] = False  # with weights that an earlier fit trained together
+    batches_before: ClassVar[int] = 0  # this process, of the epoch that begins next: set by callbacks.Run
     trained_together: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ class TrainingGuard(keras.callbacks.Callback):
         if self._num_epochs:
             self._require_same_way_on(is_end=False)
         self._num_epochs += 1
-        self._num_batches = 0
+        self._num_batches, TrainingGuard.batches_before = TrainingGuard.batches_before, 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._distributed is not None:

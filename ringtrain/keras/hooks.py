@@ -12,6 +12,7 @@ Each calls the one that it replaces; with one rank, of a number that stays, they
 - ``Model.fit``, ``EpochIterator._enumerate_iterator``: a ``fit`` with ``callbacks.Run`` is kept from before its first
   step to after its last, whatever ends it; with it, or ``elastic.UpdateBatchStateCallback``, it goes on in mid-epoch.
   And the first batches of each ``fit`` are noted (``same_samples.py``).
+- ``Trainer._get_metrics_result_or_logs``: of such an epoch all batches may be done, where nobody knew how many it has.
 - ``TFEpochIterator._get_iterator``: on a rank's only core the end of an epoch waited for the thread that tunes it.
 """
 
@@ -48,6 +49,7 @@ def install() -> None:
     _replace(keras.callbacks.CallbackList, "__init__", _create_callback_list)
     _replace(keras.Model, "fit", _fit)
     _replace(EpochIterator, "_enumerate_iterator", _enumerate)
+    _replace(keras.Model, "_get_metrics_result_or_logs", _metrics_or_logs)
     _replace(TFEpochIterator, "_get_iterator", lambda plain, data: without_tuner(plain()))
 
 
@@ -141,6 +143,11 @@ def _enumerate(plain: Any, data: Any) -> Any:
     else:
         steps = UpdateBatchStateCallback.enumerate(plain, data)
     return first_batches().note(steps, data.steps_per_execution)
+
+
+def _metrics_or_logs(plain: Any, model: Any, logs: Any) -> Any:
+    kept = Run.current
+    return (kept.take_logs() if kept is not None and not logs else None) or plain(logs)
 
 
 def _has_ranks() -> bool:

@@ -24,7 +24,7 @@ from ringtrain.keras.batches import Batches, Place
 from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.keras.exchange import Exchange
-from ringtrain.keras.guards import BATCHES_REMEDY, STOP_REMEDY
+from ringtrain.keras.guards import BATCHES_REMEDY, STOP_REMEDY, TrainingGuard
 from ringtrain.keras.metrics import MetricsOverRanks, scalars
 from ringtrain.keras.rank_state import (
     CALLBACKS,
@@ -84,6 +84,7 @@ class KeptFit:
         self._variables: dict[str, keras.Variable] = {}
         self._resumed: Arrays = {}  # what this rank alone had, until the first epoch begins
         self._metrics_so_far: Arrays = {}  # of the epoch, until its first step after a resume is done
+        self._last_logs: Mapping[str, Any] = {}
         self._is_first_batch, self._is_stopped = True, False
         self._carried: npt.NDArray[np.float64] | None = None  # sums of the metrics of an epoch that has ended
         self._rates: list[tuple[keras.Variable, Any]] = []  # as the checkpoint has them
@@ -147,6 +148,7 @@ class KeptFit:
                 )
             progress.batches_done, place = 0, Place(progress.epochs_done)
         self.model._initial_epoch = progress.epochs_done
+        TrainingGuard.batches_before = progress.batches_done
         self.batches.begin_at(place, self._resumed.pop("data", np.array([], np.uint8)).tobytes())
 
     def begin_epoch(self) -> None:
@@ -178,7 +180,7 @@ class KeptFit:
         self._seconds += now - self._last_time
         # Not before: Keras makes the metrics' variables with the first step. The sum has the same bits in either order.
         add_metrics(self.model, self._metrics_so_far)
-        self._metrics_so_far = {}
+        self._metrics_so_far, self._last_logs = {}, logs
         self._last_time = now
         if self._requests.is_pending:
             self._votes.vote()
@@ -197,6 +199,12 @@ class KeptFit:
             self._save()
         activity.note(Phase.DATA, self._step + 1)
         self._last_time = time.perf_counter()
+
+    def take_logs(self) -> dict[str, Any]:
+        """Of the epoch so far, where a resumed one had no batch left: the last before was its last, as nobody knew."""
+        so_far, self._metrics_so_far = self._metrics_so_far, {}
+        logs = {name.removeprefix("logs/"): value for name, value in so_far.items() if name.startswith("logs/")}
+        return {name: value if value.ndim else float(value) for name, value in logs.items()}
 
     def _passes(self, former: int, every: int) -> bool:
         return every > 0 and self._step // every > former // every
@@ -306,6 +314,10 @@ class KeptFit:
         activity.note(Phase.SAVE, self._step, takes_long=True)
         self._require_finite()
         own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)
+        if self._progress.batches_done:
+            logs = self.model._get_metrics_result_or_logs(self._last_logs)
+            arrays = {f"logs/{name}": np.asarray(value) for name, value in logs.items()}
+            own |= {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
         sums = () if self._sums_before is None else self._sums_before
         own["metrics/log"] = np.array([self._steps_before, *sums], np.float64)
         own["metrics/seconds"] = np.array([self._seconds])

@@ -1,0 +1,209 @@
+"""What ``callbacks.Run`` promises of several ``fit``s in one process, each told to stop or done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringtrain.keras as hvd
+from ringtrain.collectives import Collective
+from ringtrain.run.checkpoint import read_checkpoint
+from tests.keras.training import CLASSES, FEATURES
+from tests.world.group import on_ranks
+from tests.world.running import events
+
+BATCHES, BATCH_SIZE = 4, 8
+FIGURES = (5.0, 3.0, 4.0, 4.0)  # of the epochs, for callbacks that count
+
+
+class Figure(keras.callbacks.Callback):
+    """A value that others monitor; and what all callbacks are told of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[dict[str, float]] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["figure"] = FIGURES[epoch]
+        self.logs.append(dict(logs))
+
+
+class Stop(keras.callbacks.Callback):
+    """Asks to stop in a step of this process, and waits until that is heard."""
+
+    def __init__(self, step: int, ask: Callable[[], object]) -> None:
+        super().__init__()
+        self._steps_left, self._ask = step, ask
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self._ask()
+            kept = hvd.callbacks.Run.current
+            while kept and not kept._requests.is_pending:
+                time.sleep(0.01)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Fitted(NamedTuple):
+    code: int | None  # with which the script ended
+    model: keras.Model
+    logs: list[dict[str, float]]
+
+    def bits(self) -> list[bytes]:
+        variables = [*self.model.variables, *self.model.optimizer.variables]
+        return [np.asarray(variable.numpy()).tobytes() for variable in variables]
+
+
+def fit(
+    out: str,
+    kind: str = "dataset",
+    *,
+    stop_at: int = 0,
+    ask: Callable[[], object] = terminate,
+    epochs: int = len(FIGURES),
+    others: Sequence[keras.callbacks.Callback] = (),
+    **settings: Any,
+) -> Fitted:
+    """Fit a model as a script does that has just been started."""
+    hvd.init()
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    keras.config.set_dtype_policy("mixed_float16" if kind == "float16" else "float32")
+    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dropout(0.3), keras.layers.Dense(CLASSES)]
+    model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))
+    if kind == "float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0, dynamic_growth_steps=3)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    random = np.random.default_rng([7, hvd.rank()])
+    x = random.normal(size=(BATCHES * BATCH_SIZE, FEATURES)).astype(np.float32)
+    y = (np.abs(x).sum(axis=1) * 3 % CLASSES).astype(np.int32)
+    data: Any = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(20, seed=5).batch(BATCH_SIZE)
+    if kind == "unknown":
+        data = data.filter(lambda x, y: True)
+    if kind == "generator":
+        data = generate(x, y)
+    figure = Figure()
+    run = hvd.callbacks.Run(out, **{"log_every": 1, "checkpoint_every": 0, **settings})
+    callbacks = [figure, *others, *([Stop(stop_at, ask)] if stop_at else []), run]
+    steps = BATCHES if kind == "generator" else None
+    given = {"epochs": epochs, "steps_per_epoch": steps, "validation_data": (x[:20], y[:20])}
+    code = None
+    try:
+        model.fit(data, **given, callbacks=callbacks, verbose=0)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    return Fitted(code, model, figure.logs)
+
+
+def generate(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    while True:
+        for start in range(0, len(x), BATCH_SIZE):
+            yield x[start:][:BATCH_SIZE], y[start:][:BATCH_SIZE]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind", ["unknown", *(pytest.param(k, marks=pytest.mark.slow) for k in ("float16", "generator"))]
+)
+@on_ranks(1)
+def test_a_fit_that_is_stopped_goes_on_bit_for_bit(collective: Collective, kind: str, directory: str) -> None:
+    whole, out = fit(f"{directory}/whole", kind), f"{directory}/run"
+    assert fit(out, kind, stop_at=BATCHES + 2).code == 75
+    rest = fit(out, kind)
+    assert (events(Path(out), "start")[-1]["first_step"], rest.code) == (BATCHES + 2, None)
+    assert rest.bits() == whole.bits()
+    assert rest.logs == whole.logs[1:]
+    if kind == "float16":
+        scales = [float(fitted.model.optimizer.dynamic_scale) for fitted in (rest, whole)]
+        assert scales[0] == scales[1] > 8.0
+
+
+@on_ranks(1, slow=[2], timeout=120)
+def test_an_epoch_saved_after_its_last_batch_as_nobody_knew_ends_as_it_would_have(
+    collective: Collective, directory: str
+) -> None:
+    whole, out = fit(f"{directory}/whole", "unknown"), f"{directory}/run"
+    heard_later = collective.world.size > 1  # by the next step, in which the ranks tell each other
+    assert fit(out, "unknown", stop_at=2 * BATCHES - heard_later).code == 75
+    rest = fit(out, "unknown")
+    assert (events(Path(out), "start")[-1]["first_step"], rest.code) == (2 * BATCHES, None)
+    assert rest.logs == whole.logs[1:]
+    assert rest.bits() == whole.bits()
+
+
+@on_ranks(1)
+def test_what_callbacks_count_goes_on(collective: Collective, directory: str) -> None:
+    """The best figure is the second epoch's; the run is stopped in the fourth."""
+
+    def run(name: str, **options: Any) -> tuple[float, float, float, list[str]]:
+        kept = Path(directory, name)
+        kept.mkdir(exist_ok=True)
+        plateau = keras.callbacks.ReduceLROnPlateau("figure", mode="min", factor=0.5, patience=2)
+        best = keras.callbacks.ModelCheckpoint(f"{kept}/{{epoch}}.keras", "figure", mode="min", save_best_only=True)
+        model = fit(f"{kept}/run", others=[plateau, best], **options).model
+        files = sorted(path.name for path in kept.glob("*.keras"))
+        return float(model.optimizer.learning_rate), plateau.best, best.best, files
+
+    wanted: Any = (pytest.approx(0.025), 3.0, 3.0, ["1.keras", "2.keras"])
+    assert run("whole") == wanted
+    run("stopped", stop_at=3 * BATCHES + 1)
+    assert run("stopped") == wanted
+
+
+@on_ranks(1)
+def test_the_best_checkpoint_is_that_of_the_metric(collective: Collective, directory: str) -> None:
+    out = Path(directory, "run")
+    assert fit(str(out), best_metric="accuracy", best_direction="max").code is None
+    accuracies = {event["step"]: event["accuracy"] for event in events(out, "eval")}
+    assert read_checkpoint(out / "checkpoints/best").step == max(accuracies, key=lambda step: accuracies[step])
+    assert fit(f"{directory}/other", best_metric="auc", epochs=1).code == 2
+
+
+@pytest.mark.parametrize("cause", ["file", "time"])
+@on_ranks(1)
+def test_the_file_stop_and_the_limit_of_time_end_it(collective: Collective, cause: str, directory: str) -> None:
+    out = Path(directory, "run")
+    ask, limit = ((out / "stop").touch, None) if cause == "file" else (lambda: None, 1e-6)
+    assert fit(str(out), stop_at=1, ask=ask, max_hours=limit).code == 75
+    [end] = events(out, "end")
+    assert (end["status"], end["exit_code"], end["stopped_by"]) == ("preempted", 75, cause)
+    assert not (out / "stop").exists(), "it would end the next run, too"
+    assert fit(str(out)).code is None
+    assert [event["first_step"] for event in events(out, "start")] == [0, 1]
+
+
+@on_ranks(1)
+def test_it_goes_on_from_its_end_or_starts_anew_as_it_is_told(collective: Collective, directory: str) -> None:
+    out = Path(directory, "run")
+    assert fit(str(out), resume="must", epochs=1).code == 2
+    assert not (out / "metrics.jsonl").exists()
+    short = fit(str(out), epochs=1)
+    again = fit(str(out), resume="must", epochs=1)
+    assert (again.code, again.logs) == (None, [])
+    for mine, its in zip(again.model.weights, short.model.weights, strict=True):
+        assert np.array_equal(mine.numpy(), its.numpy())
+    fit(str(out), resume="must", epochs=2)
+    assert [event["first_step"] for event in events(out, "start")] == [0, BATCHES]
+    fit(str(out), resume="never", epochs=2)
+    [beside] = [path for path in out.parent.iterdir() if path != out]
+    assert [event["step"] for event in events(beside, "train")] == [*range(1, 2 * BATCHES + 1)]
+    assert len(events(out, "start")) == 2

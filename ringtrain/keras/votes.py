@@ -14,9 +14,14 @@ class Votes:
             self._all = tf.Variable([0, 0], trainable=False)
         self.is_summed = False  # by a step that has been traced
 
-    def mine(self) -> tf.Tensor:
-        """int32 [2]: 1 from ``vote`` on, until then 0, and 1; as part of a graph."""
-        return self._mine.read_value()
+    def mine(self, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+        """int32 [2]: 1 from ``vote`` on, until then 0, and 1; as part of a graph that has computed ``gradient``.
+
+        Of a loop that makes no step, as where Keras finds the data at their end, TensorFlow runs all the same what is
+        made of captured variables alone: this rank would take part in a step of the others.
+        """
+        with tf.control_dependencies(tf.nest.flatten(gradient, expand_composites=True)):
+            return self._mine.read_value()
 
     def note(self, total: tf.Tensor) -> None:
         """Keep the sum over all ranks; as part of a graph."""

@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -46,6 +47,13 @@ class Sequence(keras.utils.PyDataset):
         return x[index * BATCH_SIZE :][:BATCH_SIZE], y[index * BATCH_SIZE :][:BATCH_SIZE]
 
 
+def generate(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches without end."""
+    while True:
+        for start in range(0, len(x), BATCH_SIZE):
+            yield x[start:][:BATCH_SIZE], y[start:][:BATCH_SIZE]
+
+
 def make_pipeline(kind: str) -> dict:
     """Arguments of ``fit``."""
     x, y = make_data()
@@ -58,6 +66,10 @@ def make_pipeline(kind: str) -> dict:
         return {"x": dataset.repeat(2), "steps_per_epoch": BATCHES // 2}
     if kind == "stateful":  # it cannot say where it is
         return {"x": dataset.map(lambda x, y: (x + tf.random.normal([FEATURES], stddev=0.1, seed=2), y))}
+    if kind == "unknown":  # how many batches there are
+        return {"x": dataset.filter(lambda x, y: True)}
+    if kind == "generator":
+        return {"x": generate(x, y), "steps_per_epoch": BATCHES - 1}
     if kind == "pydataset":
         return {"x": Sequence(), "shuffle": False}
     if kind == "uneven":  # and nobody knows it before
@@ -68,6 +80,20 @@ def make_pipeline(kind: str) -> dict:
 class Slow(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         time.sleep(float(os.environ.get("RINGTRAIN_TEST_STEP_SECONDS", "0")))
+
+
+class Trouble(keras.callbacks.Callback):
+    """Of one rank alone, in its sixth step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        if batch == 5 and self._kind == "hangs":
+            time.sleep(1000)
+        if batch == 5 and self._kind == "fails":
+            raise ValueError("this rank alone")
 
 
 def main() -> None:
@@ -82,10 +108,13 @@ def main() -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
     x, y = make_data()
-    run = hvd.callbacks.Run(out, checkpoint_every=5, log_every=2 if kind == "nan" else 5)
+    hang_timeout = 5.0 if kind == "hangs" else 300.0
+    run = hvd.callbacks.Run(out, checkpoint_every=5, log_every=2 if kind == "nan" else 5, hang_timeout=hang_timeout)
     callbacks = [Slow(), keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=kind == "arrays"), run]
     if kind == "twice":
         callbacks.append(hvd.callbacks.Run(f"{out}-2"))
+    if hvd.rank() == 1:
+        callbacks.insert(0, Trouble(kind))
     if kind == "one" and hvd.rank() == 1:
         callbacks.remove(run)
     if kind == "nan" and hvd.rank() == 1:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.keras.kept import BATCHES, EPOCHS
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
-from tests.world.running import Run, events, last_step, running
+from tests.world.running import Run, events, last_step, read_tensorboard, running
 
 SCRIPT = REPOSITORY / "tests/keras/kept.py"
 STEPS = EPOCHS * BATCHES
@@ -42,7 +42,10 @@ def interrupted(kind: str, out: Path) -> AbstractContextManager[Run]:
 
 KINDS = [
     "dataset",
-    *(pytest.param(k, marks=pytest.mark.slow) for k in ("arrays", "endless", "finite", "stateful", "pydataset")),
+    *(
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("arrays", "endless", "finite", "stateful", "pydataset", "generator", "unknown")
+    ),
 ]
 
 
@@ -67,6 +70,7 @@ def test_a_fit_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> 
         names = ("step", "loss", "accuracy")
         found, wanted = ([[e[n] for n in names] for e in events(o, event)] for o in (out, tmp_path / "reference"))
         assert found == wanted
+    read_tensorboard(out)
     assert (out / "report.html").is_file()
 
 
@@ -119,21 +123,51 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kind", "code", "message"),
     [
-        ("twice", "callbacks.Run was given twice"),
-        ("apart", "is not distributed"),
-        ("unbuilt", "has no weights before its first step"),
-        ("epoch", "initial_epoch is 1, but callbacks.Run knows the epoch"),
-        ("uneven", "1 of 2 ranks have ended their epoch before batch 10"),
-        ("one", "rank 0 at 'a fit with callbacks.Run', rank 1 at 'guard_plan'"),
+        ("twice", 2, "callbacks.Run was given twice"),
+        ("apart", 2, "is not distributed"),
+        ("unbuilt", 2, "has no weights before its first step"),
+        ("epoch", 2, "initial_epoch is 1, but callbacks.Run knows the epoch"),
+        ("uneven", 2, "1 of 2 ranks have ended their epoch before batch 10"),
+        ("one", 1, "rank 0 at 'a fit with callbacks.Run', rank 1 at 'guard_plan'"),
     ],
 )
-def test_a_wrong_use_is_told(tmp_path: Path, kind: str, message: str) -> None:
+def test_a_wrong_use_is_told(tmp_path: Path, kind: str, code: int, message: str) -> None:
     finished = fit(kind, tmp_path / "run")
-    assert finished.rc != 0
+    assert finished.rc == code, finished.stderr
     assert message in finished.stderr
     assert not finished.left_behind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "code", "pattern"),
+    [
+        ("hangs", 6, r"nothing has moved for \d+ s: rank 1 on \S+ stands in step 6 "),
+        ("fails", 1, r"rank 1 on \S+ failed: ValueError: this rank alone"),
+    ],
+)
+def test_a_rank_that_hangs_or_fails_alone_ends_all_with_its_name(
+    tmp_path: Path, kind: str, code: int, pattern: str
+) -> None:
+    finished = fit(kind, tmp_path / "run")
+    assert finished.rc == code, finished.stderr
+    assert re.search(pattern, finished.stderr), finished.stderr
+    assert not finished.left_behind
+    assert events(tmp_path / "run")[-1]["exit_code"] == code
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_launch_local_is_acknowledged_once(tmp_path: Path) -> None:
+    out, launch = tmp_path / "run", [sys.executable, "-m", "launch", "local", "-np", "2", "--"]
+    start = [*launch, str(SCRIPT), "dataset", str(out)]
+    with running(out, start=start, env={**ENV, **SLOW_STEP}) as run:
+        run.wait_for_step(4)
+        run.signal_launcher(signal.SIGINT)
+        assert run.wait() == 75, run.text()
+    assert "launch: SIGINT: the ranks save and leave" in run.text()
+    assert "saving after this step" not in run.text()
 
 
 @pytest.mark.slow

@@ -182,6 +182,21 @@ def last_step(out: Path) -> int:
     return max((item["step"] for item in events(out, "train")), default=0)
 
 
+def read_tensorboard(out: Path) -> Any:
+    """TensorBoard's own reader of a run, which has the same numbers as metrics.jsonl, each step once."""
+    import numpy as np
+    import tensorflow as tf
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(out / "tensorboard"), size_guidance={"tensors": 0})
+    reader.Reload()
+    for kind in ("train", "eval"):
+        expected = [(e["step"], np.float32(e["loss"])) for e in events(out, kind)]
+        found = [(e.step, np.float32(tf.make_ndarray(e.tensor_proto))) for e in reader.Tensors(f"{kind}/loss")]
+        assert found == expected, kind
+    return reader
+
+
 def ledger(out: Path) -> list[list[int]]:
     """The samples of each step of the surviving history, in order."""
     steps = []

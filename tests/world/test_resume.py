@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from ringtrain.run.checkpoint import digest_of, read_checkpoint
 from ringtrain.run.store import step_name
@@ -19,6 +18,7 @@ from tests.world.running import (
     events,
     final_checkpoint,
     ledger,
+    read_tensorboard,
     run_to_end,
     running,
 )
@@ -66,15 +66,7 @@ def test_a_run_killed_at_random_moments_ends_bit_equal(kills: int, undisturbed: 
 
 
 def assert_tensorboard_holds_each_step_once(out: Path) -> None:
-    """Read by TensorBoard's own reader: the same numbers as metrics.jsonl."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reader = EventAccumulator(str(out / "tensorboard"), size_guidance={"tensors": 0})
-    reader.Reload()
-    for kind in ("train", "eval"):
-        expected = [(e["step"], np.float32(e["loss"])) for e in events(out, kind)]
-        found = [(e.step, np.float32(tf.make_ndarray(e.tensor_proto))) for e in reader.Tensors(f"{kind}/loss")]
-        assert found == expected, kind
+    reader = read_tensorboard(out)
     assert {"input", "weights", "train/lr", "train/accuracy", "eval/accuracy"} <= set(reader.Tags()["tensors"])
     assert [event.step for event in reader.Tensors("weights")] == [e["step"] for e in events(out, "eval")]
 

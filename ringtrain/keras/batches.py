@@ -65,6 +65,10 @@ class Batches:
         data = read_iterator_state(self._iterator)
         return data if len(data) <= MAX_STATE_BYTES else b""
 
+    def state_for(self, data: Any) -> bytes:
+        """The state that the next iterator of Keras' EpochIterator ``data`` is going to take; mostly empty."""
+        return self._state if data is self._data else b""
+
     def enumerate(self, plain: Callable[[], Iterator[tuple[Any, ...]]], data: Any) -> Iterator[tuple[Any, ...]]:
         """The batches of an epoch as Keras' EpochIterator ``data`` numbers them; of the first, what is left of it.
 
@@ -75,7 +79,7 @@ class Batches:
             DataError: there are no longer as many as were trained, or the state is of another pipeline.
         """
         start, self._start = self._start, Place()
-        state, self._state = self._state, b""
+        state = self._state
         self._is_one_for_all = data.steps_per_epoch is not None
         began = time.perf_counter()
         before = self._given_before(start, data)
@@ -84,7 +88,7 @@ class Batches:
         for numbers in plain():  # and the iterator behind them: from Keras 3.11 on the first and the last, before one
             first, iterator = numbers[0], numbers[-1]
             if iterator is not self._iterator:
-                self._iterator = iterator
+                self._iterator, self._state = iterator, b""
                 data._steps_seen += before
                 if state:
                     self._restore(iterator, state)
@@ -101,6 +105,7 @@ class Batches:
                         f"came to batch {start.batches + 1} of its epoch in the data after {seconds:.0f} s"
                     )
             yield numbers
+        self._state = b""
 
     def _given_before(self, start: Place, data: Any) -> int:
         """The batches that the present iterator gave to former epochs."""

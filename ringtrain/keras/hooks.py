@@ -50,7 +50,7 @@ def install() -> None:
     _replace(keras.Model, "fit", _fit)
     _replace(EpochIterator, "_enumerate_iterator", _enumerate)
     _replace(keras.Model, "_get_metrics_result_or_logs", _metrics_or_logs)
-    _replace(TFEpochIterator, "_get_iterator", lambda plain, data: without_tuner(plain()))
+    _replace(TFEpochIterator, "_get_iterator", _get_dataset)
 
 
 def _replace(owner: type, name: str, replacement: Any) -> None:
@@ -143,6 +143,11 @@ def _enumerate(plain: Any, data: Any) -> Any:
     else:
         steps = UpdateBatchStateCallback.enumerate(plain, data)
     return first_batches().note(steps, data.steps_per_execution)
+
+
+def _get_dataset(plain: Any, data: Any) -> Any:
+    kept = Run.current
+    return without_tuner(plain(), b"" if kept is None else kept.batches.state_for(data))
 
 
 def _metrics_or_logs(plain: Any, model: Any, logs: Any) -> Any:

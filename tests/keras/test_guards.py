@@ -401,8 +401,8 @@ def test_the_end_of_an_epoch_does_not_wait_for_a_tuner_on_one_core(collective: C
     hvd.init()
     seen = []
 
-    def note(dataset: Any) -> Any:
-        seen.append(without_tuner(dataset).options().autotune.enabled)
+    def note(dataset: Any, state: bytes) -> Any:
+        seen.append(without_tuner(dataset, state).options().autotune.enabled)
         return dataset
 
     with (

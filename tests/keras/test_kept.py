@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import numpy as np
@@ -135,6 +136,17 @@ def test_a_fit_that_is_stopped_goes_on_bit_for_bit(collective: Collective, kind:
     if kind == "float16":
         scales = [float(fitted.model.optimizer.dynamic_scale) for fitted in (rest, whole)]
         assert scales[0] == scales[1] > 8.0
+
+
+@on_ranks(1)
+def test_a_fit_goes_on_on_several_cores_after_one(collective: Collective, directory: str) -> None:
+    """tf.data tunes the pipeline on several alone, and gives it other parts then."""
+    whole, out = fit(f"{directory}/whole"), f"{directory}/run"
+    for cores, options in (({0}, {"stop_at": BATCHES + 2}), ({0, 1}, {})):
+        with mock.patch("os.sched_getaffinity", return_value=cores):
+            rest = fit(out, **options)
+    assert rest.code is None
+    assert rest.bits() == whole.bits()
 
 
 @on_ranks(1, slow=[2], timeout=120)

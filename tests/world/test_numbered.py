@@ -102,7 +102,7 @@ def test_what_is_wrong_is_told(run_ringtrain: RunRingtrain, tmp_path: Path, by: 
     flags = [*COMMON, "--options.by", by, "--options.fault", fault, "--epochs", "1", "--out", tmp_path / "run"]
     if by == "batches in processes":
         flags = [*flags, *IN_PROCESSES]
-    finished = run_ringtrain(flags, launcher="mpirun", timeout=60)
+    finished = run_ringtrain(flags, launcher="mpirun", timeout=120)
     assert finished.rc == 3, finished.stdout + finished.stderr
     assert message in finished.stderr
     assert not finished.left_behind

@@ -123,12 +123,13 @@ def explaining_float64(config: Config) -> Iterator[None]:
 
 def record_job(job: Job, notes: Sequence[str], directory: Path, *, is_reference: bool = False) -> None:
     """Train, and write down what came of it; a reference once more, from weights that differ in their last bit."""
-    first = [variable.numpy() for variable in job.step.variables]
+    first, slots = [variable.numpy() for variable in job.step.variables], job.step.gather_shared_out()
     train_recorded(job, notes, directory / f"{job.config.precision}.npz")
     if is_reference and not job.batches.is_counted:
         for variable, value in zip(job.step.variables, first, strict=True):
             variable.assign(value)
         perturb(job.step.model.variables)
+        job.step.share_values(job.collective, slots)  # pieces as well, where the update is shared out
         train_recorded(job, notes, directory / f"{job.config.precision}-perturbed.npz")
 
 

@@ -227,6 +227,22 @@ def test_labels_and_regularisers_of_float32_meet_float64(collective: Any) -> Non
             findings_of(MixedTypes(), collective)
 
 
+@on_ranks(2)
+def test_a_reference_whose_update_is_shared_out_measures_rounding_alone(collective: Any) -> None:
+    from ringtrain.config import make_config
+    from ringtrain.verify.compare import load_record, measure_noise
+    from ringtrain.verify.record import create_recorded_job, record_job
+    from tests.world.workloads.small import Small
+
+    config = make_config({**SETTINGS, "steps": 3, "shard_optimizer": True, "precision": "float64"}, Small().defaults)
+    with tempfile.TemporaryDirectory() as directory:
+        record_job(*create_recorded_job(Small(), config, collective), Path(directory), is_reference=True)
+        if collective.world.is_rank0:
+            run, perturbed = (load_record(Path(directory) / f"float64{end}.npz") for end in ("", "-perturbed"))
+            noise = {name: float(value.max()) for name, value in measure_noise(run, perturbed).items()}
+            assert 0 < max(noise.values()) < 1e-12, noise
+
+
 @on_ranks(1)
 def test_every_layer_of_keras_that_draws_draws_nothing_in_the_comparison(collective: Any) -> None:
     import keras

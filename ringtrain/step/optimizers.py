@@ -104,7 +104,8 @@ class LayerwiseUpdate:
         values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         dense = [tf.cast(tf.convert_to_tensor(g), v.dtype) for g, v in zip(gradients, values, strict=True)]
         directions = [self.direction(g, v) for g, v in zip(dense, values, strict=True)]
-        dtype = tf.float64 if any(v.dtype == tf.float64 for v in values) else tf.float32
+        # That of all weights: where they are shared out, ranks have pieces of others, and add up.
+        dtype = tf.float64 if any(v.dtype == "float64" for v in self._trainable_variables) else tf.float32
         mine = [
             [tf.cast(2 * tf.nn.l2_loss(tf.cast(each, dtype)), dtype) for each in (v.read_value(), direction)]
             for v, direction in zip(values, directions, strict=True)

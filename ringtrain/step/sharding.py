@@ -135,20 +135,23 @@ class ShardedOptimizer:
     def _clip(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """As Keras' optimizers clip, by the norms of whole gradients (or all of them), which the ranks have together.
 
-        They scale by limit / max(norm, limit); where the norm is not finite, by NaN.
+        They scale by limit / max(norm, limit): by 0 where a gradient's norm overflows; by NaN where that of all does.
         """
         optimizer = self.optimizer
         limit = optimizer.clipnorm or optimizer.global_clipnorm
         if not limit:
             return type(optimizer)._clip_gradients(optimizer, gradients)
-        dtype = tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32
-        mine = tf.stack([tf.cast(2 * tf.nn.l2_loss(gradient), dtype) for gradient in gradients])
+        # That of all pieces: ranks have those of other weights, and add up.
+        dtype = tf.float64 if any(piece.dtype == "float64" for piece in self.pieces) else tf.float32
+        mine = tf.stack([2 * tf.nn.l2_loss(tf.cast(gradient, dtype)) for gradient in gradients])
         squares = tf.scatter_nd([[index] for index in self._updated], mine, [len(self.pieces)])
         squares = self._sum(squares, name="clip_norms")
         if not optimizer.clipnorm:
             squares = tf.fill([len(self.pieces)], tf.reduce_sum(squares))
         norms = tf.gather(tf.sqrt(squares), self._updated)
-        scales = tf.where(tf.math.is_finite(norms), limit / tf.maximum(norms, limit), np.nan)
+        scales = limit / tf.maximum(norms, limit)
+        if not optimizer.clipnorm:
+            scales = tf.where(tf.math.is_finite(norms), scales, np.nan)
         return [g * tf.cast(scale, g.dtype) for g, scale in zip(gradients, tf.unstack(scales), strict=True)]
 
     def _sum(self, vector: tf.Tensor, *, name: str) -> tf.Tensor:

@@ -35,6 +35,7 @@ from tests.world.training import (
     batches_of,
     create_step,
     dense_samples,
+    learning_rate_of,
     order_of,
     regularised_model,
     train,
@@ -223,6 +224,65 @@ def test_two_ranks_train_the_same_bits_sharded_and_not(collective: Collective, p
         assert trained[0].keys() == trained[1].keys()
         for name, value in trained[0].items():
             np.testing.assert_array_equal(trained[1][name], value, err_msg=name)
+
+
+def model_with_a_float64_weight() -> keras.Model:
+    """Which one rank has alone."""
+    layers = keras.layers
+    last = layers.Dense(NUM_CLASSES, use_bias=False, dtype="float64")
+    return keras.Sequential([keras.Input((NUM_FEATURES,)), layers.Dense(33), layers.Dense(1), last])
+
+
+def trained_in_single_precision(
+    collective: Collective, create: Any, create_optimizer: Any, *, scale: float = 1.0
+) -> list[list[np.ndarray]]:
+    """The weights after two steps, the update not shared out and shared out, and before; inputs are of this scale."""
+    source = dense_samples(46, "float32")
+    batches = batches_of(source, collective, global_batch_size=12, steps=2)
+    weights = []
+    for shard_optimizer in (False, True):
+        keras.utils.clear_session()
+        step = create_step(
+            collective, create, create_optimizer, batches.element_spec, shard_optimizer=shard_optimizer,
+            precision="float32",
+        )  # fmt: skip
+        first = [variable.numpy() for variable in step.model.trainable_variables]
+        assert all(report.is_finite for report in train(step, [b._replace(x=scale * b.x) for b in batches]))
+        weights.append([variable.numpy() for variable in step.model.trainable_variables])
+    return [*weights, first]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "scale"),
+    [
+        ("a float64 weight", "each clipped", 1.0),
+        ("a float64 weight", "lamb", 1.0),
+        ("smallest", "each clipped", 1e21),  # whose squares float32 does not hold
+    ],
+)
+@on_ranks(2)
+def test_norms_are_those_of_all_types_and_sizes(
+    collective: Collective, model: str, optimizer: str, scale: float
+) -> None:
+    create = model_with_a_float64_weight if model == "a float64 weight" else ALL_MODELS[model][0]
+    plain, sharded, first = trained_in_single_precision(collective, create, OPTIMIZERS[optimizer], scale=scale)
+    for number, (value, right) in enumerate(zip(sharded, plain, strict=True)):
+        assert_close(value, right, str(number), 1e-6)
+    assert all(np.any(value != before) for value, before in zip(sharded, first, strict=True)) or scale > 1
+
+
+@on_ranks(2)
+def test_a_norm_in_float16_does_not_overflow(collective: Collective) -> None:
+    def create() -> keras.Model:
+        dense = keras.layers.Dense(NUM_CLASSES, use_bias=False, dtype="float16")
+        return keras.Sequential([keras.Input((NUM_FEATURES,)), dense])
+
+    def create_optimizer() -> keras.optimizers.Optimizer:
+        return keras.optimizers.SGD(0.1, clipnorm=0.5)
+
+    _, [sharded], [first] = trained_in_single_precision(collective, create, create_optimizer, scale=2000.0)
+    moved = float(np.linalg.norm((sharded - first).astype(np.float32)))
+    assert 0 < moved <= 0.5 * (learning_rate_of(0) + learning_rate_of(1)) * 1.01
 
 
 @on_ranks(2)

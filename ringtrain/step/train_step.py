@@ -24,6 +24,7 @@ from ringtrain.errors import UsageError
 from ringtrain.guard.labels import find_labels
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
 from ringtrain.step.averages import WeightAverages
+from ringtrain.step.compiled import MAX_NAMED
 from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure, averaging_dtype
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report
@@ -100,9 +101,11 @@ class TrainStep:
         if compiled is None:
             self.not_compiled = "a layer asks the other ranks within its forward pass"
             return
-        if compiled.function.has_unknown_lengths and not is_forced:
+        is_unknown = compiled.function.has_unknown_lengths
+        if is_unknown and not is_forced:
             self.not_compiled = "the lengths of a sample are not known before, and it would compile each anew"
-        elif why := compiled.function.why_not():
+        # Where lengths are not known it cannot be tried; Python is what XLA has under no length.
+        elif why := ", ".join(self.python_operations()[:MAX_NAMED]) if is_unknown else compiled.function.why_not():
             if is_forced:
                 raise UsageError(
                     f"jit_compile is true, but XLA has no way to compile {why}. Leave --jit_compile out, or compute "

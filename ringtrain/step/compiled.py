@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 # Of what XLA has not TensorFlow says: EagerPyFunc (No registered ... node {{node model/dense/EagerPyFunc}}).
@@ -74,8 +75,10 @@ class CompiledFunction:
             return ""
         if tf.executing_eagerly():
             return self._ask()
-        # A thread of its own is in no function, and no tape is stopped in it, as by tf.init_scope.
-        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="xla") as thread:
+        # A thread of its own is in no function, and no tape is stopped in it, as by tf.init_scope. Keras' policy of
+        # types is one of each thread.
+        set_policy, policy = keras.config.set_dtype_policy, keras.config.dtype_policy()
+        with concurrent.futures.ThreadPoolExecutor(1, "xla", set_policy, (policy,)) as thread:
             return thread.submit(self._ask).result()
 
     def _ask(self) -> str:

@@ -8,6 +8,7 @@ shows here. Which samples make a step is taken from the run that it is compared 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def train_oracle(
     if type(optimizer) in OWN.values() and plain_class is not None:  # LARS is nobody else's
         optimizer = plain_class.from_config(optimizer.get_config())
         if words := config.optimizer.excluded_words:
-            optimizer.exclude_from_weight_decay(var_names=words)
+            optimizer.exclude_from_weight_decay(var_names=list(map(re.escape, words)))
     optimizer.build(model.trainable_variables)
     sources = workload.create_sources(config.data_dir, synthetic=config.synthetic)
     if isinstance(sources.train, Feed):

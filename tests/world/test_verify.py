@@ -169,19 +169,27 @@ def test_one_process_trains_what_a_plain_keras_loop_trains(collective: Any, name
     assert oracle_passes(getattr(small, name)(), optimizer=optimizer, accumulate=2 if name != "Normalized" else 1)
 
 
+@on_ranks(1)
+def test_words_that_are_excluded_from_weight_decay_are_no_patterns(collective: Any) -> None:
+    from tests.world.workloads.small import Small
+
+    optimizer = {"name": "adamw", "lr": 0.01, "weight_decay": 0.5, "exclude": "hidden.k"}  # of small/hidden/kernel
+    assert oracle_passes(Small(), optimizer=optimizer, steps=3)
+
+
 @on_ranks(2)
 def test_the_tests_of_the_step_see_what_only_ranks_share(collective: Any) -> None:
     from tests.world import test_step
 
-    for defect, body in (
+    for defect, body, *arguments in (
         (
             "batch normalization's state weighted by ranks",
             test_step.test_moving_statistics_are_those_of_all_samples_on_all_ranks,
         ),
-        ("dropout's seeds without the step", test_step.test_dropout_masks_are_a_function_of_seed_step_and_rank),
+        ("dropout's seeds without the step", test_step.test_dropout_masks_are_a_function_of_seed_step_and_rank, False),
     ):
         with planted(defect, collective.world.rank), pytest.raises(AssertionError):
-            body.body(collective)
+            body.body(collective, *arguments)
 
 
 @pytest.mark.parametrize("name", ["Attention", "Normalized"])

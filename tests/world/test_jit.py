@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import ringtrain
+from ringtrain import Sources
 from ringtrain.collectives import Collective
+from ringtrain.collectives.base import Solo
 from ringtrain.config import Config
+from ringtrain.data.order import SampleOrder
 from ringtrain.errors import UsageError
 from ringtrain.guard.labels import Labels
+from ringtrain.runtime.world import World
+from ringtrain.step.compiled import CompiledFunction
+from ringtrain.training import creation
 from ringtrain.training.job import create_job
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
@@ -22,6 +31,7 @@ from tests.world.training import (
     MODELS,
     NUM_CLASSES,
     NUM_FEATURES,
+    NUM_WORDS,
     OPTIMIZERS,
     Classification,
     assert_close,
@@ -30,10 +40,13 @@ from tests.world.training import (
     batchnorm_model,
     create_step,
     dense_samples,
+    make_batch,
     order_of,
     regularised_model,
+    spec_of,
     train,
     train_plainly,
+    word_samples,
 )
 
 GLOBAL_BATCH_SIZE, STEPS = 11, 6  # the fifth step of an epoch has 1 or 2 samples: of three ranks some have none
@@ -129,6 +142,52 @@ def test_what_xla_cannot_compile_is_named_before_the_first_step(collective: Coll
         create_job(Classification(python_model), config, collective, num_threads=1)
 
 
+class OfAnyLength(Classification):
+    """Sentences, of which no shape tells how long they are."""
+
+    def create_sources(self, data_dir: Any, *, synthetic: bool) -> Sources:
+        return Sources(word_samples(46))
+
+    def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return x[:, : 3 + tf.reduce_sum(y) % 2], y
+
+
+@pytest.mark.parametrize("calls_python", [True, False])
+@on_ranks(1)
+def test_python_is_named_as_well_where_lengths_are_not_known(collective: Collective, calls_python: bool) -> None:
+    def create() -> keras.Model:
+        layers = keras.layers
+        words = [keras.Input((None,), dtype="int64"), layers.Embedding(NUM_WORDS, 3), layers.GlobalAveragePooling1D()]
+        more = [CallsPython(name="mine")] if calls_python else []
+        return keras.Sequential([*words, *more, layers.Dense(NUM_CLASSES)])
+
+    config = Config(steps=2, batch_size=2, precision="float64", jit_compile="true")
+    refused = pytest.raises(
+        UsageError, match=r"jit_compile is true, but XLA has no way to compile \S*mine\S*, .*\. Leave"
+    )
+    with refused if calls_python else contextlib.nullcontext():
+        job = create_job(OfAnyLength(create), config, collective, num_threads=1)
+        assert job.step.compiled is not None
+        assert job.step.compiled.function.has_unknown_lengths
+
+
+def test_what_is_tried_within_a_function_has_keras_policy_of_types() -> None:
+    """As a ``fit`` tries it."""
+    seen = []
+
+    def compute(values: tf.Tensor) -> tf.Tensor:
+        seen.append(keras.config.dtype_policy().name)
+        return values
+
+    function, before = CompiledFunction(compute), keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        tf.function(function.why_not).get_concrete_function(tf.zeros([2]))
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert set(seen) == {"mixed_float16"}
+
+
 @on_ranks(2)
 def test_auto_goes_on_without(collective: Collective) -> None:
     """As on GPUs, where it is on."""
@@ -167,6 +226,43 @@ def test_in_single_precision_a_step_differs_by_rounding_alone(collective: Collec
         trained.append([variable.numpy() for variable in step.model.trainable_variables])
     for plain, compiled in zip(*trained, strict=True):
         assert_close(compiled, plain, "with XLA", 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "compiles"), [("auto", 1, True), ("auto", 0, False), ("true", 0, True), ("false", 1, False)]
+)
+def test_by_itself_it_compiles_where_there_are_gpus(asked: Any, num_gpus: int, compiles: bool) -> None:
+    world = World(rank=0, size=1, local_rank=0, local_size=1, node="", launcher="none")
+    model, order = regularised_model(), SampleOrder(num_samples=4, global_batch_size=2, seed=0)
+    with (
+        mock.patch.object(tf.config, "get_visible_devices", return_value=num_gpus * ["GPU"]),
+        mock.patch.object(creation, "TrainStep") as step,
+    ):
+        creation.create_step(
+            Classification(regularised_model), Config(jit_compile=asked), Solo(world), model, keras.optimizers.SGD(),
+            mock.Mock(), order,
+        )  # fmt: skip
+    assert step.call_args.kwargs["jit_compile"] is compiles
+
+
+@on_ranks(2)
+def test_batches_of_other_sizes_are_traced_once(collective: Collective) -> None:
+    """A loop within the function would be traced anew for each; XLA itself compiles each size once."""
+    sizes = (4, 3, 2, 3, 4, 2)
+    batches = [
+        make_batch(np.ones((size, NUM_FEATURES)), np.zeros(size, np.int64), step=number, global_count=2 * size)
+        for number, size in enumerate(sizes)
+    ]
+    step = create_step(
+        collective, regularised_model, OPTIMIZERS["momentum"], spec_of(batches[0]), local_batch_size=4, jit_compile=True
+    )
+    counts = []
+    for batch in batches:
+        step(batch, 0.1)
+        assert step.compiled is not None
+        functions = step._train_any, step.compiled.function._function
+        counts.append([function.experimental_get_tracing_count() for function in functions])
+    assert counts == [[0, 1], *5 * [[1, 2]]]
 
 
 def test_a_run_says_that_it_compiles(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ SLICE = (
     "tests/keras", "tests/unit/test_fused.py", "tests/unit/test_setup.py", "tests/unit/test_workloads.py",
     "tests/world/test_other_versions.py", "tests/world/test_step.py", "tests/world/test_collectives.py",
     "tests/world/test_parallel.py", "tests/world/test_export.py", "tests/world/test_polynomial.py",
+    "tests/world/test_sharding.py", "tests/world/test_jit.py",
 )  # fmt: skip
 
 

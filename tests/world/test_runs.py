@@ -117,6 +117,7 @@ def test_all_launchers_train_alike(digits_runs: dict[str | None, tuple[Finished,
                 assert line["loss"] == pytest.approx(expected["loss"], rel=1e-3)
             assert line.get("samples_seen") == expected.get("samples_seen")
     assert {events(out, "start")[0]["size"] for _, out, _ in digits_runs.values()} == {1, 2}
+    assert not any(events(out, "start")[0]["jit_compile"] for _, out, _ in digits_runs.values())  # on cores, by itself
     assert all(events(out, "eval")[0]["samples"] == 450 for _, out, _ in digits_runs.values())
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.base import Solo
+from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays
 from ringtrain.errors import UsageError
@@ -105,13 +106,21 @@ def test_ranks_over_gloo_train_what_one_process_trains(collective: Collective) -
     test_n_ranks_train_what_one_process_trains.body(collective, "regularised", "momentum", 1, 46)
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
 @on_ranks(2)
-def test_the_embedding_s_gradient_travels_sparse(collective: Collective) -> None:
+def test_the_embedding_s_gradient_travels_sparse(collective: Collective, jit_compile: bool) -> None:
     """Else the equality of sparse gradients above would show nothing."""
     create, create_samples = MODELS["embedding"]
     batches = batches_of(create_samples(46), collective, global_batch_size=4, steps=1)
-    step = create_step(collective, create, OPTIMIZERS["momentum"], batches.element_spec)
-    assert sum(dtype is not None for dtype in step._structure.sparse_index_dtypes) == 1
+    right_call, travelling = GradientReduction.__call__, list[bool]()
+
+    def note(self: Any, gradients: Any, *others: Any) -> Any:
+        travelling[:] = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+        return right_call(self, gradients, *others)
+
+    with mock.patch.object(GradientReduction, "__call__", note):
+        step = create_step(collective, create, OPTIMIZERS["momentum"], batches.element_spec, jit_compile=jit_compile)
+    assert travelling == [dtype is not None for dtype in step._structure.sparse_index_dtypes] == [True, False, False]
 
 
 if "multi" in OPTIMIZERS:  # not with an older Keras
@@ -377,8 +386,11 @@ def one_weight_model() -> keras.Model:
     return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer=ones, use_bias=False)])
 
 
-@on_ranks(3, slow=[1, 2], timeout=30)
-def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(collective: Collective) -> None:
+@pytest.mark.parametrize("jit_compile", [False, True])
+@on_ranks(3, slow=[1, 2])
+def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(
+    collective: Collective, jit_compile: bool
+) -> None:
     world = collective.world
     for bad_rank in range(world.size):
 
@@ -394,6 +406,7 @@ def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(collec
             spec_of(batch(0)),
             workload=Regression(one_weight_model),
             precision="mixed_float16",
+            jit_compile=jit_compile,
         )
         before = bits_of([*step.model.variables, *step.optimizer.variables])
         # the gradient of the output, 2 * 8 * scale / size, is beyond 65504 at first
@@ -454,7 +467,9 @@ def dropout_model() -> keras.Model:
     return keras.Sequential([keras.Input((3 * BLOCK,)), layers.Dropout(0.5), dense])
 
 
-def kept_inputs(collective: Collective, x: np.ndarray, *, seed: int = 0, step_number: int = 5) -> np.ndarray:
+def kept_inputs(
+    collective: Collective, x: np.ndarray, jit_compile: bool, *, seed: int = 0, step_number: int = 5
+) -> np.ndarray:
     """Which inputs, of those that are 1 in ``x``, the dropout of a step let through: those have a gradient."""
     batch = make_batch(x, np.zeros(1), step=step_number, global_count=1)
     step = create_step(
@@ -464,30 +479,32 @@ def kept_inputs(collective: Collective, x: np.ndarray, *, seed: int = 0, step_nu
         spec_of(batch),
         workload=SumOfOutputs(dropout_model),
         seed=seed,
+        jit_compile=jit_compile,
     )
     before = step.model.trainable_variables[0].numpy()
     step(batch, 1.0)
     return (before - step.model.trainable_variables[0].numpy())[:, 0] > 1
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
 @on_ranks(3, slow=[1, 2])
-def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collective) -> None:
+def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collective, jit_compile: bool) -> None:
     world = collective.world
     # this rank on its own, told that it is one of four: its whole mask, in which the number of ranks plays no part
     alone = Solo(World(rank=world.rank, size=4, local_rank=0, local_size=1, node="", launcher="none"))
     everything = np.ones((1, 3 * BLOCK))
-    mask = kept_inputs(alone, everything)
+    mask = kept_inputs(alone, everything, jit_compile)
     assert 0.25 < mask.mean() < 0.75
-    np.testing.assert_array_equal(kept_inputs(alone, everything), mask)
-    assert not np.array_equal(kept_inputs(alone, everything, seed=1), mask)
-    assert not np.array_equal(kept_inputs(alone, everything, step_number=6), mask)
+    np.testing.assert_array_equal(kept_inputs(alone, everything, jit_compile), mask)
+    assert not np.array_equal(kept_inputs(alone, everything, jit_compile, seed=1), mask)
+    assert not np.array_equal(kept_inputs(alone, everything, jit_compile, step_number=6), mask)
     masks = all_gather_object(collective, mask.tolist(), name="masks")
     assert len({tuple(item) for item in masks}) == world.size, "ranks share a mask"
     # all ranks together, each with a block of the inputs
     mine = np.zeros((1, 3 * BLOCK))
     blocks = [slice(rank * BLOCK, (rank + 1) * BLOCK) for rank in range(world.size)]
     mine[0, blocks[world.rank]] = 1
-    together = kept_inputs(collective, mine)
+    together = kept_inputs(collective, mine, jit_compile)
     for rank, block in enumerate(blocks):
         np.testing.assert_array_equal(together[block], masks[rank][block])
 

@@ -69,7 +69,7 @@ def test_the_loss_falls_in_every_precision(precision: str, tmp_path: Path) -> No
 
 
 def test_xla_compiles_a_step_that_trains_the_same(tmp_path: Path) -> None:
-    losses = []
+    losses: list[list[float]] = []
     for flags, compiles in (("--jit_compile false", False), ("--jit_compile true", True), ("", True)):
         out = tmp_path / str(len(losses))
         finished = run_ringtrain("--steps", "20", "--log_every", "1", "--out", str(out), *flags.split())

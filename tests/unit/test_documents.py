@@ -6,6 +6,7 @@ import inspect
 import json
 import pkgutil
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 GUARANTEES = (ROOT / "docs/guarantees.md").read_text()
 REFERENCE = (ROOT / "docs/reference.md").read_text()
+SPEED = (ROOT / "docs/speed.md").read_text()
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "ringtrain/bench/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
@@ -149,7 +151,7 @@ def test_the_page_of_speed_says_of_the_guards_what_their_result_does(experiment:
     rounds = rounds_of("bench-guards", experiment)
     cost, control = (ratio(rounds, *pair) for pair in (("guards_on", "guards_off"), ("guards_on_again", "guards_on")))
     said = sentence.format(f"{cost.median:.3f}", f"{cost.low:.3f} to {cost.high:.3f}")
-    words = " ".join((ROOT / "docs/speed.md").read_text().split())
+    words = " ".join(SPEED.split())
     assert f"{said}A/A control {control.low:.3f} to {control.high:.3f})" in words
 
 
@@ -182,6 +184,36 @@ def test_the_readmes_table_of_steps_is_that_of_the_results(words: str, model: st
         rounds, other = (steps, COLUMNS[column]) if column in COLUMNS else (fits or [{"runs": {}}], FIT_COLUMNS[column])
         expected = f"{ratio(rounds, other, 'ringtrain').median:.2f}" if other in rounds[0]["runs"] else ""
         assert cell == expected, column
+
+
+@pytest.mark.parametrize(
+    ("words", "result", "model"),
+    [
+        ("a perceptron of 21.9 M parameters", "WIDE_ADAM", "WIDE_ADAM"),
+        ("a perceptron of 0.62 M parameters in 300 tensors", "adam", "MANY_ADAM"),
+        ("a transformer of 1.9 M parameters", "adam", "TRANSFORMER"),
+    ],
+)
+def test_the_table_of_shared_out_updates_is_that_of_the_results(words: str, result: str, model: str) -> None:
+    rounds = rounds_of(f"bench-step-{result}", model)
+    step = statistics.median(each["runs"]["ringtrain_sharded"]["figures"]["step"] for each in rounds)
+    spreads = [ratio(rounds, other, "ringtrain_sharded") for other in ("ringtrain", "bound_fused", "bound")]
+    spreads.append(ratio(rounds, "ringtrain", "ringtrain_again"))
+    cells = [words, f"{1e3 * step:.1f} ms", *(f"{s.median:.2f} ({s.low:.2f} to {s.high:.2f})" for s in spreads)]
+    assert f"| {' | '.join(cells)} |" in SPEED
+
+
+def test_each_rank_holds_its_part_of_the_slots_as_the_page_of_speed_says() -> None:
+    rows = json.loads((ROOT / "results/memory.json").read_text())["rows"]
+    found = {(row["ranks"], row["sharded"]): (row["slots_mib"], max(row["peak_mib"])) for row in rows}
+    [whole], peak = found[1, False]
+    assert f"| 1 | {whole:.1f} | | {peak:,.0f} | |" in SPEED
+    for size in (2, 4):
+        (slots, peak), (pieces, least) = found[size, False], found[size, True]
+        assert slots == pytest.approx(size * [whole])
+        assert pieces == pytest.approx(size * [whole / size], rel=0.1)
+        cells = [f"{size}", f"{max(slots):.1f}", f"{max(pieces):.1f}", f"{peak:,.0f}", f"{least:,.0f}"]
+        assert f"| {' | '.join(cells)} |" in SPEED
 
 
 @pytest.mark.parametrize("model", ["MANY", "WIDE", "CNN"])

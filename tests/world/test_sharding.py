@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ringtrain.run.store import find_checkpoint
 from ringtrain.step.sharding import require_elementwise
 from ringtrain.training.actions import require_same_pieces
 from tests.world.conftest import RunRingtrain
-from tests.world.group import on_ranks
+from tests.world.group import GLOO, on_ranks
 from tests.world.test_native import horovod_of
 from tests.world.training import (
     MODELS,
@@ -72,7 +71,12 @@ ALL_MODELS: dict[str, Any] = {
 ALL_OPTIMIZERS = {
     **OPTIMIZERS,
     "decay of kernels": lambda: without_biases(keras.optimizers.AdamW(0.01, weight_decay=0.1)),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.1),
+    "adamax": lambda: keras.optimizers.Adamax(0.01),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.01),
 }
+RARE = ("adagrad", "adadelta", "adamax", "ftrl")
 
 
 @contextlib.contextmanager
@@ -91,7 +95,7 @@ CASES = [
         ("regularised", name)
         for name in (
             "momentum", "adam", "adamw", "decay of kernels", "clipped", "each clipped", "values clipped", "rmsprop",
-            "nadam", "lion", "lamb", "lars", "averaging", "adding up",
+            "nadam", "lion", "lamb", "lars", "averaging", "adding up", *RARE,
         )
     ),
     ("embedding", "momentum"),
@@ -105,9 +109,10 @@ IN_GROUPS = {("regularised", "clipped"), ("regularised", "lamb"), ("embedding", 
 @pytest.mark.parametrize(
     ("model", "optimizer", "in_groups"),
     [
-        pytest.param(*case, in_groups, marks=pytest.mark.slow if in_groups and case not in IN_GROUPS else ())
+        pytest.param(*case, in_groups, marks=pytest.mark.slow if is_slow else ())
         for case in CASES
         for in_groups in (False, True)
+        for is_slow in [case[1] in RARE or (in_groups and case not in IN_GROUPS)]
     ],
 )
 @on_ranks(3, slow=[2])
@@ -153,6 +158,13 @@ def test_where_horovod_carries_all_they_train_it_as_well(
     test_n_ranks_train_what_one_process_trains.body(horovod_of(collective), model, optimizer, in_groups)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("in_groups", [False, True])
+@on_ranks(GLOO)
+def test_ranks_over_gloo_train_it_as_well(collective: Collective, in_groups: bool) -> None:
+    test_n_ranks_train_what_one_process_trains.body(collective, "regularised", "adam", in_groups)
+
+
 @on_ranks(3)
 def test_ranks_whose_steps_are_other_functions_meet_by_horovod_as_well(collective: Collective) -> None:
     """The last step of an epoch has one sample: the ranks without any have a function of their own, and no loop."""
@@ -182,23 +194,31 @@ def test_each_rank_keeps_its_part_of_the_slots_alone(collective: Collective) -> 
     assert sum(all_gather_object(collective, mine, name="sizes")) == total
 
 
+@pytest.mark.parametrize("precision", ["float64", "mixed_float16"])
 @on_ranks(3, slow=[2])
-def test_a_value_that_is_not_finite_on_one_rank_leaves_all_pieces_as_they_are(collective: Collective) -> None:
-    source = dense_samples(46)
+def test_a_value_that_is_not_finite_on_one_rank_leaves_all_pieces_as_they_are(
+    collective: Collective, precision: str
+) -> None:
+    """Or, of a finite loss, a gradient that its scale lets overflow."""
+    overflows = precision == "mixed_float16"
+    source = dense_samples(46, "float32" if overflows else "float64")
     batches = list(batches_of(source, collective, global_batch_size=12, steps=3))
     for in_groups in (False, True):
         with leaving(collective, in_groups=in_groups):
             spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batches[0])
-            step = create_step(collective, regularised_model, OPTIMIZERS["adam"], spec, shard_optimizer=True)
+            step = create_step(
+                collective, named_model, OPTIMIZERS["adam"], spec, shard_optimizer=True, precision=precision
+            )
             assert step.sharded is not None
             assert step.read(step(batches[0], 0.1)).is_finite
-            held = [*step.variables, *step.named_pieces.values(), *step.sharded.pieces]
+            held = [*step.model.variables, *step.optimizer.variables, *step.sharded.pieces]
             before = [variable.numpy() for variable in held]
             bad = batches[1]
             if collective.world.rank == 1:
-                bad = bad._replace(x=bad.x * np.nan)
+                bad = bad._replace(x=bad.x * (1e3 if overflows else np.nan))
             report = step.read(step(bad, 0.1))
             assert not report.is_finite
+            assert np.isfinite(report.loss) == overflows
             for variable, value in zip(held, before, strict=True):
                 np.testing.assert_array_equal(variable.numpy(), value)
             assert step.read(step(batches[2], 0.1)).is_finite
@@ -359,35 +379,61 @@ def test_layers_are_excluded_from_weight_decay_by_their_names(collective: Collec
     assert trained[0] == trained[1]
 
 
-def test_an_optimizer_that_holds_others_is_refused() -> None:
-    with pytest.raises(UsageError, match="LossScaleOptimizer holds other optimizers"):
-        require_elementwise(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
+        *([OPTIMIZERS["multi"]] if "multi" in OPTIMIZERS else []),
+    ],
+)
+def test_an_optimizer_that_holds_others_is_refused(create: Any) -> None:
+    with pytest.raises(UsageError, match=r"(LossScale|Multi)Optimizer holds other optimizers"):
+        require_elementwise(create())
+
+
+COMMAND = [
+    "--precision", "float64", "--optimizer.name", "adam", "--optimizer.lr", "0.001", "--global_batch_size", "48",
+    "--checkpoint_every", "0", "--eval_every_epochs", "0", "--optimizer.schedule", "constant",
+]  # fmt: skip
+SHARDED = ("--shard_optimizer", "true")
+
+
+def run_to(run_ringtrain: RunRingtrain, out: Path, steps: int, np: int, *flags: str) -> dict[str, np.ndarray]:
+    """What the newest checkpoint holds of a run that has gone on to some step, on so many ranks."""
+    launcher = "mpirun" if np > 1 else None
+    finished = run_ringtrain([*COMMAND, "--out", str(out), "--steps", str(steps), *flags], launcher=launcher, np=np)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    return dict(read_checkpoint(find_checkpoint(out)).variables)
+
+
+def assert_same_checkpoint(found: dict[str, np.ndarray], right: dict[str, np.ndarray], what: str) -> None:
+    assert found.keys() == right.keys()
+    for variable, value in right.items():
+        assert_close(found[variable], value, f"{what}: {variable}", 1e-10)
 
 
 def test_a_run_goes_on_on_other_ranks_sharded_or_not(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """A checkpoint knows of neither."""
-    command = [
-        "--precision", "float64", "--optimizer.name", "adam", "--optimizer.lr", "0.001", "--global_batch_size", "48",
-        "--checkpoint_every", "0", "--eval_every_epochs", "0", "--optimizer.schedule", "constant",
-    ]  # fmt: skip
+    right = run_to(run_ringtrain, tmp_path / "whole", 12, 1)
+    run_to(run_ringtrain, tmp_path / "two sharded", 6, 2, *SHARDED)
+    run_to(run_ringtrain, tmp_path / "two not", 6, 2)
+    for begun, size, flags in (("two sharded", 3, ()), ("two not", 3, SHARDED)):
+        assert_same_checkpoint(run_to(run_ringtrain, tmp_path / begun, 12, size, *flags), right, begun)
 
-    def run(out: str, np: int, steps: int, *flags: str) -> None:
-        launcher = "mpirun" if np > 1 else None
-        finished = run_ringtrain(
-            [*command, "--out", str(tmp_path / out), "--steps", str(steps), *flags], launcher=launcher, np=np
-        )
-        assert finished.rc == 0, finished.stdout + finished.stderr
 
-    sharded = ("--shard_optimizer", "true")
-    run("whole", 1, 12)
-    run("two sharded", 2, 6, *sharded)
-    shutil.copytree(tmp_path / "two sharded", tmp_path / "two sharded, three not")
-    run("two sharded, three not", 3, 12)
-    run("two not, three sharded", 2, 6)
-    run("two not, three sharded", 3, 12, *sharded)
-    right = read_checkpoint(find_checkpoint(tmp_path / "whole")).variables
-    for name in ("two sharded, three not", "two not, three sharded"):
-        found = read_checkpoint(find_checkpoint(tmp_path / name)).variables
-        assert found.keys() == right.keys()
-        for variable, value in right.items():
-            assert_close(found[variable], value, f"{name}: {variable}", 1e-10)
+@pytest.mark.slow
+def test_a_run_goes_on_from_ranks_to_ranks_that_share_out(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    right = run_to(run_ringtrain, tmp_path / "whole", 9, 1)
+    out = tmp_path / "sharded"
+    run_to(run_ringtrain, out, 3, 2, *SHARDED)
+    run_to(run_ringtrain, out, 6, 3, *SHARDED)
+    assert_same_checkpoint(run_to(run_ringtrain, out, 9, 1), right, "on one rank")
+
+
+@pytest.mark.slow
+def test_gradients_that_travel_in_half_precision_are_shared_out_as_well(
+    run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    half = ("--compression", "fp16")
+    right = run_to(run_ringtrain, tmp_path / "not", 6, 2, *half)
+    assert_same_checkpoint(run_to(run_ringtrain, tmp_path / "sharded", 6, 2, *half, *SHARDED), right, "in fp16")

@@ -18,6 +18,7 @@ import pytest
 
 from ringtrain.verify.compare import fold_notes
 from ringtrain.verify.world_sizes import DEFAULT_STEPS, choose_steps
+from ringtrain.workloads import BUILT_IN
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
 from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
@@ -70,6 +71,30 @@ def test_one_two_and_three_ranks_train_digits_alike(run_ringtrain: RunRingtrain,
     ]
     assert "DIFFERS" not in finished.stdout
     assert len(re.findall(r": \w+ +ok\b", finished.stdout)) == 2 * 2 * 6  # sizes, precisions, comparisons
+
+
+SMALLER = {"inception": ("1", "4"), "cifar10_resnet": ("1", "8")}  # steps, and samples of one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workload", "flags"),
+    [
+        *((workload, ["--jit_compile", "true"]) for workload in sorted(BUILT_IN)),
+        ("digits", ["--jit_compile", "true", "--shard_optimizer", "true"]),
+        ("digits", ["--optimizer.name", "lars", "--optimizer.weight_decay", "0.01", "--optimizer.exclude", "bias"]),
+        ("digits", ["--optimizer.name", "lamb", "--shard_optimizer", "true"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+@pytest.mark.timeout(900)
+def test_two_ranks_train_the_built_in_workloads_as_one_does(
+    run_ringtrain: RunRingtrain, workload: str, flags: list[str]
+) -> None:
+    steps, samples = SMALLER.get(workload, ("2", "20"))
+    few = ["--synthetic", "true", "--world_sizes", "1,2", "--steps", steps, "--global_batch_size", samples]
+    finished = run_ringtrain(["verify", "--workload", workload, *few, *flags], timeout=850)
+    assert finished.rc == 0, finished.stdout + finished.stderr
 
 
 @pytest.mark.slow

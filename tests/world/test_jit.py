@@ -59,7 +59,7 @@ GLOBAL_BATCH_SIZE, STEPS = 11, 6  # the fifth step of an epoch has 1 or 2 sample
         ("regularised", "adam", 3, 45, True),
         ("embedding", "momentum", 1, 46, False),
         ("embedding", "adam", 3, 45, True),
-        ("embedding", "adam", 1, 46, True),
+        pytest.param("embedding", "adam", 1, 46, True, marks=pytest.mark.slow),
     ],
 )
 @on_ranks(3, slow=[1, 2])

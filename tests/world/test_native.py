@@ -133,10 +133,10 @@ def test_what_is_not_finite_is_seen_by_all_and_what_is_large_is_finite(collectiv
 @pytest.mark.parametrize(
     ("model", "optimizer", "accumulate", "num_samples"),
     [
-        ("regularised", "momentum", 1, 46),
         ("regularised", "adam", 3, 45),
-        ("regularised", "clipped", 1, 46),
         ("embedding", "momentum", 1, 46),
+        pytest.param("regularised", "momentum", 1, 46, marks=pytest.mark.slow),
+        pytest.param("regularised", "clipped", 1, 46, marks=pytest.mark.slow),
     ],
 )
 @on_ranks(2, slow=[3])

@@ -147,7 +147,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@on_ranks(2, 3)
+@on_ranks(3, slow=[2])
 def test_an_undisturbed_run_is_left_alone(collective: Collective, settings: dict[str, Any]) -> None:
     job = create(collective, check_replicas_every=1, **settings)
     assert run(job) == STEPS

@@ -285,7 +285,7 @@ def test_a_bug_on_one_rank_ends_all_and_shows_its_traceback(run_ringtrain: RunRi
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow)])
 def test_a_wrong_setting_is_told_once_and_ends_all_ranks(run_ringtrain: RunRingtrain, launcher: str) -> None:
-    cases = [["--epochs", "0"], ["--workload", "digit"], ["--data_dir", "/no/such/place"], ["--nonsense", "1"]]
+    cases = [["--workload", "digit"], ["--data_dir", "/no/such/place"]]
     for arguments in cases if launcher == "mpirun" else cases[:1]:
         finished = run_ringtrain(arguments, launcher=launcher, env=HOROVODRUN_QUIET, timeout=30)
         assert finished.rc == (2 if launcher == "mpirun" else 1)  # Gloo's launcher knows no other

@@ -142,9 +142,9 @@ def test_a_fit_that_is_stopped_goes_on_bit_for_bit(collective: Collective, kind:
 def test_a_fit_goes_on_on_several_cores_after_one(collective: Collective, directory: str) -> None:
     """tf.data tunes the pipeline on several alone, and gives it other parts then."""
     whole, out = fit(f"{directory}/whole"), f"{directory}/run"
-    for cores, options in (({0}, {"stop_at": BATCHES + 2}), ({0, 1}, {})):
+    for cores, stop_at in (({0}, BATCHES + 2), ({0, 1}, 0)):
         with mock.patch("os.sched_getaffinity", return_value=cores):
-            rest = fit(out, **options)
+            rest = fit(out, stop_at=stop_at)
     assert rest.code is None
     assert rest.bits() == whole.bits()
 

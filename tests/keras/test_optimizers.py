@@ -48,7 +48,7 @@ THERE = {
     name for name in OPTIMIZERS if name not in BROKEN_IN_KERAS and hasattr(keras.optimizers, name.rpartition(" ")[2])
 }
 ALL_WAYS = sorted(THERE & {"SGD", "LossScaleOptimizer", "MultiOptimizer", "LossScaleOptimizer of a MultiOptimizer"})
-ALIKE = ("Adadelta", "Adagrad", "Adamax", "Ftrl", "Nadam")  # to what reduces: element-wise updates
+REDUCED_ALIKE = ("Adadelta", "Adagrad", "Adamax", "Ftrl", "Nadam")  # what reduces does not look at the update
 # Keras' updates of it are others in eager mode than in a graph, with or without ringtrain.
 OWN_WAY = {"ScheduleFreeAdamW"}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -94,7 +94,7 @@ def check_ways(name: str, ways: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in sorted(THERE - set(ALL_WAYS))]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in REDUCED_ALIKE)) for n in sorted(THERE - set(ALL_WAYS))]
 )
 @on_ranks(2)
 def test_two_ranks_equal_one_in_fit(collective: Collective, name: str) -> None:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 from typing import Any
@@ -15,19 +16,26 @@ from ringtrain.messages.escaping import escape
 from ringtrain.runtime.world import World
 
 MEETING_SECONDS = 1.0  # how long a rank that fails waits for the others to fail as well
+LOOK_SECONDS = 0.01
+TAG = 1729  # of messages among ranks that fail
 
 
 def is_raised_by_rank0(error: BaseException) -> bool:
     """Whether rank 0 raises just this as well, at the same place, about now; False on rank 0 itself.
 
-    Horovod is asked; without it nobody is. In a function its operations meet by name, so that this is in nobody's way
-    (eagerly they would meet any other). Ranks that do not fail never come: it takes ``MEETING_SECONDS`` then.
+    Ranks that do not fail never come: it takes ``MEETING_SECONDS`` then.
     """
-    horovod: Any = sys.modules.get("horovod.tensorflow")
-    if horovod is None or not horovod.is_initialized() or horovod.size() == 1:
-        return False
     place = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     digest = hashlib.sha256(repr([describe_defect(error), place]).encode()).digest()
+    horovod, mpi = sys.modules.get("horovod.tensorflow"), sys.modules.get("mpi4py.MPI")
+    if horovod is not None and horovod.is_initialized():
+        return horovod.size() > 1 and _meet_over_horovod(horovod, digest)
+    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and _meet_over_mpi(mpi, digest)
+
+
+def _meet_over_horovod(horovod: Any, digest: bytes) -> bool:
+    """In a function Horovod's operations meet by name, so that this is in nobody's way (eagerly they would meet any
+    other)."""
     found: list[bool] = []
 
     def meet() -> None:
@@ -52,6 +60,23 @@ def is_raised_by_rank0(error: BaseException) -> bool:
     thread.start()
     thread.join(MEETING_SECONDS)
     return bool(found and found[0]) and horovod.rank() > 0
+
+
+def _meet_over_mpi(mpi: Any, digest: bytes) -> bool:
+    """By messages, which are in the way of no collective."""
+    ranks, end = mpi.COMM_WORLD, time.monotonic() + MEETING_SECONDS
+    if ranks.Get_rank() == 0:
+        sent = [ranks.Isend(digest, dest=rank, tag=TAG) for rank in range(1, ranks.Get_size())]
+        while not mpi.Request.Testall(sent) and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
+        return False
+    while not ranks.Iprobe(source=0, tag=TAG):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(LOOK_SECONDS)
+    told = bytearray(len(digest))
+    ranks.Recv(told, source=0, tag=TAG)
+    return told == digest
 
 
 def describe_same(error: BaseException, world: World) -> str:

@@ -283,6 +283,17 @@ def test_a_bug_on_one_rank_ends_all_and_shows_its_traceback(run_ringtrain: RunRi
     assert finished.stderr.count("Traceback") == 1
 
 
+@pytest.mark.parametrize("backend", ["native", pytest.param("horovod", marks=pytest.mark.slow)])
+def test_a_bug_of_all_ranks_is_shown_once(run_ringtrain: RunRingtrain, tmp_path: Path, backend: str) -> None:
+    """Ended by rank 0, another may have no time to say that it failed likewise."""
+    arguments = ["--workload", f"{WORKLOADS}:LineThatBreaks", "--backend", backend, "--out", str(tmp_path / "out")]
+    finished = run_ringtrain(arguments, launcher="mpirun", np=3, env={"RINGTRAIN_TEST_ALL": "1"}, timeout=60)
+    assert finished.rc == 1
+    assert finished.stderr.count("Traceback") == 1
+    assert len(re.findall(r"rank 0 on \S+ failed: ZeroDivisionError: the bug of rank 1", finished.stderr)) == 1
+    assert all(re.search(r"rank (0|[12] .* failed as rank 0 did)", line) for line in error_lines(finished))
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow)])
 def test_a_wrong_setting_is_told_once_and_ends_all_ranks(run_ringtrain: RunRingtrain, launcher: str) -> None:
     cases = [["--workload", "digit"], ["--data_dir", "/no/such/place"]]

@@ -106,9 +106,9 @@ class LineThatDrifts(Line):
 
 
 class LineThatBreaks(Line):
-    """Rank 1 has a bug."""
+    """Rank 1 has a bug, or all have."""
 
     def spoil(self, x: np.ndarray) -> np.ndarray:
-        if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+        if os.environ.get("OMPI_COMM_WORLD_RANK") == "1" or "RINGTRAIN_TEST_ALL" in os.environ:
             raise ZeroDivisionError("the bug of rank 1")
         return x

@@ -9,20 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.bench.steps import STEP_CONTENDERS
+from ringtrain.bench.steps import FIT_CONTENDERS, STEP_CONTENDERS
+from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY, clean_environment
+from tests.world.running import events
 
-CONTENDERS = ("ringtrain", "bound", "minimal", "tf_distribute")
+CONTENDERS = {
+    "step": ("ringtrain", "bound", "minimal", "tf_distribute"),
+    "fit": ("ringtrain", "horovod", "kept", "bound"),
+}
+PIPELINES = ("OneDataset", "ShardedDataset", "KerasPyDataset")
 
 
 @pytest.mark.slow
-def test_every_contender_trains_what_one_process_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", CONTENDERS)
+def test_every_contender_trains_what_one_process_trains(tmp_path: Path, mode: str) -> None:
     output = tmp_path / "bench.json"
     flags = ["--models", "TINY", "--rounds", "1", "--steps", "40", "--log_every", "20", "--timeout", "100"]
     finished = subprocess.run(
         [
-            sys.executable, "-m", "ringtrain", "bench", "step", *flags,
-            "--contenders", ",".join(CONTENDERS), "--output", str(output),
+            sys.executable, "-m", "ringtrain", "bench", mode, *flags,
+            "--contenders", ",".join(CONTENDERS[mode]), "--output", str(output),
         ],
         cwd=REPOSITORY,
         env=clean_environment(),
@@ -33,10 +40,10 @@ def test_every_contender_trains_what_one_process_trains(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     result = json.loads(output.read_text())
     [experiment] = result["experiments"]
-    assert set(CONTENDERS) < set(STEP_CONTENDERS)
+    assert set(CONTENDERS[mode]) < set(STEP_CONTENDERS if mode == "step" else FIT_CONTENDERS)
     assert not experiment["reference"]["fault"]
     [only] = experiment["rounds"]
-    assert sorted(only["order"]) == sorted(only["runs"]) == sorted(CONTENDERS)
+    assert sorted(only["order"]) == sorted(only["runs"]) == sorted(CONTENDERS[mode])
     for name, run in only["runs"].items():
         assert not run["fault"], name
         assert run["figures"]["step"] > 0
@@ -44,3 +51,12 @@ def test_every_contender_trains_what_one_process_trains(tmp_path: Path) -> None:
     assert "all 4 runs ended well and were checked" in finished.stdout
     assert output.with_suffix(".svg").exists()
     assert str(REPOSITORY) not in output.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", PIPELINES)
+def test_the_pipelines_of_bench_input_train(run_ringtrain: RunRingtrain, tmp_path: Path, workload: str) -> None:
+    flags = ["--workload", f"ringtrain.bench.pipelines:{workload}", "--synthetic", "true", "--steps", "2"]
+    finished = run_ringtrain([*flags, "--out", tmp_path / "run"], launcher="mpirun")
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert events(tmp_path / "run", "train")[-1]["step"] == 2

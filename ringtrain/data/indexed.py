@@ -39,7 +39,8 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
     whatever has ``len(samples)`` and ``samples[number]``, a pair (x, y). The order is ringtrain's own, as with arrays:
     N ranks train exactly what one trains, a run goes on at any step without reading anything again, on any number of
     ranks, ``verify`` shows it, and it can be evaluated on as well. A sample that raises is named, or left out with
-    ``--on_bad_sample skip``. A number always gives the same sample. Leave ``shuffle``, ``repeat`` and ``batch`` out.
+    ``--on_bad_sample skip``. A number always gives the same sample, also in several
+    threads at once, which read what takes long. Leave ``shuffle``, ``repeat`` and ``batch`` out.
 
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
     anything else that is iterated. It is sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``),
@@ -256,7 +257,7 @@ class IndexedSource:
         columns = [np.empty((len(numbers), *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
 
         def take(place: int) -> bool:
-            """Take over a sample at once, whose memory may be used for the next one; whether it can be read."""
+            """Take over a sample at once, whose memory this thread may use for its next; whether it can be read."""
             sample = self._read(int(numbers[place]))
             if isinstance(sample, Exception):
                 return False
@@ -278,7 +279,7 @@ class IndexedSource:
         if len(taken) < number:
             taken += self._pool.map(take, range(len(taken), number))
             self._in_threads += 1
-            if self._in_threads == NUM_IN_THREADS:
+            if self._in_threads >= NUM_IN_THREADS:
                 self._slow_in_a_row, self._in_threads = 0, 0
         return taken
 

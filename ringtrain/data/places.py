@@ -50,7 +50,9 @@ class Places:
             self.keep((step, state))
 
     def keep(self, place: Place) -> None:
-        """Remember a place."""
+        """Remember a place, where this rank's are."""
+        if self._is_off:
+            return
         self._states[place[0]] = place[1]
         while len(self._states) > NUM_KEPT:
             del self._states[min(self._states)]

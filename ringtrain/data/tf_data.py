@@ -115,14 +115,24 @@ def _bytes_of(dataset: tf.data.Dataset, elements: int) -> float:
     """What so many elements take, at most; no more than there is where they are in memory, such as names of files."""
     import tensorflow as tf
 
-    of_one = 0.0
+    of_one, rows = 0.0, _batch_size(dataset)
     for part in tf.nest.flatten(dataset.element_spec):
-        is_number = isinstance(part, tf.TensorSpec) and (part.dtype.is_floating or part.dtype.is_integer)
+        is_number = isinstance(part, tf.TensorSpec) and part.dtype not in (tf.string, tf.variant, tf.resource)
         is_known = is_number and part.shape.rank is not None and None not in part.shape[1:]
-        of_one += math.prod(extent or 1 for extent in part.shape) * part.dtype.size if is_known else math.inf
-    arrays = list(map(np.asarray, getattr(dataset, "_tensors", ())))
+        of_one += math.prod(rows if n is None else n for n in part.shape) * part.dtype.size if is_known else math.inf
+    tensors = getattr(dataset, "_tensors", ())
+    if not tensors or any(tensor.dtype == tf.variant for tensor in tensors):  # as of what is ragged
+        return elements * of_one
+    arrays = list(map(np.asarray, tensors))
     of_all = sum(sum(map(len, array.flat)) if array.dtype == object else array.nbytes for array in arrays)
-    return min(elements * of_one, of_all) if arrays else elements * of_one
+    return min(elements * of_one, of_all)
+
+
+def _batch_size(dataset: tf.data.Dataset) -> int:
+    """Of the last ``batch()``, which shapes do not say; 1 where there is none."""
+    if (size := getattr(dataset, "_batch_size", None)) is not None:
+        return int(size)
+    return max(map(_batch_size, dataset._inputs()), default=1)
 
 
 def read_iterator_state(iterator: Any) -> bytes:

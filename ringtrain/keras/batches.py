@@ -96,7 +96,7 @@ class Batches:
                     self._read(iterator, before, start)
             if first < start.batches:
                 if not state:
-                    self._read(iterator, data.steps_per_execution, start)
+                    self._read(iterator, data.steps_per_execution, start, may_end=True)
                 continue
             if first == start.batches and start.all_batches:
                 seconds = time.perf_counter() - began
@@ -133,10 +133,13 @@ class Batches:
                 adapter.on_epoch_end()
                 activity.move()
 
-    def _read(self, iterator: Any, number: int, start: Place) -> None:
-        for _ in range(number):
+    def _read(self, iterator: Any, number: int, start: Place, *, may_end: bool = False) -> None:
+        """Leave out so many batches; those that one call of the training function took may have been fewer."""
+        for place in range(number):
             activity.move()
             if next(iterator, _NOTHING) is _NOTHING:
+                if may_end and place:
+                    return
                 raise DataError(
                     f"the data end before batch {start.batches} of epoch {start.epochs + 1}, which the checkpoint has "
                     "trained already. Give the data that the run began with, or start anew: Run(..., resume='never')."

@@ -19,7 +19,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from ringtrain.collectives.differentiable import unique_name
+from ringtrain.collectives.differentiable import hide, unique_name
 from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, all_ranks, is_elastic, require_init
@@ -80,6 +80,8 @@ class Settings:
             return "the optimizer has op=hvd.Adasum"
         if self.process_set != hvd.global_process_set:
             return "the optimizer has a process_set"
+        if self.groups is not None or self.compression != hvd.Compression.none:
+            return "the optimizer has groups, or compresses"
         return "the optimizer has a device of its own" if self.device_dense or self.device_sparse else ""
 
     def _check_op(self) -> None:
@@ -226,9 +228,14 @@ class Exchange:
         one = _Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
         if self._is_in_fit:  # where a rank may join
             self._sums.append(one)
+        if not one.is_native:
+            given[-1] = hide(given[-1])
         sums = one.act(given)
         if votes is not None:
             votes.note(sums[len(gradients)])
+        if not one.is_native:
+            # Who trains no more adds to the last as well; TensorFlow would leave it out where it travels alone, unused.
+            tf.debugging.assert_positive(sums[-1])
         return one.scale_sums(sums)
 
     def begin_batch(self) -> None:

@@ -19,7 +19,7 @@ from ringtrain.guard.replicas import describe_drift, hash_bits
 from ringtrain.keras.collective import ProcessSetCollective, all_ranks, require_same_kinds, wants_native_sums
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
-from ringtrain.keras.same_samples import NUM_BATCHES, find_same, first_batches, warn_of_same
+from ringtrain.keras.same_samples import find_same, first_batches, warn_of_same
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.devices import own_gpu
 
@@ -103,8 +103,9 @@ class TrainingGuard(keras.callbacks.Callback):
         may_sum_natively = wants_native_sums() and not why_not
         carrier = all_ranks() if may_sum_natively else collective
         if hvd.rank() == collective.ranks[0]:
-            is_odd = wants_native_sums() and why_not and own_gpu() is None
-            _say_once(f"communication: {carrier.description}" + (f"; no sum is native: {why_not}" if is_odd else ""))
+            would_be_native = wants_native_sums() and own_gpu() is None
+            more = f"; no sum is native: {why_not}" if why_not and would_be_native else ""
+            _say_once(f"communication: {carrier.description}{more}")
         return may_sum_natively
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -134,7 +135,7 @@ class TrainingGuard(keras.callbacks.Callback):
         if self.params.get("steps") is None or self._spans_world():
             if self._distributed is not None:
                 self._distributed.exchange.join(had_batch=self._num_batches > 0)
-            mine = [self._num_batches, first_batches().hashes[:NUM_BATCHES]]
+            mine = [self._num_batches, first_batches().hashes]
             numbers, hashes = zip(*all_gather_object(self._collective, mine, name="guard_batches"), strict=True)
             _require_equal(numbers, self._collective.ranks, f"batches in epoch {epoch + 1}", BATCHES_REMEDY)
             if hvd.rank() == 0 and self._spans_world() and (twice := find_same(hashes)):
@@ -203,7 +204,7 @@ class TrainingGuard(keras.callbacks.Callback):
 
 @functools.cache
 def _say_once(line: str) -> None:
-    """Once in a process; no warning, so it is not for the log, whose level shows these alone."""
+    """Once in a process; printed, as the log shows warnings alone."""
     print(f"ringtrain.keras: {line}", file=sys.stderr, flush=True)
 
 

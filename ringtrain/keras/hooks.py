@@ -113,6 +113,8 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
         guard.set_params(callback_list.params)
         callback_list._async_train = callback_list._async_test = False  # else batches might be noted out of order
         listed.insert(0, guard)  # first: what it looks at must not wait for the others' collectives
+        # Last: others may evaluate when an epoch begins.
+        listed.append(keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: first_batches().wait()))
 
 
 def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +154,9 @@ def _get_dataset(plain: Any, data: Any) -> Any:
 
 def _metrics_or_logs(plain: Any, model: Any, logs: Any) -> Any:
     kept = Run.current
-    return (kept.take_logs() if kept is not None and not logs else None) or plain(logs)
+    if kept is None or logs:
+        return plain(logs)
+    return kept.take_logs() or plain(logs)
 
 
 def _has_ranks() -> bool:

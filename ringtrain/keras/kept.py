@@ -203,6 +203,7 @@ class KeptFit:
     def take_logs(self) -> dict[str, Any]:
         """Of the epoch so far, where a resumed one had no batch left: the last before was its last, as nobody knew."""
         so_far, self._metrics_so_far = self._metrics_so_far, {}
+        add_metrics(self.model, so_far)  # which MetricAverageCallback counts samples by
         logs = {name.removeprefix("logs/"): value for name, value in so_far.items() if name.startswith("logs/")}
         return {name: value if value.ndim else float(value) for name, value in logs.items()}
 

@@ -78,7 +78,7 @@ class CompiledFunction:
         # A thread of its own is in no function, and no tape is stopped in it, as by tf.init_scope. Keras' policy of
         # types is one of each thread.
         set_policy, policy = keras.config.set_dtype_policy, keras.config.dtype_policy()
-        with concurrent.futures.ThreadPoolExecutor(1, "xla", set_policy, (policy,)) as thread:
+        with concurrent.futures.ThreadPoolExecutor(1, "xla", initializer=set_policy, initargs=(policy,)) as thread:
             return thread.submit(self._ask).result()
 
     def _ask(self) -> str:

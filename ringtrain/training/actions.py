@@ -245,7 +245,8 @@ def note_places(training: Training, step: int) -> None:
         return
     mine = [place[0], base64.b64encode(place[1]).decode()]
     places = all_gather_object(training.job.collective, mine, name="places")
-    training.progress.places = [(at, state) for at, state in places if state]  # of all ranks, or of no use but rank 0's
+    # create_batches takes those of all ranks, or rank 0's where all read alike.
+    training.progress.places = [(at, state) for at, state in places if state]
 
 
 class CheckReplicas(Action):

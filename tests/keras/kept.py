@@ -108,7 +108,7 @@ def main() -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
     x, y = make_data()
-    hang_timeout = 5.0 if kind == "hangs" else 300.0
+    hang_timeout = 15.0 if kind == "hangs" else 300.0
     run = hvd.callbacks.Run(out, checkpoint_every=5, log_every=2 if kind == "nan" else 5, hang_timeout=hang_timeout)
     callbacks = [Slow(), keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=kind == "arrays"), run]
     if kind == "twice":

@@ -266,8 +266,10 @@ def test_a_rank_that_stops_alone_within_an_epoch_is_named_after_it(collective: C
     """The others add zeros of its to their gradients until then, in place of waiting for ever."""
     batches = dataset(make_batches(4, steps=4))
     optimizer = DISTRIBUTE(keras.optimizers.SGD(0.01))
-    with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 2, rank 1: 4\).*MetricAverageCallback"):
-        fit(make_model(), optimizer, batches, epochs=2, callbacks=[StopOn(0, batch=1)])
+    for groups in (None, 2):
+        optimizer = DISTRIBUTE(keras.optimizers.SGD(0.01), groups=groups)
+        with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 2, rank 1: 4\).*MetricAverageCallback"):
+            fit(make_model(), optimizer, batches, epochs=2, callbacks=[StopOn(0, batch=1)])
 
 
 @on_ranks(2)
@@ -322,13 +324,27 @@ def test_ranks_that_train_on_the_same_samples_are_named(collective: Collective, 
     same_samples.warn_of_same.cache_clear()
     same_samples.log.addHandler(captured)
     try:
-        fit(model, DISTRIBUTE(keras.optimizers.SGD()), batches, epochs=2)
+        fit(model, DISTRIBUTE(keras.optimizers.SGD()), batches, epochs=2, callbacks=[Evaluate()])
     finally:
         same_samples.log.removeHandler(captured)
     said = [line for line in captured.lines if "the very same data" in line]
     assert len(said) == (1 if rank == 0 and data == "some alike" else 0), captured.lines
     if said:
         assert said[0].startswith("ringtrain.keras: ranks 0, 2 had the very same data")
+
+
+def test_batches_of_any_type_and_size_are_noted() -> None:
+    half = [tf.constant([1.0, 2.0], dtype) for dtype in (tf.float16, tf.bfloat16)]
+    batch = (tf.zeros([0, 3]), *half, tf.zeros([2, 0], tf.complex64), tf.constant("text"))
+    assert same_samples._hash(batch) == same_samples._hash(batch)
+    assert same_samples._hash(batch) != same_samples._hash((*batch[:-1], tf.constant("texts")))
+
+
+class Evaluate(keras.callbacks.Callback):
+    """Has the model evaluated on what all ranks have, before an epoch's first step."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.evaluate(dataset(make_batches(6)), verbose=0)
 
 
 class InOrder(keras.utils.PyDataset):

@@ -47,6 +47,8 @@ def test_a_state_that_is_too_long_is_not_asked_for_again_and_leaves_no_place() -
 def test_of_what_all_ranks_read_alike_rank_0_keeps_the_places_and_up_to_the_whole_limit() -> None:
     for rank, expected in ((0, (0, bytes(MAX_STATE_BYTES))), (1, NOWHERE)):
         places = places_of(iter([bytes(MAX_STATE_BYTES)]), rank=rank, is_shared=True)
+        if rank:
+            places.keep((0, b"of the checkpoint"))
         places.note(0)
         assert places.are_kept, "alike on all ranks, which say theirs at one place"
         assert places.before(1) == expected
@@ -71,6 +73,10 @@ def test_what_a_pipeline_holds_ready_is_known_before_its_state_is_made() -> None
     assert buffered_bytes(texts.shuffle(3)) == len("onethree"), "the names of files, all in memory"
     assert buffered_bytes(texts.map(lambda text: text).shuffle(3)) == math.inf, "nobody knows how long they are"
     assert buffered_bytes(tf.data.TFRecordDataset(["file"], buffer_size=100)) == 0, "which are read ahead, not kept"
+    assert buffered_bytes(samples.batch(5).prefetch(2)) == 2 * 5 * 24
+    assert buffered_bytes(samples.map(lambda x, y: (x > 0, y)).shuffle(3)) == 3 * (4 + 8)
+    ragged = tf.data.Dataset.from_tensor_slices((tf.ragged.constant([[1.0], [2.0, 3.0]]), [1, 2]))
+    assert buffered_bytes(ragged.shuffle(2)) == math.inf
     assert buffered_bytes(samples.cache()) == math.inf, "its state would hold all of them"
     assert buffered_bytes(samples.cache("a file")) == 0
     assert buffered_bytes(tf.data.Dataset.from_tensors("text").shuffle(2)) == 4

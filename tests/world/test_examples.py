@@ -99,7 +99,7 @@ def test_a_script_with_horovods_interface(folder: Path) -> None:
     found = re.findall(r"\b\d (\[[\d.e-]+, [\d.]+\])", run(command_of("fit_digits.py"), folder).stdout)
     assert len(found) == 2
     assert found[0] == found[1]
-    assert json.loads(found[0])[1] >= 0.95
+    assert json.loads(found[0])[1] >= 0.9
     assert len(list(folder.glob("checkpoint-*.keras"))) == 10
 
 

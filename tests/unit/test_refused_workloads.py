@@ -126,7 +126,7 @@ SOURCES: dict[str, tuple[Callable[..., Any], str]] = {
     "none": (lambda data_dir, synthetic: None, "Mine.create_sources gave None; it must give"),
     "dataset": (
         sources(tf.data.Dataset.from_tensor_slices((X, Y)), ARRAYS),
-        r"as train; it must be a source.*from_dataset takes a tf.data.Dataset; from_generator",
+        r"as train; it must be a source.*from_dataset takes a tf.data.Dataset, from_grain",
     ),
     "arrays": (sources((X, Y), ARRAYS), r"gave a tuple of 2 as train; .*from_arrays\(x, y\)"),
     "PyDataset": (sources(keras.utils.PyDataset(), ARRAYS), "gave a keras PyDataset as train"),

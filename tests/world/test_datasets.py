@@ -48,7 +48,7 @@ def test_n_ranks_train_what_one_trains_on_the_whole_dataset(
     assert [event["samples_seen"] for event in events(out, "train")] == [4, 8, 11, 15, 19, 22]
 
 
-@pytest.mark.parametrize("endless", ["", "unknown", pytest.param("repeated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("endless", ["unknown", *(pytest.param(e, marks=pytest.mark.slow) for e in ("", "repeated"))])
 def test_it_goes_on_in_mid_pass_on_another_number_of_ranks(
     run_ringtrain: RunRingtrain, tmp_path: Path, endless: str
 ) -> None:

@@ -275,8 +275,8 @@ def trained_in_single_precision(
 @pytest.mark.parametrize(
     ("model", "optimizer", "scale"),
     [
-        ("a float64 weight", "each clipped", 1.0),
         ("a float64 weight", "lamb", 1.0),
+        pytest.param("a float64 weight", "each clipped", 1.0, marks=pytest.mark.slow),
         ("smallest", "each clipped", 1e21),  # whose squares float32 does not hold
     ],
 )

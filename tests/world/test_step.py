@@ -106,7 +106,7 @@ def test_ranks_over_gloo_train_what_one_process_trains(collective: Collective) -
     test_n_ranks_train_what_one_process_trains.body(collective, "regularised", "momentum", 1, 46)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_the_embedding_s_gradient_travels_sparse(collective: Collective, jit_compile: bool) -> None:
     """Else the equality of sparse gradients above would show nothing."""
@@ -386,7 +386,7 @@ def one_weight_model() -> keras.Model:
     return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer=ones, use_bias=False)])
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(3, slow=[1, 2])
 def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(
     collective: Collective, jit_compile: bool
@@ -486,7 +486,7 @@ def kept_inputs(
     return (before - step.model.trainable_variables[0].numpy())[:, 0] > 1
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(3, slow=[1, 2])
 def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collective, jit_compile: bool) -> None:
     world = collective.world

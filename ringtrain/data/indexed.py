@@ -39,8 +39,8 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
     whatever has ``len(samples)`` and ``samples[number]``, a pair (x, y). The order is ringtrain's own, as with arrays:
     N ranks train exactly what one trains, a run goes on at any step without reading anything again, on any number of
     ranks, ``verify`` shows it, and it can be evaluated on as well. A sample that raises is named, or left out with
-    ``--on_bad_sample skip``. A number always gives the same sample, also in several
-    threads at once, which read what takes long. Leave ``shuffle``, ``repeat`` and ``batch`` out.
+    ``--on_bad_sample skip``. A number always gives the same sample, also in several threads at once, which read what
+    takes long. Leave ``shuffle``, ``repeat`` and ``batch`` out.
 
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
     anything else that is iterated. It is sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``),

@@ -95,7 +95,7 @@ def create_batches(
     steps: dict[str, Any] = {"first_step": plan.first_step, "end_step": plan.total_steps}
     read: dict[str, Any] = {"num_threads": num_threads, "augment": workload.augment}
     if isinstance(train, Feed):
-        is_known = len(places) == world.size or (bool(places) and train.is_shared)  # where one has none, none is known
+        is_known = len(places) == world.size or (bool(places) and train.is_shared)
         step, state = places[world.rank if len(places) == world.size else 0] if is_known else (0, "")
         place = (step, base64.b64decode(state))
         dataset, explain, found = streaming_batches(

@@ -59,10 +59,8 @@ def require_sources(workload: Workload, given: Any) -> Sources:
             continue
         remedy = "from_arrays(x, y) makes one of arrays"
         if part == "train":
-            remedy += (
-                "; from_dataset takes a tf.data.Dataset, from_grain samples by number, from_pydataset a PyDataset; "
-            )
-            remedy += "from_generator and from_callable take batches from code of yours"
+            remedy += "; from_dataset takes a tf.data.Dataset, from_grain samples by number, from_pydataset a PyDataset"
+            remedy += "; from_generator and from_callable take batches from code of yours"
         raise UsageError(
             f"{name} gave {name_kind(source)} as {part}; it must be a source, with num_samples and gather"
             f"{', or None' if part == 'evaluation' else ''}: in ringtrain, {remedy}."

@@ -228,12 +228,13 @@ class Exchange:
         one = _Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
         if self._is_in_fit:  # where a rank may join
             self._sums.append(one)
-        if not one.is_native:
+        may_travel_alone = self._is_in_fit and self._is_of_graph and not one.is_native
+        if may_travel_alone:
             given[-1] = hide(given[-1])
         sums = one.act(given)
         if votes is not None:
             votes.note(sums[len(gradients)])
-        if not one.is_native:
+        if may_travel_alone:
             # Who trains no more adds to the last as well; TensorFlow would leave it out where it travels alone, unused.
             tf.debugging.assert_positive(sums[-1])
         return one.scale_sums(sums)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +23,8 @@ from ringtrain.keras.batches import Batches, Place
 from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.keras.exchange import Exchange
+from ringtrain.keras.fit_log import FitLog
 from ringtrain.keras.guards import BATCHES_REMEDY, STOP_REMEDY, TrainingGuard
-from ringtrain.keras.metrics import MetricsOverRanks, scalars
 from ringtrain.keras.rank_state import (
     CALLBACKS,
     RANKS,
@@ -56,7 +55,6 @@ from ringtrain.terminal.console import Console
 from ringtrain.training.creation import warn_of_best
 from ringtrain.training.loop import find_requests
 from ringtrain.training.saving import CheckpointWriter, describe_run, set_values, take_snapshot
-from ringtrain.training.summaries import EventFiles
 
 REMEDY = "Lower the learning rate, clip the gradients (clipnorm=1.0), or look at the data"
 
@@ -80,21 +78,17 @@ class KeptFit:
         self._config, self._collective, self._requests, self._console = config, collective, requests, console
         self._start, self._opened, self._is_complete = start, opened, start.is_complete
         self._progress, self._step = Progress(**start.progress), start.step
-        self._votes, self._metrics = Votes(), MetricsOverRanks(model, collective)
+        self._votes = Votes()
+        self._log = FitLog(model, collective, None if self._is_complete else opened, first_step=start.step)
         self._variables: dict[str, keras.Variable] = {}
         self._resumed: Arrays = {}  # what this rank alone had, until the first epoch begins
         self._metrics_so_far: Arrays = {}  # of the epoch, until its first step after a resume is done
         self._last_logs: Mapping[str, Any] = {}
         self._is_first_batch, self._is_stopped = True, False
-        self._carried: npt.NDArray[np.float64] | None = None  # sums of the metrics of an epoch that has ended
         self._rates: list[tuple[keras.Variable, Any]] = []  # as the checkpoint has them
-        self._sums_before: npt.NDArray[np.float64] | None = None  # of the metrics, at the last line of the log
-        self._steps_before = self._looked_at = start.step
-        self._seconds, self._last_time = 0.0, 0.0
+        self._looked_at = start.step
         self._writer: CheckpointWriter | None = None
-        self._events: EventFiles | None = None
         if opened is not None and not self._is_complete:
-            self._events = EventFiles(opened.directory.tensorboard, first_step=start.step)
             self._writer = CheckpointWriter(
                 opened.directory, keep=config.keep, print_line=console.line, last_step=start.step
             )
@@ -158,15 +152,12 @@ class KeptFit:
         self.batches.wait()
         set_own(self.model, resumed)
         set_counts(self._others, resumed)
-        if "metrics/log" in resumed:
-            self._steps_before = int(resumed["metrics/log"][0])
-            self._sums_before = resumed["metrics/log"][1:] if resumed["metrics/log"].size > 1 else None
-            self._seconds = float(resumed.get("metrics/seconds", np.zeros(1))[0])
+        self._log.set_own(resumed)
         if self._progress.batches_done:
             self._metrics_so_far = resumed
             for rate, value in self._rates:  # by which a scheduler of the epoch's begin has multiplied once more
                 rate.assign(value)
-        self._last_time = time.perf_counter()
+        self._log.leave_out_time()
 
     def begin_batch(self) -> None:
         activity.note(Phase.STEP, self._step + 1, takes_long=self._is_first_batch)
@@ -176,12 +167,10 @@ class KeptFit:
         """After a step (or ``steps_per_execution`` of them): log, stop, save, each where it is due."""
         self._step = self._epoch_began_at + batch + 1
         self._progress.batches_done = batch + 1
-        now = time.perf_counter()
-        self._seconds += now - self._last_time
+        self._log.count_time()
         # Not before: Keras makes the metrics' variables with the first step. The sum has the same bits in either order.
         add_metrics(self.model, self._metrics_so_far)
         self._metrics_so_far, self._last_logs = {}, logs
-        self._last_time = now
         if self._requests.is_pending:
             self._votes.vote()
         if not self._is_between:  # where the ranks are is known after a reduction alone
@@ -189,16 +178,15 @@ class KeptFit:
         former, self._looked_at = self._looked_at, self._step
         self._is_stopped = self._find_stopped(batch)
         if self._passes(former, self._config.log_every):
-            self._log(logs)
+            self._write_log(logs)
         if self._steps_of_epoch and batch + 1 >= self._steps_of_epoch:  # what is due now comes after the validation
-            sums = self._metrics.sum()
-            self._carried = sums if self._sums_before is None else sums - self._sums_before
+            self._log.carry_over()
         elif self._is_stopped:
             self._leave()
         elif self._passes(former, self._config.checkpoint_every):
             self._save()
         activity.note(Phase.DATA, self._step + 1)
-        self._last_time = time.perf_counter()
+        self._log.leave_out_time()
 
     def take_logs(self) -> dict[str, Any]:
         """Of the epoch so far, where a resumed one had no batch left: the last before was its last, as nobody knew."""
@@ -244,10 +232,7 @@ class KeptFit:
             who = name_ranks([rank for rank, is_end in enumerate(ends) if is_end])
             raise UsageError(f"{who} stopped after epoch {epoch + 1}, and the others go on. {STOP_REMEDY}")
         is_best = self._note_validation(logs)
-        if self._carried is None:
-            self._sums_before, self._steps_before, self._seconds = None, self._step, 0.0
-        else:  # of this epoch, since the last line
-            self._sums_before, self._carried = -self._carried, None
+        self._log.end_epoch(self._step)
         is_last = epoch + 1 == self._config.epochs or ends[0]
         if self._is_stopped and not is_last and self._is_between:
             if is_best:
@@ -270,7 +255,7 @@ class KeptFit:
         Exchange.votes = None
         self.model._initial_epoch = None
         self._requests.end_training()
-        for end in (self._writer and self._writer.wait, self._events and self._events.close):
+        for end in (self._writer and self._writer.wait, self._log.close):
             with contextlib.suppress(RingtrainError):
                 if end:
                     end()
@@ -315,21 +300,18 @@ class KeptFit:
         activity.note(Phase.SAVE, self._step, takes_long=True)
         self._require_finite()
         own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)
-        if self._progress.batches_done:
+        if self._progress.batches_done and self._steps_of_epoch is None:  # who goes on may find no batch left
             logs = self.model._get_metrics_result_or_logs(self._last_logs)
             arrays = {f"logs/{name}": np.asarray(value) for name, value in logs.items()}
             own |= {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
-        sums = () if self._sums_before is None else self._sums_before
-        own["metrics/log"] = np.array([self._steps_before, *sums], np.float64)
-        own["metrics/seconds"] = np.array([self._seconds])
+        own |= self._log.own()
         own["data"] = np.frombuffer(self.batches.read_state(self._progress.batches_done), np.uint8)
         packed = pack(own)
         sizes = all_gather_object(self._collective, packed.size, name="fit/sizes")
         of_all = self._collective.all_gather(tf.constant(packed), name="fit/own").numpy()
         if self._writer is None:
             return None
-        assert self._events is not None
-        self._events.flush()
+        self._log.flush()
         parts = np.split(of_all, np.cumsum(sizes)[:-1])
         snapshot = take_snapshot(self._variables, self._step, self._progress, self._facts)
         extra = {f"{RANKS}{rank}": part for rank, part in enumerate(parts)} | best_weights_of(self._others)
@@ -403,30 +385,17 @@ class KeptFit:
             versions=package_versions(),
         )
 
-    def _log(self, logs: Mapping[str, Any]) -> None:
+    def _write_log(self, logs: Mapping[str, Any]) -> None:
         """Means since the last line, over the samples of all ranks; DivergedError where the loss is not finite."""
         activity.note(Phase.LOG, self._step)
-        sums = self._metrics.sum()
-        values, samples = self._metrics.read(sums if self._sums_before is None else sums - self._sums_before)
-        if values.keys() != logs.keys() or not samples:  # of a train_step that gives values of its own
-            values = self._metrics.mean_over_ranks(scalars(logs))
-        self._sums_before = sums
-        num_steps, seconds = self._step - self._steps_before, self._seconds
-        self._steps_before, self._seconds = self._step, 0.0
-        self._progress.samples_seen += samples
-        if not np.isfinite(values.get("loss", 0.0)):
-            self._diverge(float(np.mean(logs.get("loss", np.nan))), num_steps)
+        means = self._log.take_means(self._step, logs)
+        progress, steps = self._progress, self._steps_of_epoch
+        progress.samples_seen += means.samples
+        if not np.isfinite(means.values.get("loss", 0.0)):
+            self._diverge(float(np.mean(logs.get("loss", np.nan))), means.steps)
         self._require_finite()
-        if self._opened is None or self._events is None:
-            return
-        steps = self._steps_of_epoch
-        done = self._progress.epochs_done + (self._progress.batches_done / steps if steps else 0)
-        if not hasattr(self.model.optimizer, "optimizers"):  # of which each has its own
-            values["lr"] = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-        speed = {"examples_per_sec": round(samples / seconds, 1), "sec_per_step": round(seconds / num_steps, 6)}
-        facts = {"step": self._step, "epoch": round(done, 4), "samples_seen": self._progress.samples_seen}
-        self._opened.directory.write_event("train", **facts, **values, **speed)
-        self._events.scalars("train", values | speed, step=self._step)
+        epoch = progress.epochs_done + (progress.batches_done / steps if steps else 0)
+        self._log.write(means, self._step, epoch=epoch, samples_seen=progress.samples_seen)
 
     def _require_finite(self) -> None:
         """Where a gradient was not finite, the loss need not show it; moving statistics are each rank's own."""
@@ -447,27 +416,16 @@ class KeptFit:
 
     def _note_validation(self, logs: Mapping[str, Any]) -> bool:
         """Write the ``eval`` event; whether it is the best so far. Every rank must call it."""
-        values_here = scalars(logs)
-        mine = {name.removeprefix("val_"): v for name, v in values_here.items() if name.startswith("val_")}
-        had = all_gather_object(self._collective, bool(mine), name="fit/validated")
-        samples = 0
-        if all(had):  # its metrics are still what fit() has validated by
-            values, samples = self._metrics.read(self._metrics.sum())
-            values = {n: v for n, v in values.items() if n in mine} if samples else self._metrics.mean_over_ranks(mine)
-        else:
-            values = run_on_rank0(self._collective, lambda: mine, name="fit/validated_by_rank0")
-        if not values:
+        means = self._log.read_validation(logs)
+        if not means.values:
             return False
         metric = self._config.best_metric
-        if metric not in values:
+        if metric not in means.values:
             raise UsageError(
-                f"best_metric is {metric!r}, and the validation gives {', '.join(values)}. Name one of these."
+                f"best_metric is {metric!r}, and the validation gives {', '.join(means.values)}. Name one of these."
             )
-        if self._opened is not None and self._events is not None:
-            epoch = self._progress.epochs_done
-            self._opened.directory.write_event("eval", step=self._step, epoch=epoch, samples=samples, **values)
-            self._events.scalars("eval", values, step=self._step)
-        return self._progress.note_evaluation(self._step, values[metric], self._config.best_direction)
+        self._log.write_validation(means, self._step, epoch=self._progress.epochs_done)
+        return self._progress.note_evaluation(self._step, means.values[metric], self._config.best_direction)
 
 
 @tf.function(autograph=False)

@@ -1,0 +1,135 @@
+"""What a ``fit`` that is kept says of its steps and validations."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from ringtrain.collectives import all_gather_object, run_on_rank0
+from ringtrain.keras.collective import ProcessSetCollective
+from ringtrain.keras.metrics import MetricsOverRanks, scalars
+from ringtrain.keras.rank_state import Arrays
+from ringtrain.run.resume import OpenedRun
+from ringtrain.training.summaries import EventFiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """Over the samples of all ranks, in some steps or a validation."""
+
+    values: dict[str, float]
+    samples: int  # 0: nobody knows
+    steps: int = 0
+    seconds: float = 0.0
+
+
+class FitLog:
+    """Means over the samples of all ranks, for ``metrics.jsonl`` and TensorBoard's files, which rank 0 alone writes."""
+
+    def __init__(
+        self, model: keras.Model, collective: ProcessSetCollective, opened: OpenedRun | None, *, first_step: int
+    ) -> None:
+        """``opened`` is None where nothing is to be written."""
+        self._model, self._collective = model, collective
+        self._metrics = MetricsOverRanks(model, collective)
+        self._directory = opened.directory if opened else None
+        self._events = EventFiles(opened.directory.tensorboard, first_step=first_step) if opened else None
+        self._sums_before: npt.NDArray[np.float64] | None = None  # at the last line; None: it was before this epoch
+        self._carried: npt.NDArray[np.float64] | None = None  # of an epoch that has ended, since the last line
+        self._steps_before = first_step
+        self._seconds, self._last_time = 0.0, 0.0
+
+    def count_time(self) -> None:
+        """Add the time since the last call, of this or of ``leave_out_time``, to that of the steps."""
+        now = time.perf_counter()
+        self._seconds += now - self._last_time
+        self._last_time = now
+
+    def leave_out_time(self) -> None:
+        """Take no account of the time up to now, such as that of a save."""
+        self._last_time = time.perf_counter()
+
+    def carry_over(self) -> None:
+        """Keep the sums since the last line, for the next epoch's first; Keras begins them anew there."""
+        sums = self._metrics.sum()
+        self._carried = sums if self._sums_before is None else sums - self._sums_before
+
+    def end_epoch(self, step: int) -> None:
+        if self._carried is None:
+            self._sums_before, self._steps_before, self._seconds = None, step, 0.0
+        else:
+            self._sums_before, self._carried = -self._carried, None
+
+    def take_means(self, step: int, logs: Mapping[str, Any]) -> Means:
+        """Since the last line. Every rank must call it."""
+        sums = self._metrics.sum()
+        values, samples = self._metrics.read(sums if self._sums_before is None else sums - self._sums_before)
+        if values.keys() != logs.keys() or not samples:  # of a train_step that gives values of its own
+            values = self._metrics.mean_over_ranks(scalars(logs))
+        means = Means(values, samples, step - self._steps_before, self._seconds)
+        self._sums_before, self._steps_before, self._seconds = sums, step, 0.0
+        return means
+
+    def write(self, means: Means, step: int, *, epoch: float, samples_seen: int) -> None:
+        """The ``train`` event."""
+        if self._directory is None or self._events is None:
+            return
+        values = dict(means.values)
+        if not hasattr(self._model.optimizer, "optimizers"):  # of which each has its own
+            values["lr"] = float(keras.ops.convert_to_numpy(self._model.optimizer.learning_rate))
+        speed = {
+            "examples_per_sec": round(means.samples / means.seconds, 1),
+            "sec_per_step": round(means.seconds / means.steps, 6),
+        }
+        facts = {"step": step, "epoch": round(epoch, 4), "samples_seen": samples_seen}
+        self._directory.write_event("train", **facts, **values, **speed)
+        self._events.scalars("train", values | speed, step=step)
+
+    def read_validation(self, logs: Mapping[str, Any]) -> Means:
+        """Of an epoch's end; no values where it had none. Every rank must call it."""
+        values_here = scalars(logs)
+        mine = {name.removeprefix("val_"): v for name, v in values_here.items() if name.startswith("val_")}
+        had = all_gather_object(self._collective, bool(mine), name="fit/validated")
+        if not all(had):
+            return Means(run_on_rank0(self._collective, lambda: mine, name="fit/validated_by_rank0"), 0)
+        values, samples = self._metrics.read(self._metrics.sum())  # still those that fit() has validated by
+        if not samples:
+            return Means(self._metrics.mean_over_ranks(mine), 0)
+        return Means({name: value for name, value in values.items() if name in mine}, samples)
+
+    def write_validation(self, means: Means, step: int, *, epoch: int) -> None:
+        """The ``eval`` event."""
+        if self._directory is None or self._events is None:
+            return
+        self._directory.write_event("eval", step=step, epoch=epoch, samples=means.samples, **means.values)
+        self._events.scalars("eval", means.values, step=step)
+
+    def own(self) -> Arrays:
+        """What this rank needs to go on in mid-epoch."""
+        sums = () if self._sums_before is None else self._sums_before
+        return {
+            "metrics/log": np.array([self._steps_before, *sums], np.float64),
+            "metrics/seconds": np.array([self._seconds]),
+        }
+
+    def set_own(self, own: Arrays) -> None:
+        if "metrics/log" not in own:
+            return
+        steps, *sums = own["metrics/log"]
+        self._steps_before, self._sums_before = int(steps), np.array(sums) if sums else None
+        self._seconds = float(own["metrics/seconds"][0])
+
+    def flush(self) -> None:
+        """Bring what was written to TensorBoard's files."""
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()

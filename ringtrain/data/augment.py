@@ -11,9 +11,12 @@ import math
 
 import tensorflow as tf
 
+from ringtrain.data.graph_code import graph_code
+
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment (Steele, Lea and Flood, 2014)
 
 
+@graph_code
 def sample_keys(seed: int, epoch: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     """A key for each sample in this epoch.
 
@@ -30,6 +33,7 @@ def sample_keys(seed: int, epoch: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     return _mix(epoch_key + tf.cast(indices, tf.uint64) * tf.constant(_GOLDEN_GAMMA, tf.uint64))
 
 
+@graph_code
 def uniform(keys: tf.Tensor, draw: int, shape: tuple[int, ...] = ()) -> tf.Tensor:
     """Uniform numbers in [0, 1) for each sample.
 
@@ -49,6 +53,7 @@ def uniform(keys: tf.Tensor, draw: int, shape: tuple[int, ...] = ()) -> tf.Tenso
     return tf.reshape(values, tf.concat([tf.shape(keys), tf.constant(shape, tf.int32)], axis=0))
 
 
+@graph_code
 def random_shift(images: tf.Tensor, keys: tf.Tensor, max_pixels: int, *, draw: int = 0) -> tf.Tensor:
     """Shift each image by whole pixels, up to ``max_pixels`` each way; zeros come in at the edges.
 
@@ -61,6 +66,7 @@ def random_shift(images: tf.Tensor, keys: tf.Tensor, max_pixels: int, *, draw: i
     return random_crop(padded, keys, images.shape[1], images.shape[2], draw=draw)
 
 
+@graph_code
 def random_crop(images: tf.Tensor, keys: tf.Tensor, height: int, width: int, *, draw: int = 0) -> tf.Tensor:
     """Cut a window out of each image, anywhere inside it.
 
@@ -87,6 +93,7 @@ def random_crop(images: tf.Tensor, keys: tf.Tensor, height: int, width: int, *, 
     return _gather_pixels(images, rows, columns)
 
 
+@graph_code
 def random_flip_left_right(images: tf.Tensor, keys: tf.Tensor, *, draw: int = 0) -> tf.Tensor:
     """Mirror each image [n, h, w, c], or not, with even chances."""
     height, width = images.shape[1], images.shape[2]
@@ -95,11 +102,13 @@ def random_flip_left_right(images: tf.Tensor, keys: tf.Tensor, *, draw: int = 0)
     return _gather_pixels(images, tf.range(height)[tf.newaxis], columns)
 
 
+@graph_code
 def random_brightness(images: tf.Tensor, keys: tf.Tensor, max_delta: float, *, draw: int = 0) -> tf.Tensor:
     """Add to each image [n, h, w, c] of floats a number of its own, from -max_delta up to, not including, max_delta."""
     return images + _one_for_each(uniform(keys, draw) * (2 * max_delta) - max_delta, images)
 
 
+@graph_code
 def random_contrast(images: tf.Tensor, keys: tf.Tensor, lower: float, upper: float, *, draw: int = 0) -> tf.Tensor:
     """Stretch each channel of an image about its mean, by a factor of the image's own.
 
@@ -115,6 +124,7 @@ def random_contrast(images: tf.Tensor, keys: tf.Tensor, lower: float, upper: flo
     return images * factors + (means - means * factors)
 
 
+@graph_code
 def per_image_standardization(images: tf.Tensor) -> tf.Tensor:
     """Give each image mean 0 and standard deviation 1.
 

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.augment import sample_keys
+from ringtrain.data.graph_code import graph_code
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.sources import FallibleSource, Source
 from ringtrain.errors import RingtrainError, UsageError
@@ -65,9 +66,9 @@ def local_batches(
     def read(padded: tf.Tensor, count: tf.Tensor, step: tf.Tensor, epoch: tf.Tensor, global_count: tf.Tensor) -> Batch:
         indices = padded[:count]
         if skips_bad:
-            indices, x, y = cast(FallibleSource, source).gather_good(indices)
+            indices, x, y = graph_code(cast(FallibleSource, source).gather_good)(indices)
         else:
-            x, y = as_pair(source.gather, source.gather(indices))
+            x, y = as_pair(source.gather, graph_code(source.gather)(indices))
         if augment is not None:
             x, y = change(augment, x, y, sample_keys(order.seed, epoch, indices))
         return Batch(x, y, indices, step, global_count)
@@ -78,7 +79,7 @@ def local_batches(
         plan, output_signature=(tf.TensorSpec([None, None], tf.int64), numbers, numbers, numbers, numbers)
     ).unbatch()
     with own_errors():
-        return in_own_threads(planned.map(read), num_threads)
+        return in_own_threads(planned.map(graph_code(read)), num_threads)
 
 
 def in_own_threads(
@@ -91,7 +92,6 @@ def in_own_threads(
     return dataset.prefetch(num_ahead).with_options(options)
 
 
-@tf.autograph.experimental.do_not_convert
 def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """The samples (x, y) that a method of the user's gave, as it is traced; it was to change those ``of``."""
     if isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_holds_samples, tf.nest.flatten(given))):
@@ -111,7 +111,7 @@ def change(augment: Augment, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]
 
     Of another number the graph raises an error: see ``explain_change``.
     """
-    changed = as_pair(augment, augment(x, y, keys), of=(x, y))
+    changed = as_pair(augment, graph_code(augment)(x, y, keys), of=(x, y))
     said = f"{getattr(augment, '__qualname__', type(augment).__name__)} {OTHER_COUNT}"
     given = {id(leaf) for leaf in tf.nest.flatten((x, y))}  # what comes back as it was is not looked at in each step
     others = [leaf for leaf in tf.nest.flatten(changed) if id(leaf) not in given]

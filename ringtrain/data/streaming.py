@@ -14,6 +14,7 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.forms import Form, agree_on_form, as_arrays
+from ringtrain.data.graph_code import graph_code
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import (
     Augment,
@@ -101,13 +102,12 @@ class _Reader:
         scalar = tf.TensorSpec([], tf.int64)
         specs = [tf.TensorSpec([], tf.bool), scalar, scalar, tf.TensorSpec([None], tf.int64), *self._form.specs]
 
-        @tf.autograph.experimental.do_not_convert
         def read(_: tf.Tensor) -> tuple[tf.Tensor, ...]:
             tensors = tf.numpy_function(self._read, [], [spec.dtype for spec in specs])
             return tuple(tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, specs, strict=True))
 
-        steps = tf.data.Dataset.counter().map(read).take_while(lambda is_there, *_: is_there)
-        return steps.map(self._to_batch)
+        steps = tf.data.Dataset.counter().map(graph_code(read)).take_while(graph_code(lambda is_there, *_: is_there))
+        return steps.map(graph_code(self._to_batch))
 
     def explain(self, error: Exception, step: int) -> Exception:
         """What the feed raised, which tf.data has made a text of; or what is wrong with a step (from 0)."""

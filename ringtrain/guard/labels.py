@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ringtrain.data.graph_code import graph_code
 from ringtrain.data.pipeline import Augment, Batch
 from ringtrain.data.sources import ArraySource
 from ringtrain.errors import DataError
@@ -64,13 +65,14 @@ def keeps_labels(augment: Augment, source: ArraySource) -> bool:
     """Whether ``augment`` gives each y as it gets it, as its trace shows."""
     kept = []
 
-    @tf.autograph.experimental.do_not_convert
     def look(one: Any, other: Any) -> None:
         kept.append(all(a is b for a, b in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)))
 
     def trace(indices: tf.Tensor, keys: tf.Tensor) -> None:
         x, y = source.gather(indices)
-        look(y, augment(x, y, keys)[1])
+        look(y, graph_code(augment)(x, y, keys)[1])
 
-    tf.function(trace).get_concrete_function(tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uint64))
+    tf.function(trace, autograph=False).get_concrete_function(
+        tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uint64)
+    )
     return all(kept)

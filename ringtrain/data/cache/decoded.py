@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ringtrain.data.graph_code import graph_code
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
 
@@ -29,7 +30,7 @@ class Layout:
 def find_layout(source: FallibleSource) -> Layout:
     """What the samples of a source look like; none is read."""
     empty = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64))
-    structure = empty.map(source.gather).element_spec
+    structure = empty.map(graph_code(source.gather)).element_spec
     specs = tf.nest.flatten(structure)
     for spec in specs:
         if not (isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[1:].is_fully_defined()):

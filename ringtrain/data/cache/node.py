@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.cache.decoded import CachedSource, Layout, find_layout
+from ringtrain.data.graph_code import graph_code
 from ringtrain.data.pipeline import in_own_threads
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
@@ -143,7 +144,7 @@ class CacheFile:
     def fill(self, part: Path, source: FallibleSource, samples: range, num_threads: int) -> None:
         """Decode samples and write them into their places in ``part``."""
         chunk = max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // self.layout.bytes_per_sample))
-        chunks = tf.data.Dataset.range(samples.start, samples.stop).batch(chunk).map(source.gather_good)
+        chunks = tf.data.Dataset.range(samples.start, samples.stop).batch(chunk).map(graph_code(source.gather_good))
         chunks = in_own_threads(chunks, num_threads, num_ahead=1)
         with _saying_where(part):
             is_good, *arrays = self._map(part, "r+")

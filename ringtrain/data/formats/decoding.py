@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from ringtrain.data.graph_code import graph_code
+
 PARALLEL_DECODES = 16  # at most; the input pipeline's threads decide how many of a batch are decoded at once
 
 
@@ -23,7 +25,7 @@ def decode_batch(
     tf.map_fn cannot pass over an image, and is slower for small ones.
     """
     decoded = tf.data.Dataset.from_tensor_slices((indices, encoded)).map(
-        lambda index, image: (index, decode(image)), num_parallel_calls=PARALLEL_DECODES, deterministic=True
+        graph_code(lambda index, image: (index, decode(image))), num_parallel_calls=PARALLEL_DECODES, deterministic=True
     )
     if skips_bad:
         decoded = decoded.ignore_errors()

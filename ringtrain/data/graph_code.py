@@ -1,0 +1,21 @@
+"""Which functions AutoGraph makes graph code of: a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def graph_code(function: Function) -> Function:
+    """A user's function made graph code by AutoGraph, as tf.data makes it; one of ours as it is, since it is that.
+
+    AutoGraph writes anew all that is called within: a tenth of the time of a start, where all of it was ours.
+    """
+    if getattr(function, "__module__", "").partition(".")[0] == __name__.partition(".")[0]:
+        return tf.autograph.experimental.do_not_convert(function)
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(function, autograph.control_status_ctx())

@@ -91,7 +91,6 @@ class TrainingGuard(keras.callbacks.Callback):
             if is_traced_otherwise and self.model.train_function is not None:
                 self.model.make_train_function(force=True)
         self._num_epochs = 0
-        first_batches().begin()
 
     def _may_sum_natively(self, collective: ProcessSetCollective) -> bool:
         """Whether this fit's sums may be native; the first such fit joins the ranks. Rank 0 says who carries them."""

@@ -126,6 +126,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         callback for callback in (listed if isinstance(listed, list | tuple) else [listed]) if isinstance(callback, Run)
     ]
     epochs, initial_epoch = given.arguments["epochs"], given.arguments["initial_epoch"]
+    first_batches().begin()
     try:
         with contextlib.ExitStack() as kept:
             for run in runs[:1]:
@@ -133,6 +134,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
                 kept.enter_context(around)
             return plain(*args, **kwargs)
     finally:
+        first_batches().end()
         distributed = find_distributed(getattr(model, "optimizer", None))
         if distributed is not None:
             distributed.exchange.end_fit()  # Keras does not tell callbacks of the end where something was raised
@@ -154,7 +156,7 @@ def _get_dataset(plain: Any, data: Any) -> Any:
 
 def _metrics_or_logs(plain: Any, model: Any, logs: Any) -> Any:
     kept = Run.current
-    if kept is None or logs:
+    if kept is None or kept.model is not model or logs:
         return plain(logs)
     return kept.take_logs() or plain(logs)
 

@@ -30,15 +30,19 @@ class FirstBatches:
 
     def __init__(self) -> None:
         self.hashes: list[str] = []
-        self._is_awaited = False
+        self._is_in_fit = self._is_awaited = False
 
     def begin(self) -> None:
-        """Forget those of an earlier ``fit``."""
-        self.hashes, self._is_awaited = [], False
+        """A ``fit`` begins; forget those of an earlier one."""
+        self.hashes, self._is_in_fit, self._is_awaited = [], True, False
+
+    def end(self) -> None:
+        """It has ended; what a user's own loop asks for next may be validation."""
+        self._is_in_fit = self._is_awaited = False
 
     def wait(self) -> None:
         """What is asked for next is what is trained on; validation comes later."""
-        self._is_awaited = len(self.hashes) < NUM_BATCHES
+        self._is_awaited = self._is_in_fit and len(self.hashes) < NUM_BATCHES
 
     def note(self, steps: Iterator[Any], steps_per_call: int) -> Iterator[Any]:
         """The steps of an epoch as Keras numbers them, each with its iterator, of which the first are noted."""
@@ -47,14 +51,17 @@ class FirstBatches:
 
     def _note(self, steps: Iterator[Any], steps_per_call: int) -> Iterator[Any]:
         for *numbers, iterator in steps:
-            given = iterator
-            if len(self.hashes) < NUM_BATCHES and _is_plain(iterator):
-                batches = list(itertools.islice(iterator, steps_per_call))
-                self.hashes = [*self.hashes, *map(_hash, batches)][:NUM_BATCHES]
-                if batches:
-                    again = tf.data.Dataset.from_generator(batches.copy, output_signature=iterator.element_spec)
-                    given = iter(without_tuner(again))
-            yield *numbers, given
+            is_due = len(self.hashes) < NUM_BATCHES and _is_plain(iterator)
+            yield *numbers, self._note_next(iterator, steps_per_call) if is_due else iterator
+
+    def _note_next(self, iterator: Any, number: int) -> Any:
+        """An iterator of so many batches, which nobody here holds on to."""
+        batches = list(itertools.islice(iterator, number))
+        self.hashes = [*self.hashes, *map(_hash, batches)][:NUM_BATCHES]
+        if not batches:
+            return iterator
+        again = tf.data.Dataset.from_generator(batches.copy, output_signature=iterator.element_spec)
+        return iter(without_tuner(again))
 
 
 def _is_plain(iterator: Any) -> bool:

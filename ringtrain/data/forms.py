@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,15 +43,17 @@ class Form:
         return tf.nest.pack_sequence_as(self._spec, list(leaves))
 
 
-def as_arrays(value: Any) -> Any:
+def as_arrays(value: Any, *, with_names: bool = False) -> Any:
     """A batch's x or y with every leaf an array: a list is one, a tuple and a dict are structures of arrays.
 
     TensorFlow's tensors never change; of others each array is a copy, as whoever made it may use its memory again.
+    A namedtuple remains one ``with_names``; a rank that is fed nothing would not know of it.
     """
-    if isinstance(value, dict):
-        return {key: as_arrays(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return {key: as_arrays(item, with_names=with_names) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(as_arrays(item) for item in value)
+        items = [as_arrays(item, with_names=with_names) for item in value]
+        return type(value)(*items) if with_names and hasattr(value, "_fields") else tuple(items)
     return np.asarray(value) if tf.is_tensor(value) else np.array(value)
 
 

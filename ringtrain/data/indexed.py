@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 READERS = 8  # threads that read samples: what waits for a disk, or decodes outside of Python, takes its time at once
 QUICK_SECONDS, MAX_SLOW = 1e-4, 3  # one alone may have been interrupted
-NUM_IN_THREADS = 100  # batches; then looked at again: files that were slow once are at hand later
+BATCHES_IN_THREADS = 100  # then their time is taken again: files that were slow once are at hand later
 AS_JSON, AS_BYTES = b"j", b"b"  # how the state of an iterator is kept
 MAX_SAMPLES = 2**53  # Grain says of what has no end that it has as many as fit into a word
 
@@ -39,8 +39,9 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
     whatever has ``len(samples)`` and ``samples[number]``, a pair (x, y). The order is ringtrain's own, as with arrays:
     N ranks train exactly what one trains, a run goes on at any step without reading anything again, on any number of
     ranks, ``verify`` shows it, and it can be evaluated on as well. A sample that raises is named, or left out with
-    ``--on_bad_sample skip``. A number always gives the same sample, also in several threads at once, which read what
-    takes long. Leave ``shuffle``, ``repeat`` and ``batch`` out.
+    ``--on_bad_sample skip``. ``samples[number]`` must always give the same sample, and in memory that no later call
+    uses again, since what takes long is read by several threads at once. Leave ``shuffle``, ``repeat`` and ``batch``
+    out.
 
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
     anything else that is iterated. It is sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``),
@@ -236,7 +237,6 @@ class IndexedSource:
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
         import tensorflow as tf
 
-        # A method, since AutoGraph makes graph code of functions in functions, and calls each thing in them a detour.
         good, *leaves = tf.numpy_function(self._read_good, [indices], [tf.int64, *(dtype for dtype, _ in self._kinds)])
         good.set_shape([None])
         for leaf, (_, shape) in zip(leaves, self._kinds, strict=True):
@@ -279,7 +279,7 @@ class IndexedSource:
         if len(taken) < number:
             taken += self._pool.map(take, range(len(taken), number))
             self._in_threads += 1
-            if self._in_threads >= NUM_IN_THREADS:
+            if self._in_threads >= BATCHES_IN_THREADS:
                 self._slow_in_a_row, self._in_threads = 0, 0
         return taken
 
@@ -296,7 +296,7 @@ class IndexedSource:
             if not (isinstance(sample, (tuple, list)) and len(sample) == 2):
                 what = "None, as where a filter has left it out" if sample is None else f"a {type(sample).__name__}"
                 raise DataError(f"it is {what}; each sample must be a pair (x, y). Map it so, and filter beforehand.")
-            sample = tuple(map(as_arrays, sample))
+            sample = (as_arrays(sample[0], with_names=True), as_arrays(sample[1], with_names=True))
             arrays = tf.nest.flatten(sample)
             if self._kinds:
                 self._require_like_first(sample, arrays)

@@ -52,8 +52,8 @@ class Current:
                 if not begins_anew:
                     raise DataError(
                         "the dataset cannot go on from where the checkpoint says that it was: "
-                        f"{describe_defect(error)} Give the dataset that the run began with, on the same TensorFlow, "
-                        "or begin anew from its weights: --resume never --init_from RUN."
+                        f"{describe_defect(error)} Give the dataset that the run began with, its files where they "
+                        "were, on the same TensorFlow, or begin anew from its weights: --resume never --init_from RUN."
                     ) from error
                 warn_of_state(error)
                 self._begin(make())
@@ -102,16 +102,24 @@ def tunes_reads(dataset: tf.data.Dataset) -> bool:
 
 
 def buffered_bytes(dataset: tf.data.Dataset) -> float:
-    """What a pipeline holds ready in buffers whose length it says, such as a shuffle's; infinite where nobody knows."""
+    """What a pipeline holds ready in a shuffle, and in a prefetch where that can be told; infinite where it may be
+    anything."""
     inputs = dataset._inputs()
     if getattr(dataset, "_filename", None) is not None and not dataset._filename.numpy():
         return math.inf  # a cache in memory: all of it is in the state
-    length = getattr(dataset, "_buffer_size", None) if hasattr(dataset, "_input_dataset") else None
-    num_bytes = 0.0 if length is None else _bytes_of(inputs[0], max(TUNED_AHEAD, int(length)))
+    operations = dataset._map_func.function.graph.get_operations() if hasattr(dataset, "_map_func") else ()
+    if any(operation.type.startswith(("ShuffleDataset", "CacheDataset")) for operation in operations):
+        return math.inf  # of each file, as in a function of interleave()
+    num_bytes, length = 0.0, getattr(dataset, "_buffer_size", None) if hasattr(dataset, "_input_dataset") else None
+    if length is not None and not hasattr(dataset, "_seed"):  # a prefetch, which mostly holds few
+        ahead = _bytes_of(inputs[0], max(TUNED_AHEAD, int(length)))
+        num_bytes = ahead if math.isfinite(ahead) else 0.0
+    elif length is not None:
+        num_bytes = _bytes_of(inputs[0], int(length) if int(length) >= 0 else math.inf)  # below 0: all there are
     return num_bytes + sum(map(buffered_bytes, inputs))
 
 
-def _bytes_of(dataset: tf.data.Dataset, elements: int) -> float:
+def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
     """What so many elements take, at most; no more than there is where they are in memory, such as names of files."""
     import tensorflow as tf
 
@@ -128,11 +136,11 @@ def _bytes_of(dataset: tf.data.Dataset, elements: int) -> float:
     return min(elements * of_one, of_all)
 
 
-def _batch_size(dataset: tf.data.Dataset) -> int:
-    """Of the last ``batch()``, which shapes do not say; 1 where there is none."""
+def _batch_size(dataset: tf.data.Dataset) -> float:
+    """Of the last ``batch()``, which shapes do not say; infinite where there is none."""
     if (size := getattr(dataset, "_batch_size", None)) is not None:
         return int(size)
-    return max(map(_batch_size, dataset._inputs()), default=1)
+    return max(map(_batch_size, dataset._inputs()), default=math.inf)
 
 
 def read_iterator_state(iterator: Any) -> bytes:

@@ -151,5 +151,5 @@ class Batches:
         except (AttributeError, tf.errors.OpError) as error:
             raise DataError(
                 f"the data cannot go on from where the checkpoint says that they were: {error}. Give the pipeline that "
-                "the run began with, or start anew: Run(..., resume='never')."
+                "the run began with, its files where they were, or start anew: Run(..., resume='never')."
             ) from error

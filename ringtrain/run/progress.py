@@ -12,8 +12,8 @@ MAX_COUNT = 2**63
 
 
 def is_place(value: Any) -> bool:
-    """Whether it is a step with a state in base64."""
-    if not (isinstance(value, (list, tuple)) and len(value) == 2 and type(value[0]) is int and type(value[1]) is str):
+    """Whether it is a step with a state in base64 and a directory."""
+    if not (isinstance(value, (list, tuple)) and list(map(type, value)) == [int, str, str]):
         return False
     return 0 <= value[0] < MAX_COUNT and re.fullmatch(r"[A-Za-z0-9+/]*={0,2}", value[1]) is not None
 
@@ -31,8 +31,9 @@ class Progress:
     batches_done: int = 0  # of its epoch after these
     skipped_in_a_row: int = 0  # steps that were not finite, up to now without an interruption
     finished: Literal["completed", "stopped early"] | None = None  # how the run came to its end, if it has
-    # Of each rank's pipeline a step up to here, and its state before it (base64); rank 0's alone where all read alike.
-    places: list[tuple[int, str]] = field(default_factory=list)
+    # Of each rank's pipeline a step up to here, its state before it (base64), and the directory of its data; rank 0's
+    # alone where all read alike.
+    places: list[tuple[int, str, str]] = field(default_factory=list)
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Progress:
@@ -46,7 +47,7 @@ class Progress:
         if progress.best is not None and type(progress.best) not in (int, float):
             raise ValueError(f"its best is {progress.best!r}")
         if not isinstance(progress.places, list) or not all(map(is_place, progress.places)):
-            raise ValueError("its places are no list of a step and a state for each rank")
+            raise ValueError("its places are no list of a step, a state and a directory for each rank")
         if progress.finished not in (None, "completed", "stopped early"):
             raise ValueError(f"its finished is {progress.finished!r}")
         return progress

@@ -33,6 +33,7 @@ from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.terminal.console import Console
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job
+from ringtrain.training.plan import place_of_data
 from ringtrain.training.saving import CheckpointWriter, describe_job, take_snapshot
 from ringtrain.training.summaries import MAX_IMAGES, EventFiles, explaining
 
@@ -243,10 +244,10 @@ def note_places(training: Training, step: int) -> None:
     place = training.job.batches.place_before(step)
     if place is None:  # on all ranks
         return
-    mine = [place[0], base64.b64encode(place[1]).decode()]
+    mine = [place[0], base64.b64encode(place[1]).decode(), place_of_data(training.job.config)]
     places = all_gather_object(training.job.collective, mine, name="places")
     # create_batches takes those of all ranks, or rank 0's where all read alike.
-    training.progress.places = [(at, state) for at, state in places if state]
+    training.progress.places = [(at, state, where) for at, state, where in places if state]
 
 
 class CheckReplicas(Action):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,6 +13,7 @@ from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, Config
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import local_batches
+from ringtrain.data.places import NOWHERE
 from ringtrain.data.sources import FallibleSource, Feed, Source, is_fallible
 from ringtrain.data.stepping import Batches, CountedBatches, explain_bad
 from ringtrain.data.streaming import streaming_batches
@@ -88,7 +90,7 @@ def create_batches(
     *,
     num_threads: int,
     print_line: Callable[[str], None],
-    places: Sequence[tuple[int, str]] = (),
+    places: Sequence[tuple[int, str, str]] = (),
 ) -> Batches:
     """This rank's batches of the plan's steps; ``places``: where each rank's pipeline was (``Progress.places``)."""
     order, world = plan.order, collective.world
@@ -96,8 +98,9 @@ def create_batches(
     read: dict[str, Any] = {"num_threads": num_threads, "augment": workload.augment}
     if isinstance(train, Feed):
         is_known = len(places) == world.size or (bool(places) and train.is_shared)
-        step, state = places[world.rank if len(places) == world.size else 0] if is_known else (0, "")
-        place = (step, base64.b64decode(state))
+        step, state, where = places[world.rank if len(places) == world.size else 0] if is_known else (0, "", "")
+        # A state may name files: of another directory than this rank's now, they are gone, or those of former data.
+        place = (step, base64.b64decode(state)) if state and where == place_of_data(config) else NOWHERE
         dataset, explain, found = streaming_batches(
             train, cast(StreamingOrder, order), collective, **steps, **read, print_line=print_line, place=place
         )
@@ -114,3 +117,8 @@ def create_batches(
     return CountedBatches(
         dataset, collective, order, **steps, explain=explain, find_bad=find_bad, print_line=print_line
     )
+
+
+def place_of_data(config: Config) -> str:
+    """This rank's ``--data_dir``, as the pipelines' states in a checkpoint are marked with it."""
+    return "" if config.data_dir is None else os.path.realpath(config.data_dir)

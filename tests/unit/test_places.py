@@ -74,6 +74,14 @@ def test_what_a_pipeline_holds_ready_is_known_before_its_state_is_made() -> None
     assert buffered_bytes(texts.map(lambda text: text).shuffle(3)) == math.inf, "nobody knows how long they are"
     assert buffered_bytes(tf.data.TFRecordDataset(["file"], buffer_size=100)) == 0, "which are read ahead, not kept"
     assert buffered_bytes(samples.batch(5).prefetch(2)) == 2 * 5 * 24
+    some = samples.filter(lambda x, y: y >= 0)
+    assert buffered_bytes(some.shuffle(some.cardinality())) == math.inf, "all there are, and nobody knows how many"
+    vectors = samples.map(lambda x, y: tf.boolean_mask(x, x >= 0))
+    assert buffered_bytes(vectors.shuffle(2)) == math.inf, "nobody knows how long one is"
+    assert buffered_bytes(vectors.padded_batch(2).prefetch(tf.data.AUTOTUNE)) == 0, "a few, and their state says it"
+    assert buffered_bytes(tf.data.Dataset.range(3).interleave(tf.data.Dataset.range)) == 0
+    mixed = tf.data.Dataset.range(3).interleave(lambda n: tf.data.Dataset.range(n).shuffle(100))
+    assert buffered_bytes(mixed) == math.inf, "of each file"
     assert buffered_bytes(samples.map(lambda x, y: (x > 0, y)).shuffle(3)) == 3 * (4 + 8)
     ragged = tf.data.Dataset.from_tensor_slices((tf.ragged.constant([[1.0], [2.0, 3.0]]), [1, 2]))
     assert buffered_bytes(ragged.shuffle(2)) == math.inf

@@ -68,9 +68,16 @@ def test_it_goes_on_from_json_as_if_it_had_never_stopped() -> None:
 
 
 def test_places_of_pipelines_are_read_back() -> None:
-    progress = Progress(places=[(50, "AAE="), (50, "AAI=")])
+    progress = Progress(places=[(50, "AAE=", "/data"), (50, "AAI=", "")])
     read = Progress.from_plain(json.loads(json.dumps(asdict(progress)))).places
     assert [tuple(place) for place in read] == progress.places
-    for wrong in ("AAE=", [50, "AAE="], [[50, "<>"]], [["50", "AAE="]], [[-1, "AAE="]], [[50, "AAE=", 1]]):
-        with pytest.raises(ValueError, match="its places are no list of a step and a state for each rank"):
+    for wrong in (
+        "AAE=",
+        [50, "AAE=", ""],
+        [[50, "<>", ""]],
+        [["50", "AAE=", ""]],
+        [[-1, "AAE=", ""]],
+        [[50, "AAE=", 1]],
+    ):
+        with pytest.raises(ValueError, match="its places are no list of a step, a state and a directory for each rank"):
             Progress.from_plain({"places": wrong})

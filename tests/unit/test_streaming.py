@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ringtrain.collectives.base import Solo
 from ringtrain.data import indexed
-from ringtrain.data.indexed import NUM_IN_THREADS, IndexedSource, from_grain
+from ringtrain.data.indexed import BATCHES_IN_THREADS, IndexedSource, from_grain
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.sources import Feed, from_generator
 from ringtrain.data.streaming import streaming_batches
@@ -169,7 +169,7 @@ def test_samples_that_were_slow_once_are_read_without_threads_later(monkeypatch:
     samples = IndexedSource(Cold())
     samples.gather(batch)
     is_cold = False
-    for _ in range(NUM_IN_THREADS):
+    for _ in range(BATCHES_IN_THREADS):
         samples.gather(batch)
     assert any(name.startswith("samples") for name in threads)
     threads.clear()
@@ -196,6 +196,16 @@ def test_samples_that_come_in_the_same_memory_and_those_of_objects_are_taken_ove
     assert samples.fingerprint == IndexedSource(Same()).fingerprint
 
 
+def test_samples_that_are_named_keep_their_names() -> None:
+    class Label(NamedTuple):
+        value: int
+        weight: float
+
+    x, y = IndexedSource([({"image": [1.0]}, Label(3, 0.5))] * 2).gather(tf.constant([1, 0], tf.int64))
+    assert x["image"].numpy().tolist() == [[1.0], [1.0]]
+    assert (y.value.numpy().tolist(), y.weight.numpy().tolist()) == ([3, 3], [0.5, 0.5])
+
+
 def test_a_source_without_numbers_is_refused() -> None:
     for given in (iter([1]), object()):
         with pytest.raises(DataError, match=r"samples by number need __getitem__ and __len__\. Give a MapDataset"):
@@ -220,7 +230,7 @@ def test_a_state_of_another_pipeline_is_told_and_left_out_or_refused(caplog: pyt
     batches = Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 2, state)
     assert [batch[1].numpy().tolist() for batch in batches] == expected[2:]
     assert "the pipeline cannot go on from where the checkpoint says that it was" in caplog.text
-    with pytest.raises(DataError, match="Give the dataset that the run began with, on the same TensorFlow"):
+    with pytest.raises(DataError, match="Give the dataset that the run began with, its files where they were"):
         Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 2, state, begins_anew=False)
 
 

@@ -48,16 +48,25 @@ def test_n_ranks_train_what_one_trains_on_the_whole_dataset(
     assert [event["samples_seen"] for event in events(out, "train")] == [4, 8, 11, 15, 19, 22]
 
 
-@pytest.mark.parametrize("endless", ["unknown", *(pytest.param(e, marks=pytest.mark.slow) for e in ("", "repeated"))])
+SLOW_WAYS = [("unknown", True), ("", False), ("", True), ("repeated", False)]
+
+
+@pytest.mark.parametrize(
+    ("endless", "has_moved"), [("unknown", False), *(pytest.param(*way, marks=pytest.mark.slow) for way in SLOW_WAYS)]
+)
 def test_it_goes_on_in_mid_pass_on_another_number_of_ranks(
-    run_ringtrain: RunRingtrain, tmp_path: Path, endless: str
+    run_ringtrain: RunRingtrain, tmp_path: Path, endless: str, has_moved: bool
 ) -> None:
-    """Augmented by the number of the sample in the pass, and shuffled anew in each, or with each repetition."""
+    """Augmented by the number of the sample in the pass, and shuffled anew in each, or with each repetition.
+
+    Where its files may be others, as ``--data_dir`` is another, its samples are made once more.
+    """
     noisy = [*WHOLE, "--options.noise", "0.5", "--options.shuffle", "true", f"--options.endless={endless}"]
     assert run_ringtrain([*noisy, "--steps", "5", "--out", tmp_path / "parts"], launcher="mpirun").rc == 0
-    finished = run_ringtrain([*noisy, "--steps", "8", "--out", tmp_path / "parts"])
+    moved = ["--data_dir", tmp_path] if has_moved else []
+    finished = run_ringtrain([*noisy, *moved, "--steps", "8", "--out", tmp_path / "parts"])
     assert finished.rc == 0, finished.stderr
-    assert "replayed" not in finished.stdout, "the pipeline says itself where it was"
+    assert ("replayed" in finished.stdout) == has_moved, "the pipeline says itself where it was"
     assert run_ringtrain([*noisy, "--steps", "8", "--out", tmp_path / "whole"]).rc == 0
     names = "checkpoints/step-000000008"
     parts, whole = (read_checkpoint(tmp_path / run / names).variables for run in ("parts", "whole"))
@@ -101,7 +110,12 @@ def test_ranks_that_read_the_very_same_are_warned(run_ringtrain: RunRingtrain, t
 @pytest.mark.parametrize(
     ("fault", "rc", "message"),
     [
-        ("another order", 3, "the dataset gives rank 1 other samples than rank 0: the first 4, of which each rank"),
+        pytest.param(
+            "another order",
+            3,
+            "the dataset gives rank 1 other samples than rank 0: the first 4, of which each rank",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("no end", 2, "how long the training lasts is not known", marks=pytest.mark.slow),
         pytest.param("no pairs", 3, "each must be a pair (x, y). Make them so", marks=pytest.mark.slow),
         ("fewer, unknown", 3, "the dataset gives this rank 3 samples for step 2, but the ranks' slices"),

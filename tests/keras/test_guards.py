@@ -301,6 +301,7 @@ class Captured(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_of_three_replicas_the_one_that_drifts_is_named(collective: Collective) -> None:
     model = make_model()

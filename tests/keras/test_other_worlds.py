@@ -23,6 +23,7 @@ def test_two_ranks_equal_one_over_gloo(collective: Collective) -> None:
     test_normalization.check_ways(("fit",))
 
 
+@pytest.mark.slow
 @on_ranks(GLOO, timeout=120)
 def test_metrics_are_means_over_all_samples_over_gloo(collective: Collective) -> None:
     test_callbacks.test_metrics_are_means_over_all_samples.body(collective)

@@ -97,7 +97,12 @@ hvd.allreduce([1.0])
 
 
 @pytest.mark.parametrize(
-    ("how", "tracebacks"), [("alike", ["KeyError"]), ("apart", ["KeyError", "ValueError"]), ("alone", ["KeyError"])]
+    ("how", "tracebacks"),
+    [
+        ("alike", ["KeyError"]),
+        ("apart", ["KeyError", "ValueError"]),
+        pytest.param("alone", ["KeyError"], marks=pytest.mark.slow),
+    ],
 )
 def test_what_all_ranks_raise_is_shown_once(tmp_path: Path, how: str, tracebacks: list[str]) -> None:
     script = tmp_path / "script.py"

@@ -25,7 +25,8 @@ SANITIZERS: dict[str, list[str]] = {
 
 CASES = [  # (sanitizer, how, nodes, ranks of a node)
     *(("none", how, 1, size) for how in ("threads", "processes") for size in (2, 3)),
-    *(("none", "processes", nodes, size) for nodes, size in ((2, 2), (3, 2), (5, 1))),
+    *(("none", "processes", nodes, size) for nodes, size in ((2, 2), (5, 1))),
+    pytest.param("none", "processes", 3, 2, marks=pytest.mark.slow),
     *(pytest.param("none", how, 1, 7, marks=pytest.mark.slow) for how in ("threads", "processes")),
     *(pytest.param("address", how, 1, 3, marks=pytest.mark.slow) for how in ("threads", "processes")),
     pytest.param("address", "processes", 3, 2, marks=pytest.mark.slow),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -411,23 +412,27 @@ def test_an_index_of_data_that_cannot_be_written_is_kept_in_the_user_s_cache(
     np.testing.assert_array_equal(tfrecord_index.load_index(paths, caches).entries, index.entries)
 
 
-@pytest.mark.parametrize("length", [100, 2**33, 2**40, 2**62, 2**64 - 8])
-def test_a_length_that_is_not_true_is_an_error_and_no_crash(tmp_path: Path, length: int) -> None:
+def test_a_length_that_is_not_true_is_an_error_and_no_crash(tmp_path: Path) -> None:
     """With the right checksum: TensorFlow's reader asks for so much memory, and the process dies."""
-    path = write(tmp_path / "train.tfrecord", [raw(0), raw(1)])
-    head = struct.pack("<Q", length)
-    with path.open("ab") as file:
-        file.write(head + struct.pack("<I", masked_crc32c(head)) + b"abc" * 10)
+    for length in (100, 2**33, 2**40, 2**62, 2**64 - 8):
+        path = write(tmp_path / f"{length}.tfrecord", [raw(0), raw(1)])
+        head = struct.pack("<Q", length)
+        with path.open("ab") as file:
+            file.write(head + struct.pack("<I", masked_crc32c(head)) + b"abc" * 10)
     # In a process of its own, since it could end this one.
     script = f"""
 from pathlib import Path
 from ringtrain.data.formats.tfrecord_index import scan_file
-scan_file(Path({str(path)!r}), 0)
+from ringtrain.errors import DataError
+for path in Path({str(tmp_path)!r}).iterdir():
+    try:
+        scan_file(path, 0)
+    except DataError as error:
+        print(error)
 """
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 1
-    assert "record 2 (at byte" in finished.stderr
-    assert "is cut off" in finished.stderr
+    assert finished.returncode == 0, finished.stderr
+    assert len(re.findall(r"record 2 \(at byte .* is cut off", finished.stdout)) == 5, finished.stdout
 
 
 def write_cache_with(cache: Path, index: tfrecord_index.Index, **columns: int) -> None:

@@ -94,11 +94,13 @@ def test_legacy_keras(tmp_path: Path) -> None:
     assert_told(look(python=python), "Keras", "broken", "2.15.0, but ringtrain trains models of Keras 3", "pip install")
 
 
+@pytest.mark.slow
 def test_mpi4py_that_looks_for_another_mpi() -> None:
     finished = look(env={"MPI4PY_MPIABI": "mpich"})
     assert_told(finished, "MPI", "broken", "mpi4py", "does not load", "libmpi.so.12", "pip install")
 
 
+@pytest.mark.slow
 def test_mpirun_of_another_mpi(tmp_path: Path) -> None:
     """A stand-in for MPICH's mpirun, which says of itself what that one says."""
     mpirun = tmp_path / "mpirun"
@@ -180,6 +182,7 @@ def test_a_rank_that_cannot_join_ends_the_look_of_all(tmp_path: Path) -> None:
     assert re.search(r"rank 1 on \S+: Horovod: not installed\. .*make setup", finished.stderr)
 
 
+@pytest.mark.slow
 def test_what_all_ranks_lack_is_told_once(tmp_path: Path) -> None:
     python, _ = make_environment(tmp_path / "env", without="horovod*")
     finished = start_doctor(python, python)

@@ -46,9 +46,10 @@ def test_what_keeps_a_finished_run_is_named_and_left(how: str, run_ringtrain: Ru
     assert events(tmp_path / "run")[-1]["status"] == "completed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "how"),
-    [("mpirun", "thread"), *(pytest.param(name, "child", marks=pytest.mark.slow) for name in ("mpirun", "launch"))],
+    [("mpirun", "thread"), ("mpirun", "child"), ("launch", "child")],
 )
 def test_a_rank_that_something_keeps_holds_up_no_launcher(
     launcher: str, how: str, run_ringtrain: RunRingtrain, tmp_path: Path
@@ -79,6 +80,7 @@ def test_a_process_that_outlives_its_rank_holds_up_no_launcher(
     assert finished.rc == 0, finished.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_run_that_something_keeps_leaves_with_75(tmp_path: Path) -> None:
     env = {"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}
     with running(tmp_path / "run", "--exit_timeout", "1", np=1, env=env, workload=f"{STAYING}:LastingThread") as run:
@@ -103,6 +105,7 @@ def test_a_script_has_all_its_time_and_is_ended_after_its_end(
     assert re.search(kept_by(how, code=code), finished.stderr), finished.stderr
 
 
+@pytest.mark.slow
 def test_a_forked_process_that_comes_back_does_not_touch_the_run(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["--workload", f"{STAYING}:LastingForker", "--out", out, "--epochs", "1"]

@@ -44,6 +44,7 @@ def accuracies_in(finished: Finished) -> list[float]:
     return [float(value) for value in re.findall(r"accuracy = ([\d.]+)", finished.stdout)]
 
 
+@pytest.mark.slow
 def test_your_own_model(tmp_path: Path) -> None:
     initialise, train, verify, evaluate, report, export = shown_commands(WORKLOADS, "my_workload")
     run(initialise, tmp_path)
@@ -89,6 +90,7 @@ def test_the_smallest_workload(folder: Path, example: str) -> None:
     assert float(losses[-1]) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_script_of_your_own(folder: Path) -> None:
     found = re.findall(r"{'accuracy': ([\d.]+)}", run(command_of("train_moons.py"), folder).stdout)
     assert len(found) == 2
@@ -137,7 +139,8 @@ def test_ranks_that_come_and_go(folder: Path) -> None:
     assert len(re.findall(r"rank [01] of 2 is done: 640 steps", said)) == 2, said
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 1])
 def test_any_function_in_parallel(folder: Path, num_ranks: int) -> None:
     command = command_of("polynomial.py")
     assert command.startswith("horovodrun -np 2 ")

@@ -153,6 +153,7 @@ def test_a_feed_of_unknown_length_needs_a_number_of_steps(run_ringtrain: RunRing
     assert "Give --steps" in finished.stderr
 
 
+@pytest.mark.slow
 def test_a_feed_cannot_be_verified_and_says_why(run_ringtrain: RunRingtrain) -> None:
     finished = run_ringtrain(["verify", "--workload", f"{WORKLOADS}:Fed", "--steps", "2", "--world_sizes", "1,2"])
     assert finished.rc == 2

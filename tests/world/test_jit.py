@@ -97,7 +97,7 @@ def dropout_model() -> keras.Model:
 
 
 @pytest.mark.parametrize(
-    "precision", ["float64", "mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)]
+    "precision", ["float64", *(pytest.param(f"mixed_{of}16", marks=pytest.mark.slow) for of in ("float", "bfloat"))]
 )
 @pytest.mark.parametrize("model", ["dropout", "batchnorm"])
 @on_ranks(2)

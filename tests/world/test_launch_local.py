@@ -106,6 +106,7 @@ def test_a_run_ends_bit_equal_whatever_is_killed(
     assert_history_is_whole(run.out, epochs=EPOCHS, steps=STEPS)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves(tmp_path: Path) -> None:
     """It goes to the ranks, not to mpirun, which would leave them a second."""
     out = tmp_path / "run"

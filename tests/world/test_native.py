@@ -182,6 +182,7 @@ def test_a_run_trains_the_same_bits_as_by_the_other_backend(run_ringtrain: RunRi
     assert len(set(digests)) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_answered(tmp_path: Path) -> None:
     out = tmp_path / "run"
     slow = {"RINGTRAIN_TEST_STEP_SECONDS": "0.1"}

@@ -43,7 +43,12 @@ SLICE = (
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("run", 1), pytest.param("run", 2, marks=pytest.mark.slow), ("run-format-2", 2)]
+    ("name", "ranks"),
+    [
+        pytest.param("run", 1, marks=pytest.mark.slow),
+        pytest.param("run", 2, marks=pytest.mark.slow),
+        ("run-format-2", 2),
+    ],
 )
 def test_a_run_begun_under_another_version_ends_as_it_would_have_there(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

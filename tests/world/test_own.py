@@ -70,6 +70,7 @@ def _two_cores() -> Iterator[None]:
     os.sched_setaffinity(0, cores)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_two_cores")
 def test_python_code_in_a_step_may_call_tensorflow_on_a_rank_of_one_core(
     run_ringtrain: RunRingtrain, tmp_path: Path
@@ -106,6 +107,7 @@ class Unshown(Digits):
 """
 
 
+@pytest.mark.slow
 def test_summaries_that_fail_end_no_run(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     file, out = tmp_path / "unshown.py", tmp_path / "run"
     file.write_text(UNSHOWN)

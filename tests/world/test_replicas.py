@@ -139,9 +139,9 @@ def test_one_bit_of_any_variable_is_enough(collective: Collective) -> None:
     ReplicaGuard(variables, collective).check(0)
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {"ema": 0.9},
-    {"precision": "mixed_float16", "accumulate": 2},
+SETTINGS: list[Any] = [
+    pytest.param({"ema": 0.9}, marks=pytest.mark.slow),
+    pytest.param({"precision": "mixed_float16", "accumulate": 2}, marks=pytest.mark.slow),
     {"precision": "float64", "global_batch_size": 4},  # not the same number on each of three ranks
 ]
 

@@ -71,6 +71,7 @@ def assert_tensorboard_holds_each_step_once(out: Path) -> None:
     assert [event.step for event in reader.Tensors("weights")] == [e["step"] for e in events(out, "eval")]
 
 
+@pytest.mark.slow
 def test_two_ranks_become_three_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     flags = ("--precision", "float64")
     one, out = tmp_path / "one", tmp_path / "run"

@@ -60,7 +60,7 @@ def error_lines(finished: Finished) -> list[str]:
     ]
 
 
-LAUNCHERS: list[str | None] = ["horovodrun", "horovodrun --gloo", "mpirun", None]
+LAUNCHERS = ["horovodrun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow), "mpirun", None]
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def test_digits_trains_under_each_launcher(
 
 
 def test_all_launchers_train_alike(digits_runs: dict[str | None, tuple[Finished, Path, set[str]]]) -> None:
-    assert set(digits_runs) == set(LAUNCHERS), "runs after test_digits_trains_under_each_launcher"
-    assert digits_runs["horovodrun"][2] == digits_runs["horovodrun --gloo"][2] == digits_runs["mpirun"][2]
+    assert {"horovodrun", "mpirun", None} <= set(digits_runs), "runs after test_digits_trains_under_each_launcher"
+    assert len({weights for launcher, (_, _, left) in digits_runs.items() if launcher for weights in left}) == 1
     first, *others = [events(out) for _, out, _ in digits_runs.values()]
     for other in others:
         for line, expected in zip(other, first, strict=True):
@@ -121,6 +121,7 @@ def test_all_launchers_train_alike(digits_runs: dict[str | None, tuple[Finished,
     assert all(events(out, "eval")[0]["samples"] == 450 for _, out, _ in digits_runs.values())
 
 
+@pytest.mark.slow
 def test_the_log_tells_where_the_time_of_a_step_goes(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """Rank 1 waits 50 ms for each batch; rank 0, whose clock counts, has its data at once and waits for rank 1."""
     env = {"RINGTRAIN_TEST_HANG": "idle", "RINGTRAIN_TEST_HANG_RANK": "1"}
@@ -153,6 +154,7 @@ def occupied_cores() -> Iterator[None]:
     holder.communicate()
 
 
+@pytest.mark.slow
 def test_beside_another_run_no_core_is_pinned_and_a_terminal_shows_progress(
     run_ringtrain: RunRingtrain, tmp_path: Path, occupied_cores: None
 ) -> None:
@@ -263,6 +265,7 @@ def test_a_loss_that_is_not_a_number_is_skipped_where_the_user_wants_it(
     assert events(tmp_path / "out")[-1]["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_weight_that_the_loss_does_not_use_lets_no_rank_wait(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """In the last step of an epoch rank 0 has 7 samples, for which it compiles another step, and rank 1 its usual 8."""
     arguments = ["--workload", f"{WORKLOADS}:LineWithUnusedWeight", "--global_batch_size", "16"]

@@ -40,6 +40,7 @@ def ringtrain(*arguments: str, stdout: IO[bytes] | None, stderr: IO[bytes] | int
     return process.popen.returncode, (complaints or b"").decode()
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_nothing(tmp_path: Path) -> None:
     """As with ``| head -3`` behind it."""
     out = tmp_path / "run"

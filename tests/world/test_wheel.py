@@ -123,7 +123,8 @@ def test_it_trains_a_users_file(run_installed: RunInstalled, tmp_path: Path) -> 
     assert [event["exit_code"] for event in events(tmp_path / "run", "end")] == [0]
 
 
-@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_it_starts_two_ranks(controller: str, run_installed: RunInstalled, tmp_path: Path) -> None:
     run_installed("ringtrain", "init", "mine.py")
     start = ["ringtrain", "launch", "local", "-np", "2", "--controller", controller, "--"]

@@ -34,6 +34,7 @@ def mpirun(python: Path, *arguments: object, np: int = 2) -> list[str]:
     return ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(np), *map(str, (python, *arguments))]
 
 
+@pytest.mark.slow
 def test_it_trains_the_same_bits(python: Path, run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     there = run_command(mpirun(python, *TRAIN, "--out", tmp_path / "there"), env=clean_environment(), timeout=120)
     assert there.rc == 0, there.stderr

@@ -52,7 +52,9 @@ def test_a_wrong_outcome_is_named(wrong: Outcome, words: str) -> None:
     assert words in fault
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "CNN" else pytest.mark.slow) for name in MODELS]
+)
 def test_ranks_that_train_apart_are_found(name: str) -> None:
     together, alone = train(name, slice(None)), train(name, slice(MODELS[name].local_batch_size))
     assert not check_outcome(together, together)[0]

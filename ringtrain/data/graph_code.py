@@ -9,6 +9,9 @@ import tensorflow as tf
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Of no function of ours, all of which switch it off.
+_OUTSIDE = tf.__internal__.autograph.control_status_ctx()
+
 
 def graph_code(function: Function) -> Function:
     """A user's function made graph code by AutoGraph, as tf.data makes it; one of ours as it is, since it is that.
@@ -17,5 +20,4 @@ def graph_code(function: Function) -> Function:
     """
     if getattr(function, "__module__", "").partition(".")[0] == __name__.partition(".")[0]:
         return tf.autograph.experimental.do_not_convert(function)
-    autograph = tf.__internal__.autograph
-    return autograph.tf_convert(function, autograph.control_status_ctx())
+    return tf.__internal__.autograph.tf_convert(function, _OUTSIDE)

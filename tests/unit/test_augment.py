@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.autograph.pyct import transpiler
 
 from ringtrain.data.augment import (
     per_image_standardization,
@@ -18,6 +20,10 @@ from ringtrain.data.augment import (
     sample_keys,
     uniform,
 )
+from ringtrain.data.order import SampleOrder
+from ringtrain.data.pipeline import local_batches
+from ringtrain.data.sources import from_arrays
+from ringtrain.runtime.world import World
 
 
 def keys_of(indices: object, *, seed: int = 0, epoch: int = 0) -> tf.Tensor:
@@ -33,6 +39,31 @@ def test_a_sample_s_numbers_do_not_depend_on_its_batch() -> None:
 def test_graph_and_eager_give_the_same_numbers() -> None:
     graph = tf.function(lambda keys: uniform(keys, 2, (4,)), autograph=False)
     np.testing.assert_array_equal(graph(keys_of([5, 6])), uniform(keys_of([5, 6]), 2, (4,)))
+
+
+def test_of_a_pipeline_the_user_s_functions_alone_are_made_graph_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def augment(x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if tf.reduce_all(y > 0):
+            x = -x
+        return x + uniform(keys, 0)[:, tf.newaxis], y
+
+    written = []
+    plain = transpiler.PyToPy.transform_function
+
+    def transform(of: Any, function: Any, context: Any) -> Any:
+        written.append(function.__name__)
+        return plain(of, function, context)
+
+    monkeypatch.setattr(transpiler.PyToPy, "transform_function", transform)
+    source = from_arrays(np.ones([4, 1], np.float32), np.array([0, 0, 1, 1]))
+    order = SampleOrder(num_samples=4, global_batch_size=2, shuffle=False)
+    world = World(rank=0, size=1, local_rank=0, local_size=1, node="node", launcher="no launcher")
+    batches = local_batches(source, order, world, first_step=0, end_step=2, num_threads=1, augment=augment)
+    drawn = uniform(keys_of(range(4)), 0).numpy()
+    np.testing.assert_array_equal(
+        np.ravel([batch.x for batch in batches]), np.array([1, 1, -1, -1], np.float32) + drawn
+    )
+    assert set(written) == {"augment"}
 
 
 def test_seed_epoch_sample_and_draw_each_change_the_numbers() -> None:

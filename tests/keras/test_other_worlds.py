@@ -29,6 +29,7 @@ def test_metrics_are_means_over_all_samples_over_gloo(collective: Collective) ->
     test_callbacks.test_metrics_are_means_over_all_samples.body(collective)
 
 
+@pytest.mark.slow
 @on_ranks(GLOO, timeout=120)
 def test_no_rank_waits_for_ever_over_gloo(collective: Collective) -> None:
     test_guards.test_different_numbers_of_batches_are_named_before_training.body(collective)

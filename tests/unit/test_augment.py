@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.pyct import transpiler
 
+from ringtrain.collectives.base import Solo
 from ringtrain.data.augment import (
     per_image_standardization,
     random_brightness,
@@ -20,9 +21,10 @@ from ringtrain.data.augment import (
     sample_keys,
     uniform,
 )
-from ringtrain.data.order import SampleOrder
+from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import local_batches
-from ringtrain.data.sources import from_arrays
+from ringtrain.data.sources import from_arrays, from_generator
+from ringtrain.data.streaming import streaming_batches
 from ringtrain.runtime.world import World
 
 
@@ -55,14 +57,17 @@ def test_of_a_pipeline_the_user_s_functions_alone_are_made_graph_code(monkeypatc
         return plain(of, function, context)
 
     monkeypatch.setattr(transpiler.PyToPy, "transform_function", transform)
-    source = from_arrays(np.ones([4, 1], np.float32), np.array([0, 0, 1, 1]))
+    x, y = np.ones([4, 1], np.float32), np.array([0, 0, 1, 1])
     order = SampleOrder(num_samples=4, global_batch_size=2, shuffle=False)
     world = World(rank=0, size=1, local_rank=0, local_size=1, node="node", launcher="no launcher")
-    batches = local_batches(source, order, world, first_step=0, end_step=2, num_threads=1, augment=augment)
-    drawn = uniform(keys_of(range(4)), 0).numpy()
-    np.testing.assert_array_equal(
-        np.ravel([batch.x for batch in batches]), np.array([1, 1, -1, -1], np.float32) + drawn
+    steps: dict[str, Any] = {"first_step": 0, "end_step": 2, "num_threads": 1, "augment": augment}
+    by_number = local_batches(from_arrays(x, y), order, world, **steps)
+    feed = from_generator(lambda rank, size: iter([(x[:2], y[:2]), (x[2:], y[2:])]))
+    fed, _, _ = streaming_batches(
+        feed, StreamingOrder(num_samples=4, global_batch_size=2, is_single_pass=True), Solo(world), **steps
     )
+    for batches in (by_number, fed):
+        assert (np.ravel([batch.x for batch in batches]) > 0).tolist() == [True, True, False, False]
     assert set(written) == {"augment"}
 
 

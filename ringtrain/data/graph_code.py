@@ -9,7 +9,7 @@ import tensorflow as tf
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Of no function of ours, all of which switch it off.
+# AutoGraph's context outside of our functions, within which it is off.
 _OUTSIDE = tf.__internal__.autograph.control_status_ctx()
 
 

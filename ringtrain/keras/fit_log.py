@@ -24,7 +24,7 @@ class Means:
     """Over the samples of all ranks, in some steps or a validation."""
 
     values: dict[str, float]
-    samples: int  # 0: nobody knows
+    samples: int = 0  # nobody knows
     steps: int = 0
     seconds: float = 0.0
 
@@ -38,8 +38,9 @@ class FitLog:
         """``opened`` is None where nothing is to be written."""
         self._model, self._collective = model, collective
         self._metrics = MetricsOverRanks(model, collective)
-        self._directory = opened.directory if opened else None
-        self._events = EventFiles(opened.directory.tensorboard, first_step=first_step) if opened else None
+        self._files = (
+            (opened.directory, EventFiles(opened.directory.tensorboard, first_step=first_step)) if opened else None
+        )
         self._sums_before: npt.NDArray[np.float64] | None = None  # at the last line; None: it was before this epoch
         self._carried: npt.NDArray[np.float64] | None = None  # of an epoch that has ended, since the last line
         self._steps_before = first_step
@@ -56,11 +57,13 @@ class FitLog:
         self._last_time = time.perf_counter()
 
     def carry_over(self) -> None:
-        """Keep the sums since the last line, for the next epoch's first; Keras begins them anew there."""
+        """Keep the sums since the last line, for the next epoch's first; Keras begins them anew there. Every rank must
+        call it."""
         sums = self._metrics.sum()
         self._carried = sums if self._sums_before is None else sums - self._sums_before
 
     def end_epoch(self, step: int) -> None:
+        """What comes next is counted from here, or from the last line where it was carried over."""
         if self._carried is None:
             self._sums_before, self._steps_before, self._seconds = None, step, 0.0
         else:
@@ -78,7 +81,7 @@ class FitLog:
 
     def write(self, means: Means, step: int, *, epoch: float, samples_seen: int) -> None:
         """The ``train`` event."""
-        if self._directory is None or self._events is None:
+        if self._files is None:
             return
         values = dict(means.values)
         if not hasattr(self._model.optimizer, "optimizers"):  # of which each has its own
@@ -88,27 +91,28 @@ class FitLog:
             "sec_per_step": round(means.seconds / means.steps, 6),
         }
         facts = {"step": step, "epoch": round(epoch, 4), "samples_seen": samples_seen}
-        self._directory.write_event("train", **facts, **values, **speed)
-        self._events.scalars("train", values | speed, step=step)
+        directory, events = self._files
+        directory.write_event("train", **facts, **values, **speed)
+        events.scalars("train", values | speed, step=step)
 
     def read_validation(self, logs: Mapping[str, Any]) -> Means:
         """Of an epoch's end; no values where it had none. Every rank must call it."""
-        values_here = scalars(logs)
-        mine = {name.removeprefix("val_"): v for name, v in values_here.items() if name.startswith("val_")}
+        mine = {name.removeprefix("val_"): v for name, v in scalars(logs).items() if name.startswith("val_")}
         had = all_gather_object(self._collective, bool(mine), name="fit/validated")
         if not all(had):
-            return Means(run_on_rank0(self._collective, lambda: mine, name="fit/validated_by_rank0"), 0)
+            return Means(run_on_rank0(self._collective, lambda: mine, name="fit/validated_by_rank0"))
         values, samples = self._metrics.read(self._metrics.sum())  # still those that fit() has validated by
         if not samples:
-            return Means(self._metrics.mean_over_ranks(mine), 0)
+            return Means(self._metrics.mean_over_ranks(mine))
         return Means({name: value for name, value in values.items() if name in mine}, samples)
 
     def write_validation(self, means: Means, step: int, *, epoch: int) -> None:
         """The ``eval`` event."""
-        if self._directory is None or self._events is None:
+        if self._files is None:
             return
-        self._directory.write_event("eval", step=step, epoch=epoch, samples=means.samples, **means.values)
-        self._events.scalars("eval", means.values, step=step)
+        directory, events = self._files
+        directory.write_event("eval", step=step, epoch=epoch, samples=means.samples, **means.values)
+        events.scalars("eval", means.values, step=step)
 
     def own(self) -> Arrays:
         """What this rank needs to go on in mid-epoch."""
@@ -119,6 +123,7 @@ class FitLog:
         }
 
     def set_own(self, own: Arrays) -> None:
+        """Go on from what ``own`` gave; nothing is there where as many ranks do not go on."""
         if "metrics/log" not in own:
             return
         steps, *sums = own["metrics/log"]
@@ -127,9 +132,10 @@ class FitLog:
 
     def flush(self) -> None:
         """Bring what was written to TensorBoard's files."""
-        if self._events is not None:
-            self._events.flush()
+        if self._files is not None:
+            self._files[1].flush()
 
     def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
+        """Write no more."""
+        if self._files is not None:
+            self._files[1].close()

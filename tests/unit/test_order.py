@@ -51,6 +51,7 @@ def test_a_position_s_sample_does_not_depend_on_what_is_asked_beside_it(
     np.testing.assert_array_equal(permute(positions, num_samples, key), whole(num_samples, key)[positions])
 
 
+# 17: one more than four bits tell apart.
 @pytest.mark.parametrize(("num_samples", "limit"), [(11, 160), pytest.param(17, 350, marks=pytest.mark.slow)])
 def test_each_position_holds_each_sample_equally_often(num_samples: int, limit: float) -> None:
     epochs = 4000

@@ -1,12 +1,12 @@
 # fit_digits.py: horovodrun -np 2 python fit_digits.py
 import keras
 import tensorflow as tf
-from sklearn.datasets import load_digits
 
 import ringtrain.keras as hvd  # the one line: it was "import horovod.tensorflow.keras as hvd"
+from ringtrain.workloads.digits import load_digits
 
 hvd.init()
-images, labels = load_digits(return_X_y=True)  # handwritten, 8x8; MNIST's are read the same way
+images, labels = load_digits()  # handwritten digits, 8x8; read MNIST in the same way
 images = images.reshape(-1, 8, 8, 1).astype("float32") / 16
 dataset = tf.data.Dataset.from_tensor_slices((images, labels)).shard(hvd.size(), hvd.rank())
 dataset = dataset.repeat().shuffle(2000).batch(64)

@@ -30,11 +30,11 @@ def decode(record):  # a label, and 64 pixels of 0 to 16
 
 if __name__ == "__main__":  # python records.py writes the files
     from array_record.python.array_record_module import ArrayRecordWriter
-    from sklearn.datasets import load_digits
+    from ringtrain.workloads.digits import load_digits
 
-    digits = load_digits()
+    images, labels = load_digits()
     for part in range(2):
         writer = ArrayRecordWriter(f"digits-{part}.array_record", "group_size:1")
-        for label, pixels in zip(digits.target[part::2], digits.data[part::2], strict=True):
-            writer.write(np.array([label, *pixels], np.uint8).tobytes())
+        for label, pixels in zip(labels[part::2], images[part::2], strict=True):
+            writer.write(np.array([label, *pixels.flat], np.uint8).tobytes())
         writer.close()

@@ -84,6 +84,6 @@ def _packages_in(module: ModuleType) -> Iterator[tuple[str, str]]:
         file = _file_of(sys.modules.get(name))
         if name in PACKAGES or file is None or is_users_own(file) or not any(folder in file for folder in INSTALLED):
             continue
-        version = package_version(name) or vars(sys.modules[name]).get("__version__")  # sklearn is of scikit-learn
+        version = package_version(name) or vars(sys.modules[name]).get("__version__")  # yaml is in PyYAML
         if isinstance(version, str):
             yield name, version

@@ -257,7 +257,7 @@ try:
     main({arguments!r})
 except SystemExit:
     pass
-heavy = {{"tensorflow", "keras", "horovod", "mpi4py", "sklearn"}} & set(sys.modules)
+heavy = {{"tensorflow", "keras", "horovod", "mpi4py"}} & set(sys.modules)
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -22,7 +22,7 @@ WITHOUT_TENSORFLOW = [
     "run.checkpoint", "run.directory", "runtime.devices", "runtime.world", "step.schedule", "terminal.console",
     "verify.compare", "commands.bench", "commands.doctor", "doctor.inside", "workloads.digits", "commands.workloads",
 ]  # fmt: skip
-HEAVY = {"tensorflow", "keras", "horovod", "mpi4py", "sklearn"}
+HEAVY = {"tensorflow", "keras", "horovod", "mpi4py"}
 
 
 def upward_imports(imports: Mapping[str, set[str]]) -> list[str]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from ringtrain.commands.init import write_starting_file
 from ringtrain.commands.workloads import ENTRIES, list_workloads
+from ringtrain.data.sources import ArraySource
 from ringtrain.errors import UsageError
 from ringtrain.workloads import BUILT_IN, create_workload, load_workload
+from ringtrain.workloads.digits import Digits
 from ringtrain.workloads.polynomial import Polynomial
 
 
@@ -37,10 +41,26 @@ def test_built_in_workloads_are_known_without_tensorflow() -> None:
     script = (
         "import sys; from ringtrain.workloads import BUILT_IN, load_workload\n"
         "print(len([load_workload(name).defaults for name in BUILT_IN]))\n"
-        "print({'tensorflow', 'keras', 'horovod', 'sklearn'} & set(sys.modules))"
+        "print({'tensorflow', 'keras', 'horovod'} & set(sys.modules))"
     )
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert finished.stdout == f"{len(BUILT_IN)}\nset()\n"
+
+
+@pytest.mark.parametrize(
+    ("synthetic", "digest"),
+    [
+        (False, "2a028546ca8ca0e11a3839fbca5af5a2a99231453c9b82b6af066492f568559f"),
+        (True, "b923d804cf572af8f13ad329bb34bb52c0424d74d9e106baa3ab3b79ff3a7172"),
+    ],
+)
+def test_the_samples_of_digits_stay_those_that_runs_resume_with(synthetic: bool, digest: str) -> None:
+    hashed = hashlib.sha256()
+    for source in Digits().create_sources(None, synthetic=synthetic):
+        assert isinstance(source, ArraySource)
+        for array in map(np.asarray, source.arrays().values()):
+            hashed.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
+    assert hashed.hexdigest() == digest
 
 
 def test_the_list_says_how_large_each_built_in_workload_is() -> None:

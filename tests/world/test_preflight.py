@@ -175,12 +175,12 @@ def test_a_module_is_compared_among_the_ranks_that_have_loaded_it(collective: Co
 
 @on_ranks(2)
 def test_the_version_of_what_the_users_code_imports_is_compared(collective: Collective) -> None:
-    import sklearn
+    import yaml  # in the package PyYAML
 
     version = f"1.{collective.world.rank}"
-    with loaded(own="import sklearn\n"), patch.object(sklearn, "__version__", version):
+    with loaded(own="import yaml\n"), patch.object(yaml, "__version__", version):
         message = refusal(collective, lambda: require_start(collective))
-    assert message.splitlines()[1:] == ["  sklearn: rank 1 on node1 has 1.1, rank 0 on node0 has 1.0"]
+    assert message.splitlines()[1:] == ["  yaml: rank 1 on node1 has 1.1, rank 0 on node0 has 1.0"]
 
 
 @on_ranks(1, 2, 3, GLOO)

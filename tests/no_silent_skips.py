@@ -6,6 +6,7 @@ tests of a folder be skipped where the machine lacks something; on another they 
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,8 +40,11 @@ class NoSilentSkips:
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         self.collected.add(item.nodeid)
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.whole_suite = session.config.args_source is not pytest.Config.ArgsSource.ARGS
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take over what a worker of pytest-xdist has collected: only its reports of tests come by themselves."""
+        self.collected.update(getattr(node, "workeroutput", {}).get("collected", ()))
+        self.reason_for_skip.update(getattr(node, "workeroutput", {}).get("skips", {}))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:  # a module as a whole: importorskip, or skip(allow_module_level=True)
@@ -71,6 +75,10 @@ class NoSilentSkips:
         ]
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self.whole_suite = session.config.args_source is not pytest.Config.ArgsSource.ARGS
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput.update(collected=sorted(self.collected), skips=self.reason_for_skip)
+            return
         if exitstatus == pytest.ExitCode.OK and self.complaints():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from tests.world.fork_server import SERVER
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "RINGTRAIN_TEST_MARK"
 BACKEND = "RINGTRAIN_TEST_BACKEND"  # by which ranks communicate where a test does not say it itself, such as "horovod"
@@ -67,6 +69,7 @@ class MarkedProcess:
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, cwd: Path = REPOSITORY, **options: Any
     ) -> None:
+        env = SERVER.environment(env)
         self._mark = f"{MARK}={uuid.uuid4()}"
         name, value = self._mark.split("=")
         self.popen: subprocess.Popen[bytes] = subprocess.Popen(

@@ -5,6 +5,7 @@ The groups of ranks that run test bodies are of one world at a time for all dire
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mine.sort(key=lambda item: launches.index(id(launch_of(item))))
         items[:] = [*others[:place], *mine, *others[place:]]
     items.sort(key=lambda item: not item.nodeid.startswith(ONE_PROCESS))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector away from the objects of TensorFlow and Keras, of which there are a million."""
+    gc.collect()
+    gc.freeze()
 
 
 def launch_of(item: pytest.Item) -> Launch | None:

@@ -153,6 +153,8 @@ def plan_settings(
     is_one_node_of_mpi = world.size == world.local_size > 1 and world.launcher != GLOO_LAUNCHER
     if is_one_node_of_mpi and machine.shared_memory_bytes >= world.size * SHARED_MEMORY_BYTES_PER_RANK:
         wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
+        # The layer that uses these transports. Before Open MPI chooses it, PSM waits 0.2 s for a network adapter.
+        wanted["OMPI_MCA_pml"] = "ob1"
     # HOROVOD_AUTOTUNE tunes nothing that a variable sets.
     if world.size > 1 and not is_on(environ.get("HOROVOD_AUTOTUNE", "")):
         # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.

@@ -233,8 +233,9 @@ def test_ranks_of_one_node_keep_mpi_off_the_network_where_they_share_memory() ->
 
     def transports(world: World, environ: dict[str, str], shared_memory_bytes: int) -> str | None:
         on = dataclasses.replace(machine(), may_have_gpus=True, shared_memory_bytes=shared_memory_bytes)
-        settings = plan_settings(world, on, environ)
-        return {item.name: item.value for item in settings}.get("OMPI_MCA_btl")
+        settings = {item.name: item.value for item in plan_settings(world, on, environ)}
+        assert settings.get("OMPI_MCA_pml") == ("ob1" if "OMPI_MCA_btl" in settings else None)
+        return settings.get("OMPI_MCA_btl")
 
     assert transports(local_world(0, 2), {}, plenty) == devices.TRANSPORTS_BETWEEN_NODES
     assert transports(local_world(0, 2), {"OMPI_MCA_btl": "tcp,self"}, plenty) == "tcp,self"

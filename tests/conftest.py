@@ -1,34 +1,15 @@
-"""The order of the tests: those of one process on all cores at once, then those of ranks, which need all cores.
-
-The groups of ranks that run test bodies are of one world at a time for all directories.
-"""
+"""The groups of ranks that run test bodies, of one world at a time for all directories."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from tests.world.group import Group, Launch, close_group
+from tests.world.group import Group, close_group, launch_of
 from tests.world.processes import BACKEND
-
-ONE_PROCESS = "tests/unit/"  # tests of this directory can run beside each other
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist, leave all tests of ranks to one worker, after the others."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class RanksLast(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith(ONE_PROCESS) else "ranks"
-
-    config.option.loadscopereorder = False
-    return RanksLast(config, log)
 
 
 @pytest.hookimpl(trylast=True)
@@ -45,20 +26,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if launch_of(item) is None]
         mine.sort(key=lambda item: launches.index(id(launch_of(item))))
         items[:] = [*others[:place], *mine, *others[place:]]
-    items.sort(key=lambda item: not item.nodeid.startswith(ONE_PROCESS))
 
 
 def pytest_collection_finish() -> None:
     """Keep the garbage collector away from the objects of TensorFlow and Keras, of which there are a million."""
     gc.collect()
     gc.freeze()
-
-
-def launch_of(item: pytest.Item) -> Launch | None:
-    """The world of a test that runs in a group of ranks."""
-    callspec = getattr(item, "callspec", None)
-    launch = callspec.params.get("world") if callspec else None
-    return launch if isinstance(launch, Launch) else None
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

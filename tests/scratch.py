@@ -41,6 +41,7 @@ class Scratch:
         self._segments = list_segments()
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         self._directory = tempfile.mkdtemp(prefix="ringtrain-")
+        os.chmod(self._directory, 0o755)  # as /tmp: tests look at files as another user
         os.environ["TMPDIR"] = tempfile.tempdir = self._directory
 
     def pytest_unconfigure(self) -> None:

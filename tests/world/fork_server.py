@@ -23,6 +23,7 @@ import os
 import resource
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,7 +42,11 @@ SWITCH = "RINGTRAIN_TEST_COLD"  # 1: every start is a cold one, as a user's
 # Read when Python, TensorFlow, Keras or NumPy are imported; with another value a process has to import them itself.
 READ_AT_IMPORT = ("PYTHON", "TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "LD_", "MALLOC_", "LC_", "LANG", "TZ")
 # What a rank sets for its children, and what is read later.
-HARMLESS = {"TF_CPP_MIN_LOG_LEVEL": ("2", "3"), "KERAS_BACKEND": ("tensorflow",)}
+HARMLESS = {
+    "TF_CPP_MIN_LOG_LEVEL": ("2", "3"),
+    "KERAS_BACKEND": ("tensorflow",),
+    "LD_LIBRARY_PATH": ("/usr/lib:/usr/lib",),  # of a mpirun that a rank starts
+}
 READ_LATER = ("PYTHONPATH", "TF_DETERMINISTIC_OPS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "TF_CONFIG")
 PADDING = 1 << 16  # bytes of arguments and of variables that a request may have
 PR_SET_PDEATHSIG = 1
@@ -74,13 +79,27 @@ class ForkServer:
         self._directory = Path(tempfile.mkdtemp(prefix="ringtrain-forks-"))
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         env = {**kept, "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", "ZPADDING": "z" * PADDING}
+        env |= {"LD_PRELOAD": str(self._build_patience())}
         command = [sys.executable, "-m", __name__, str(self._directory / "socket"), "z" * PADDING]
-        self._process = subprocess.Popen(
-            command, env=env, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-        )
+        log = self._directory / "log"
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                env=env,
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                start_new_session=True,
+            )
         atexit.register(self.close)
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"ready\n", "the fork server did not start"
+        assert self._process.stdout.readline() == b"ready\n", log.read_text()
+
+    def _build_patience(self) -> Path:
+        library = self._directory / "patient.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, Path(STAND_IN, "patient.c")], check=True)
+        return library
 
     def close(self) -> None:
         """End the server, and with it what it has forked."""
@@ -88,9 +107,7 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
             self._process = None
-            with contextlib.suppress(OSError):
-                (self._directory / "socket").unlink()
-                self._directory.rmdir()
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 SERVER = ForkServer()

@@ -33,6 +33,8 @@ START_TIMEOUT_SECONDS = 120
 BODY_TIMEOUT_SECONDS = 60
 # Once a rank has failed, this long for the others to say how they fared; they may wait for it for ever.
 GRACE_SECONDS = 2.0
+# Horovod's background threads look so often for something to reduce; with 1, they take half a core from three ranks.
+CYCLE_MILLISECONDS = "5"
 SOCKET_DIRECTORY = "RINGTRAIN_TEST_SOCKET_DIRECTORY"
 
 _running: list[Group] = []  # at most one: idle ranks of another world would take the cores from this one
@@ -167,7 +169,8 @@ class Group:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self._directory / "socket"))
         listener.listen(self.launch.size)
-        env = clean_environment(**{SOCKET_DIRECTORY: str(self._directory)}, **self.launch.env)
+        own = {SOCKET_DIRECTORY: str(self._directory), "HOROVOD_CYCLE_TIME": CYCLE_MILLISECONDS}
+        env = clean_environment(**own, **self.launch.env)
         with (self._directory / "output").open("wb") as output:
             self._process = MarkedProcess(self.launch.command(), env, stdout=output, stderr=subprocess.STDOUT)
             _running.append(self)
@@ -235,6 +238,13 @@ class Group:
 
     def _output(self) -> str:
         return (self._directory / "output").read_text(errors="replace")[-3000:]
+
+
+def launch_of(item: pytest.Item) -> Launch | None:
+    """The world of a test that runs in a group of ranks."""
+    callspec = getattr(item, "callspec", None)
+    launch = callspec.params.get("world") if callspec else None
+    return launch if isinstance(launch, Launch) else None
 
 
 def close_group() -> None:

@@ -7,12 +7,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.world.conftest import RunRingtrain
 
 STEPS = 40
 FLAGS = ["--workload", "ringtrain.bench.workloads:CNN", "--batch_size", "32", "--backend", "horovod"]
 
 
+@pytest.mark.alone
 def test_first_group_is_reduced_before_the_last_gradient_is_ready(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """In at least 90 % of the steps of the CIFAR-10 tutorial's network on two ranks.
 

@@ -7,12 +7,11 @@ server forks: it passes signals on, exits with its code, and takes it along when
 import contextlib
 import sys
 
-MODULES = ("ringtrain", "tests.world.rank_main")
-
 
 def is_program(words: list[str]) -> bool:
     """True for modules that start ranks, and for scripts; not for options of the interpreter, nor console scripts."""
-    return (words[:1] == ["-m"] and words[1] in MODULES) or (bool(words) and words[0].endswith(".py"))
+    is_module = words[:1] == ["-m"] and (words[1] == "ringtrain" or words[1].startswith("tests."))
+    return is_module or (bool(words) and words[0].endswith(".py"))
 
 
 def hand_over() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.world.fork_server import SWITCH
 from tests.world.group import Group, close_group, launch_of
 from tests.world.processes import BACKEND
 
@@ -38,6 +39,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """End the last world's ranks when its tests are done: waiting, they take half a core from those that follow."""
     if nextitem is not None and launch_of(item) is not None and launch_of(nextitem) is None:
         close_group()
+
+
+@pytest.fixture(autouse=True)
+def cold_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the programs of a test that is marked ``cold`` as a user does."""
+    if request.node.get_closest_marker("cold"):
+        monkeypatch.setenv(SWITCH, "1")
 
 
 @pytest.fixture(scope="session")

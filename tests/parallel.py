@@ -1,8 +1,8 @@
 """A pytest plugin: which tests may run at the same time, on the workers of pytest-xdist.
 
-Tests of one process come first, each on any worker. Of those that start ranks there are two kinds, each for one worker:
-bodies that run in the long-lived groups of ranks (`tests.world.group`), and all others, which start programs of their
-own and claim cores. Both workers together keep the cores busy, since programs often wait. A test that is marked
+Tests of one process come first, each on any worker. Those that start ranks are of three kinds, each for one worker:
+bodies that run in the long-lived groups of ranks (`tests.world.group`), jobs of Slurm, and all others, which start
+programs that claim cores. Together they keep the cores busy, since programs and jobs often wait. A test that is marked
 ``alone`` measures time: no other test runs meanwhile.
 """
 
@@ -20,13 +20,14 @@ import pytest
 from tests.world.group import launch_of
 
 BY_THEMSELVES = "tests/unit/"
-TOGETHER = {  # tests of one process that share something: a browser, a compiled program, a run
+TOGETHER = {  # tests that share something: a browser, a compiled program, a cluster
     "tests/report/": "report",
     "tests/native/": "native",
     "tests/faults/test_fuzz.py": "fuzz",
     "tests/faults/test_foreign_files.py": "fuzz",
+    "tests/slurm/": "slurm",
 }
-ORDER = ("", *dict.fromkeys(TOGETHER.values()), "bodies", "programs")
+ORDER = ("", "native", "fuzz", "bodies", "programs", "report", "slurm")
 
 
 def scope_of(item: pytest.Item) -> str:
@@ -36,7 +37,7 @@ def scope_of(item: pytest.Item) -> str:
     for start, scope in TOGETHER.items():
         if item.nodeid.startswith(start):
             return scope
-    return "bodies" if launch_of(item) is not None else "programs"
+    return "programs" if launch_of(item) is None else "bodies"
 
 
 @pytest.hookimpl(trylast=True)
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         temporary = file.with_name(f"{file.name}-{os.getpid()}")
         temporary.write_text(json.dumps(scopes))
         temporary.replace(file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, for those that wait (``-n auto``)."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,13 +1,17 @@
 """A process that has imported TensorFlow and Keras, and forks for each Python program that the tests start.
 
-A start of two ranks takes seconds of both cores for imports. What is started with ``forked_environment`` finds
-`tests/world/forked/sitecustomize.py`, which hands over environment, arguments, working directory and the three standard
-streams, and waits as the stand-in of the process that is forked here. That one is like a fresh interpreter: its
-/proc/PID/environ and cmdline are those of its stand-in, os.getppid() is its stand-in, and it ends through Python's own
-finalization. Nothing has been computed in the server: it has no thread pools and no device.
+A cold start of two ranks spends seconds of both cores on imports. A program that is started with the variables of
+``ForkServer.environment`` runs `tests/world/forked/sitecustomize.py` first. That sends its environment, arguments,
+working directory and standard streams to the server, and stays as the stand-in of the process that the server forks.
+The forked process looks like a fresh interpreter: /proc/PID/environ and cmdline are those of its stand-in, and
+os.getppid() is its stand-in.
 
-A request is refused, and starts as usual, if it needs what is read at import (other variables of TensorFlow or of
-Python), or lives in other namespaces, another cgroup or under other resource limits.
+It differs from a cold start in three ways: all forked processes share one seed of Python's hashes; ``sched_yield``
+sleeps (forked/patient.c); and at the end, after threads and ``atexit``, Python's modules are not destroyed. Tests that
+depend on these are marked ``cold``, and RINGTRAIN_TEST_COLD=1 starts all programs cold.
+
+The server refuses a program that needs what is read at import (other variables of TensorFlow or of Python), or that
+lives in other namespaces, in another cgroup or under other resource limits. It starts cold then.
 """
 
 from __future__ import annotations
@@ -29,19 +33,20 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE_PATH: list[str] = []  # where modules are looked for, after a program's own directory and PYTHONPATH
 STAND_IN = str(Path(__file__).with_name("forked"))
 SERVER_VARIABLE = "RINGTRAIN_TEST_FORK_SERVER"
 SWITCH = "RINGTRAIN_TEST_COLD"  # 1: every start is a cold one, as a user's
-# Read when Python, TensorFlow, Keras or NumPy are imported; with another value a process has to import them itself.
+# Variables that Python, TensorFlow, Keras and NumPy read when they are imported.
 READ_AT_IMPORT = ("PYTHON", "TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "LD_", "MALLOC_", "LC_", "LANG", "TZ")
-# What a rank sets for its children, and what is read later.
+# Values that ranks set for their children, and variables that are read later.
 HARMLESS = {
     "TF_CPP_MIN_LOG_LEVEL": ("2", "3"),
     "KERAS_BACKEND": ("tensorflow",),
@@ -50,7 +55,8 @@ HARMLESS = {
 READ_LATER = ("PYTHONPATH", "TF_DETERMINISTIC_OPS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "TF_CONFIG")
 PADDING = 1 << 16  # bytes of arguments and of variables that a request may have
 PR_SET_PDEATHSIG = 1
-# Imported by a run besides; what looks at the environment, MPI or Horovod when it is imported is not among them.
+STDIN = 0
+# What a run imports, except modules that read the environment or load MPI or Horovod.
 MODULES = (
     "tensorflow", "keras", "yaml", "rich.progress", "jinja2", "tensorboard.compat.proto.summary_pb2", "mpi4py",
     "concurrent.futures.thread", "multiprocessing.pool", "numpy.testing",
@@ -87,7 +93,7 @@ class ForkServer:
                 command,
                 env=env,
                 cwd=REPOSITORY,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # the server exits when this end is closed
                 stdout=subprocess.PIPE,
                 stderr=file,
                 start_new_session=True,
@@ -120,7 +126,7 @@ class Request:
         self.values, self.streams = values, streams
 
     def why_cold(self) -> str:
-        """Why this process cannot be forked from the server; empty where it can."""
+        """Reason why the server cannot fork this process; empty if it can."""
         environ = self.values["environ"]
         for name in {*environ, *os.environ}:
             if not name.startswith(READ_AT_IMPORT) or name in READ_LATER:
@@ -218,9 +224,11 @@ def serve(listener: socket.socket) -> Request:
     exits: dict[int, int] = {}  # pids, by the descriptors that become readable at their end
     while True:
         poll = select.poll()
-        for descriptor in (listener.fileno(), *exits, *(each.fileno() for each in connections.values())):
+        for descriptor in (STDIN, listener.fileno(), *exits, *(each.fileno() for each in connections.values())):
             poll.register(descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll()}
+        if STDIN in ready:  # the test process has ended, and what was forked ends with this one
+            os._exit(0)
         for descriptor in ready & exits.keys():
             pid = exits.pop(descriptor)
             os.close(descriptor)
@@ -274,9 +282,8 @@ def _receive(connection: socket.socket) -> Request | None:
     return request
 
 
-def main() -> Request:
+def start_serving() -> Request:
     """Import, listen, and say so; returns in a forked process, with what it is to be."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     BASE_PATH[:] = sys.path[1:]
     for module in MODULES:
         importlib.import_module(module)
@@ -291,7 +298,41 @@ def main() -> Request:
     return serve(listener)
 
 
+def exit_soon(code: int) -> NoReturn:
+    """End as Python does, without the destruction of all modules, which takes 0.1 s."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    ctypes.CDLL(None).exit(code)
+    raise AssertionError("exit(3) has returned")
+
+
+def main() -> NoReturn:
+    """Serve; in a forked process, be the program."""
+    request = start_serving()
+    request.become()
+    code = 0
+    try:
+        request.run()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        code = 1
+    exit_soon(code & 0xFF)
+
+
 if __name__ == "__main__":
-    started = main()
-    started.become()
-    started.run()
+    main()

@@ -98,8 +98,8 @@ def forget_last_body(number: int) -> None:
     keras.utils.clear_session(free_memory=False)
     set_precision("float32")
     if number % BODIES_BETWEEN_COLLECTIONS == 0:
-        gc.collect()  # half a second; after each body it took two thirds of the time of all bodies
-        gc.freeze()  # what is still there stays, in Keras' and TensorFlow's caches
+        gc.collect()  # half a second: after each body it took two thirds of the time of all bodies
+        gc.freeze()  # the objects that remain are in the caches of Keras and TensorFlow
 
 
 def reply(connection: socket.socket, value: dict[str, Any]) -> None:

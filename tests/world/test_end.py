@@ -13,6 +13,8 @@ from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY
 from tests.world.running import STAYING, events, running
 
+pytestmark = pytest.mark.cold  # the interpreter's own way out
+
 KEEPING = REPOSITORY / "tests/world/workloads/keeping.py"
 NODE = re.escape(socket.gethostname())
 PLACE = rf"\(in wait_for_ever, {re.escape(str(KEEPING))}:\d+\)"

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector away from the objects of TensorFlow and Keras, of which there are a million."""
+    """Exempt the million objects of TensorFlow and Keras from garbage collection."""
     gc.collect()
     gc.freeze()
 

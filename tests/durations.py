@@ -1,4 +1,4 @@
-"""A pytest plugin: how long each case takes, in imports of TensorFlow, and what the whole run may take.
+"""A pytest plugin that measures each test, in imports of TensorFlow, and limits the whole run.
 
 Machines differ, and so does one machine from day to day. The unit is therefore the time of one
 ``python -c "import tensorflow, keras"``, the median of three at the start of the run.
@@ -66,6 +66,7 @@ class Durations:
         self.import_seconds = measure_import()
         self._file, self._most_imports, self._accepted = file, most_imports, accepted
         self._start = time.monotonic()
+        self._imports = 0.0
         self._seconds: dict[str, float] = collections.defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -84,6 +85,7 @@ class Durations:
         by_length = sorted(self._seconds.items(), key=lambda item: -item[1])
         cases = {case: round(seconds / self.import_seconds, 2) for case, seconds in by_length}
         values = {
+            "command": "make test, whose --durations-file this is",
             "import_seconds": round(self.import_seconds, 2),
             "imports": round(self._imports, 1),
             "cases": {case: imports for case, imports in cases.items() if imports >= LEAST_LISTED},
@@ -97,9 +99,15 @@ class Durations:
             write(f"{imports:6.1f}  {case}")
         write("by directory: " + ", ".join(f"{name} {sum_:.0f}" for name, sum_ in sum_by_directory(cases).items()))
         for case, (before, now) in find_grown(cases, accepted["cases"]).items():
-            write(f"grown from {before:.1f} to {now:.1f}: {case}", yellow=True)
-        limit = f", at most {self._most_imports:g}" if self._most_imports is not None else ""
-        write(f"the run took {self._imports:.0f} imports{limit} (all durations: {self._file})", red=self._is_over())
+            what = f"grown from {before:.1f} to" if case in accepted["cases"] else "new, takes"
+            write(f"{what} {now:.1f}: {case}", yellow=True)
+        write(f"the run took {self._imports:.0f} imports (all durations: {self._file})")
+        if self._is_over():
+            write(
+                f"FAILED: that is more than --most-imports {self._most_imports:g}. Shorten the tests above, or raise "
+                "the limit in the Makefile.",
+                red=True,
+            )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -42,7 +42,7 @@ class NoSilentSkips:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take over what a worker of pytest-xdist has collected: only its reports of tests come by themselves."""
+        """Collect the tests and skips of a worker of pytest-xdist, which sends only the reports of tests itself."""
         self.collected.update(getattr(node, "workeroutput", {}).get("collected", ()))
         self.reason_for_skip.update(getattr(node, "workeroutput", {}).get("skips", {}))
 

@@ -1,9 +1,9 @@
-"""A pytest plugin: which tests may run at the same time, on the workers of pytest-xdist.
+"""A pytest plugin that decides which tests may run at the same time on the workers of pytest-xdist.
 
 Tests of one process come first, each on any worker. Those that start ranks are of three kinds, each for one worker:
 bodies that run in the long-lived groups of ranks (`tests.world.group`), jobs of Slurm, and all others, which start
 programs that claim cores. Together they keep the cores busy, since programs and jobs often wait. A test that is marked
-``alone`` measures time: no other test runs meanwhile.
+``alone`` measures time: no other test runs meanwhile, and no group of ranks waits.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
-from tests.world.group import launch_of
+from tests.world.group import close_group, launch_of
 
-BY_THEMSELVES = "tests/unit/"
-TOGETHER = {  # tests that share something: a browser, a compiled program, a cluster
+INDEPENDENT_TESTS = "tests/unit/"
+SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, a cluster
     "tests/report/": "report",
     "tests/native/": "native",
     "tests/faults/test_fuzz.py": "fuzz",
     "tests/faults/test_foreign_files.py": "fuzz",
     "tests/slurm/": "slurm",
 }
-ORDER = ("", "native", "fuzz", "bodies", "programs", "report", "slurm")
+SCOPE_ORDER = ("", "native", "fuzz", "bodies", "programs", "report", "slurm")
 
 
 def scope_of(item: pytest.Item) -> str:
-    """The tests that one worker runs together with this one; empty if that is this one alone."""
-    if item.nodeid.startswith(BY_THEMSELVES):
+    """Name of the group of tests that one worker must run; empty if the test can run on any worker."""
+    if item.nodeid.startswith(INDEPENDENT_TESTS):
         return ""
-    for start, scope in TOGETHER.items():
+    for start, scope in SCOPE_BY_PATH.items():
         if item.nodeid.startswith(start):
             return scope
     return "programs" if launch_of(item) is None else "bodies"
@@ -43,7 +44,7 @@ def scope_of(item: pytest.Item) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the tests by scope; tell the scheduler, which is in another process, the scopes."""
-    items.sort(key=lambda item: ORDER.index(scope_of(item)))
+    items.sort(key=lambda item: SCOPE_ORDER.index(scope_of(item)))
     if hasattr(config, "workerinput"):
         scopes = {item.nodeid: scope_of(item) for item in items if scope_of(item)}
         file = _shared_file("scopes.json")
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, for those that wait (``-n auto``)."""
+    """Number of workers of ``-n auto``: one more than there are cores, since ranks often wait."""
     return len(os.sched_getaffinity(0)) + 1
 
 
@@ -76,15 +77,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByScope(config, log)
 
 
-@pytest.fixture(autouse=True)
-def turn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Hold back this test while another one is alone, or this one until it is."""
-    is_alone = request.node.get_closest_marker("alone") is not None
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run a test marked ``alone``, with its fixtures, while no other test runs."""
+    is_alone = item.get_closest_marker("alone") is not None
     with _shared_file("turnstile").open("w") as turnstile, _shared_file("tests").open("w") as tests:
-        fcntl.flock(turnstile, fcntl.LOCK_EX)  # whoever waits to be alone lets no further test begin
+        if not _can_lock(turnstile, seconds=0.2):  # another test waits to be alone, and lets no further one start
+            close_group()
+            fcntl.flock(turnstile, fcntl.LOCK_EX)
         fcntl.flock(tests, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
         fcntl.flock(turnstile, fcntl.LOCK_UN)
-        yield
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(tests, fcntl.LOCK_UN)  # a forked child may still hold the file open
+
+
+def _can_lock(file: IO[str], *, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        else:
+            return True
+    return False
 
 
 def _shared_file(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""A pytest plugin: no file of a killed process outlives the tests.
+"""A pytest plugin that removes the temporary files of killed processes.
 
 A killed rank leaves what TensorFlow's AutoGraph has written to TMPDIR, and Open MPI's segments of shared memory. All
 processes of a test run therefore have a TMPDIR that is removed at its end; segments that were made meanwhile, and that
@@ -7,14 +7,17 @@ no living process has mapped, go with it. pytest's own directories, which hold w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 SHARED_MEMORY = Path("/dev/shm")
+SECONDS_TO_MAP = 5.0  # a program that has just created a segment has not mapped it yet
 
 
 def list_segments() -> set[Path]:
@@ -38,7 +41,8 @@ class Scratch:
     """Owns the temporary directory of a test run."""
 
     def __init__(self) -> None:
-        self._segments = list_segments()
+        self._segments, self._start = list_segments(), time.time()
+        self._before = os.environ.get("TMPDIR")
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         self._directory = tempfile.mkdtemp(prefix="ringtrain-")
         os.chmod(self._directory, 0o755)  # as /tmp: tests look at files as another user
@@ -46,9 +50,17 @@ class Scratch:
 
     def pytest_unconfigure(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
-        new = list_segments() - self._segments
-        for segment in new - list_mapped():
-            segment.unlink(missing_ok=True)
+        tempfile.tempdir = None
+        if self._before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = self._before
+        for segment in list_segments() - self._segments - list_mapped():
+            with contextlib.suppress(FileNotFoundError):
+                status = segment.stat()
+                is_ours = status.st_uid == os.getuid() and status.st_mtime > self._start
+                if is_ours and time.time() - status.st_mtime > SECONDS_TO_MAP:
+                    segment.unlink()
 
 
 def pytest_configure(config: pytest.Config) -> None:

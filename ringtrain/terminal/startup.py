@@ -66,6 +66,7 @@ def skipping_garbage_collection() -> Iterator[None]:
     if "tensorflow" in sys.modules or not gc.isenabled():
         yield
         return
+    gc.collect()  # what exists now is exempt from collection later, too
     gc.disable()
     try:
         yield

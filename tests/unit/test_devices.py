@@ -240,6 +240,9 @@ def test_ranks_of_one_node_keep_mpi_off_the_network_where_they_share_memory() ->
     assert transports(local_world(0, 2), {}, plenty) == devices.TRANSPORTS_BETWEEN_NODES
     assert transports(local_world(0, 2), {"OMPI_MCA_btl": "tcp,self"}, plenty) == "tcp,self"
     assert transports(local_world(0, 2), {}, plenty - 1) is None
+    on = dataclasses.replace(machine(), shared_memory_bytes=plenty)
+    chosen = {item.name: item for item in plan_settings(local_world(0, 2), on, {"OMPI_MCA_pml": "ucx"})}["OMPI_MCA_pml"]
+    assert (chosen.value, chosen.source) == ("ucx", "environment")
     for world in (gloo, several_nodes, local_world(0, 1)):
         assert transports(world, {}, plenty) is None
     assert read_machine({}).shared_memory_bytes > 0

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.no_silent_skips import parse_allowed_skips
-from tests.world.processes import listen_to_signals
+from tests.world.fork_server import listen_to_signals
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -386,11 +386,13 @@ def test_a_policy_for_daemons_that_is_there_stays(tmp_path: Path) -> None:
     assert policy.read_text() == "the administrator's"
 
 
-def run_pytest(pytester: pytest.Pytester, *, test: str, allowed: str = "", select: str = "") -> pytest.RunResult:
+def run_pytest(
+    pytester: pytest.Pytester, *options: str, test: str, allowed: str = "", select: str = ""
+) -> pytest.RunResult:
     """Run one test file under the plugin, in a folder of its own."""
     pytester.mkdir(".ci").joinpath("allowed-skips.txt").write_text(allowed)
     pytester.makepyfile(test_it=f"import pytest\n{test}\ndef test_b(): pass\n")
-    return pytester.runpytest_inprocess("-p", "tests.no_silent_skips", "-k", select)
+    return pytester.runpytest_inprocess("-p", "tests.no_silent_skips", "-k", select, *options)
 
 
 SKIPPING = {
@@ -422,8 +424,9 @@ def test_a_folder_s_tests_may_be_skipped_or_run(pytester: pytest.Pytester) -> No
     assert (result.ret, result.parseoutcomes()) == (0, {"passed": 3, "skipped": 1})
 
 
-def test_unlisted_skip_of_a_module_fails_the_run(pytester: pytest.Pytester) -> None:
-    result = run_pytest(pytester, test="pytest.skip('too hot', allow_module_level=True)")
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "by a worker"])
+def test_unlisted_skip_of_a_module_fails_the_run(pytester: pytest.Pytester, options: tuple[str, ...]) -> None:
+    result = run_pytest(pytester, *options, test="pytest.skip('too hot', allow_module_level=True)")
     assert result.ret != 0
     result.stdout.fnmatch_lines(["test_it.py was skipped or expected to fail (too hot)*"])
 

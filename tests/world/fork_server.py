@@ -6,9 +6,10 @@ working directory and standard streams to the server, and stays as the stand-in 
 The forked process looks like a fresh interpreter: /proc/PID/environ and cmdline are those of its stand-in, and
 os.getppid() is its stand-in.
 
-It differs from a cold start in three ways: all forked processes share one seed of Python's hashes; ``sched_yield``
-sleeps (forked/patient.c); and at the end, after threads and ``atexit``, Python's modules are not destroyed. Tests that
-depend on these are marked ``cold``, and RINGTRAIN_TEST_COLD=1 starts all programs cold.
+It differs from a cold start in four ways. TensorFlow, Keras and most of ringtrain are already imported, so nothing is
+printed, filtered or read from the environment at import. All forked processes share one hash seed. ``sched_yield``
+sleeps (forked/sleeping_yield.c). Python's modules are not destroyed at exit. Tests that depend on one of these are
+marked ``cold``; RINGTRAIN_TEST_COLD=1 starts all programs cold.
 
 The server refuses a program that needs what is read at import (other variables of TensorFlow or of Python), or that
 lives in other namespaces, in another cgroup or under other resource limits. It starts cold then.
@@ -39,20 +40,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE_PATH: list[str] = []  # where modules are looked for, after a program's own directory and PYTHONPATH
 STAND_IN = str(Path(__file__).with_name("forked"))
 SERVER_VARIABLE = "RINGTRAIN_TEST_FORK_SERVER"
-SWITCH = "RINGTRAIN_TEST_COLD"  # 1: every start is a cold one, as a user's
+SWITCH = "RINGTRAIN_TEST_COLD"  # 1: all programs start cold
 # Variables that Python, TensorFlow, Keras and NumPy read when they are imported.
 READ_AT_IMPORT = ("PYTHON", "TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "LD_", "MALLOC_", "LC_", "LANG", "TZ")
-# Values that ranks set for their children, and variables that are read later.
-HARMLESS = {
-    "TF_CPP_MIN_LOG_LEVEL": ("2", "3"),
-    "KERAS_BACKEND": ("tensorflow",),
-    "LD_LIBRARY_PATH": ("/usr/lib:/usr/lib",),  # of a mpirun that a rank starts
-}
 READ_LATER = ("PYTHONPATH", "TF_DETERMINISTIC_OPS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "TF_CONFIG")
+# The server's own variables, with the other values that ranks set for their children.
+ACCEPTED_VALUES = {"TF_CPP_MIN_LOG_LEVEL": ("2", "3"), "KERAS_BACKEND": ("tensorflow",), "LD_PRELOAD": ()}
 PADDING = 1 << 16  # bytes of arguments and of variables that a request may have
 PR_SET_PDEATHSIG = 1
 STDIN = 0
@@ -65,27 +64,35 @@ MODULES = (
 )  # fmt: skip
 
 
+def listen_to_signals() -> None:
+    """As in a user's shell: whatever runs the tests may have been started in the background, or by nohup."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class ForkServer:
     """The server of this test process; it starts with the first request for it, and ends with the tests."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = Path()
+        self._lock = threading.Lock()  # tests may start programs from several threads
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Variables of a command whose Python programs are to be forked."""
         if os.environ.get(SWITCH) == "1":
             return dict(env)
-        if self._process is None:
-            self._start()
+        with self._lock:
+            if self._process is None:
+                self._start()
         path = os.pathsep.join([STAND_IN, *filter(None, [env.get("PYTHONPATH")])])
         return {**env, "PYTHONPATH": path, SERVER_VARIABLE: str(self._directory / "socket")}
 
     def _start(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="ringtrain-forks-"))
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONWARNINGS")}
         env = {**kept, "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", "ZPADDING": "z" * PADDING}
-        env |= {"LD_PRELOAD": str(self._build_patience())}
+        env |= {"LD_PRELOAD": str(self._build_sleeping_yield())}
         command = [sys.executable, "-m", __name__, str(self._directory / "socket"), "z" * PADDING]
         log = self._directory / "log"
         with log.open("wb") as file:
@@ -97,14 +104,15 @@ class ForkServer:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 start_new_session=True,
+                preexec_fn=listen_to_signals,
             )
         atexit.register(self.close)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n", log.read_text()
 
-    def _build_patience(self) -> Path:
-        library = self._directory / "patient.so"
-        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, Path(STAND_IN, "patient.c")], check=True)
+    def _build_sleeping_yield(self) -> Path:
+        library, source = self._directory / "sleeping_yield.so", Path(STAND_IN, "sleeping_yield.c")
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
         return library
 
     def close(self) -> None:
@@ -129,20 +137,26 @@ class Request:
         """Reason why the server cannot fork this process; empty if it can."""
         environ = self.values["environ"]
         for name in {*environ, *os.environ}:
-            if not name.startswith(READ_AT_IMPORT) or name in READ_LATER:
+            if not name.startswith(READ_AT_IMPORT) or name in READ_LATER or name == "LD_LIBRARY_PATH":
                 continue
-            if environ.get(name) not in (os.environ.get(name), None, *HARMLESS.get(name, ())):
+            if environ.get(name) == os.environ.get(name):
+                continue
+            if name not in ACCEPTED_VALUES or environ.get(name) not in (None, *ACCEPTED_VALUES[name]):
                 return f"{name}={environ.get(name)}"
         for name, value in describe_surroundings().items():
             if self.values[name] != value:
                 return f"other {name}"
+        # mpirun prepends the library directory of its own prefix, which is searched anyway.
+        libraries = str(Path(shutil.which("mpirun") or "/usr/bin/mpirun").parent.with_name("lib"))
+        if set(filter(None, environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))) - {libraries}:
+            return f"LD_LIBRARY_PATH={environ['LD_LIBRARY_PATH']}"
         if self.values["executable"] != sys.executable:
             return "another interpreter"
         if len(_joined(self.values["argv"])) > PADDING or len(_joined(_pairs(environ))) > PADDING:
             return "too many arguments or variables"
         return ""
 
-    def become(self) -> None:
+    def imitate_stand_in(self) -> None:
         """Make this process look like its stand-in, from outside and to itself."""
         values = self.values
         for number, descriptor in enumerate(self.streams):
@@ -155,14 +169,15 @@ class Request:
         os.sched_setaffinity(0, values["cores"])
         for number in values["ignored"]:
             signal.signal(number, signal.SIG_IGN)
-        overwrite_command_line(values["argv"], values["environ"])
         for name in list(os.environ):
-            del os.environ[name]
+            del os.environ[name]  # first: libc's pointers lead into the memory that is overwritten next
+        overwrite_command_line(values["argv"], values["environ"])
         os.environ.update(values["environ"])
-        os.getppid = lambda: values["pid"]  # launchers are found among the ancestors
+        own_pid, own_getppid = os.getpid(), os.getppid
+        # Launchers are searched among the ancestors.
+        os.getppid = lambda: values["pid"] if os.getpid() == own_pid else own_getppid()
         tempfile.tempdir = None
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # each process has its own; Python's is seeded by fork itself
+        np.random.seed()  # different in each process; fork itself seeds Python's generator
 
     def run(self) -> None:
         """Run the program, as the interpreter does."""
@@ -185,7 +200,7 @@ class Request:
 
 
 def overwrite_command_line(argv: list[str], environ: Mapping[str, str]) -> None:
-    """Have /proc/PID/cmdline and environ show these, which tests find a run's processes by.
+    """Write these into /proc/PID/cmdline and environ, by which tests find the processes of a run.
 
     Both lie in this process' own memory, which the server's padding has made large enough (proc(5), stat).
     """
@@ -210,7 +225,7 @@ def _joined(strings: list[str]) -> bytes:
 
 
 def describe_surroundings() -> dict[str, Any]:
-    """What a process has from where it was started, and cannot change by itself."""
+    """Namespaces, cgroup and resource limits, which a forked process cannot take over."""
     return {
         "namespaces": [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("net", "mnt", "pid", "ipc")],
         "cgroup": Path("/proc/self/cgroup").read_text(),
@@ -219,54 +234,70 @@ def describe_surroundings() -> dict[str, Any]:
 
 
 def serve(listener: socket.socket) -> Request:
-    """Fork for each request; returns in the forked processes alone."""
-    connections: dict[int, socket.socket] = {}  # of the stand-ins, by the pids of what was forked for them
-    exits: dict[int, int] = {}  # pids, by the descriptors that become readable at their end
+    """Fork for each request; returns in the forked processes only."""
+    connections: dict[int, socket.socket] = {}  # to the stand-ins, by the pids of the processes forked for them
+    exits: dict[int, int] = {}  # pids, by the descriptors that become readable when the process exits
     while True:
-        poll = select.poll()
-        for descriptor in (STDIN, listener.fileno(), *exits, *(each.fileno() for each in connections.values())):
-            poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll()}
-        if STDIN in ready:  # the test process has ended, and what was forked ends with this one
+        ready = _wait_for(STDIN, listener.fileno(), *exits, *(each.fileno() for each in connections.values()))
+        if STDIN in ready:  # the test process has ended; forked processes end with this one
             os._exit(0)
         for descriptor in ready & exits.keys():
             pid = exits.pop(descriptor)
             os.close(descriptor)
-            _, status = os.waitpid(pid, 0)
-            code = os.waitstatus_to_exitcode(status)
-            connection = connections.pop(pid, None)
-            if connection is not None:
-                with contextlib.suppress(OSError):
-                    connection.send(json.dumps({"code": code} if code >= 0 else {"signal": -code}).encode())
-                connection.close()
+            _report_exit(pid, connections.pop(pid, None))
         for pid in [pid for pid, each in connections.items() if each.fileno() in ready]:
             connections.pop(pid).close()  # its stand-in was killed
             os.kill(pid, signal.SIGKILL)
-        if listener.fileno() in ready:
-            connection, _ = listener.accept()
-            request = _receive(connection)
-            if request is None:
-                connection.close()
-                continue
-            pid = os.fork()
-            if pid == 0:
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                for each in (listener, connection, *connections.values()):
-                    each.close()
-                for descriptor in exits:
-                    os.close(descriptor)
-                return request
-            for descriptor in request.streams:
+        if listener.fileno() not in ready:
+            continue
+        connection, _ = listener.accept()
+        request = _receive(connection)
+        if request is None:
+            connection.close()
+            continue
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != server:
+                os._exit(1)
+            for each in (listener, connection, *connections.values()):
+                each.close()
+            for descriptor in exits:
                 os.close(descriptor)
-            connections[pid] = connection
-            exits[os.pidfd_open(pid)] = pid
-            with contextlib.suppress(OSError):
-                connection.send(json.dumps({"pid": pid}).encode())
+            return request
+        for descriptor in request.streams:
+            os.close(descriptor)
+        connections[pid] = connection
+        exits[os.pidfd_open(pid)] = pid
+        with contextlib.suppress(OSError):
+            connection.send(json.dumps({"pid": pid}).encode())
+
+
+def _wait_for(*descriptors: int) -> set[int]:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll()}
+
+
+def _report_exit(pid: int, connection: socket.socket | None) -> None:
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if connection is not None:
+        with contextlib.suppress(OSError):
+            connection.send(json.dumps({"code": code} if code >= 0 else {"signal": -code}).encode())
+        connection.close()
 
 
 def _receive(connection: socket.socket) -> Request | None:
-    """What a stand-in asks for; None where that is to start as usual."""
-    data, ancillary, _, _ = connection.recvmsg(4 * PADDING, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+    """Receive a request; None if the program must start cold."""
+    connection.settimeout(5)
+    try:
+        data, ancillary, _, _ = connection.recvmsg(4 * PADDING, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+    except OSError:
+        return None
+    connection.settimeout(None)
     streams = array.array("i")
     for _, _, content in ancillary:
         streams.frombytes(content[: len(content) - len(content) % streams.itemsize])
@@ -283,7 +314,7 @@ def _receive(connection: socket.socket) -> Request | None:
 
 
 def start_serving() -> Request:
-    """Import, listen, and say so; returns in a forked process, with what it is to be."""
+    """Import TensorFlow, listen, and print ``ready``. Returns in each forked process, with its request."""
     BASE_PATH[:] = sys.path[1:]
     for module in MODULES:
         importlib.import_module(module)
@@ -298,8 +329,8 @@ def start_serving() -> Request:
     return serve(listener)
 
 
-def exit_soon(code: int) -> NoReturn:
-    """End as Python does, without the destruction of all modules, which takes 0.1 s."""
+def exit_soon(code: int, *, is_interrupted: bool) -> NoReturn:
+    """Exit as Python does, but without destroying modules, which takes 0.1 s."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -309,15 +340,18 @@ def exit_soon(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     ctypes.CDLL(None).exit(code)
     raise AssertionError("exit(3) has returned")
 
 
 def main() -> NoReturn:
-    """Serve; in a forked process, be the program."""
+    """Serve requests; in a forked process, run the requested program."""
     request = start_serving()
-    request.become()
-    code = 0
+    request.imitate_stand_in()
+    code, is_interrupted = 0, False
     try:
         request.run()
     except SystemExit as error:
@@ -327,11 +361,8 @@ def main() -> NoReturn:
     except BaseException as error:
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        code = 1
-    exit_soon(code & 0xFF)
+        code, is_interrupted = 1, isinstance(error, KeyboardInterrupt)
+    exit_soon(code & 0xFF, is_interrupted=is_interrupted)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ START_TIMEOUT_SECONDS = 120
 BODY_TIMEOUT_SECONDS = 60
 # Once a rank has failed, this long for the others to say how they fared; they may wait for it for ever.
 GRACE_SECONDS = 2.0
-# Horovod's background threads look so often for something to reduce; with 1, they take half a core from three ranks.
-CYCLE_MILLISECONDS = "5"
+# Interval at which Horovod's background thread looks for tensors to reduce. With 1 ms, three ranks use half a core.
+HOROVOD_CYCLE_TIME_MS = "5"
 SOCKET_DIRECTORY = "RINGTRAIN_TEST_SOCKET_DIRECTORY"
 
 _running: list[Group] = []  # at most one: idle ranks of another world would take the cores from this one
@@ -169,7 +169,7 @@ class Group:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self._directory / "socket"))
         listener.listen(self.launch.size)
-        own = {SOCKET_DIRECTORY: str(self._directory), "HOROVOD_CYCLE_TIME": CYCLE_MILLISECONDS}
+        own = {SOCKET_DIRECTORY: str(self._directory), "HOROVOD_CYCLE_TIME": HOROVOD_CYCLE_TIME_MS}
         env = clean_environment(**own, **self.launch.env)
         with (self._directory / "output").open("wb") as output:
             self._process = MarkedProcess(self.launch.command(), env, stdout=output, stderr=subprocess.STDOUT)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tests.world.fork_server import SERVER
+from tests.world.fork_server import SERVER, listen_to_signals
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "RINGTRAIN_TEST_MARK"
@@ -45,12 +45,6 @@ def clean_environment(**more: str) -> dict[str, str]:
     }
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
     return kept | {"PATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} | more
-
-
-def listen_to_signals() -> None:
-    """As in a user's shell: whatever runs the tests may have been started in the background, or by nohup."""
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def by_chosen_backend(command: Sequence[str]) -> list[str]:

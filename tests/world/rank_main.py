@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
-import itertools
 import json
 import os
 import queue
@@ -59,13 +58,8 @@ def serve(connection: socket.socket, collective: Any) -> None:
     """Run one body after the other until the test process closes the connection, or is gone."""
     requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=read_requests, args=(connection, requests), daemon=True).start()
-    for number in itertools.count():
-        request = requests.get()
-        if request is None:
-            break
-        if collective is not None:
-            forget_last_body(number)
-        reply(connection, run_body(collective, **json.loads(request)))
+    for number, request in enumerate(iter(requests.get, None)):
+        reply(connection, run_body(collective, number, **json.loads(request)))
 
 
 def read_requests(connection: socket.socket, requests: queue.SimpleQueue[str | None]) -> None:
@@ -77,11 +71,13 @@ def read_requests(connection: socket.socket, requests: queue.SimpleQueue[str | N
     os._exit(1)  # the main thread hangs in a body
 
 
-def run_body(collective: Any, body: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def run_body(collective: Any, number: int, body: str, arguments: dict[str, Any]) -> dict[str, Any]:
     module, _, name = body.partition(":")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", module=r"(ringtrain|tests)(\.|$)")
+            if collective is not None:
+                forget_last_body(number)
             function = getattr(importlib.import_module(module), name)
             result = getattr(function, "body", function)(collective, **arguments)
             return {"result": json.loads(json.dumps(result))}
@@ -90,7 +86,7 @@ def run_body(collective: Any, body: str, arguments: dict[str, Any]) -> dict[str,
 
 
 def forget_last_body(number: int) -> None:
-    """Keras' global settings as they are at the start of a process."""
+    """Reset Keras' global settings, and collect garbage after every 20th body."""
     import keras
 
     from ringtrain.step.train_step import set_precision

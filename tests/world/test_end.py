@@ -13,7 +13,7 @@ from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY
 from tests.world.running import STAYING, events, running
 
-pytestmark = pytest.mark.cold  # the interpreter's own way out
+pytestmark = pytest.mark.cold  # these tests check how the interpreter exits
 
 KEEPING = REPOSITORY / "tests/world/workloads/keeping.py"
 NODE = re.escape(socket.gethostname())

@@ -85,7 +85,14 @@ def test_n_ranks_train_what_one_process_trains(
     reference.set_weights(step.model.get_weights())
     reports = train(step, batches)
     assert_trained_as_plainly(
-        step, reports, reference, plain_optimizer, source, collective, global_batch_size=GLOBAL_BATCH_SIZE
+        step,
+        reports,
+        reference,
+        plain_optimizer,
+        source,
+        collective,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        steps=STEPS,
     )
 
 

@@ -22,7 +22,8 @@ import pytest
 
 from ringtrain.run.checkpoint import read_checkpoint
 from ringtrain.run.store import list_steps, step_name
-from tests.world.processes import REPOSITORY, clean_environment, listen_to_signals
+from tests.world.fork_server import listen_to_signals
+from tests.world.processes import REPOSITORY, clean_environment
 from tests.world.running import events, final_checkpoint, run_to_end
 
 RECORDED = REPOSITORY / "tests/world/recorded"

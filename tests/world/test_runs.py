@@ -68,6 +68,7 @@ def digits_runs() -> dict[str | None, tuple[Finished, Path, set[str]]]:
     return {}
 
 
+@pytest.mark.cold  # nothing but the lines of a run is printed, also at import
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=str)
 def test_digits_trains_under_each_launcher(
     launcher: str | None,

@@ -91,7 +91,14 @@ def test_n_ranks_train_what_one_process_trains(
 
     reports = train(step, batches)
     assert_trained_as_plainly(
-        step, reports, reference, plain_optimizer, source, collective, global_batch_size=GLOBAL_BATCH_SIZE
+        step,
+        reports,
+        reference,
+        plain_optimizer,
+        source,
+        collective,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        steps=STEPS,
     )
     if collective.world.is_rank0:
         for variable, right in zip(step.optimizer.variables, plain_optimizer.variables, strict=True):

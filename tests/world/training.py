@@ -245,14 +245,17 @@ def assert_trained_as_plainly(
     collective: Collective,
     *,
     global_batch_size: int,
+    steps: int,
 ) -> None:
-    """All ranks hold the same bits, and what a plain loop trains from the first values, which rank 0 tries."""
+    """Check that all ranks hold the same bits, and that a plain loop on rank 0 trains the same."""
+    assert len(reports) == steps
     assert_same_bits_on_all_ranks(step.variables, collective)
     seen = [[report.loss, report.metrics["accuracy"], report.gradient_norm] for report in reports]
-    assert all(other == seen for other in all_gather_object(collective, seen, name="reports"))
+    others = all_gather_object(collective, seen, name="reports")
+    assert all(other == seen for other in others), "the ranks' reports differ"
     if not collective.world.is_rank0:
         return
-    expected = train_plainly(reference, optimizer, source, global_batch_size=global_batch_size, steps=len(reports))
+    expected = train_plainly(reference, optimizer, source, global_batch_size=global_batch_size, steps=steps)
     for mine, right, what in zip(
         zip(*seen, strict=True), zip(*expected, strict=True), ("loss", "accuracy", "gradient norm"), strict=True
     ):

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from launch.family import find_descendants
-from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment, listen_to_signals
+from tests.world.fork_server import listen_to_signals
+from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
 
 # A worker, its child in a session of its own, and an orphan whose parent has ended.
 SCRIPT = """

@@ -1,36 +1,32 @@
-"""Hand this start of Python over to the fork server of the tests, if that can take it; else start as usual.
+"""Let the fork server of the tests run this program; if it refuses, start as usual.
 
-This directory is on the PYTHONPATH of what the tests start. The process remains as the stand-in of the one that the
-server forks: it passes signals on, exits with its code, and takes it along when it is killed itself.
+This directory is on the PYTHONPATH of what the tests start. This process stays as the stand-in of the forked one: it
+forwards signals and exits with the same code; if it is killed, the forked process is killed too.
 """
 
 import contextlib
 import sys
 
 
-def is_program(words: list[str]) -> bool:
-    """True for modules that start ranks, and for scripts; not for options of the interpreter, nor console scripts."""
-    is_module = words[:1] == ["-m"] and (words[1] == "ringtrain" or words[1].startswith("tests."))
+def is_program(words):  # type: ignore[no-untyped-def]
+    """True for modules that start ranks and for scripts; False for interpreter options and console scripts."""
+    is_module = len(words) > 1 and words[0] == "-m" and (words[1] == "ringtrain" or words[1].startswith("tests."))
     return is_module or (bool(words) and words[0].endswith(".py"))
 
 
-def hand_over() -> None:
-    """Have the server fork; return if it refuses."""
-    import array
-    import json
+def describe_start():  # type: ignore[no-untyped-def]
+    """Everything that this process was started with."""
     import os
     import resource
     import signal
-    import socket
 
-    handled = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
-    handled |= {signal.SIGCONT, signal.SIGWINCH}
-    ignored = [number for number in handled if signal.getsignal(number) == signal.SIG_IGN]
+    forwarded = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+    forwarded |= {signal.SIGCONT, signal.SIGWINCH}
     umask = os.umask(0o22)
     os.umask(umask)
     with open("/proc/self/cgroup") as file:
         cgroup = file.read()
-    request = {
+    return {
         "argv": sys.orig_argv,
         "executable": sys.executable,
         "environ": dict(os.environ),
@@ -38,23 +34,49 @@ def hand_over() -> None:
         "pid": os.getpid(),
         "cores": sorted(os.sched_getaffinity(0)),
         "umask": umask,
-        "ignored": ignored,
+        "forwarded": [number for number in forwarded if signal.getsignal(number) != signal.SIG_IGN],
+        "ignored": [number for number in forwarded if signal.getsignal(number) == signal.SIG_IGN],
         "namespaces": [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("net", "mnt", "pid", "ipc")],
         "cgroup": cgroup,
         "limits": [resource.getrlimit(number) for number in range(16)],  # RLIM_NLIMITS
     }
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.connect(os.environ["RINGTRAIN_TEST_FORK_SERVER"])
-        streams = array.array("i", [0, 1, 2])
-        connection.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-        pid = json.loads(connection.recv(1 << 16) or b"{}").get("pid")
-        if pid is None:
-            return
-        with open("/proc/self/comm", "w") as file:
-            file.write("stand-in")  # which tests that look for ranks pass over
-        for number in handled.difference(ignored):
-            signal.signal(number, lambda number, frame: os.kill(pid, number))
-        end = json.loads(connection.recv(1 << 16) or '{"signal": 9}')  # the server is gone, and with it what it forked
+
+
+def request_fork():  # type: ignore[no-untyped-def]
+    """The forked process' pid, the signals to forward to it, and the connection on which its end is reported.
+
+    The pid is None if the server refuses.
+    """
+    import array
+    import json
+    import os
+    import socket
+
+    start = describe_start()
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(os.environ["RINGTRAIN_TEST_FORK_SERVER"])
+    streams = array.array("i", [0, 1, 2])
+    connection.sendmsg([json.dumps(start).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    pid = json.loads(connection.recv(1 << 16) or b"{}").get("pid")
+    return pid, start["forwarded"], connection
+
+
+def stand_in_for(pid, forwarded, connection):  # type: ignore[no-untyped-def]
+    """Forward signals to a forked process, and end as it does."""
+    import json
+    import os
+    import resource
+    import signal
+
+    def forward(number, frame):  # type: ignore[no-untyped-def]
+        with contextlib.suppress(ProcessLookupError):  # it has ended, which will be reported
+            os.kill(pid, number)
+
+    for number in forwarded:
+        signal.signal(number, forward)
+    with open("/proc/self/comm", "w") as file:
+        file.write("stand-in")  # tests that look for ranks ignore it
+    end = json.loads(connection.recv(1 << 16) or '{"signal": 9}')  # the server has ended, and what it forked with it
     if "signal" in end:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if end["signal"] != signal.SIGKILL:
@@ -64,5 +86,8 @@ def hand_over() -> None:
 
 
 if is_program(sys.orig_argv[1:]):
+    _fork = None
     with contextlib.suppress(OSError, KeyError):  # no server, a closed stream, no working directory
-        hand_over()
+        _fork = request_fork()
+    if _fork and _fork[0] is not None:
+        stand_in_for(*_fork)

@@ -59,9 +59,8 @@ def quiet_start() -> Iterator[None]:
 def skipping_garbage_collection() -> Iterator[None]:
     """Keep the garbage collector away from the objects that the import of TensorFlow creates.
 
-    Almost all of these 440,000 objects live as long as the process. Searching them for garbage, during the import, in
-    each full collection and at exit, takes 1.0 s of the 2.5 s of CPU time of a process that imports TensorFlow and
-    Keras.
+    Almost all of them live as long as the process. Searching them for garbage, during the import, in each full
+    collection and at exit, costs about as much CPU time as the rest of the import.
     """
     if "tensorflow" in sys.modules or not gc.isenabled():
         yield

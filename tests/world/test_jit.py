@@ -35,9 +35,9 @@ from tests.world.training import (
     OPTIMIZERS,
     Classification,
     assert_close,
-    assert_trained_as_plainly,
     batches_of,
     batchnorm_model,
+    check_trains_as_plainly,
     create_step,
     dense_samples,
     make_batch,
@@ -81,14 +81,11 @@ def test_n_ranks_train_what_one_process_trains(
     )
     assert step.compiled is not None
     assert list(step.labels) == [Labels(0, NUM_CLASSES)]
-    reference, plain_optimizer = create(), OPTIMIZERS[optimizer]()
-    reference.set_weights(step.model.get_weights())
-    reports = train(step, batches)
-    assert_trained_as_plainly(
+    check_trains_as_plainly(
         step,
-        reports,
-        reference,
-        plain_optimizer,
+        batches,
+        create,
+        OPTIMIZERS[optimizer],
         source,
         collective,
         global_batch_size=GLOBAL_BATCH_SIZE,

@@ -37,10 +37,10 @@ from tests.world.training import (
     Classification,
     assert_close,
     assert_same_bits_on_all_ranks,
-    assert_trained_as_plainly,
     batches_of,
     batchnorm_model,
     bits_of,
+    check_trains_as_plainly,
     create_step,
     dense_samples,
     make_batch,
@@ -86,15 +86,11 @@ def test_n_ranks_train_what_one_process_trains(
         accumulate=accumulate,
         local_batch_size=len(usual.indices),
     )
-    reference, plain_optimizer = create(), OPTIMIZERS[optimizer]()
-    reference.set_weights(step.model.get_weights())
-
-    reports = train(step, batches)
-    assert_trained_as_plainly(
+    reports, plain_optimizer = check_trains_as_plainly(
         step,
-        reports,
-        reference,
-        plain_optimizer,
+        batches,
+        create,
+        OPTIMIZERS[optimizer],
         source,
         collective,
         global_batch_size=GLOBAL_BATCH_SIZE,

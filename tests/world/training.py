@@ -236,32 +236,40 @@ def spec_of(batch: Batch) -> Batch:
     return tf.nest.map_structure(spec, batch)
 
 
-def assert_trained_as_plainly(
+def check_trains_as_plainly(
     step: TrainStep,
-    reports: list[StepReport],
-    reference: keras.Model,
-    optimizer: keras.optimizers.Optimizer,
+    batches: tf.data.Dataset,
+    create: Create,
+    create_optimizer: Create,
     source: ArraySource,
     collective: Collective,
     *,
     global_batch_size: int,
     steps: int,
-) -> None:
-    """Check that all ranks hold the same bits, and that a plain loop on rank 0 trains the same."""
+) -> tuple[list[StepReport], keras.optimizers.Optimizer]:
+    """Train; check that all ranks hold the same bits, and that a plain loop on rank 0 trains the same.
+
+    Returns:
+        The step's reports, and the optimizer of the plain loop, which has taken its steps on rank 0 only.
+    """
+    reference, optimizer = create(), create_optimizer()
+    reference.set_weights(step.model.get_weights())
+    reports = train(step, batches)
     assert len(reports) == steps
     assert_same_bits_on_all_ranks(step.variables, collective)
     seen = [[report.loss, report.metrics["accuracy"], report.gradient_norm] for report in reports]
     others = all_gather_object(collective, seen, name="reports")
     assert all(other == seen for other in others), "the ranks' reports differ"
-    if not collective.world.is_rank0:
-        return
-    expected = train_plainly(reference, optimizer, source, global_batch_size=global_batch_size, steps=steps)
-    for mine, right, what in zip(
-        zip(*seen, strict=True), zip(*expected, strict=True), ("loss", "accuracy", "gradient norm"), strict=True
-    ):
-        assert_close(mine, right, what)
-    for variable, right in zip(step.model.variables, reference.variables, strict=True):
-        assert_close(variable.numpy(), right.numpy(), variable.path)
+    if collective.world.is_rank0:
+        plain = train_plainly(reference, optimizer, source, global_batch_size=global_batch_size, steps=steps)
+        expected = zip(*plain, strict=True)
+        for mine, right, what in zip(
+            zip(*seen, strict=True), expected, ("loss", "accuracy", "gradient norm"), strict=True
+        ):
+            assert_close(mine, right, what)
+        for variable, right in zip(step.model.variables, reference.variables, strict=True):
+            assert_close(variable.numpy(), right.numpy(), variable.path)
+    return reports, optimizer
 
 
 def bits_of(variables: Any) -> list[str]:

@@ -1,8 +1,8 @@
 """A pytest plugin that decides which tests may run at the same time on the workers of pytest-xdist.
 
-Tests of one process come first, each on any worker. Those that start ranks are of three kinds, each for one worker:
-bodies that run in the long-lived groups of ranks (`tests.world.group`), jobs of Slurm, and all others, which start
-programs that claim cores. Together they keep the cores busy, since programs and jobs often wait. A test that is marked
+Tests of one process come first, each on any worker. Those that start ranks follow: bodies that run in the long-lived
+groups of ranks (`tests.world.group`) on two workers, one for groups of two ranks and one for all others; jobs of Slurm
+on one; and programs, file by file, on whichever worker is free. A test that is marked
 ``alone`` measures time: no other test runs meanwhile, and no group of ranks waits.
 """
 
@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests.world.group import close_group, launch_of
+from tests.world.group import OVER_MPI, close_group, launch_of
 
 INDEPENDENT_TESTS = "tests/unit/"
 SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, a cluster
@@ -28,7 +28,7 @@ SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, 
     "tests/faults/test_foreign_files.py": "fuzz",
     "tests/slurm/": "slurm",
 }
-SCOPE_ORDER = ("", "native", "fuzz", "bodies", "programs", "report", "slurm")
+SCOPE_ORDER = ("", "native", "fuzz", "bodies of 2 ranks", "bodies", "slurm", "report")  # then programs, file by file
 
 
 def scope_of(item: pytest.Item) -> str:
@@ -38,13 +38,16 @@ def scope_of(item: pytest.Item) -> str:
     for start, scope in SCOPE_BY_PATH.items():
         if item.nodeid.startswith(start):
             return scope
-    return "programs" if launch_of(item) is None else "bodies"
+    launch = launch_of(item)
+    if launch is None:
+        return item.nodeid.partition("::")[0]
+    return "bodies of 2 ranks" if launch is OVER_MPI[2] else "bodies"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the tests by scope; tell the scheduler, which is in another process, the scopes."""
-    items.sort(key=lambda item: SCOPE_ORDER.index(scope_of(item)))
+    items.sort(key=_position_of)
     if hasattr(config, "workerinput"):
         scopes = {item.nodeid: scope_of(item) for item in items if scope_of(item)}
         file = _shared_file("scopes.json")
@@ -53,7 +56,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         temporary.replace(file)
 
 
-@pytest.hookimpl(optionalhook=True)
+def _position_of(item: pytest.Item) -> int:
+    scope = scope_of(item)
+    return SCOPE_ORDER.index(scope) if scope in SCOPE_ORDER else len(SCOPE_ORDER)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let processes that become ready wait for their turn: with less preemption, ranks that share a core are faster."""
+    if hasattr(config, "workerinput"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)  # pytest-xdist has its own
 def pytest_xdist_auto_num_workers() -> int:
     """Number of workers of ``-n auto``: one more than there are cores, since ranks often wait."""
     return len(os.sched_getaffinity(0)) + 1

@@ -11,7 +11,7 @@ import pytest
 
 from tests.world.conftest import RunRingtrain
 
-STEPS = 40
+STEPS = 20
 FLAGS = ["--workload", "ringtrain.bench.workloads:CNN", "--batch_size", "32", "--backend", "horovod"]
 
 

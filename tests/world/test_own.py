@@ -71,6 +71,7 @@ def _two_cores() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.usefixtures("_two_cores")
 def test_python_code_in_a_step_may_call_tensorflow_on_a_rank_of_one_core(
     run_ringtrain: RunRingtrain, tmp_path: Path
@@ -83,6 +84,7 @@ def test_python_code_in_a_step_may_call_tensorflow_on_a_rank_of_one_core(
 
 
 @pytest.mark.native
+@pytest.mark.alone
 @pytest.mark.usefixtures("_two_cores")
 def test_python_code_in_a_step_that_could_wait_for_itself_is_told_of(
     run_ringtrain: RunRingtrain, tmp_path: Path

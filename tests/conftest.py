@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
+from ringtrain.terminal.startup import skipping_garbage_collection
 from tests.world.fork_server import SWITCH
 from tests.world.group import Group, close_group, launch_of
 from tests.world.processes import BACKEND
+
+# oneDNN compiles a kernel for each shape of a matrix: a tenth of the CPU time of all tests, whose models are tiny.
+# Programs that start cold use it, as those of a user do.
+ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
+if os.environ.get(SWITCH) != "1":
+    os.environ.setdefault(ONEDNN, "0")
 
 
 @pytest.hookimpl(trylast=True)
@@ -29,10 +35,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [*others[:place], *mine, *others[place:]]
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
     """Exempt the million objects of TensorFlow and Keras from garbage collection."""
-    gc.collect()
-    gc.freeze()
+    with skipping_garbage_collection():
+        return (yield)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -46,6 +53,7 @@ def cold_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Start the programs of a test that is marked ``cold`` as a user does."""
     if request.node.get_closest_marker("cold"):
         monkeypatch.setenv(SWITCH, "1")
+        monkeypatch.delenv(ONEDNN, raising=False)
 
 
 @pytest.fixture(scope="session")

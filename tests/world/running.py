@@ -201,14 +201,15 @@ def read_tensorboard(out: Path) -> Any:
 
 def ledger(out: Path) -> list[list[int]]:
     """The samples of each step of the surviving history, in order."""
+    from tests.world.workloads.lasting import read_ledger
+
     steps = []
     seen = 0
     for item in events(out, "train"):
         samples = item["samples_seen"] - seen
         seen = item["samples_seen"]
-        counts = [round(item[f"sample_{number}"] * samples) for number in range(NUM_SAMPLES)]
-        assert sum(counts) == samples
-        steps.append([number for number, count in enumerate(counts) for _ in range(count)])
+        steps.append(read_ledger(item, samples))
+        assert len(steps[-1]) == samples
     return steps
 
 

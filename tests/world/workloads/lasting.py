@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import os
 import signal
 import time
@@ -22,6 +23,9 @@ from ringtrain.workloads.base import Histogram, Images, Sources, Workload
 
 NUM_SAMPLES = 50
 SIDE = 4
+# Each metric of the ledger counts so many samples, each as one digit of a number with this base.
+SAMPLES_PER_METRIC, COUNT_BASE = 8, 4
+NUM_LEDGER_METRICS = math.ceil(NUM_SAMPLES / SAMPLES_PER_METRIC)
 HANG_STEP = 30
 
 
@@ -37,6 +41,17 @@ def flush_slowly(descriptor: int) -> None:
 
 if seconds_of("SAVE"):
     atomic.flush = flush_slowly
+
+
+def read_ledger(metrics: Mapping[str, float], num_samples: int) -> list[int]:
+    """Numbers of the samples that a step of ``num_samples`` trained, from its metrics, which are means."""
+    trained = []
+    for number in range(NUM_LEDGER_METRICS):
+        digits = round(metrics[f"samples_{number}"] * num_samples)
+        for position in range(SAMPLES_PER_METRIC):
+            digits, count = divmod(digits, COUNT_BASE)
+            trained += count * [number * SAMPLES_PER_METRIC + position]
+    return trained
 
 
 def my_rank() -> str:
@@ -78,7 +93,7 @@ class StoppingSource(ArraySource):
 class Lasting(Workload):
     """Augmented images, dropout, a moving average of the weights: everything that a resumed run could get wrong.
 
-    Each sample has a metric of its own, so that metrics.jsonl shows which samples a step was made of, over all ranks.
+    ``metrics.jsonl`` shows which samples each step trained, over all ranks (see ``read_ledger``).
     ``RINGTRAIN_TEST_STEP_SECONDS`` is the least time that the data of a step take, ``RINGTRAIN_TEST_SAVE_SECONDS`` that
     of a save, and ``RINGTRAIN_TEST_START_SECONDS`` that of the start,
     which then makes the file that ``RINGTRAIN_TEST_STARTED`` names. ``RINGTRAIN_TEST_STOP_IN_EVALUATION`` lets rank 1
@@ -142,10 +157,11 @@ class Lasting(Workload):
         return keras.losses.sparse_categorical_crossentropy(y[0], outputs, from_logits=True)
 
     def metrics(self, y: Any, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
-        ledger = tf.one_hot(y[1], NUM_SAMPLES, dtype=outputs.dtype)  # [n, NUM_SAMPLES]
+        ledger = tf.one_hot(y[1] // SAMPLES_PER_METRIC, NUM_LEDGER_METRICS, dtype=keras.config.floatx())
+        ledger *= tf.cast(COUNT_BASE ** (y[1] % SAMPLES_PER_METRIC), ledger.dtype)[:, tf.newaxis]  # [n, metrics]
         return {
             "accuracy": keras.metrics.sparse_categorical_accuracy(y[0], outputs),
-            **{f"sample_{number}": ledger[:, number] for number in range(NUM_SAMPLES)},
+            **{f"samples_{number}": column for number, column in enumerate(tf.unstack(ledger, axis=1))},
         }
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: Any) -> dict[str, Images | Histogram]:

@@ -123,7 +123,7 @@ def directory(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("unknown", "float16", "generator")]
+    "kind", ["unknown", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("float16", "generator"))]
 )
 @on_ranks(1)
 def test_a_fit_that_is_stopped_goes_on_bit_for_bit(collective: Collective, kind: str, directory: str) -> None:
@@ -149,8 +149,7 @@ def test_a_fit_goes_on_on_several_cores_after_one(collective: Collective, direct
     assert rest.bits() == whole.bits()
 
 
-@pytest.mark.slow
-@on_ranks(1, 2, timeout=120)
+@on_ranks(1, slow=[2], timeout=120)
 def test_an_epoch_saved_after_its_last_batch_as_nobody_knew_ends_as_it_would_have(
     collective: Collective, directory: str
 ) -> None:
@@ -183,7 +182,6 @@ def test_what_callbacks_count_goes_on(collective: Collective, directory: str) ->
     assert run("stopped") == wanted
 
 
-@pytest.mark.slow
 @on_ranks(1)
 def test_the_best_checkpoint_is_that_of_the_metric(collective: Collective, directory: str) -> None:
     out = Path(directory, "run")
@@ -193,7 +191,6 @@ def test_the_best_checkpoint_is_that_of_the_metric(collective: Collective, direc
     assert fit(f"{directory}/other", best_metric="auc", epochs=1).code == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["file", "time"])
 @on_ranks(1)
 def test_the_file_stop_and_the_limit_of_time_end_it(collective: Collective, cause: str, directory: str) -> None:
@@ -207,7 +204,6 @@ def test_the_file_stop_and_the_limit_of_time_end_it(collective: Collective, caus
     assert [event["first_step"] for event in events(out, "start")] == [0, 1]
 
 
-@pytest.mark.slow
 @on_ranks(1)
 def test_it_goes_on_from_its_end_or_starts_anew_as_it_is_told(collective: Collective, directory: str) -> None:
     out = Path(directory, "run")

@@ -46,9 +46,7 @@ def normalise(layer: keras.layers.Layer, x: np.ndarray, part: slice, mask: np.nd
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize(
-    "case", ["dense", "masked", *(pytest.param(case, marks=pytest.mark.slow) for case in ("images", "channels first"))]
-)
+@pytest.mark.parametrize("case", ["dense", "images", "channels first", "masked"])
 @on_ranks(2, BY_MPI)
 def test_values_and_gradients_are_those_of_the_whole_batch(collective: Collective, case: str, share: str) -> None:
     set_precision("float64")

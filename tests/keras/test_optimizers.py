@@ -19,7 +19,7 @@ from ringtrain.step.optimizers import FUSED_UPDATES
 from ringtrain.step.train_step import set_precision
 from tests.keras.training import WAYS, dataset, largest_difference, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
-from tests.world.training import multi_optimizer
+from tests.world.training import assert_same_bits_on_all_ranks, multi_optimizer
 
 SAMPLES = 8
 TOLERANCE = 1e-10
@@ -48,7 +48,6 @@ THERE = {
     name for name in OPTIMIZERS if name not in BROKEN_IN_KERAS and hasattr(keras.optimizers, name.rpartition(" ")[2])
 }
 ALL_WAYS = sorted(THERE & {"SGD", "LossScaleOptimizer", "MultiOptimizer", "LossScaleOptimizer of a MultiOptimizer"})
-REDUCED_ALIKE = ("Adadelta", "Adagrad", "Adamax", "Ftrl", "Nadam")  # what reduces does not look at the update
 # Keras' updates of it are others in eager mode than in a graph, with or without ringtrain.
 OWN_WAY = {"ScheduleFreeAdamW"}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -83,9 +82,14 @@ def train_distributed(way: str, optimizer: keras.optimizers.Optimizer) -> keras.
     return model
 
 
-def check_ways(name: str, ways: tuple[str, ...]) -> None:
+def check_ways(collective: Collective, name: str, ways: tuple[str, ...]) -> None:
+    """Compare the ranks with each other, and rank 0 with one process that trains on whole batches."""
     set_precision("float64")
     models = [train_distributed(way, make_optimizer(name)) for way in ways]
+    for model in models:
+        assert_same_bits_on_all_ranks(model.variables, collective)
+    if not collective.world.is_rank0:
+        return
     alone = {way: train_alone(make_optimizer(name), way) for way in (ways if name in OWN_WAY else ("loop",))}
     differences = {
         way: largest_difference(model, alone.get(way) or alone["loop"]) for way, model in zip(ways, models, strict=True)
@@ -93,25 +97,23 @@ def check_ways(name: str, ways: tuple[str, ...]) -> None:
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in REDUCED_ALIKE)) for n in sorted(THERE - set(ALL_WAYS))]
-)
+@pytest.mark.parametrize("name", sorted(THERE - set(ALL_WAYS)))
 @on_ranks(2)
 def test_two_ranks_equal_one_in_fit(collective: Collective, name: str) -> None:
-    check_ways(name, ("fit",))
+    check_ways(collective, name, ("fit",))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(THERE - set(ALL_WAYS)))
 @on_ranks(2)
 def test_two_ranks_equal_one_in_eager_fit_and_in_a_loop(collective: Collective, name: str) -> None:
-    check_ways(name, ("eager fit", "loop"))
+    check_ways(collective, name, ("eager fit", "loop"))
 
 
 @pytest.mark.parametrize("name", ALL_WAYS)
 @on_ranks(2)
 def test_two_ranks_equal_one_in_every_way_of_training(collective: Collective, name: str) -> None:
-    check_ways(name, WAYS)
+    check_ways(collective, name, WAYS)
 
 
 IN_FIT = ("clipping of the reduced gradient", "moving average", "accumulation")  # of others the update is held below
@@ -124,6 +126,9 @@ IN_FIT = ("clipping of the reduced gradient", "moving average", "accumulation") 
 def test_two_ranks_equal_one_with(collective: Collective, options: str) -> None:
     set_precision("float64")
     distributed = train_distributed("fit", keras.optimizers.Adam(0.05, **OPTIONS[options]))
+    assert_same_bits_on_all_ranks(distributed.variables, collective)
+    if not collective.world.is_rank0:
+        return
     alone = make_model()
     train("fit", alone, keras.optimizers.Adam(0.05, **OPTIONS[options]), make_batches(SAMPLES))
     assert largest_difference(distributed, alone) < TOLERANCE
@@ -137,6 +142,7 @@ FUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "AdamW": (keras.optimizers.AdamW, {}, "ResourceApplyAdam"),
     "RMSprop": (keras.optimizers.RMSprop, {"momentum": 0.5}, "ResourceApplyRMSProp"),
 }
+ALIKE = ("momentum", "Nesterov", "AdamW")  # use the same code as SGD and Adam
 
 
 def test_every_fused_update_is_tried() -> None:
@@ -159,7 +165,7 @@ def update_weights(optimizer: keras.optimizers.Optimizer, operation: str) -> tup
     return [variable.numpy() for variable in [*weights, *optimizer.variables]], operation in str(graph)
 
 
-@pytest.mark.parametrize("name", ["Adam", *(pytest.param(n, marks=pytest.mark.slow) for n in FUSED if n != "Adam")])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", *(pytest.param(n, marks=pytest.mark.slow) for n in ALIKE)])
 @on_ranks(2)
 def test_a_fused_update_goes_through_memory_once_and_is_keras_own(collective: Collective, name: str) -> None:
     """With each option, the loss scale of the optimizer, and that which compile() puts around it."""

@@ -19,7 +19,7 @@ THREE = Launch(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 @on_ranks(GLOO, timeout=120)
 def test_two_ranks_equal_one_over_gloo(collective: Collective) -> None:
     test_arguments.test_gradients_are_reduced.body(collective, "nothing")
-    test_optimizers.check_ways("Adam", ("fit", "eager fit"))
+    test_optimizers.check_ways(collective, "Adam", ("fit", "eager fit"))
     test_normalization.check_ways(("fit",))
 
 
@@ -29,7 +29,6 @@ def test_metrics_are_means_over_all_samples_over_gloo(collective: Collective) ->
     test_callbacks.test_metrics_are_means_over_all_samples.body(collective)
 
 
-@pytest.mark.slow
 @on_ranks(GLOO, timeout=120)
 def test_no_rank_waits_for_ever_over_gloo(collective: Collective) -> None:
     test_guards.test_different_numbers_of_batches_are_named_before_training.body(collective)

@@ -15,6 +15,7 @@ from ringtrain.errors import UsageError
 from ringtrain.report import write_report
 from ringtrain.report.page import embed_json, make_page
 from ringtrain.report.reading import RunRecord, parse_events, read_run
+from tests.faults.test_fuzz import NUM_EXAMPLES
 from tests.report.made_run import START, eval_event, make_run, timed, train_event
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&amp;</style><!--"
@@ -82,7 +83,7 @@ EVENTS = st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=8).flatmap(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=NUM_EXAMPLES, deadline=None)
 @given(events=st.lists(EVENTS, min_size=1, max_size=12), options=st.dictionaries(st.text(max_size=5), ANY, max_size=3))
 def test_whatever_the_events_hold_there_is_a_page(events: list[dict[str, Any]], options: dict[str, Any]) -> None:
     content = "".join(json.dumps(event) + "\n" for event in events).encode()

@@ -17,7 +17,6 @@ from tests.world.running import last_step
 SLOW = ("--env", f"{STEP_SECONDS}=0.2")
 
 
-@pytest.mark.slow
 def test_a_held_run_refuses_a_second_job_and_a_killed_rank_ends_its_job(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path / "run", *ON_TWO_NODES, "--env", f"{STEP_SECONDS}=1")
     job.wait_for_step(1)

@@ -27,7 +27,6 @@ def test_a_run_on_two_nodes_trains_to_its_end(undisturbed: RunJob) -> None:
     assert hosts == {"0": "n1", "1": "n2"}
 
 
-@pytest.mark.slow
 def test_each_signal_saves_and_starts_the_job_again_once(cluster: Cluster, tmp_path: Path, undisturbed: RunJob) -> None:
     job = submit(cluster, tmp_path / "run", *ON_TWO_NODES, "--env", f"{STEP_SECONDS}=0.1")
     stopped_at = []

@@ -315,7 +315,7 @@ def dense_sum(gradients_of_ranks: list[list[Any]]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("compression", "compiled"), [("none", False), ("none", True), ("fp16", False)])
-@on_ranks(2, 3, GLOO, BY_MPI, slow=[1])
+@on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_the_reduction_is_the_sum_of_the_ranks_gradients(
     collective: Collective, compression: str, compiled: bool
 ) -> None:

@@ -85,7 +85,6 @@ def test_horovod_built_for_another_tensorflow(tmp_path: Path) -> None:
     assert_told(finished, "Horovod", "broken", "built for TensorFlow 2.15.1, but", "does not load", "build it for this")
 
 
-@pytest.mark.slow
 def test_legacy_keras(tmp_path: Path) -> None:
     """A stand-in for Keras 2, which says of itself what Keras 2.15.0 says."""
     python, packages = make_environment(tmp_path / "env", without="keras*")
@@ -110,9 +109,7 @@ def test_mpirun_of_another_mpi(tmp_path: Path) -> None:
     assert_told(finished, "MPI", "broken", f"{mpirun} is of MPICH 4.0.2", "first in PATH")
 
 
-@pytest.mark.parametrize(
-    ("programs", "status"), [pytest.param(["horovodrun"], "warning", marks=pytest.mark.slow), ([], "broken")]
-)
+@pytest.mark.parametrize(("programs", "status"), [(["horovodrun"], "warning"), ([], "broken")])
 def test_no_mpirun(tmp_path: Path, programs: list[str], status: str) -> None:
     for name in programs:
         (tmp_path / name).symlink_to(Path(sys.executable).with_name(name))
@@ -120,7 +117,6 @@ def test_no_mpirun(tmp_path: Path, programs: list[str], status: str) -> None:
     assert_told(look(env={"PATH": str(tmp_path)}), "launchers", status, remedy, "openmpi-bin")
 
 
-@pytest.mark.slow
 def test_tiny_dev_shm() -> None:
     mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
     user = [] if os.geteuid() == 0 else ["--map-root-user"]

@@ -139,8 +139,7 @@ def test_ranks_that_come_and_go(folder: Path) -> None:
     assert len(re.findall(r"rank [01] of 2 is done: 640 steps", said)) == 2, said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 1])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 1])
 def test_any_function_in_parallel(folder: Path, num_ranks: int) -> None:
     command = command_of("polynomial.py")
     assert command.startswith("horovodrun -np 2 ")

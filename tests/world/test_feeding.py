@@ -168,8 +168,7 @@ def readable_steps() -> Iterator[Sample]:
         yield x[numbers], y[numbers]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2))])
 def test_samples_that_cannot_be_read_are_left_out_and_named_alike_on_all_ranks(
     run_ringtrain: RunRingtrain, tmp_path: Path, size: int
 ) -> None:

@@ -48,7 +48,7 @@ from tests.world.training import (
     word_samples,
 )
 
-GLOBAL_BATCH_SIZE, STEPS = 11, 6  # the fifth step of an epoch has 1 or 2 samples: of three ranks some have none
+GLOBAL_BATCH_SIZE, STEPS = 11, 6  # the fifth step of an epoch has 1 or 2 samples, so that some ranks have none
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ GLOBAL_BATCH_SIZE, STEPS = 11, 6  # the fifth step of an epoch has 1 or 2 sample
         ("regularised", "adam", 3, 45, True),
         ("embedding", "momentum", 1, 46, False),
         ("embedding", "adam", 3, 45, True),
-        pytest.param("embedding", "adam", 1, 46, True, marks=pytest.mark.slow),
+        ("embedding", "adam", 1, 46, True),
     ],
 )
-@on_ranks(3, slow=[1, 2])
+@on_ranks(2, slow=[1, 3])
 def test_n_ranks_train_what_one_process_trains(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int, shard_optimizer: bool
 ) -> None:

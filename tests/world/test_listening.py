@@ -41,9 +41,7 @@ def listening(pid: int) -> set[str]:
     [
         pytest.param(MPIRUN, [], id="mpirun"),
         pytest.param([*LAUNCH, "--"], [], id="launch", marks=pytest.mark.slow),
-        pytest.param(
-            [*LAUNCH, "--controller", "gloo", "--"], ["horovodrun"], id="launch over Gloo", marks=pytest.mark.slow
-        ),
+        pytest.param([*LAUNCH, "--controller", "gloo", "--"], ["horovodrun"], id="launch over Gloo"),
     ],
 )
 def test_ranks_of_one_node_listen_on_the_loopback_alone(start: Sequence[str], also: list[str], tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ def test_what_is_not_finite_is_seen_by_all_and_what_is_large_is_finite(collectiv
     [
         ("regularised", "adam", 3, 45),
         ("embedding", "momentum", 1, 46),
-        pytest.param("regularised", "momentum", 1, 46, marks=pytest.mark.slow),
-        pytest.param("regularised", "clipped", 1, 46, marks=pytest.mark.slow),
+        ("regularised", "momentum", 1, 46),
+        ("regularised", "clipped", 1, 46),
     ],
 )
 @on_ranks(2, slow=[3])

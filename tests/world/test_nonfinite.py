@@ -66,7 +66,7 @@ def run(collective: Collective, workload: Line, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_a_gradient_that_is_not_finite_is_named_with_its_rank_where_the_loss_is(
     collective: Collective, accumulate: int
 ) -> None:

@@ -47,7 +47,7 @@ SLICE = (
     ("name", "ranks"),
     [
         pytest.param("run", 1, marks=pytest.mark.slow),
-        pytest.param("run", 2, marks=pytest.mark.slow),
+        ("run", 2),
         ("run-format-2", 2),
     ],
 )

@@ -11,7 +11,7 @@ from ringtrain.run.checkpoint import read_checkpoint
 from tests.world.conftest import RunRingtrain
 
 
-@pytest.mark.parametrize("launcher", [pytest.param(launcher, marks=pytest.mark.slow) for launcher in (None, "mpirun")])
+@pytest.mark.parametrize("launcher", [pytest.param(None, marks=pytest.mark.slow), "mpirun"])
 def test_the_coefficients_are_found(run_ringtrain: RunRingtrain, tmp_path: Path, launcher: str | None) -> None:
     finished = run_ringtrain(["--workload", "polynomial", "--out", tmp_path / "run"], launcher=launcher)
     assert finished.rc == 0, finished.stdout + finished.stderr

@@ -103,10 +103,10 @@ def drift_of(collective: Collective, act: Callable[..., Any], *arguments: Any) -
     return str(caught.value)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_a_flipped_bit_is_found_within_n_steps_and_the_variable_and_the_rank_are_named(collective: Any) -> None:
     world = collective.world
-    for odd in range(world.size):
+    for odd in (0, 1):
         job = create(collective)
         kind = "slots" if odd == 1 else "weights"
         name = [name for name in job.step.named_variables if name.startswith(kind)][-1]
@@ -119,9 +119,8 @@ def test_a_flipped_bit_is_found_within_n_steps_and_the_variable_and_the_rank_are
         assert "at step 8 (at step 4 they were equal): " in message
         assert f"rank {odd} on node{odd} " in message
         assert name in message
-        if world.size == 3:
-            others = [rank for rank in range(3) if rank != odd]
-            assert f"rank {odd} on node{odd} differs from ranks {others[0]}, {others[1]} in " in message
+        others = [rank for rank in range(3) if rank != odd]
+        assert f"rank {odd} on node{odd} differs from ranks {others[0]}, {others[1]} in " in message
 
 
 @on_ranks(2)

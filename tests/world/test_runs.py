@@ -252,7 +252,6 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks_and_is_told_once(
     assert (end["event"], end["status"], end["exit_code"]) == ("end", "diverged", 4)
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_is_skipped_where_the_user_wants_it(
     run_ringtrain: RunRingtrain, tmp_path: Path
 ) -> None:

@@ -121,7 +121,6 @@ def test_a_signal_during_a_save_waits_for_it(reference: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_signal_during_an_evaluation_leaves_it_to_the_next_start(reference: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     env = SLOW_STEP | {"RINGTRAIN_TEST_STOP_IN_EVALUATION": "1"}
@@ -171,7 +170,6 @@ def assert_last_step_is_saved(out: Path) -> None:
     assert final_checkpoint(out, events(out, "train")[-1]["step"]).is_dir()
 
 
-@pytest.mark.slow
 def test_a_terminal_that_is_closed_saves_like_sigterm(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, np=1, env=SLOW_STEP) as run:

@@ -58,11 +58,12 @@ SHARED_DEFECTS: dict[str, dict[str, Any]] = {  # those that all world sizes shar
 
 @pytest.mark.parametrize(
     ("optimizer", "sizes"),
-    [("adam", "1,3"), *(pytest.param(name, "1,2,3", marks=pytest.mark.slow) for name in ("sgd", "adam", "adamw"))],
+    [("adam", "1,2"), *(pytest.param(name, "1,2,3", marks=pytest.mark.slow) for name in ("sgd", "adam", "adamw"))],
 )
 def test_any_number_of_ranks_trains_digits_alike(run_ringtrain: RunRingtrain, optimizer: str, sizes: str) -> None:
-    """20 steps of 100 samples: 3 does not divide 100, and 100 does not divide the 1,347 samples."""
-    finished = run_ringtrain(["verify", "--world_sizes", sizes, *OPTIMIZERS[optimizer]], timeout=280)
+    """20 steps of 101 samples, which neither 2 nor 3 divides; the last step of an epoch has 34 of the 1,347 samples."""
+    uneven = ["--global_batch_size", "101"]
+    finished = run_ringtrain(["verify", "--world_sizes", sizes, *uneven, *OPTIMIZERS[optimizer]], timeout=280)
     assert finished.rc == 0, finished.stdout + finished.stderr
     assert "float64, 20 steps" in finished.stdout
     compared = re.findall(r"^(\d) process\w*: 20 steps, \d+ s$", finished.stdout, re.MULTILINE)
@@ -217,7 +218,7 @@ def test_the_tests_of_the_step_see_what_only_ranks_share(collective: Any) -> Non
 
 
 @pytest.mark.parametrize("name", ["Normalized", pytest.param("Attention", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("lion", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
 @on_ranks(2)
 def test_weights_whose_gradient_is_rounding_are_no_difference(collective: Any, name: str, optimizer: str) -> None:
     from tests.world.workloads import small
@@ -241,6 +242,7 @@ def test_what_rounding_decides_is_compared_by_its_gradient(collective: Any) -> N
         Normalized(),
         collective,
         optimizer={"name": "lion", "lr": 0.01},
+        global_batch_size=26,
         defect="a bias' gradient doubled on rank 1",
     )
     if collective.world.is_rank0:
@@ -340,44 +342,60 @@ def findings_of(
     Returns:
         On rank 0 the findings in float64 and float32, and the notes; nothing on the others.
     """
-    from ringtrain.collectives import normalization
-    from ringtrain.collectives.base import Solo
     from ringtrain.config import make_config
-    from ringtrain.verify.compare import compare, load_record, measure_noise
+    from ringtrain.verify.compare import compare, measure_noise
     from ringtrain.verify.record import record
 
     config = make_config({**SETTINGS, **settings}, workload.defaults)
+    one = _record_reference(workload, config) if collective.world.is_rank0 else {}
     with tempfile.TemporaryDirectory() as directory:
-        for name in ("one", "both"):
-            (Path(directory) / name).mkdir()
-        if collective.world.is_rank0:
-            with mock.patch.object(normalization, "ranks_for", return_value=None):  # one process, as it were
-                record(workload, config, Solo(alone()), Path(directory) / "one", is_reference=True)
         with planted(defect, collective.world.rank):
-            record(workload, config, collective, Path(directory) / "both")
+            record(workload, config, collective, Path(directory))
         if not collective.world.is_rank0:
             return [], []
-        one, both = (
-            {path.stem: load_record(path) for path in (Path(directory) / name).iterdir()} for name in ("one", "both")
-        )
-        findings = []
-        for precision in ("float64", "float32"):
-            noise = measure_noise(one[precision], one[f"{precision}-perturbed"])
-            findings += compare(one[precision], both[precision], noise, precision=precision)
-        return findings, one["float64"]["notes"].tolist()
+        both = _load_records(directory)
+    findings = []
+    for precision in ("float64", "float32"):
+        noise = measure_noise(one[precision], one[f"{precision}-perturbed"])
+        findings += compare(one[precision], both[precision], noise, precision=precision)
+    return findings, one["float64"]["notes"].tolist()
+
+
+def _record_reference(workload: Any, config: Any) -> dict[str, Any]:
+    """Records of one process without a defect: computed once in this process for each workload and config."""
+    from ringtrain.collectives import normalization
+    from ringtrain.collectives.base import Solo
+    from ringtrain.verify.record import record
+
+    key = (type(workload), repr(getattr(workload, "options", None)), repr(config))
+    if key not in _references:
+        with tempfile.TemporaryDirectory() as directory:
+            with mock.patch.object(normalization, "ranks_for", return_value=None):  # sees no other rank
+                record(workload, config, Solo(alone()), Path(directory), is_reference=True)
+            _references[key] = _load_records(directory)
+    return _references[key]
+
+
+_references: dict[Any, dict[str, Any]] = {}
+
+
+def _load_records(directory: str) -> dict[str, Any]:
+    from ringtrain.verify.compare import load_record
+
+    return {path.stem: load_record(path) for path in Path(directory).iterdir()}
 
 
 def oracle_passes(workload: Any, defect: str | None = None, **settings: Any) -> bool:
     """Whether this process alone, with a defect planted, trains what a plain Keras loop trains."""
     from ringtrain.collectives.base import Solo
     from ringtrain.config import make_config
-    from ringtrain.verify.compare import describe_oracle, load_record
+    from ringtrain.verify.compare import describe_oracle
     from ringtrain.verify.oracle import record_with_oracle
 
     config = make_config({**SETTINGS, **settings}, workload.defaults)
     with tempfile.TemporaryDirectory() as directory, planted(defect, 0):
         record_with_oracle(workload, config, Solo(alone()), Path(directory))
-        lines, passed = describe_oracle({path.stem: load_record(path) for path in Path(directory).iterdir()})
+        lines, passed = describe_oracle(_load_records(directory))
         assert passed == ("DIFFERS" not in " ".join(lines))
         return passed
 

@@ -149,7 +149,6 @@ def test_the_screens_of_launch_fit_a_terminal(command: str, run_installed: RunIn
     assert f"  {' '.join(['python -m ringtrain launch', *command.split()])} " in text.partition("example")[2]
 
 
-@pytest.mark.slow
 def test_mypy_checks_a_users_file(programs: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(TYPED)

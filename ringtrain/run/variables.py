@@ -64,7 +64,12 @@ def broadcast_variables(variables: Sequence[keras.Variable], collective: Collect
     """Give every rank rank 0's values, many variables to a message."""
     for number, group in enumerate(plan_messages(variables)):
         flat = tf.concat([tf.reshape(variable.value, [-1]) for variable in group], axis=0)
-        [first] = collective.broadcast([flat], name=f"first_values/{number}")
+        is_sent_as_bytes = flat.dtype.size > 1  # Horovod has no bfloat16, uint32 and uint64
+        [first] = collective.broadcast(
+            [tf.bitcast(flat, tf.uint8) if is_sent_as_bytes else flat], name=f"first_values/{number}"
+        )
+        if is_sent_as_bytes:
+            first = tf.bitcast(first, flat.dtype)
         sizes = [math.prod(variable.shape) for variable in group]
         for variable, values in zip(group, tf.split(first, sizes), strict=True):
             variable.assign(tf.reshape(values, variable.shape))

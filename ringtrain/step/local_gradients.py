@@ -21,6 +21,7 @@ from ringtrain.run.variables import is_seed_state
 from ringtrain.step.compiled import CompiledFunction
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS
+from ringtrain.step.state import empty_summands
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, per_sample
 
@@ -99,7 +100,7 @@ class LocalGradients:
             else zeros(v.shape, v.dtype)
             for v, index_dtype in zip(self._model.trainable_variables, structure.sparse_index_dtypes, strict=True)
         ]
-        state = [zeros(v.shape, averaging_dtype(v)) for v in structure.state]
+        state = empty_summands(structure.state, zeros)
         sums = zeros([len(CONTROL_SUMS) + len(structure.metric_names)], self._dtype)
         return Forward(gradients, sums, state, structure)
 
@@ -314,8 +315,3 @@ def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int)
     """
     nothing = tf.minimum(step, 0) * number
     return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)
-
-
-def averaging_dtype(value: tf.Tensor | keras.Variable) -> tf.DType:
-    """The type in which the means of a value over the ranks are computed."""
-    return tf.float64 if tf.as_dtype(value.dtype) == tf.float64 else tf.float32

@@ -25,10 +25,11 @@ from ringtrain.guard.labels import find_labels
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
 from ringtrain.step.averages import WeightAverages
 from ringtrain.step.compiled import MAX_NAMED
-from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure, averaging_dtype
+from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure
 from ringtrain.step.loss_scale import LossScale
-from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report
+from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report, read_value
 from ringtrain.step.sharding import ShardedOptimizer
+from ringtrain.step.state import from_sums, require_even_state, to_summands
 from ringtrain.workloads.base import Workload
 
 Found = TypeVar("Found")
@@ -211,6 +212,10 @@ class TrainStep:
             v.path for v, is_finite in zip(self.model.trainable_variables, are_finite, strict=True) if not is_finite
         ]
 
+    def require_even_state(self, returned: tf.Tensor, step: int) -> None:
+        """Raise UsageError if the ranks computed different whole numbers for a variable of the model in this step."""
+        require_even_state(int(read_value(returned, "uneven_state")), self._structure.state, step)
+
     def read(self, returned: tf.Tensor) -> StepReport:
         """Bring to the host what a call returned."""
         return read_report(returned, self.metric_names)
@@ -225,10 +230,8 @@ class TrainStep:
         """Gradients and sums of this rank's samples, and its part of the mean of the state."""
         local_count = tf.shape(batch.indices, tf.int64)[0]
         forward = self._local_gradients(batch, local_count)
-        local_share = tf.cast(local_count, self._dtype) / tf.cast(batch.global_count, self._dtype)
-        state = [tf.cast(value, averaging_dtype(value)) * tf.cast(local_share, averaging_dtype(value))
-                 for value in forward.state]  # fmt: skip
-        return forward._replace(state=state)
+        summands = to_summands(forward.state, local_count=local_count, global_count=batch.global_count)
+        return forward._replace(state=summands)
 
     def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> tf.Tensor:
         """The step of a rank whose share is empty."""
@@ -249,14 +252,15 @@ class TrainStep:
         reduce = self._reduction if self.sharded is None else self.sharded.reduce
         # TensorFlow runs what is stateful in the order in which it is written here: a clock, a native sum.
         begin = moment_after([*forward.state, *forward.gradients]) if self.times_communication else None
-        gradients, gradients_finite, scaled_norm, sums, state = reduce(
+        gradients, gradients_finite, scaled_norm, sums, state_sums = reduce(
             forward.gradients, forward.sums + extra_scalars, forward.state
         )
+        state = from_sums(state_sums, forward.structure.state)
         communication_sec = tf.constant(0.0, tf.float64)
         if begin is not None:
-            communication_sec = moment_after([sums, *state, *gradients]) - begin
+            communication_sec = moment_after([sums, *state_sums, *gradients]) - begin
         assert sums is not None  # a control vector was given
-        looked_at = [sums[:end], *state]  # a metric may be NaN, such as 0 of 0; nothing is trained by it
+        looked_at = [sums[:end], *state_sums]  # a metric may be NaN, such as 0 of 0; nothing is trained by it
         is_finite = tf.reduce_all([gradients_finite, *(tf.reduce_all(tf.math.is_finite(each)) for each in looked_at)])
         scale = self.loss_scale.value
         if not self._follows_schedule:  # the first of a MultiOptimizer's, which has none itself
@@ -271,11 +275,11 @@ class TrainStep:
             else:
                 self.optimizer.apply(unscaled, self.model.trainable_variables)
             self.averages.update(tf.convert_to_tensor(self.optimizer.iterations))
-            for variable, value in zip(forward.structure.state, state, strict=True):
-                variable.assign(tf.cast(value, variable.dtype))
+            for variable, value in zip(forward.structure.state, state.values, strict=True):
+                variable.assign(value)
             return tf.constant(True)
 
-        updated = tf.cond(is_finite, update, lambda: tf.constant(False))
+        updated = tf.cond(is_finite & (state.uneven == 0), update, lambda: tf.constant(False))
         self.loss_scale.adapt(is_finite)
         norm = tf.cast(scaled_norm, self._dtype) / tf.cast(scale, self._dtype)
         facts = {
@@ -283,6 +287,7 @@ class TrainStep:
             "gradient_norm": norm,
             "learning_rate": learning_rate,
             "loss_scale": scale,
+            "uneven_state": state.uneven,
             "local_data_loss": forward.sums[1],
             "communication_sec": communication_sec,
         }

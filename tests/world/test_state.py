@@ -1,0 +1,131 @@
+"""Whole numbers and booleans that a model updates in its forward pass are on all ranks those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, all_gather_object
+from ringtrain.config import Config
+from ringtrain.errors import UsageError
+from ringtrain.step.state import from_sums, to_summands
+from ringtrain.training.actions import Training
+from ringtrain.training.job import create_job
+from ringtrain.training.loop import run_steps
+from tests.world.group import Launch, on_ranks
+from tests.world.training import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    OPTIMIZERS,
+    Classification,
+    batches_of,
+    check_trains_as_plainly,
+    create_step,
+    dense_samples,
+)
+
+GLOBAL_BATCH_SIZE, STEPS = 11, 7  # the fifth step of an epoch has one of the 45 samples: most ranks have none
+LARGE = 2**53 + 1  # float64 does not hold it
+
+
+class Annealing(keras.layers.Layer):
+    """Outputs shrink with the number of steps; tables, large numbers and flags change with it."""
+
+    def build(self, shape: Any) -> None:
+        zeros = keras.initializers.Zeros()
+        self.steps = self.add_weight(name="steps", shape=(), dtype="int64", initializer=zeros, trainable=False)
+        self.table = self.add_weight(name="table", shape=(2, 3), dtype="int32", initializer=zeros, trainable=False)
+        self.large = self.add_weight(name="large", shape=(), dtype="uint64", initializer=zeros, trainable=False)
+        self.is_even = self.add_weight(name="is_even", shape=(), dtype="bool", initializer=zeros, trainable=False)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.steps.assign(self.steps + 1)
+            self.table.assign(self.table - tf.constant([[1, 0, 2], [0, -3, 0]]))
+            self.large.assign(tf.cast(self.steps.value, tf.uint64) + LARGE)
+            self.is_even.assign(tf.equal(self.steps.value % 2, 0))
+        return inputs / tf.cast(1 + self.steps.value, inputs.dtype)
+
+
+def annealing_model() -> keras.Model:
+    return keras.Sequential([keras.Input((NUM_FEATURES,)), Annealing(), keras.layers.Dense(NUM_CLASSES)])
+
+
+class CountsSamples(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.seen = self.add_weight(name="seen", shape=(), dtype="int64", initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        self.seen.assign(self.seen + tf.shape(inputs, tf.int64)[0])
+        return inputs
+
+
+def counting_model() -> keras.Model:
+    return keras.Sequential([keras.Input((NUM_FEATURES,)), CountsSamples(), keras.layers.Dense(NUM_CLASSES)])
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+@on_ranks(1, 2, 3)
+def test_n_ranks_count_steps_as_one_process(collective: Collective, shard_optimizer: bool) -> None:
+    source = dense_samples(45)
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS)
+    shard_optimizer &= collective.world.size > 1
+    step = create_step(
+        collective, annealing_model, OPTIMIZERS["momentum"], batches.element_spec, shard_optimizer=shard_optimizer
+    )
+    check_trains_as_plainly(
+        step,
+        batches,
+        annealing_model,
+        OPTIMIZERS["momentum"],
+        source,
+        collective,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        steps=STEPS,
+    )
+    layer = step.model.layers[0]
+    assert int(layer.steps.numpy()) == STEPS
+    assert int(layer.large.numpy()) == LARGE + STEPS
+    assert not layer.is_even.numpy()
+    np.testing.assert_array_equal(layer.table.numpy(), STEPS * np.array([[-1, 0, -2], [0, 3, 0]]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+@on_ranks(Launch(6), Launch(12), timeout=300)
+def test_many_ranks_count_steps_as_one_process(collective: Collective, shard_optimizer: bool) -> None:
+    test_n_ranks_count_steps_as_one_process.body(collective, shard_optimizer)
+
+
+@on_ranks(2, 3)
+def test_whole_numbers_that_differ_between_ranks_are_refused_by_name(collective: Collective) -> None:
+    config = Config(steps=2, global_batch_size=GLOBAL_BATCH_SIZE)
+    job = create_job(Classification(counting_model), config, collective, num_threads=1)
+    before = [variable.numpy() for variable in job.step.variables]
+    with pytest.raises(UsageError, match=r"variable \S*seen \(int64\) has different values .* after step 1") as caught:
+        run_steps(Training(job=job), [])
+    for variable, value in zip(job.step.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert len(set(all_gather_object(collective, str(caught.value), name="message"))) == 1
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint8", "uint64", "bool"])
+def test_whole_numbers_survive_the_sum_exactly(dtype: str) -> None:
+    """Also the extremes, for as many ranks as are allowed; one rank that differs by 1 is seen."""
+    limits = (False, True) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    variable = keras.Variable(np.array([*limits, 1, 0], dtype), dtype=dtype)
+    one = tf.constant(1, tf.int64)
+    mine = to_summands([tf.convert_to_tensor(variable.value)], local_count=one, global_count=one)
+    for num_ranks in (1, 3, 1448):
+        state = from_sums([num_ranks * summand for summand in mine], [variable])
+        assert int(state.uneven) == 0
+        np.testing.assert_array_equal(state.values[0].numpy(), variable.numpy())
+        assert state.values[0].dtype == variable.dtype
+    odd = tf.constant(np.array([limits[0], limits[1], 0, 0], dtype))
+    other = to_summands([odd], local_count=one, global_count=one)
+    state = from_sums([1447 * a + b for a, b in zip(mine, other, strict=True)], [variable])
+    assert int(state.uneven) == 1

@@ -20,7 +20,7 @@ THREE = Launch(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 def test_two_ranks_equal_one_over_gloo(collective: Collective) -> None:
     test_arguments.test_gradients_are_reduced.body(collective, "nothing")
     test_optimizers.check_ways(collective, "Adam", ("fit", "eager fit"))
-    test_normalization.check_ways(("fit",))
+    test_normalization.check_ways(collective, ("fit",))
 
 
 @pytest.mark.slow

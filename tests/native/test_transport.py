@@ -21,7 +21,7 @@ SANITIZERS: dict[str, list[str]] = {
     "thread": ["-fsanitize=thread"],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
 }
-
+NUM_CALLS = 50
 
 CASES = [  # (sanitizer, how, nodes, ranks of a node)
     *(("none", how, 1, size) for how in ("threads", "processes") for size in (2, 3)),
@@ -57,8 +57,7 @@ def test_sums_are_those_of_the_ranks_in_their_order(
     """Many calls of many kinds, results held and left; as processes also ranks that differ, end, or fail."""
     path = compiled(sanitizer)
     for seed in range(2):
-        calls = 120 if sanitizer == "none" else 50
-        command = [str(path), how, *map(str, (nodes, size, seed, calls))]
+        command = [str(path), how, *map(str, (nodes, size, seed, NUM_CALLS))]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert finished.returncode == 0, finished.stderr
 

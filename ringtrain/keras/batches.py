@@ -3,7 +3,8 @@
 Keras makes an iterator of the data for each epoch, or one for all epochs where ``steps_per_epoch`` is given. A rank's
 iterator says where it is, where it can (tf.data's own state, which knows of earlier shuffles). Else what was trained is
 read again and left out, and each earlier iterator is begun once more: a pipeline that shuffles anew for each of them
-then goes on with the order that would have come.
+then goes on with the order that would have come. Python's and NumPy's global generators, by which Keras and users
+shuffle, then get the states that they had when the iterator was created.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.tf_data import buffered_bytes, read_iterator_state, set_iterator_state
 from ringtrain.errors import DataError
+from ringtrain.keras.rank_state import Arrays, generator_states, set_generator_states
 from ringtrain.runtime import activity
 
 MAX_STATE_BYTES = 16 * 2**20  # it travels to rank 0 with each save; a long buffer of shuffled images is read again
+GENERATORS = "generators/"
 _NOTHING = object()
 
 
@@ -36,6 +40,8 @@ class Batches:
     def __init__(self, print_line: Callable[[str], None]) -> None:
         self._print_line = print_line
         self._start, self._state = Place(), b""
+        self._generators: Arrays = {}  # when the present iterator was created
+        self._saved_generators: Arrays = {}  # of the checkpoint
         self._data: Any = None  # Keras' EpochIterator
         self._iterator: Any = None
         self._is_one_for_all = self._is_awaited = False
@@ -50,14 +56,28 @@ class Batches:
             self._data, self._is_awaited = data, False
         return self._data is data
 
-    def begin_at(self, start: Place, state: bytes) -> None:
-        """Go on after what was trained; ``state`` is what ``read_state`` gave there."""
-        self._start, self._state = start, state
+    def begin_at(self, start: Place, saved: Arrays) -> None:
+        """Resume after what was trained; ``saved`` is what ``read_state`` returned there."""
+        self._start, self._state = start, saved["data"].tobytes() if "data" in saved else b""
+        self._saved_generators = {
+            name.removeprefix(GENERATORS): value for name, value in saved.items() if name.startswith(GENERATORS)
+        }
 
-    def read_state(self, batches: int) -> bytes:
-        """Where the data stand after so many batches of an epoch; empty where that has to be read again."""
-        is_within = batches or (self._is_one_for_all and self._data._current_iterator is self._iterator)
-        if self._iterator is None or not is_within:
+    def read_state(self, batches: int) -> Arrays:
+        """State of the data after so many batches of an epoch, for ``begin_at``."""
+        position = self._read_position(batches)
+        is_read_again = self._is_within(batches) and not position
+        generators = self._generators if is_read_again else generator_states()
+        named = {f"{GENERATORS}{name}": value for name, value in generators.items()}
+        return {"data": np.frombuffer(position, np.uint8), **named}
+
+    def _is_within(self, batches: int) -> bool:
+        """True if the present iterator yields the next batch."""
+        return bool(batches) or (self._is_one_for_all and self._data._current_iterator is self._iterator)
+
+    def _read_position(self, batches: int) -> bytes:
+        """The iterator's own state; empty if the data have to be read again."""
+        if self._iterator is None or not self._is_within(batches):
             return b""
         dataset = getattr(self._iterator, "_dataset", None)
         if dataset is None or buffered_bytes(dataset) > MAX_STATE_BYTES:  # to make a long state may take all memory
@@ -85,6 +105,10 @@ class Batches:
         before = self._given_before(start, data)
         if not state:
             self._begin_earlier(start, data)
+        set_generator_states(self._saved_generators)
+        self._saved_generators = {}
+        if not (self._iterator is not None and self._is_within(0)):
+            self._generators = generator_states()
         for numbers in plain():  # and the iterator behind them: from Keras 3.11 on the first and the last, before one
             first, iterator = numbers[0], numbers[-1]
             if iterator is not self._iterator:

@@ -143,7 +143,7 @@ class KeptFit:
             progress.batches_done, place = 0, Place(progress.epochs_done)
         self.model._initial_epoch = progress.epochs_done
         TrainingGuard.batches_before = progress.batches_done
-        self.batches.begin_at(place, self._resumed.pop("data", np.array([], np.uint8)).tobytes())
+        self.batches.begin_at(place, self._resumed)
 
     def begin_epoch(self) -> None:
         """After all that other callbacks and Keras begin anew: take back what was counted in this epoch so far."""
@@ -305,7 +305,7 @@ class KeptFit:
             arrays = {f"logs/{name}": np.asarray(value) for name, value in logs.items()}
             own |= {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
         own |= self._log.own()
-        own["data"] = np.frombuffer(self.batches.read_state(self._progress.batches_done), np.uint8)
+        own |= self.batches.read_state(self._progress.batches_done)
         packed = pack(own)
         sizes = all_gather_object(self._collective, packed.size, name="fit/sizes")
         of_all = self._collective.all_gather(tf.constant(packed), name="fit/own").numpy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -67,6 +68,31 @@ def set_own(model: keras.Model, values: Arrays) -> None:
     for name, variable in _own_variables(model).items():
         if name in values and values[name].shape == tuple(variable.shape):
             variable.assign(values[name])
+
+
+def generator_states() -> Arrays:
+    """States of Python's and NumPy's global generators, from which Keras and users draw the order of data."""
+    _, internal, gauss = random.getstate()
+    states: Arrays = {
+        "python": np.array(internal, np.uint32),
+        "python_gauss": np.array([] if gauss is None else [gauss], np.float64),
+    }
+    numpy: Any = np.random.get_state(legacy=False)
+    if numpy["bit_generator"] == "MT19937":  # the default; a user's own choice begins anew
+        states["numpy"] = np.append(numpy["state"]["key"], np.uint32(numpy["state"]["pos"]))
+        states["numpy_gauss"] = np.array([numpy["has_gauss"], numpy["gauss"]], np.float64)
+    return states
+
+
+def set_generator_states(states: Arrays) -> None:
+    """Set Python's and NumPy's global generators to what ``generator_states`` returned; nothing if empty."""
+    if "python" in states:
+        gauss = states["python_gauss"]
+        random.setstate((3, tuple(states["python"].tolist()), float(gauss[0]) if gauss.size else None))
+    if "numpy" in states:
+        *key, position = states["numpy"].tolist()
+        has_gauss, gauss = states["numpy_gauss"].tolist()
+        np.random.set_state(("MT19937", np.array(key, np.uint32), position, int(has_gauss), gauss))
 
 
 def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, Any]]:

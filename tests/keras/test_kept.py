@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random as random_module
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +77,7 @@ def fit(
     ask: Callable[[], object] = terminate,
     epochs: int = len(FIGURES),
     others: Sequence[keras.callbacks.Callback] = (),
+    is_new_process: bool = False,
     **settings: Any,
 ) -> Fitted:
     """Fit a model as a script does that has just been started."""
@@ -93,16 +95,22 @@ def fit(
     random = np.random.default_rng([7, hvd.rank()])
     x = random.normal(size=(BATCHES * BATCH_SIZE, FEATURES)).astype(np.float32)
     y = (np.abs(x).sum(axis=1) * 3 % CLASSES).astype(np.int32)
+    if is_new_process:  # with other states of the generators than the run began with
+        random_module.seed(stop_at + 100)
+        np.random.seed(stop_at + 100)
     data: Any = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(20, seed=5).batch(BATCH_SIZE)
     if kind == "unknown":
         data = data.filter(lambda x, y: True)
     if kind == "generator":
         data = generate(x, y)
+    if kind in ("shuffled", "shuffled by threads", "shuffled by the user"):
+        data = Slices(x, y, is_shuffled=kind == "shuffled by the user", workers=2 if "threads" in kind else 1)
     figure = Figure()
     run = hvd.callbacks.Run(out, **{"log_every": 1, "checkpoint_every": 0, **settings})
     callbacks = [figure, *others, *([Stop(stop_at, ask)] if stop_at else []), run]
     steps = BATCHES if kind == "generator" else None
-    given = {"epochs": epochs, "steps_per_epoch": steps, "validation_data": (x[:20], y[:20])}
+    given: dict[str, Any] = {"shuffle": False} if kind == "shuffled by the user" else {}  # Keras' default is True
+    given |= {"epochs": epochs, "steps_per_epoch": steps, "validation_data": (x[:20], y[:20])}
     code = None
     try:
         model.fit(data, **given, callbacks=callbacks, verbose=0)
@@ -115,6 +123,25 @@ def generate(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndar
     while True:
         for start in range(0, len(x), BATCH_SIZE):
             yield x[start:][:BATCH_SIZE], y[start:][:BATCH_SIZE]
+
+
+class Slices(keras.utils.PyDataset):
+    """Batches of arrays; their order is shuffled by Keras, or by the user after each epoch."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, *, is_shuffled: bool, workers: int) -> None:
+        super().__init__(workers=workers)
+        self._x, self._y, self._is_shuffled, self._order = x, y, is_shuffled, np.arange(BATCHES)
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        part = slice(BATCH_SIZE * self._order[number], BATCH_SIZE * (self._order[number] + 1))
+        return self._x[part], self._y[part]
+
+    def on_epoch_end(self) -> None:
+        if self._is_shuffled:
+            np.random.shuffle(self._order)
 
 
 @pytest.fixture
@@ -136,6 +163,21 @@ def test_a_fit_that_is_stopped_goes_on_bit_for_bit(collective: Collective, kind:
     if kind == "float16":
         scales = [float(fitted.model.optimizer.dynamic_scale) for fitted in (rest, whole)]
         assert scales[0] == scales[1] > 8.0
+
+
+@pytest.mark.parametrize("stop_at", [BATCHES + 2, 3 * BATCHES])
+@pytest.mark.parametrize("kind", ["shuffled", "shuffled by threads", "shuffled by the user"])
+@on_ranks(1)
+def test_a_fit_resumes_the_order_of_a_dataset_that_python_and_numpy_shuffle(
+    collective: Collective, kind: str, stop_at: int, directory: str
+) -> None:
+    """If Keras shuffles, also in a process with other states of the generators."""
+    whole, out = fit(f"{directory}/whole", kind), f"{directory}/run"
+    assert fit(out, kind, stop_at=stop_at).code == 75
+    rest = fit(out, kind, is_new_process=kind != "shuffled by the user")
+    assert (events(Path(out), "start")[-1]["first_step"], rest.code) == (stop_at, None)
+    assert rest.logs == whole.logs[stop_at // BATCHES :]
+    assert rest.bits() == whole.bits()
 
 
 @on_ranks(1)

@@ -94,6 +94,16 @@ class KeptFit:
             )
             self._facts = describe_run(config, collective.world.size, opened.identity)
 
+    def build_model(self, batch_spec: Any) -> None:
+        """Create the weights of a model without ``keras.Input``, before those of a checkpoint are set.
+
+        Args:
+            batch_spec: ``tf.TensorSpec`` of a batch as ``fit`` gets it: (x,), (x, y) or (x, y, sample_weight).
+        """
+        if not self.model.built:
+            with contextlib.suppress(Exception):  # a model whose call is not symbolic: ``begin`` reports it
+                self.model._symbolic_build(data_batch=batch_spec)
+
     def begin(self, others: list[keras.callbacks.Callback], *, steps: int | None) -> None:
         """Rank 0's values for every rank, from the checkpoint where there is one; then wait for requests to stop.
 
@@ -340,8 +350,9 @@ class KeptFit:
     def _require_shared_weights(self) -> None:
         if not self.model.built:
             raise UsageError(
-                f"the model {self.model.name!r} has no weights before its first step, so that those of a checkpoint "
-                "cannot be set. Begin it with keras.Input(shape), or call model.build(shape) before fit()."
+                f"the weights of the model {self.model.name!r} cannot be created from the shapes of a batch, so that "
+                "those of a checkpoint cannot be set. Begin it with keras.Input(shape), or call it on a batch before "
+                "fit()."
             )
         distributed = find_distributed(self.model.optimizer)
         settings = distributed and distributed.exchange.settings

@@ -18,11 +18,18 @@ import ringtrain.keras as hvd
 EPOCHS, BATCHES, BATCH_SIZE, FEATURES = 3, 12, 8, 6
 
 
+class Unsymbolic(keras.layers.Layer):
+    """Its call needs values, so that Keras cannot build it from shapes."""
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x * float(x[0, 0])
+
+
 def make_model(kind: str) -> keras.Model:
     layers = keras.layers
     return keras.Sequential(
         [
-            *([] if kind == "unbuilt" else [keras.Input((FEATURES,))]),
+            *([Unsymbolic()] if kind == "unbuilt" else [keras.Input((FEATURES,))]),
             layers.Dense(16, activation="tanh"),
             layers.BatchNormalization(),
             layers.Dropout(0.3),

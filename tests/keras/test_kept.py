@@ -86,7 +86,7 @@ def fit(
     keras.utils.set_random_seed(3)
     keras.config.set_dtype_policy("mixed_float16" if kind == "float16" else "float32")
     layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dropout(0.3), keras.layers.Dense(CLASSES)]
-    model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+    model = keras.Sequential([*([] if kind == "unbuilt" else [keras.Input((FEATURES,))]), *layers])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))
     if kind == "float16":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0, dynamic_growth_steps=3)
@@ -150,7 +150,7 @@ def directory(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["unknown", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("float16", "generator"))]
+    "kind", ["unknown", "unbuilt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("float16", "generator"))]
 )
 @on_ranks(1)
 def test_a_fit_that_is_stopped_goes_on_bit_for_bit(collective: Collective, kind: str, directory: str) -> None:

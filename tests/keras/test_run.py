@@ -127,7 +127,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     [
         ("twice", 2, "callbacks.Run was given twice"),
         ("apart", 2, "is not distributed"),
-        ("unbuilt", 2, "has no weights before its first step"),
+        ("unbuilt", 2, "cannot be created from the shapes of a batch"),
         ("epoch", 2, "initial_epoch is 1, but callbacks.Run knows the epoch"),
         ("uneven", 2, "1 of 2 ranks have ended their epoch before batch 10"),
         ("one", 1, "rank 0 at 'a fit with callbacks.Run', rank 1 at 'guard_plan'"),

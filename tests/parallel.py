@@ -40,7 +40,8 @@ def scope_of(item: pytest.Item) -> str:
             return scope
     launch = launch_of(item)
     if launch is None:
-        return item.nodeid.partition("::")[0]
+        has_many_long_cases = item.nodeid.startswith("tests/faults/test_matrix.py")
+        return item.nodeid if has_many_long_cases else item.nodeid.partition("::")[0]
     return "bodies of 2 ranks" if launch is OVER_MPI[2] else "bodies"
 
 

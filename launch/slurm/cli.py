@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.files.outputs import require_same_kind
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.srun import find_mpi
 from ringtrain.runtime.streams import has_lost_stdout
@@ -61,9 +61,10 @@ def render(arguments: Sequence[str]) -> int:
     if options.to is None:
         sys.stdout.write(text)
         return RingtrainError.exit_code if has_lost_stdout() else 0
+    require_same_kind(options.to, b"#SBATCH", kind="a batch script", option="to")
     try:
         with options.to.open("w", encoding="utf-8") as file:
-            if request.env and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            if request.env:
                 os.fchmod(file.fileno(), 0o600)  # before anything is in it: values of --env may be secrets
             file.write(text)
     except OSError as error:  # one that belongs to somebody else included

@@ -35,6 +35,7 @@ from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
+from ringtrain.files.outputs import require_same_kind
 from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World
 
@@ -139,6 +140,7 @@ def run_experiments(
     print_line: Callable[[str], None],
 ) -> int:
     """Measure experiments, write their file and its plot, and show the table; ``command`` is what the user has said."""
+    require_same_kind(output, b'"experiments"', kind="a result of ringtrain bench")
     with explaining_files(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
@@ -181,8 +183,9 @@ def show(path: Path, print_line: Callable[[str], None]) -> None:
             f"{str(path)!r} is no result file of ringtrain bench ({type(error).__name__}: {error}). Check the path."
         ) from error
     plot = path.with_suffix(".svg")
+    require_same_kind(plot, b"<svg", kind="a plot")
     with explaining_files(plot):
-        plot.write_text(picture)
+        replace_text(plot, picture)
     for line in lines:
         print_line(line)
     print_line(f"{path}, {plot}")

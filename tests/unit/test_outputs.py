@@ -1,0 +1,78 @@
+"""Commands replace files of their own kind only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ringtrain.errors import UsageError
+from ringtrain.files.outputs import require_same_kind
+from tests.report.made_run import make_run
+from tests.world.processes import clean_environment
+
+MARK = b"#SBATCH"
+
+
+def test_a_new_file_and_one_of_the_same_kind_may_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    require_same_kind(path, MARK, kind="a batch script")
+    path.touch()
+    require_same_kind(path, MARK, kind="a batch script")
+    path.write_bytes(b"#!/bin/bash\n#SBATCH --nodes=2\n")
+    require_same_kind(path, MARK, kind="a batch script")
+
+
+@pytest.mark.parametrize("what", ["another file", "link", "link to nothing", "pipe", "directory", "device"])
+@pytest.mark.timeout(20)
+def test_anything_else_is_refused_and_left(what: str, tmp_path: Path) -> None:
+    path, same = tmp_path / "out", tmp_path / "same"
+    same.write_bytes(MARK)
+    match what:
+        case "another file":
+            path.write_bytes(b"import keras\n")
+        case "link":
+            path.symlink_to(same)
+        case "link to nothing":
+            path.symlink_to(tmp_path / "nothing")
+        case "pipe":
+            os.mkfifo(path)
+        case "directory":
+            path.mkdir()
+        case "device":
+            path = Path(os.devnull)
+    with pytest.raises(UsageError, match="which exists and is not a batch script; it is left unchanged"):
+        require_same_kind(path, MARK, kind="a batch script")
+    assert path.is_symlink() or path.exists()
+
+
+COMMANDS = {
+    "report": ["ringtrain", "report", "run", "--output"],
+    "render": ["launch", "slurm", "render", "--nodes", "2", "--ranks_per_node", "1", "--mpi", "pmix", "--to"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_refuse_with_2_and_replace_their_own(command: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    workload = tmp_path / "mine.py"
+    workload.write_text("import keras\n")
+
+    def call(target: Path) -> subprocess.CompletedProcess[str]:
+        arguments = ["python", "-m", *COMMANDS[command], str(target)]
+        root = Path(__file__).parents[2]
+        return subprocess.run(
+            arguments, cwd=tmp_path, env=clean_environment(PYTHONPATH=str(root)), capture_output=True, text=True
+        )
+
+    for target in (workload, Path(os.devnull)):
+        refused = call(target)
+        assert refused.returncode == 2
+        assert "it is left unchanged" in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert workload.read_text() == "import keras\n"
+    assert Path(os.devnull).is_char_device()
+    for _ in range(2):
+        assert call(tmp_path / "new").returncode == 0

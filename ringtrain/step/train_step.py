@@ -133,6 +133,11 @@ class TrainStep:
         """The workload's metrics, in the order of their sums in the control vector."""
         return self._structure.metric_names
 
+    @property
+    def state(self) -> tuple[keras.Variable, ...]:
+        """The variables that the model updates in its forward pass, such as moving statistics."""
+        return self._structure.state
+
     def is_traced_for(self, batch: Batch) -> bool:
         """Whether a step with this rank's batch begins at once; else TensorFlow traces a function for it before."""
         function = self._function_for(batch)
@@ -214,7 +219,7 @@ class TrainStep:
 
     def require_even_state(self, returned: tf.Tensor, step: int) -> None:
         """Raise UsageError if the ranks computed different whole numbers for a variable of the model in this step."""
-        require_even_state(int(read_value(returned, "uneven_state")), self._structure.state, step)
+        require_even_state(int(read_value(returned, "uneven_state")), self.state, step)
 
     def read(self, returned: tf.Tensor) -> StepReport:
         """Bring to the host what a call returned."""

@@ -110,8 +110,8 @@ def create_step(
     )
 
 
-def warn_of_settings(config: Config, step: TrainStep, print_line: Callable[[str], None]) -> None:
-    """Say what XLA compiles, where it is to compile something, and which setting has no effect."""
+def warn_of_settings(config: Config, step: TrainStep, print_line: Callable[[str], None], *, is_parallel: bool) -> None:
+    """Report what XLA compiles, if it is to compile something; which setting has no effect, and which is inexact."""
     warn_of_best(config, print_line)
     if step.not_compiled:
         print_line(f"XLA compiles no part of the step: {step.not_compiled}.")
@@ -119,6 +119,18 @@ def warn_of_settings(config: Config, step: TrainStep, print_line: Callable[[str]
         print_line("XLA compiles each rank's forward and backward pass; sums and update stay outside.")
     if config.shard_optimizer and step.sharded is None:
         print_line("warning: --shard_optimizer has no effect: there is one rank, which updates all weights.")
+    if is_parallel and (paths := find_micro_batch_state(config, step)):
+        others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        print_line(
+            f"warning: --accumulate {config.accumulate} updates {paths[0]}{others} once for each micro-batch, and a "
+            "rank's micro-batches are not those of one process: the ranks together train similar weights, but not the "
+            "same. Leave --accumulate out to train exactly what one process trains."
+        )
+
+
+def find_micro_batch_state(config: Config, step: TrainStep) -> list[str]:
+    """Paths of the model's variables that each micro-batch updates, such as statistics of SyncBatchNormalization."""
+    return [variable.path for variable in step.state] if config.accumulate > 1 else []
 
 
 def warn_of_best(config: Config, print_line: Callable[[str], None]) -> None:

@@ -24,6 +24,7 @@ from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, find_users_place
 from ringtrain.step.report import StepReport
 from ringtrain.training.actions import Action, Training
+from ringtrain.training.creation import find_micro_batch_state
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.workloads.base import Workload
@@ -86,6 +87,11 @@ def create_recorded_job(
             adapt_model=lambda model: notes.extend(make_comparable(model, freezes=freezes)),
             **job_options,
         )
+    notes += [
+        f"{path}: each micro-batch of --accumulate updates it, and these differ between world sizes, so that weights "
+        "and losses may differ as well"
+        for path in find_micro_batch_state(config, job.step)
+    ]
     order = job.plan.order
     if isinstance(order, StreamingOrder) and not order.is_shared:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ from ringtrain.step.state import from_sums, to_summands
 from ringtrain.training.actions import Training
 from ringtrain.training.job import create_job
 from ringtrain.training.loop import run_steps
+from ringtrain.verify.record import create_recorded_job
 from tests.world.group import Launch, on_ranks
 from tests.world.training import (
     NUM_CLASSES,
@@ -111,6 +113,29 @@ def test_whole_numbers_that_differ_between_ranks_are_refused_by_name(collective:
     for variable, value in zip(job.step.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     assert len(set(all_gather_object(collective, str(caught.value), name="message"))) == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@on_ranks(1, 2)
+def test_state_that_micro_batches_update_is_named_before_the_first_step(
+    collective: Collective, accumulate: int
+) -> None:
+    lines: list[str] = []
+    config = Config(steps=1, global_batch_size=GLOBAL_BATCH_SIZE, accumulate=accumulate)
+    workload = Classification(annealing_model)
+    create_job(workload, config, collective, num_threads=1, print_line=lines.append)
+    is_inexact = accumulate > 1 and collective.world.size > 1
+    found = [line for line in lines if "once for each micro-batch" in line]
+    assert len(found) == is_inexact
+    if is_inexact:
+        assert re.search(r"--accumulate 2 updates \S*/steps and 3 more once", found[0])
+
+
+@on_ranks(1)
+def test_verify_names_state_that_micro_batches_update(collective: Collective) -> None:
+    config = Config(steps=1, global_batch_size=GLOBAL_BATCH_SIZE, accumulate=2, precision="float64")
+    _, notes = create_recorded_job(Classification(annealing_model), config, collective)
+    assert [note for note in notes if "/steps: each micro-batch of --accumulate updates it" in note]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int64", "uint8", "uint64", "bool"])

@@ -141,6 +141,7 @@ def run_experiments(
 ) -> int:
     """Measure experiments, write their file and its plot, and show the table; ``command`` is what the user has said."""
     require_same_kind(output, b'"experiments"', kind="a result of ringtrain bench")
+    require_same_kind(output.with_suffix(".svg"), b"<svg", kind="a plot", option="the plot of --output")
     with explaining_files(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
@@ -183,7 +184,7 @@ def show(path: Path, print_line: Callable[[str], None]) -> None:
             f"{str(path)!r} is no result file of ringtrain bench ({type(error).__name__}: {error}). Check the path."
         ) from error
     plot = path.with_suffix(".svg")
-    require_same_kind(plot, b"<svg", kind="a plot")
+    require_same_kind(plot, b"<svg", kind="a plot", option="the plot of the result")
     with explaining_files(plot):
         replace_text(plot, picture)
     for line in lines:

@@ -1,4 +1,4 @@
-"""Files that a command writes where the user says: never over something of another kind."""
+"""Checks of output files before a command replaces them."""
 
 from __future__ import annotations
 

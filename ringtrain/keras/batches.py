@@ -4,7 +4,8 @@ Keras makes an iterator of the data for each epoch, or one for all epochs where 
 iterator says where it is, where it can (tf.data's own state, which knows of earlier shuffles). Else what was trained is
 read again and left out, and each earlier iterator is begun once more: a pipeline that shuffles anew for each of them
 then goes on with the order that would have come. Python's and NumPy's global generators, by which Keras and users
-shuffle, then get the states that they had when the iterator was created.
+shuffle, then get the states that they had when the iterator was created; those of the checkpoint if nothing is read
+again.
 """
 
 from __future__ import annotations

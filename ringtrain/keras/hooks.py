@@ -50,7 +50,7 @@ def install() -> None:
     _replace(keras.Model, "fit", _fit)
     _replace(EpochIterator, "_enumerate_iterator", _enumerate)
     _replace(keras.Model, "_get_metrics_result_or_logs", _metrics_or_logs)
-    _replace(TFEpochIterator, "__init__", _open_data)
+    _replace(TFEpochIterator, "__init__", _create_epoch_iterator)
     _replace(TFEpochIterator, "_get_iterator", _get_dataset)
 
 
@@ -150,7 +150,7 @@ def _enumerate(plain: Any, data: Any) -> Any:
     return first_batches().note(steps, data.steps_per_execution)
 
 
-def _open_data(plain: Any, data: Any, *args: Any, **kwargs: Any) -> None:
+def _create_epoch_iterator(plain: Any, data: Any, *args: Any, **kwargs: Any) -> None:
     plain(*args, **kwargs)
     if Run.current is not None:
         Run.current.build_model(data._distributed_dataset.element_spec)

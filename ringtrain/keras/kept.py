@@ -19,7 +19,7 @@ from ringtrain.config import Config
 from ringtrain.errors import DivergedError, PreemptedError, RingtrainError, UsageError
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.preflight import package_versions
-from ringtrain.keras.batches import Batches, Place
+from ringtrain.keras.batches import GENERATORS, Batches, Place
 from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.keras.exchange import Exchange
@@ -81,6 +81,7 @@ class KeptFit:
         self._votes = Votes()
         self._log = FitLog(model, collective, None if self._is_complete else opened, first_step=start.step)
         self._variables: dict[str, keras.Variable] = {}
+        self._build_error: Exception | None = None
         self._resumed: Arrays = {}  # what this rank alone had, until the first epoch begins
         self._metrics_so_far: Arrays = {}  # of the epoch, until its first step after a resume is done
         self._last_logs: Mapping[str, Any] = {}
@@ -101,8 +102,10 @@ class KeptFit:
             batch_spec: ``tf.TensorSpec`` of a batch as ``fit`` gets it: (x,), (x, y) or (x, y, sample_weight).
         """
         if not self.model.built:
-            with contextlib.suppress(Exception):  # a model whose call is not symbolic: ``begin`` reports it
+            try:
                 self.model._symbolic_build(data_batch=batch_spec)
+            except Exception as error:  # of the user's own code: ``begin`` reports it
+                self._build_error = error
 
     def begin(self, others: list[keras.callbacks.Callback], *, steps: int | None) -> None:
         """Rank 0's values for every rank, from the checkpoint where there is one; then wait for requests to stop.
@@ -154,6 +157,8 @@ class KeptFit:
         self.model._initial_epoch = progress.epochs_done
         TrainingGuard.batches_before = progress.batches_done
         self.batches.begin_at(place, self._resumed)
+        of_data = ("data", GENERATORS)
+        self._resumed = {name: value for name, value in self._resumed.items() if not name.startswith(of_data)}
 
     def begin_epoch(self) -> None:
         """After all that other callbacks and Keras begin anew: take back what was counted in this epoch so far."""
@@ -351,9 +356,9 @@ class KeptFit:
         if not self.model.built:
             raise UsageError(
                 f"the weights of the model {self.model.name!r} cannot be created from the shapes of a batch, so that "
-                "those of a checkpoint cannot be set. Begin it with keras.Input(shape), or call it on a batch before "
-                "fit()."
-            )
+                f"those of a checkpoint cannot be set: {type(self._build_error).__name__}: {self._build_error} Begin "
+                "the model with keras.Input(shape), or call it on a batch before fit()."
+            ) from self._build_error
         distributed = find_distributed(self.model.optimizer)
         settings = distributed and distributed.exchange.settings
         if settings and (settings.process_set != hvd.global_process_set or settings.op == hvd.Adasum):

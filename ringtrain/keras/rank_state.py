@@ -78,7 +78,7 @@ def generator_states() -> Arrays:
         "python_gauss": np.array([] if gauss is None else [gauss], np.float64),
     }
     numpy: Any = np.random.get_state(legacy=False)
-    if numpy["bit_generator"] == "MT19937":  # the default; a user's own choice begins anew
+    if numpy["bit_generator"] == "MT19937":  # the default; the state of a user-defined one is not saved
         states["numpy"] = np.append(numpy["state"]["key"], np.uint32(numpy["state"]["pos"]))
         states["numpy_gauss"] = np.array([numpy["has_gauss"], numpy["gauss"]], np.float64)
     return states

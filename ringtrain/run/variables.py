@@ -64,7 +64,7 @@ def broadcast_variables(variables: Sequence[keras.Variable], collective: Collect
     """Give every rank rank 0's values, many variables to a message."""
     for number, group in enumerate(plan_messages(variables)):
         flat = tf.concat([tf.reshape(variable.value, [-1]) for variable in group], axis=0)
-        is_sent_as_bytes = flat.dtype.size > 1  # Horovod has no bfloat16, uint32 and uint64
+        is_sent_as_bytes = flat.dtype in (tf.bfloat16, tf.uint32, tf.uint64)  # types that Horovod does not know
         [first] = collective.broadcast(
             [tf.bitcast(flat, tf.uint8) if is_sent_as_bytes else flat], name=f"first_values/{number}"
         )

@@ -69,9 +69,8 @@ class StopRequests:
         self._ended.set()
         os.write(self._writer, b"\0")  # it need not wait for its next look at the file
         self._thread.join()
-        # A signal that the thread had not yet received would end the process as soon as the default action is back.
-        while signal.sigtimedwait(self._signals, 0):
-            pass
+        # Pending signals reach our handlers, which ignore them, before the default action can end the process.
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         self._hand_back_signals(self._former_writer)
         os.close(self._reader)
         os.close(self._writer)

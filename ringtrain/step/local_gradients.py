@@ -21,7 +21,7 @@ from ringtrain.run.variables import is_seed_state
 from ringtrain.step.compiled import CompiledFunction
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS
-from ringtrain.step.state import empty_summands
+from ringtrain.step.state import empty_summands, is_integer_or_bool
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, per_sample
 
@@ -168,11 +168,20 @@ class LocalGradients:
 
         def add(number: tf.Tensor, gradients: list[Any], sums: tf.Tensor, updated: list[tf.Tensor]) -> tuple[Any, ...]:
             start = tf.minimum(tf.cast(number, tf.int64) * size, num_samples)
-            newest = dict(zip(map(id, first.structure.state), updated, strict=True))
+            # Integers count steps, not micro-batches, of which each rank may have another number.
+            newest = {
+                id(v): value
+                for v, value in zip(first.structure.state, updated, strict=True)
+                if not is_integer_or_bool(v)
+            }
             state = [newest.get(id(v), value) for v, value in zip(self._fixed_or_state, before, strict=True)]
             more = self._of_samples(batch, start, tf.minimum(start + size, num_samples), state, number)
             gradients = [_add(a, _unpack(b)) for a, b in zip(gradients, more.gradients, strict=True)]
-            return number + 1, gradients, sums + more.sums, more.state
+            updated = [
+                old if is_integer_or_bool(v) else new
+                for v, old, new in zip(first.structure.state, updated, more.state, strict=True)
+            ]
+            return number + 1, gradients, sums + more.sums, updated
 
         gradients = [_unpack(gradient) for gradient in first.gradients]
         loop_variables = (tf.constant(1), gradients, first.sums, first.state)

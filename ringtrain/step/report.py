@@ -17,7 +17,8 @@ NUM_EXTRA_SCALARS = 2  # the last of them are what each rank tells the others, b
 # What a step returns behind the control vector: already identical on every rank but for the last two. Communication
 # is how long this rank waited for the sums after its own last gradient; 0 where that is not timed.
 STEP_FACTS = (
-    "is_finite", "gradient_norm", "learning_rate", "loss_scale", "uneven_state", "local_data_loss", "communication_sec"
+    "is_finite", "gradient_norm", "learning_rate", "loss_scale", "divergent_state", "local_data_loss",
+    "communication_sec",
 )  # fmt: skip
 
 

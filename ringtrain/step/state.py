@@ -4,7 +4,7 @@ Floating-point state becomes the mean over all samples. A mean of whole numbers 
 counter would stand still. All ranks that have samples must therefore compute the same whole numbers, and these are kept
 exactly. Each is sent as four digits of 16 bits and their squares, in float64. The ranks agree if and only if
 ``(sum of digits)**2 == number of ranks * (sum of squares)`` (Cauchy-Schwarz), which float64 represents exactly for up
-to 1,448 ranks.
+to 1,448 ranks. With micro-batches, of which ranks may have different numbers, the first one's whole numbers count.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class State(NamedTuple):
 
     Attributes:
         values: one for each variable, in its type.
-        uneven: int64 [], the position from 1 of the first variable whose whole numbers differ between ranks; 0 if none.
+        divergent: int64 [], the position from 1 of the first variable that differs between ranks; 0 if none.
     """
 
     values: list[tf.Tensor]
-    uneven: tf.Tensor
+    divergent: tf.Tensor
 
 
-def is_whole(value: tf.Tensor | keras.Variable) -> bool:
+def is_integer_or_bool(value: tf.Tensor | keras.Variable) -> bool:
     """True for integers and booleans."""
     dtype = tf.as_dtype(value.dtype)
     return dtype.is_integer or dtype.is_bool
@@ -43,13 +43,13 @@ def to_summands(values: Sequence[tf.Tensor], *, local_count: tf.Tensor, global_c
     has_samples = tf.cast(local_count > 0, tf.float64)
     summands = []
     for value in values:
-        if is_whole(value):
+        if is_integer_or_bool(value):
             digits = _to_digits(value)
-            summands.append(tf.stack([digits, digits**2]) * has_samples)
+            summands.append(tf.stack([digits, tf.square(digits)]) * has_samples)
         else:
             dtype = _summed_dtype(value)
             summands.append(tf.cast(value, dtype) * (tf.cast(local_count, dtype) / tf.cast(global_count, dtype)))
-    return [*summands, has_samples] if any(map(is_whole, values)) else summands
+    return [*summands, has_samples] if any(map(is_integer_or_bool, values)) else summands
 
 
 def empty_summands(
@@ -57,31 +57,34 @@ def empty_summands(
 ) -> list[tf.Tensor]:
     """Summands of a rank without samples; ``zeros`` makes a tensor of a shape and type."""
     summands = [
-        zeros([2, DIGITS, *v.shape] if is_whole(v) else v.shape, tf.float64 if is_whole(v) else _summed_dtype(v))
+        zeros(
+            [2, DIGITS, *v.shape] if is_integer_or_bool(v) else v.shape,
+            tf.float64 if is_integer_or_bool(v) else _summed_dtype(v),
+        )
         for v in variables
     ]
-    return [*summands, zeros([], tf.float64)] if any(map(is_whole, variables)) else summands
+    return [*summands, zeros([], tf.float64)] if any(map(is_integer_or_bool, variables)) else summands
 
 
 def from_sums(sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> State:
     """The new state, from the sums of all ranks' summands."""
-    num_ranks = sums[-1] if any(map(is_whole, variables)) else None
-    values, uneven = [], tf.constant(0, tf.int64)
+    num_ranks = sums[-1] if any(map(is_integer_or_bool, variables)) else None
+    values, divergent = [], tf.constant(0, tf.int64)
     for position, (total, variable) in reversed(list(enumerate(zip(sums, variables, strict=False), start=1))):
-        if is_whole(variable):
+        if is_integer_or_bool(variable):
             digits, squares = tf.unstack(total)
-            is_even = tf.reduce_all(digits**2 == num_ranks * squares)
-            uneven = tf.where(is_even, uneven, tf.constant(position, tf.int64))
+            are_equal = tf.reduce_all(tf.square(digits) == num_ranks * squares)
+            divergent = tf.where(are_equal, divergent, tf.constant(position, tf.int64))
             values.append(_from_digits(digits / num_ranks, variable.dtype))
         else:
             values.append(tf.cast(total, variable.dtype))
-    return State(values[::-1], uneven)
+    return State(values[::-1], divergent)
 
 
-def require_even_state(uneven: int, variables: Sequence[keras.Variable], step: int) -> None:
+def require_equal_state(divergent: int, variables: Sequence[keras.Variable], step: int) -> None:
     """Raise UsageError, on all ranks, if the ranks have computed different whole numbers for a variable."""
-    if uneven:
-        variable = variables[uneven - 1]
+    if divergent:
+        variable = variables[divergent - 1]
         raise UsageError(
             f"the model's variable {variable.path} ({variable.dtype}) has different values on the ranks after step "
             f"{step}: each rank changes it by its own samples, and whole numbers have no mean. Nothing was updated by "

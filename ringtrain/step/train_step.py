@@ -29,7 +29,7 @@ from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructur
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report, read_value
 from ringtrain.step.sharding import ShardedOptimizer
-from ringtrain.step.state import from_sums, require_even_state, to_summands
+from ringtrain.step.state import from_sums, require_equal_state, to_summands
 from ringtrain.workloads.base import Workload
 
 Found = TypeVar("Found")
@@ -217,9 +217,9 @@ class TrainStep:
             v.path for v, is_finite in zip(self.model.trainable_variables, are_finite, strict=True) if not is_finite
         ]
 
-    def require_even_state(self, returned: tf.Tensor, step: int) -> None:
+    def require_equal_state(self, returned: tf.Tensor, step: int) -> None:
         """Raise UsageError if the ranks computed different whole numbers for a variable of the model in this step."""
-        require_even_state(int(read_value(returned, "uneven_state")), self.state, step)
+        require_equal_state(int(read_value(returned, "divergent_state")), self.state, step)
 
     def read(self, returned: tf.Tensor) -> StepReport:
         """Bring to the host what a call returned."""
@@ -284,7 +284,7 @@ class TrainStep:
                 variable.assign(value)
             return tf.constant(True)
 
-        updated = tf.cond(is_finite & (state.uneven == 0), update, lambda: tf.constant(False))
+        updated = tf.cond(is_finite & (state.divergent == 0), update, lambda: tf.constant(False))
         self.loss_scale.adapt(is_finite)
         norm = tf.cast(scaled_norm, self._dtype) / tf.cast(scale, self._dtype)
         facts = {
@@ -292,7 +292,7 @@ class TrainStep:
             "gradient_norm": norm,
             "learning_rate": learning_rate,
             "loss_scale": scale,
-            "uneven_state": state.uneven,
+            "divergent_state": state.divergent,
             "local_data_loss": forward.sums[1],
             "communication_sec": communication_sec,
         }

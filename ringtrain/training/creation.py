@@ -18,6 +18,7 @@ from ringtrain.data.sources import Source
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.step.optimizers import OWN, only_reads_gradients
+from ringtrain.step.state import is_integer_or_bool
 from ringtrain.step.train_step import TrainStep, set_precision
 from ringtrain.training.evaluation import EvalStep, evaluation_batches
 from ringtrain.workloads.base import Workload
@@ -130,7 +131,7 @@ def warn_of_settings(config: Config, step: TrainStep, print_line: Callable[[str]
 
 def find_micro_batch_state(config: Config, step: TrainStep) -> list[str]:
     """Paths of the model's variables that each micro-batch updates, such as statistics of SyncBatchNormalization."""
-    return [variable.path for variable in step.state] if config.accumulate > 1 else []
+    return [v.path for v in step.state if not is_integer_or_bool(v)] if config.accumulate > 1 else []
 
 
 def warn_of_best(config: Config, print_line: Callable[[str], None]) -> None:

@@ -142,7 +142,7 @@ FUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "AdamW": (keras.optimizers.AdamW, {}, "ResourceApplyAdam"),
     "RMSprop": (keras.optimizers.RMSprop, {"momentum": 0.5}, "ResourceApplyRMSProp"),
 }
-ALIKE = ("momentum", "Nesterov", "AdamW")  # use the same code as SGD and Adam
+SAME_CODE_AS_OTHERS = ("momentum", "Nesterov", "AdamW")  # use the same code as SGD and Adam
 
 
 def test_every_fused_update_is_tried() -> None:
@@ -165,7 +165,9 @@ def update_weights(optimizer: keras.optimizers.Optimizer, operation: str) -> tup
     return [variable.numpy() for variable in [*weights, *optimizer.variables]], operation in str(graph)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", *(pytest.param(n, marks=pytest.mark.slow) for n in ALIKE)])
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adam", "RMSprop", *(pytest.param(n, marks=pytest.mark.slow) for n in SAME_CODE_AS_OTHERS)]
+)
 @on_ranks(2)
 def test_a_fused_update_goes_through_memory_once_and_is_keras_own(collective: Collective, name: str) -> None:
     """With each option, the loss scale of the optimizer, and that which compile() puts around it."""

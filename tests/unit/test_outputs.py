@@ -45,7 +45,11 @@ def test_anything_else_is_refused_and_left(what: str, tmp_path: Path) -> None:
             path = Path(os.devnull)
     with pytest.raises(UsageError, match="which exists and is not a batch script; it is left unchanged"):
         require_same_kind(path, MARK, kind="a batch script")
-    assert path.is_symlink() or path.exists()
+    assert same.read_bytes() == MARK
+    if what == "another file":
+        assert path.read_bytes() == b"import keras\n"
+    else:
+        assert not path.is_file() or path.is_symlink()
 
 
 COMMANDS = {

@@ -48,7 +48,7 @@ from tests.world.training import (
     word_samples,
 )
 
-GLOBAL_BATCH_SIZE, STEPS = 11, 6  # the fifth step of an epoch has 1 or 2 samples, so that some ranks have none
+GLOBAL_BATCH_SIZE, STEPS = 11, 6  # of 45 samples, the fifth step of an epoch has 1, so that one of two ranks has none
 
 
 @pytest.mark.parametrize(

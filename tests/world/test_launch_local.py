@@ -131,6 +131,7 @@ def test_a_terminal_has_the_progress_bar_of_rank_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cold  # launch names the process that it started
 def test_the_first_rank_to_fail_is_named_last(tmp_path: Path) -> None:
     with running(tmp_path / "run", *LENGTH, start=launch_local(), env=SLOW) as run:
         run.wait_for_step(2)

@@ -68,6 +68,7 @@ def test_a_full_disk_behind_the_log_ends_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cold  # a closed stream cannot be handed to the fork server
 @pytest.mark.parametrize("stdout", ["broken", "closed"])
 def test_with_no_stream_left_at_all_the_run_ends_as_it_would(
     stdout: str, broken_pipe: IO[bytes], tmp_path: Path

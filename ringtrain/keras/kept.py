@@ -354,11 +354,13 @@ class KeptFit:
 
     def _require_shared_weights(self) -> None:
         if not self.model.built:
+            error = self._build_error
+            cause = f": {type(error).__name__}: {error}" if error else "."
             raise UsageError(
                 f"the weights of the model {self.model.name!r} cannot be created from the shapes of a batch, so that "
-                f"those of a checkpoint cannot be set: {type(self._build_error).__name__}: {self._build_error} Begin "
-                "the model with keras.Input(shape), or call it on a batch before fit()."
-            ) from self._build_error
+                f"those of a checkpoint cannot be set{cause} Begin the model with keras.Input(shape), or call it on a "
+                "batch before fit()."
+            ) from error
         distributed = find_distributed(self.model.optimizer)
         settings = distributed and distributed.exchange.settings
         if settings and (settings.process_set != hvd.global_process_set or settings.op == hvd.Adasum):

@@ -57,10 +57,7 @@ def empty_summands(
 ) -> list[tf.Tensor]:
     """Summands of a rank without samples; ``zeros`` makes a tensor of a shape and type."""
     summands = [
-        zeros(
-            [2, DIGITS, *v.shape] if is_integer_or_bool(v) else v.shape,
-            tf.float64 if is_integer_or_bool(v) else _summed_dtype(v),
-        )
+        zeros([2, DIGITS, *v.shape], tf.float64) if is_integer_or_bool(v) else zeros(v.shape, _summed_dtype(v))
         for v in variables
     ]
     return [*summands, zeros([], tf.float64)] if any(map(is_integer_or_bool, variables)) else summands

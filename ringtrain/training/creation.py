@@ -125,7 +125,7 @@ def warn_of_settings(config: Config, step: TrainStep, print_line: Callable[[str]
         print_line(
             f"warning: --accumulate {config.accumulate} updates {paths[0]}{others} once for each micro-batch, and a "
             "rank's micro-batches are not those of one process: the ranks together train similar weights, but not the "
-            "same. Leave --accumulate out to train exactly what one process trains."
+            "same. Without --accumulate there is one update for each step."
         )
 
 

@@ -51,10 +51,16 @@ class NonfiniteGuard:
         self._training, self._job, self._num_kept = training, training.job, 0
 
     def check(self, step: int, batch: Batch, returned: tf.Tensor) -> None:
-        """Look at the outcome of a step: DivergedError where it changed nothing and the run is not to go on."""
+        """Check the outcome of a step that may have updated nothing.
+
+        Raises:
+            UsageError: the ranks computed different whole numbers for the model's state.
+            DivergedError: something was not finite, and the run must stop.
+        """
         if read_value(returned, "is_finite"):
             self._training.progress.skipped_in_a_row = 0
             return
+        self._job.step.require_equal_state(returned, step)
         report = self._job.step.read(returned)
         if self._is_overflow(report):
             return  # the loss scale was too high; it has been halved, and that is how it finds its value

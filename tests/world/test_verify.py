@@ -361,6 +361,9 @@ def findings_of(
     return findings, one["float64"]["notes"].tolist()
 
 
+_references: dict[Any, dict[str, Any]] = {}
+
+
 def _record_reference(workload: Any, config: Any) -> dict[str, Any]:
     """Records of one process without a defect: computed once in this process for each workload and config."""
     from ringtrain.collectives import normalization
@@ -374,9 +377,6 @@ def _record_reference(workload: Any, config: Any) -> dict[str, Any]:
                 record(workload, config, Solo(alone()), Path(directory), is_reference=True)
             _references[key] = _load_records(directory)
     return _references[key]
-
-
-_references: dict[Any, dict[str, Any]] = {}
 
 
 def _load_records(directory: str) -> dict[str, Any]:

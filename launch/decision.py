@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ringtrain.errors import EXIT_CODES, PreemptedError
+from ringtrain.errors import EXIT_CODES, HangError, PreemptedError
 from ringtrain.guard.lost import LostRanksError
 from ringtrain.runtime.launched import EndTold
 
@@ -110,7 +110,9 @@ def explain(attempt: Attempt) -> list[str]:
         return ["stopped before the first step; there was nothing to save"]
     if first is None and end is None:
         lines += describe_launcher(group)
-    if first is not None and (first.signal or first.exit_code != PreemptedError.exit_code):
+    # The watchdog ended a rank with HangError's code: which of them was the first to end says nothing of the cause.
+    was_asked_to_end = first is not None and first.exit_code in (PreemptedError.exit_code, HangError.exit_code)
+    if first is not None and (first.signal or not was_asked_to_end or end is None):
         lines += describe(first)
         lines += [f"  [{first.rank}] {line}" for line in last_words(group.last_errors[first.rank])]
     is_consequence = first is not None and end is not None and end.status == LOST_RANKS

@@ -58,6 +58,11 @@ class Note(NamedTuple):
         return f"{verb}s {rest}"
 
     @property
+    def may_hold_lock(self) -> bool:
+        """True if a single call may hold Python's lock for long, as unpickling does, so that no thread can run."""
+        return self.doing in (Phase.JOIN, Phase.PREPARE, Phase.COMPILE)
+
+    @property
     def place(self) -> str | None:
         """Where the other ranks are awaited; None where they wait for this one."""
         place = self.doing.value[1]

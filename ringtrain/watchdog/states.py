@@ -9,6 +9,7 @@ from typing import Any
 
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.activity import Note, Phase
+from ringtrain.watchdog.stacks import MAX_FRAME_LENGTH
 
 # A rank whose connection ended without a word is dead. Its launcher ends the others, as a rule within two seconds.
 GONE_SECONDS = 20.0
@@ -21,7 +22,9 @@ class RankState:
 
     note: Note  # what it was doing
     still: float  # seconds for which it had not moved
-    limit: float  # seconds for which it may do so, there
+    limit: float  # seconds for which it may stay in its phase
+    max_silence: float  # seconds for which nothing need come from it
+    where: str = ""  # the user's line that it runs, once it has been still for a while
     silent: float = 0.0  # seconds since then
     is_gone: bool = False  # its connection has ended without a word
 
@@ -32,8 +35,8 @@ class RankState:
 
     @property
     def is_missing(self) -> bool:
-        """Whether it gives no sign of life any more, though it would have to."""
-        return self.is_gone or self.silent >= self.limit
+        """True if it gives no sign of life any more, though it would have to."""
+        return self.is_gone or self.silent >= self.max_silence
 
     def later(self, seconds: float) -> RankState:
         """The same rank, which has not been heard of meanwhile."""
@@ -42,13 +45,20 @@ class RankState:
     def to_message(self) -> dict[str, Any]:
         """What the rank tells the others of itself; JSON values."""
         note = self.note
-        return {"doing": note.doing.name, "step": note.step, "still": self.still, "limit": self.limit}
+        more = {"still": self.still, "limit": self.limit, "max_silence": self.max_silence, "where": self.where}
+        return {"doing": note.doing.name, "step": note.step, **more}
 
 
 def read_state(message: Mapping[str, Any]) -> RankState:
     """What ``to_message`` told; a KeyError, TypeError or ValueError where it is no such message."""
     note = Note(Phase[message["doing"]], int(message["step"]))
-    return RankState(note=note, still=float(message["still"]), limit=float(message["limit"]))
+    return RankState(
+        note=note,
+        still=float(message["still"]),
+        limit=float(message["limit"]),
+        max_silence=float(message["max_silence"]),
+        where=str(message["where"])[:MAX_FRAME_LENGTH],
+    )
 
 
 def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all: bool) -> str | None:
@@ -60,13 +70,39 @@ def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all
     missing = [rank for rank, state in states.items() if state.is_missing]
     if not states or not (sees_all or missing):
         return None
-    limit = max(state.limit for state in states.values())
-    if any(state.is_gone for state in states.values()):
-        limit = min(limit, GONE_SECONDS)
+    limit = find_limit(states)
     if not all(state.all_still >= limit or state.is_missing for state in states.values()):
         return None
     seconds = min(max(state.all_still, limit) for state in states.values())
     return f"nothing has moved for {seconds:.0f} s: {describe(states, nodes)}."
+
+
+def find_long_wait(states: Mapping[int, RankState], nodes: Sequence[str], hang_timeout: float) -> str | None:
+    """Return what to report while no rank moves, but one of them is in a phase that may take long; else None."""
+    if not states or min(state.all_still for state in states.values()) < hang_timeout:
+        return None
+    limit = find_limit(states)
+    seconds = min(state.all_still for state in states.values())
+    return (
+        f"no progress for {seconds:.0f} s: {describe(states, nodes)}. A start or a save may take long: the run is "
+        f"ended as a hang if nothing moves for another {max(limit - seconds, 0):.0f} s."
+    )
+
+
+def find_limit(states: Mapping[int, RankState]) -> float:
+    """Seconds for which nothing may move.
+
+    The long limit is that of a rank that is in a long phase and says so: not of one from which nothing comes, nor of
+    one that waits for such a rank.
+    """
+    missing = [state for state in states.values() if state.is_missing]
+    present = [state for state in states.values() if not state.is_missing]
+    if missing:
+        limits = [state.limit if state.note.place is None else state.max_silence for state in present]
+    else:
+        limits = [state.limit for state in present]
+    limit = max(limits, default=0.0)
+    return min(limit, GONE_SECONDS) if any(state.is_gone for state in missing) else limit
 
 
 def describe(states: Mapping[int, RankState], nodes: Sequence[str]) -> str:
@@ -106,7 +142,7 @@ def describe_group(ranks: Sequence[int], state: RankState, nodes: Sequence[str])
     if state.is_missing:
         how = "gone" if state.is_gone else "silent"
         return f"{who} {be} {how} since {state.silent:.0f} s (last words: {words})"
-    return f"{who} {words} since {state.all_still:.0f} s"
+    return f"{who} {words} since {state.all_still:.0f} s{f', in {state.where}' if state.where else ''}"
 
 
 def group_alike(ranks: Sequence[int], states: Mapping[int, RankState], *, by_time: bool) -> list[list[int]]:

@@ -29,7 +29,8 @@ from ringtrain.runtime.processes import list_threads
 from ringtrain.runtime.world import World
 from ringtrain.watchdog.hub import Message, Star, draw_token, listen
 from ringtrain.watchdog.outside import Outside
-from ringtrain.watchdog.states import RankState, find_hang, read_state
+from ringtrain.watchdog.stacks import find_user_frame, write_stacks
+from ringtrain.watchdog.states import RankState, find_hang, find_long_wait, read_state
 from ringtrain.watchdog.stragglers import Looks, Stragglers, describe_slow
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class Watchdog:
         self._looks_at: dict[int, tuple[int, int]] = {}
         self._stragglers = Stragglers()
         self._seen: tuple[Any, ...] = ()
-        self._still = 0.0
+        self._still, self._where = 0.0, ""
+        self._has_said_wait = False
         self._star = Star(world.rank)
         self._to_do: list[Callable[[], None]] = []  # by the thread, which alone uses the star
         self._seconds_to_leave: float | None = None
@@ -194,12 +196,18 @@ class Watchdog:
         self._still = self._still + seconds if is_same else 0.0
         if self._still >= self._my_state.limit / 2 and is_debugged():
             self._still = 0.0
+        self._where = find_user_frame() if self._still >= self._hang_timeout / 2 else ""
 
     @property
     def _my_state(self) -> RankState:
         note = activity.current()[0]
-        limit = limit_seconds(self._hang_timeout, takes_long=note.takes_long)
-        return RankState(note=note, still=round(self._still, 3), limit=limit)
+        return RankState(
+            note=note,
+            still=round(self._still, 3),
+            limit=limit_seconds(self._hang_timeout, takes_long=note.takes_long),
+            max_silence=limit_seconds(self._hang_timeout, takes_long=note.takes_long and note.may_hold_lock),
+            where=self._where,
+        )
 
     def _take(self, rank: int, message: Message | None) -> None:
         """What another rank says of itself; None: it has gone without a word."""
@@ -222,7 +230,7 @@ class Watchdog:
         mine = self._my_state
         looks = self._looks_at[self._world.rank] = (self._looks.times, self._looks.times_runnable)
         self._star.send({**mine.to_message(), "looks": looks})
-        self._outside.tell(mine.limit, mine.note.words_of_one)
+        self._outside.tell(mine.max_silence, mine.note.words_of_one)
 
     def _judge(self, seconds: float) -> None:
         if self._seconds_to_leave is not None:
@@ -241,6 +249,11 @@ class Watchdog:
                 f"; nothing was heard of {name_ranks(sorted(self._unheard), self._nodes)}." if self._unheard else "."
             )
             self._end(hang.removesuffix(".") + unheard, judges=True)
+        if self._world.is_rank0:
+            wait = find_long_wait(states, self._nodes, self._hang_timeout)
+            if wait is not None and not self._has_said_wait:
+                self._print_line(wait)
+            self._has_said_wait = wait is not None
         if self._world.is_rank0 and self._states:
             self._look_for_stragglers()
         if self._unheard and self._world.is_rank0:
@@ -266,8 +279,8 @@ class Watchdog:
         """End this process and, as rank 0 or where that is missing, let the others end; never returns."""
         is_rank0 = self._world.is_rank0
         error = HangError(
-            f"{hang} The stacks of the ranks that could write them are above. Where it is right that something takes "
-            f"so long, raise --hang_timeout ({self._hang_timeout:g} s).",
+            f"{hang} Each rank that could has written its stacks to its error stream. If something may take so long, "
+            f"raise --hang_timeout ({self._hang_timeout:g} s).",
             reach="run" if is_rank0 else "rank",
         )
         self._outside.tell(ENDING_SECONDS, "ends")
@@ -309,14 +322,6 @@ def is_debugged() -> bool:
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.walk_stack(innermost) if innermost else ()
     return any(os.path.basename(frame.f_code.co_filename) in DEBUGGERS for frame, _ in frames)
-
-
-def write_stacks(world: World) -> None:
-    """Write to stderr where each thread of this process is."""
-    who = f"ringtrain: rank {world.rank} on {world.node}"
-    os.write(2, f"{who} is here:\n".encode())
-    faulthandler.dump_traceback(file=2, all_threads=True)
-    os.write(2, f"{who} ends.\n".encode())
 
 
 def start_bounded(action: Callable[[], None]) -> threading.Thread:

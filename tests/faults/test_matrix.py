@@ -80,7 +80,7 @@ def test_so_it_is_where_the_update_is_shared_out_and_xla_compiles(
 def answer(case: Case, tmp_path: Path, record_property: Callable[[str, Any], None], *flags: str) -> None:
     """Let the fault happen, and see what comes of it."""
     out, here = tmp_path / "run", tmp_path / "here"
-    is_long = case.fault in ("SIGSTOP", "sleep") and case.moment in ("setup", "compile", "evaluation", "save", "end")
+    is_long = case.fault in ("SIGSTOP", "sleep") and case.moment in ("setup", "compile", "evaluation", "end")
     env = {"RINGTRAIN_TEST_FAULT": hook_of(case), "RINGTRAIN_TEST_HERE": str(here)}
     env |= {"RINGTRAIN_TEST_LONG_SECONDS": str(LONG_SECONDS)} if is_long else {}
     # Before the fault each rank is to hear that the last step that might take long is done.
@@ -135,7 +135,7 @@ def assert_answered(case: Case, run: Run, code: int) -> None:
         assert "Traceback" not in text
     assert "Missing ranks" not in text  # Horovod's own word for a stall
     if is_ours and case.what.exit_code != 75:
-        last = text[text.rindex("\nlaunch: rank ") :] if "\nlaunch: rank " in text else ""
+        last = ([line for line in text.splitlines() if line.startswith("launch: ") and "rank " in line] or [""])[-1]
         assert re.search(f"rank {case.rank} on {NODE}", last), f"what is read last does not name the rank:\n{text}"
 
 

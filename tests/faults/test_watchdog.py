@@ -48,7 +48,8 @@ def test_a_long_start_and_long_saves_are_no_hang(tmp_path: Path) -> None:
     flags = ("--hang_timeout", str(TIMEOUT), "--epochs", "1", "--checkpoint_every", "0")
     with running(tmp_path / "run", *flags, np=2, env=env) as run:
         assert run.wait(120) == 0, run.text()
-    assert "has moved" not in run.text()
+    assert "nothing has moved" not in run.text()
+    assert "no progress for 4 s: ranks 0, 1" in run.text()
     assert [event["exit_code"] for event in events(run.out, "end")] == [0]
 
 

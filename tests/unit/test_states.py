@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ringtrain.runtime.activity import Note, Phase
-from ringtrain.watchdog.states import RankState, find_hang, read_state
+from ringtrain.watchdog.states import RankState, find_hang, find_long_wait, read_state
 
 NODES = ["node6", "node7", "node7", "node8"]
 
@@ -19,9 +19,19 @@ def state(
     still: float = 10.0,
     silent: float = 0.0,
     limit: float = 10.0,
+    max_silence: float = 10.0,
+    where: str = "",
     is_gone: bool = False,
 ) -> RankState:
-    return RankState(note=Note(doing, step), still=still, limit=limit, silent=silent, is_gone=is_gone)
+    return RankState(
+        note=Note(doing, step),
+        still=still,
+        limit=limit,
+        max_silence=max_silence,
+        where=where,
+        silent=silent,
+        is_gone=is_gone,
+    )
 
 
 def stands(step: int = 412, **more: float) -> RankState:
@@ -30,9 +40,9 @@ def stands(step: int = 412, **more: float) -> RankState:
 
 REPORTS = {
     "one rank waits for data": (
-        {0: stands(), 1: state(Phase.DATA, still=11.0), 2: stands(), 3: stands()},
-        "nothing has moved for 10 s: rank 1 on node7 waits for data of step 412 since 11 s; ranks 0, 2, 3 wait for it "
-        "in step 412.",
+        {0: stands(), 1: state(Phase.DATA, still=11.0, where="train.py:42 (load)"), 2: stands(), 3: stands()},
+        "nothing has moved for 10 s: rank 1 on node7 waits for data of step 412 since 11 s, in train.py:42 (load); "
+        "ranks 0, 2, 3 wait for it in step 412.",
     ),
     "all wait for data": (
         dict.fromkeys(range(4), state(Phase.DATA)),
@@ -53,8 +63,21 @@ REPORTS = {
         "nothing has moved for 10 s: rank 1 on node7 is silent since 10 s (last words: stands in step 412); rank 0 "
         "waits for it in step 412; rank 2 waits for it.",
     ),
+    "one was stopped in a save": (
+        {0: stands(), 1: state(Phase.SAVE, still=0.0, silent=10.5, limit=600.0)},
+        "nothing has moved for 10 s: rank 1 on node7 is silent since 10 s (last words: saves step 412); rank 0 waits "
+        "for it in step 412.",
+    ),
+    "one was stopped in a save, in which another waits for it": (
+        {0: state(Phase.MEET, limit=600.0), 1: state(Phase.SAVE, still=0.0, silent=10.5, limit=600.0)},
+        "nothing has moved for 10 s: rank 1 on node7 is silent since 10 s (last words: saves step 412); rank 0 waits "
+        "for it.",
+    ),
     "one is gone": (
-        {0: stands(still=20.0, limit=300.0), 1: stands(still=0.0, silent=20.4, limit=300.0, is_gone=True)},
+        {
+            0: stands(still=20.0, limit=300.0, max_silence=300.0),
+            1: stands(still=0.0, silent=20.4, limit=300.0, max_silence=300.0, is_gone=True),
+        },
         "nothing has moved for 20 s: rank 1 on node7 is gone since 20 s (last words: stands in step 412); rank 0 waits "
         "for it in step 412.",
     ),
@@ -80,6 +103,14 @@ HEALTHY = {
     "one compiles, the others wait": {0: stands(still=500.0), 1: state(Phase.COMPILE, still=500.0, limit=600.0)},
     "a silent rank, while the others move": {0: stands(still=1.0), 1: stands(still=0.0, silent=900.0)},
     "a rank that is gone, while the others move": {0: stands(still=1.0), 1: stands(silent=900.0, is_gone=True)},
+    "one is silent, another saves": {
+        0: state(Phase.SAVE, still=500.0, limit=600.0),
+        1: stands(still=0.0, silent=500.0),
+    },
+    "one compiles with Python's lock held": {
+        0: stands(still=500.0, limit=600.0),
+        1: state(Phase.COMPILE, still=0.0, silent=500.0, limit=600.0, max_silence=600.0),
+    },
     "all are still, not for long": {0: stands(still=9.9), 1: stands(still=9.9)},
     "no rank is left": {},
 }
@@ -88,6 +119,16 @@ HEALTHY = {
 @pytest.mark.parametrize("states", HEALTHY.values(), ids=HEALTHY.keys())
 def test_what_moves_or_has_time_left_does_not_hang(states: dict[int, RankState]) -> None:
     assert find_hang(states, NODES, sees_all=True) is None
+
+
+def test_a_long_wait_is_reported_with_its_end() -> None:
+    states = {0: state(Phase.MEET, still=15.0, limit=600.0), 1: state(Phase.SAVE, still=16.0, limit=600.0)}
+    assert find_hang(states, NODES, sees_all=True) is None
+    report = find_long_wait(states, NODES, 15.0)
+    assert report is not None
+    assert report.startswith("no progress for 15 s: rank 1 on node7 saves step 412 since 16 s; rank 0 waits for")
+    assert report.endswith("if nothing moves for another 585 s.")
+    assert find_long_wait({**states, 2: stands(still=1.0)}, NODES, 15.0) is None
 
 
 def test_another_rank_than_the_first_judges_only_where_the_first_is_missing() -> None:
@@ -107,7 +148,7 @@ def test_many_groups_are_not_all_named() -> None:
 
 
 def test_a_state_travels_as_json() -> None:
-    sent = stands(still=3.25, limit=60.0)
+    sent = state(Phase.DATA, still=3.25, limit=60.0, max_silence=20.0, where="train.py:42 (load)")
     assert read_state(json.loads(json.dumps(sent.to_message()))) == sent
 
 
@@ -115,8 +156,8 @@ def test_a_state_travels_as_json() -> None:
     "message",
     [
         {},
-        {"doing": "__class__", "step": 1, "still": 0, "limit": 1},
-        {"doing": "STEP", "step": "x", "still": 0, "limit": 1},
+        {"doing": "__class__", "step": 1, "still": 0, "limit": 1, "max_silence": 1, "where": ""},
+        {"doing": "STEP", "step": "x", "still": 0, "limit": 1, "max_silence": 1, "where": ""},
     ],
 )
 def test_what_is_no_state_is_refused(message: dict[str, object]) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from ringtrain.runtime.activity import (
     note,
     when_it_may_not_take_long,
 )
+from ringtrain.runtime.world import World
+from ringtrain.watchdog.stacks import find_user_frame, write_stacks
 from tests.world.processes import REPOSITORY
 
 PROGRAM = """
@@ -308,3 +311,28 @@ os._exit(0)
     assert finished.returncode == 0, finished.stderr
     num_ticks = 2 / 0.125
     assert num_ticks / 4 <= int(finished.stdout.split()[-1]) <= num_ticks + 1
+
+
+def test_the_line_of_the_user_is_found_and_threads_of_ours_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    """They are those of the other threads, such as the watchdog's own finds them."""
+    is_over, found = threading.Event(), list[str]()
+
+    def look() -> None:
+        found.append(find_user_frame())
+        write_stacks(World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher"))
+
+    threads = [threading.Thread(target=is_over.wait, name=name) for name in ("lease", "reader of the user")]
+    watchdog = threading.Thread(target=look, name="watchdog")
+    for thread in [*threads, watchdog]:
+        thread.start()
+    watchdog.join()
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    here = test_the_line_of_the_user_is_found_and_threads_of_ours_are_left_out.__name__
+    assert re.fullmatch(rf"tests/unit/test_watchdog\.py:\d+ \({here}\)", found[0])
+    text = capfd.readouterr().err
+    assert re.search(rf'tests/unit/test_watchdog\.py", line \d+ in {here}\n', text)
+    assert "Thread reader of the user (" in text
+    assert "lease" not in text
+    assert "find_user_frame" not in text

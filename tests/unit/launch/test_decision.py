@@ -138,6 +138,13 @@ def test_an_end_that_the_rank_has_said_is_not_said_again() -> None:
     assert explain(ended)[-1] == "  [1] more of it"
 
 
+def test_a_rank_that_the_watchdog_ended_is_not_named_as_the_first_to_end() -> None:
+    hang = "nothing has moved for 10 s: rank 0 waits for data of step 20"
+    ended = attempt(rank_end(1, 6), rank_end(0, 6), end=end_told("hang", 6, hang))
+    assert explain(ended) == [hang]
+    assert "exit code 6" in explain(attempt(rank_end(1, 6)))[0]  # where no rank could say why
+
+
 def test_a_rank_without_words_of_its_own_shows_its_last_lines() -> None:
     assert explain(attempt(rank_end(0, None, "SIGKILL"))) == [
         "rank 0 on node7 (pid 100) was killed by SIGKILL, the first to end",

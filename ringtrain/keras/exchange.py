@@ -221,7 +221,7 @@ class Exchange:
                 warn_of_python(lambda: python_operations(tf.compat.v1.get_default_graph()), log.warning)
         is_of_all = self.settings.process_set == hvd.global_process_set and self.settings.op != hvd.Adasum
         votes = Exchange.votes if is_of_all else None
-        given = [*gradients, *([] if votes is None else [votes.mine(gradients[0])]), tf.ones([], gradients[0].dtype)]
+        given = [*gradients, *([] if votes is None else [votes.mine(gradients)]), tf.ones([], gradients[0].dtype)]
         reduction = self._reduction(given, variables, natively=self.may_sum_natively and graph is not None)
         of_variables = zip(given, [*(variable.shape for variable in variables), None, None], strict=False)
         nothing = [_nothing_like(tensor, shape) for tensor, shape in of_variables]

@@ -21,6 +21,8 @@ from ringtrain.keras.distributed import Distributed, find_distributed, is_applyi
 from ringtrain.keras.exchange import Exchange
 from ringtrain.keras.same_samples import find_same, first_batches, warn_of_same
 from ringtrain.messages.ranks import name_ranks
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.devices import own_gpu
 
 
@@ -125,6 +127,8 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_batches = batch + 1
+        if (note := activity.current()[0]).doing == Phase.STEP:  # of callbacks.Run
+            activity.note(Phase.CALLBACKS, note.step)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._collective is None:

@@ -22,7 +22,7 @@ from ringtrain.guard.preflight import package_versions
 from ringtrain.keras.batches import GENERATORS, Batches, Place
 from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.distributed import find_distributed
-from ringtrain.keras.exchange import Exchange
+from ringtrain.keras.exchange import Accumulation, Exchange
 from ringtrain.keras.fit_log import FitLog
 from ringtrain.keras.guards import BATCHES_REMEDY, STOP_REMEDY, TrainingGuard
 from ringtrain.keras.rank_state import (
@@ -47,7 +47,7 @@ from ringtrain.run.progress import Progress
 from ringtrain.run.resume import OpenedRun, Start
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.activity import Note, Phase
 from ringtrain.runtime.launched import is_signal_passed_on
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.world import read_world
@@ -174,6 +174,12 @@ class KeptFit:
                 rate.assign(value)
         self._log.leave_out_time()
 
+    def refine(self, note: Note) -> Note:
+        """Tell a step that waits for the other ranks from one that has no gradients yet: Keras reads the data in it."""
+        if note.doing == Phase.STEP and self._votes.is_summed and not self._votes.is_reducing():
+            return note._replace(doing=Phase.GRADIENTS)
+        return note
+
     def begin_batch(self) -> None:
         activity.note(Phase.STEP, self._step + 1, takes_long=self._is_first_batch)
         self._is_first_batch = False
@@ -214,11 +220,14 @@ class KeptFit:
         return every > 0 and self._step // every > former // every
 
     @property
-    def _is_between(self) -> bool:
-        """Whether no gradients are added up (``backward_passes_per_step``) that would be lost."""
+    def _accumulation(self) -> Accumulation | None:
         distributed = find_distributed(self.model.optimizer)
-        accumulation = distributed and distributed._agg_helper
-        return not accumulation or not int(accumulation.counter.numpy())
+        return distributed._agg_helper if distributed else None
+
+    @property
+    def _is_between(self) -> bool:
+        """True if no gradients are added up (``backward_passes_per_step``) that would be lost."""
+        return not self._accumulation or not int(self._accumulation.counter.numpy())
 
     def _find_stopped(self, batch: int) -> bool:
         size = self._collective.world.size
@@ -410,7 +419,7 @@ class KeptFit:
         progress, steps = self._progress, self._steps_of_epoch
         progress.samples_seen += means.samples
         if not np.isfinite(means.values.get("loss", 0.0)):
-            self._diverge(float(np.mean(logs.get("loss", np.nan))), means.steps)
+            self._diverge(means.steps)
         self._require_finite()
         epoch = progress.epochs_done + (progress.batches_done / steps if steps else 0)
         self._log.write(means, self._step, epoch=epoch, samples_seen=progress.samples_seen)
@@ -422,15 +431,17 @@ class KeptFit:
             return
         require_finite_values(self._variables, self._collective, step=self._step, though="", remedy=REMEDY)
 
-    def _diverge(self, mine: float, num_steps: int) -> None:
-        losses = all_gather_object(self._collective, bool(np.isfinite(mine)), name="fit/diverged")
-        who = name_ranks([rank for rank, is_finite in enumerate(losses) if not is_finite])
+    def _diverge(self, num_steps: int) -> None:
+        """Name the ranks whose own gradients were the first that were not finite: the sum makes those of all so."""
+        firsts = all_gather_object(self._collective, self._votes.first_nonfinite(), name="fit/diverged")
+        first = min((number for number in firsts if number), default=0)
+        who = name_ranks([rank for rank, number in enumerate(firsts) if number == first]) if first else "the ranks"
         stands = run_on_rank0(self._collective, lambda: self._writer.last_step if self._writer else 0, name="fit/last")
         saved = f"The checkpoint of step {stands} stands." if stands else "Nothing is saved."
-        raise DivergedError(
-            f"the loss of {who or 'the ranks'} is not finite, within the {num_steps} steps up to step {self._step}. "
-            f"{saved} {REMEDY}."
-        )
+        within = f"within the {num_steps} steps up to step {self._step}"
+        if first and not self._accumulation:
+            within = f"in step {self._start.step + first}"
+        raise DivergedError(f"the loss of {who} is not finite, {within}. {saved} {REMEDY}.")
 
     def _note_validation(self, logs: Mapping[str, Any]) -> bool:
         """Write the ``eval`` event; whether it is the best so far. Every rank must call it."""

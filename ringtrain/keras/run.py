@@ -132,6 +132,7 @@ class Run(keras.callbacks.Callback):
                     explaining_lost_ranks(),
                 ):
                     Run.current = kept = KeptFit(model, config, collective, requests, console, start, opened)
+                    watchdog.refine_by(kept.refine)
                     try:
                         yield
                     finally:

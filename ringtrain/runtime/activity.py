@@ -31,6 +31,8 @@ class Phase(enum.Enum):
     RESTORE = ("set the first weights", None)
     DATA = ("wait for data of step {step}", None)
     STEP = ("stand in step {step}", "in step {step}")
+    GRADIENTS = ("wait for data or gradients of step {step}", None)  # of a step that reads its data itself
+    CALLBACKS = ("run the callbacks after step {step}", None)
     EVALUATION_DATA = ("wait for data of batch {step} of the evaluation", None)
     EVALUATION_STEP = ("stand in batch {step} of the evaluation", "in batch {step} of the evaluation")
     CHECK = ("compare the weights of step {step}", None)

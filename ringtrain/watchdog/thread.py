@@ -24,7 +24,7 @@ from ringtrain.errors import HangError, RingtrainError
 from ringtrain.guard.lost import note_lost
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Phase, limit_seconds
+from ringtrain.runtime.activity import Note, Phase, limit_seconds
 from ringtrain.runtime.processes import list_threads
 from ringtrain.runtime.world import World
 from ringtrain.watchdog.hub import Message, Star, draw_token, listen
@@ -44,6 +44,7 @@ LEAVE_SECONDS = 20.0  # for the ways out of Horovod and MPI, which wait for othe
 RECORD_SECONDS = 5.0  # for last words into files, which may be on a file system that hangs
 ENDING_SECONDS = 30.0  # for all last words together
 UNHEARD_SECONDS = 60.0
+REFINE_SECONDS = 1.0
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 
 Report = Callable[[RingtrainError], None]
@@ -67,7 +68,10 @@ class Watchdog:
         self._looks_at: dict[int, tuple[int, int]] = {}
         self._stragglers = Stragglers()
         self._seen: tuple[Any, ...] = ()
-        self._still, self._where = 0.0, ""
+        self._still = 0.0
+        self._refine: Callable[[Note], Note] = lambda note: note
+        self._refined: Note | None = None
+        self._where = ""
         self._has_said_wait = False
         self._star = Star(world.rank)
         self._to_do: list[Callable[[], None]] = []  # by the thread, which alone uses the star
@@ -196,11 +200,25 @@ class Watchdog:
         self._still = self._still + seconds if is_same else 0.0
         if self._still >= self._my_state.limit / 2 and is_debugged():
             self._still = 0.0
-        self._where = find_user_frame() if self._still >= self._hang_timeout / 2 else ""
+        self._find_refined()
+
+    def refine_by(self, refine: Callable[[Note], Note]) -> None:
+        """Have the note of a rank that is still made more precise; the thread calls it, and waits a moment for it."""
+        self._refine = refine
+
+    def _find_refined(self) -> None:
+        """Look closer at a rank that has been still for a while."""
+        self._where, self._refined = "", None
+        if self._still < self._hang_timeout / 2:
+            return
+        self._where = find_user_frame()
+        found: list[Note] = []
+        run_bounded(lambda: found.append(self._refine(activity.current()[0])), REFINE_SECONDS)
+        self._refined = found[0] if found else None
 
     @property
     def _my_state(self) -> RankState:
-        note = activity.current()[0]
+        note = self._refined or activity.current()[0]
         return RankState(
             note=note,
             still=round(self._still, 3),

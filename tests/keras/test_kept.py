@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random as random_module
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ import tensorflow as tf
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
 from ringtrain.run.checkpoint import read_checkpoint
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Phase
 from tests.keras.training import CLASSES, FEATURES
 from tests.world.group import on_ranks
 from tests.world.running import events
@@ -78,6 +81,7 @@ def fit(
     epochs: int = len(FIGURES),
     others: Sequence[keras.callbacks.Callback] = (),
     is_new_process: bool = False,
+    change: Callable[[np.ndarray, np.ndarray], tuple[Any, Any]] = lambda x, y: (x, y),
     **settings: Any,
 ) -> Fitted:
     """Fit a model as a script does that has just been started."""
@@ -94,7 +98,7 @@ def fit(
     model.compile(optimizer, loss, metrics=["accuracy"])
     random = np.random.default_rng([7, hvd.rank()])
     x = random.normal(size=(BATCHES * BATCH_SIZE, FEATURES)).astype(np.float32)
-    y = (np.abs(x).sum(axis=1) * 3 % CLASSES).astype(np.int32)
+    x, y = change(x, (np.abs(x).sum(axis=1) * 3 % CLASSES).astype(np.int32))
     if is_new_process:  # with other states of the generators than the run began with
         random_module.seed(stop_at + 100)
         np.random.seed(stop_at + 100)
@@ -244,6 +248,65 @@ def test_the_file_stop_and_the_limit_of_time_end_it(collective: Collective, caus
     assert not (out / "stop").exists(), "it would end the next run, too"
     assert fit(str(out)).code is None
     assert [event["first_step"] for event in events(out, "start")] == [0, 1]
+
+
+@on_ranks(2)
+def test_a_loss_that_is_not_finite_names_its_rank_and_step(collective: Collective, directory: str) -> None:
+    """The sum of the gradients makes the weights of all ranks so, long before the next line of the log."""
+
+    def spoil(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        x[2 * BATCH_SIZE :] *= np.nan if hvd.rank() == 1 else 1
+        return x, y
+
+    shuffled = mock.patch.object(tf.data.Dataset, "shuffle", lambda dataset, *args, **kwargs: dataset)
+    with shuffled:
+        assert fit(f"{directory}/run", change=spoil, log_every=4).code == 4
+    if hvd.rank() == 0:
+        [end] = events(Path(directory, "run"), "end")
+        assert end["message"].startswith("the loss of rank 1 is not finite, in step 3. Nothing is saved.")
+
+
+@on_ranks(2)
+def test_a_step_without_data_is_told_from_one_that_waits_for_other_ranks(
+    collective: Collective, directory: str
+) -> None:
+    """Keras reads the data within the step, but for the first three, so that both ranks are in the same one."""
+    reduces, seen, calls = Path(directory, "reduces"), list[bool](), []
+
+    def doing() -> Phase:
+        assert hvd.callbacks.Run.current is not None
+        return hvd.callbacks.Run.current.refine(activity.current()[0]).doing
+
+    def wait_until(condition: Callable[[], bool]) -> bool:
+        end = time.monotonic() + 20
+        while not (is_so := condition()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return is_so
+
+    def wait(y: np.ndarray) -> np.ndarray:
+        """Of rank 1, for the fourth batch, until rank 0 waits for it in the reduction."""
+        calls.append(y)
+        if hvd.rank() == 1 and len(calls) == 3 * BATCH_SIZE + 1:
+            seen.append(wait_until(reduces.exists) and wait_until(lambda: doing() == Phase.GRADIENTS))
+        return y
+
+    def look() -> None:
+        seen.append(wait_until(lambda: activity.current()[0].step == 4 and doing() == Phase.STEP))
+        reduces.touch()
+
+    looks = threading.Thread(target=look if hvd.rank() == 0 else lambda: None)
+    looks.start()
+    awaited = mock.patch.object(
+        tf.data.Dataset,
+        "shuffle",
+        lambda dataset, *args, **kwargs: dataset.map(
+            lambda x, y: (x, tf.ensure_shape(tf.numpy_function(wait, [y], tf.int32), []))
+        ),
+    )
+    with awaited:
+        assert fit(f"{directory}/run", epochs=1).code is None
+    looks.join()
+    assert seen == [True]
 
 
 @on_ranks(1)

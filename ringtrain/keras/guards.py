@@ -14,7 +14,7 @@ import keras
 from ringtrain.collectives import all_gather_object
 from ringtrain.collectives.connect import require_working_sums
 from ringtrain.collectives.gradients import GradientReduction
-from ringtrain.errors import ReplicasDifferError, UsageError
+from ringtrain.errors import ReplicasDifferError, RingtrainError, UsageError
 from ringtrain.guard.replicas import describe_drift, hash_bits
 from ringtrain.keras.collective import ProcessSetCollective, all_ranks, require_same_kinds, wants_native_sums
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
@@ -140,7 +140,7 @@ class TrainingGuard(keras.callbacks.Callback):
                 self._distributed.exchange.join(had_batch=self._num_batches > 0)
             mine = [self._num_batches, first_batches().hashes]
             numbers, hashes = zip(*all_gather_object(self._collective, mine, name="guard_batches"), strict=True)
-            _require_equal(numbers, self._collective.ranks, f"batches in epoch {epoch + 1}", BATCHES_REMEDY)
+            _require_equal(numbers, self._collective.ranks, f"numbers of batches in epoch {epoch + 1}", BATCHES_REMEDY)
             if hvd.rank() == 0 and self._spans_world() and (twice := find_same(hashes)):
                 warn_of_same(tuple(twice))
         self._require_same_weights(self._collective, epoch)
@@ -182,16 +182,20 @@ class TrainingGuard(keras.callbacks.Callback):
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
         plans = all_gather_object(collective, [self.params.get("steps"), self.params.get("epochs")], name="guard_plan")
         steps, epochs = zip(*plans, strict=True)
-        _require_equal(steps, collective.ranks, "batches in an epoch", BATCHES_REMEDY)
-        _require_equal(epochs, collective.ranks, "epochs", "Pass the same epochs to fit() on every rank.")
+        _require_equal(steps, collective.ranks, "numbers of batches in an epoch", BATCHES_REMEDY)
+        _require_equal(epochs, collective.ranks, "numbers of epochs", "Pass the same epochs to fit() on every rank.")
+        compiled = all_gather_object(collective, describe_compiled(self.model), name="guard_compiled")
+        for what in compiled[0]:
+            _require_equal([its[what] for its in compiled], collective.ranks, what, COMPILED_REMEDY)
         require_same_kinds(self._shared_weights(), collective, purpose="to train")
 
     def _require_same_weights(self, collective: ProcessSetCollective, epoch: int) -> None:
         weights, ranks, node = self._shared_weights(), collective.ranks, collective.world.node
-        mine = [hash_bits(weight.numpy()) for weight in weights]
-        hashes, nodes = zip(*all_gather_object(collective, [mine, node], name="guard_weights"), strict=True)
+        mine = [[hash_bits(weight.numpy()) for weight in weights], node, read_rate(self.model.optimizer)]
+        hashes, nodes, rates = zip(*all_gather_object(collective, mine, name="guard_weights"), strict=True)
         remedy = "Create the same model on every rank, built alike."
-        _require_equal(list(map(len, hashes)), ranks, "weights", remedy)
+        _require_equal(list(map(len, hashes)), ranks, "numbers of weights", remedy)
+        _require_equal(rates, ranks, f"learning rates after epoch {epoch + 1}", RATE_REMEDY, ReplicasDifferError)
         drift = describe_drift([w.path for w in weights], hashes, dict(zip(ranks, nodes, strict=True)), ranks)
         if drift:
             raise ReplicasDifferError(
@@ -224,9 +228,40 @@ BATCHES_REMEDY = (
 )
 
 
-def _require_equal(values: Sequence[Any], ranks: Sequence[int], what: str, remedy: str) -> None:
+RATE_REMEDY = (
+    "A callback that changes the learning rate, such as ReduceLROnPlateau, has to do so on all ranks: pass it to fit() "
+    "on every rank, and if it goes by metrics, with hvd.callbacks.MetricAverageCallback() before it."
+)
+COMPILED_REMEDY = "Compile the same model with the same optimizer on every rank: all ranks apply the same update."
+
+
+def describe_compiled(model: keras.Model) -> dict[str, Any]:
+    """What all ranks must have compiled alike, by names in the plural."""
+    outer = model.optimizer
+    inner = getattr(outer, "inner_optimizer", None)
+    kinds = [optimizer.__class__.__name__ for optimizer in (outer, inner) if optimizer is not None]
+    policies = sorted({layer.dtype_policy.name for layer in model._flatten_layers()})
+    return {
+        "optimizers": " of ".join(kinds),
+        "learning rates": read_rate(outer),
+        "dtype policies": ", ".join(policies),
+    }
+
+
+def read_rate(optimizer: Any) -> float | None:
+    """An optimizer's present learning rate; None if it has none of its own."""
+    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
+    try:
+        return float(rate)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def _require_equal(
+    values: Sequence[Any], ranks: Sequence[int], what: str, remedy: str, error: type[RingtrainError] = UsageError
+) -> None:
     if len(set(values)) > 1:
         listed = ", ".join(
             f"rank {rank}: {'unknown' if v is None else v}" for rank, v in zip(ranks, values, strict=True)
         )
-        raise UsageError(f"the ranks have different numbers of {what} ({listed}). {remedy}")
+        raise error(f"the ranks have different {what} ({listed}). {remedy}")

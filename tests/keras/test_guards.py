@@ -92,6 +92,39 @@ def test_a_second_compile_without_the_wrapper_is_named(collective: Collective) -
     fit(model, DISTRIBUTE(keras.optimizers.SGD(1e-3)), batches)
 
 
+@on_ranks(2)
+def test_ranks_that_have_compiled_other_optimizers_are_refused_before_the_first_step(collective: Collective) -> None:
+    sgd, is_odd = keras.optimizers.SGD, collective.world.rank == 1
+    half = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1, dtype="mixed_bfloat16")])
+    full = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+    for model, optimizer, words in [
+        (
+            full,
+            keras.optimizers.Adam(0.1) if is_odd else sgd(0.1),
+            r"different optimizers \(rank 0: SGD, rank 1: Adam\)",
+        ),
+        (full, sgd(0.1 + is_odd), r"different learning rates \(rank 0: 0\.1\d*, rank 1: 1\.1\d*\)"),
+        (half if is_odd else full, sgd(0.1), r"different dtype policies \(rank 0: .*float32.*, rank 1: .*bfloat16"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            fit(model, DISTRIBUTE(optimizer), make_batches(2))
+
+
+@on_ranks(2)
+def test_a_callback_that_changes_the_rate_of_one_rank_is_the_cause_that_is_named(collective: Collective) -> None:
+    class Halve(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate = 0.05
+
+    with pytest.raises(ReplicasDifferError, match=r"different learning rates after epoch 1 .*ReduceLROnPlateau"):
+        fit(
+            make_model(),
+            DISTRIBUTE(keras.optimizers.SGD(0.1)),
+            make_batches(2),
+            callbacks=[Halve()] if collective.world.rank == 1 else [],
+        )
+
+
 class TapedModel(keras.Sequential):
     """Reduces by a tape in a training step of its own."""
 

@@ -8,7 +8,7 @@ from ringtrain.collectives.base import Collective, Solo
 from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import uses_horovod
-from ringtrain.runtime.world import World
+from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 SIZES = (3, 1000)  # of tensors that travel together, to see whether their sums are right
 
@@ -25,6 +25,11 @@ def connect(backend: Backend, world: World) -> Collective:
         )
     if world.size == 1 and backend != "horovod":
         return Solo(world)
+    if backend == "native" and world.launcher == GLOO_LAUNCHER:
+        raise UsageError(
+            f"backend is 'native', which needs MPI, but {world.launcher} starts ranks without MPI. Start them by "
+            "mpirun, or use --backend auto, by which Horovod carries what is not summed natively."
+        )
     if uses_horovod(backend, world.launcher):
         from ringtrain.collectives.horovod import connect_horovod
 

@@ -9,16 +9,25 @@ from unittest import mock
 
 import pytest
 
+from ringtrain.collectives.connect import connect
 from ringtrain.collectives.native import library
 from ringtrain.collectives.native.backend import why_no_nodes
 from ringtrain.collectives.native.memory import NAME, share_memory
 from ringtrain.config import Config
-from ringtrain.runtime.world import World
+from ringtrain.errors import UsageError
+from ringtrain.runtime.world import GLOO_LAUNCHER, World
 from ringtrain.training.joining import needs_of
 
 
 def open_descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
+
+
+def test_the_backend_native_is_refused_where_the_launcher_gives_no_mpi() -> None:
+    """Horovod would carry all else, which this backend is to do without."""
+    world = World(rank=0, size=2, local_rank=0, local_size=2, node="n1", launcher=GLOO_LAUNCHER)
+    with pytest.raises(UsageError, match="needs MPI, but horovodrun --gloo starts ranks without MPI"):
+        connect("native", world)
 
 
 def test_it_is_open_in_all_and_gone_with_the_last() -> None:

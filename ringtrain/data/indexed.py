@@ -89,7 +89,7 @@ def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> 
 
     def count(of: Pass) -> int | None:
         made = make(of)
-        return len(made) if hasattr(made, "__len__") else None
+        return read_length(made) if hasattr(made, "__len__") else None
 
     return Feed(open_pass, steps_per_epoch, count, read_state=read_state)
 
@@ -119,7 +119,18 @@ def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
     def open_pass(of: Pass, skip: int) -> Iterator[Any]:
         return _read_ahead(_require_batches(make(of)), skip)
 
-    return Feed(open_pass, None, lambda of: len(_require_batches(make(of))), replays=False)
+    return Feed(open_pass, None, lambda of: read_length(_require_batches(make(of))), replays=False)
+
+
+def read_length(samples: Any) -> int:
+    """``len(samples)``; a DataError if that is no number."""
+    try:
+        return len(samples)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"len() of the {type(samples).__name__} is no number of samples or batches: {describe_defect(error)}. "
+            "Return a whole number, at least 0, from its __len__."
+        ) from error
 
 
 def _require_batches(dataset: Any) -> Any:
@@ -197,7 +208,7 @@ class IndexedSource:
                 f"from_grain got a {type(samples).__name__}; samples by number need __getitem__ and __len__. Give a "
                 "MapDataset or a data source of random access, or a function of the pass that returns batches."
             )
-        self.num_samples = len(samples)
+        self.num_samples = read_length(samples)
         if self.num_samples >= MAX_SAMPLES:
             raise DataError("the samples of from_grain have no end. Leave repeat() out: --epochs says how often.")
         self._samples = samples

@@ -76,7 +76,11 @@ def list_facts(run: RunRecord) -> list[Fact]:
             facts.append(Fact("Examples per second", format_value(speed[len(speed) // 2]), "median, all ranks"))
     facts.append(Fact("Ranks", format_value(start.get("size"))))
     batch = f"global batch {format_value(start.get('global_batch_size'))}"
-    facts.append(Fact("Samples", format_value(start.get("samples")), batch))
+    samples, steps = start.get("samples"), start.get("steps_per_epoch")
+    if samples is not None or steps is None:
+        facts.append(Fact("Samples", format_value(samples), batch))
+    else:
+        facts.append(Fact("Steps per epoch", format_value(steps), batch))
     facts.append(Fact("Parameters", format_value(start.get("parameters"))))
     times = [event["time"] for event in run.events if type(event.get("time")) in (int, float)]
     if times:

@@ -153,7 +153,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
             "start",
             workload=job.config.workload,
             size=size,
-            samples=order.num_samples,
+            samples=None if isinstance(order, StreamingOrder) else order.num_samples,  # of a stream nobody knows
             global_batch_size=order.global_batch_size,
             steps_per_epoch=order.steps_per_epoch,
             first_step=job.plan.first_step,

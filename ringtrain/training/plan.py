@@ -68,9 +68,10 @@ def plan_order(config: Config, train: Source | Feed, global_batch_size: int) -> 
     steps_per_epoch = train.steps_per_epoch or config.steps
     if steps_per_epoch is None:
         raise UsageError(
-            "how long the training lasts is not known: its samples are fed by code that does not say how many "
-            "steps an epoch has. Give --steps (the run ends before that where no rank has samples left), or "
-            "steps_per_epoch to from_generator, from_callable or from_dataset."
+            "the length of the training is not known: its samples come from code that does not say how many steps an "
+            "epoch has. Give --steps (the run ends earlier if no rank has samples left); or steps_per_epoch to "
+            "from_generator, from_callable or from_dataset; or, to a tf.data.Dataset whose length you know, "
+            "dataset.apply(tf.data.experimental.assert_cardinality(N))."
         )
     return StreamingOrder(
         num_samples=steps_per_epoch * global_batch_size,

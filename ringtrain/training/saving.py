@@ -24,7 +24,7 @@ from ringtrain.run.checkpoint import Checkpoint, read_checkpoint
 from ringtrain.run.directory import RunDirectory
 from ringtrain.run.names import describe_difference
 from ringtrain.run.progress import Progress
-from ringtrain.run.store import find_checkpoint, tidy, write_checkpoint
+from ringtrain.run.store import find_best, find_checkpoint, step_name, tidy, write_checkpoint
 from ringtrain.run.variables import slots_that_begin_as_weights
 from ringtrain.training.job import Job
 
@@ -92,10 +92,14 @@ class CheckpointWriter:
             )
 
     def _explain(self, checkpoint: Checkpoint, error: OSError, *, is_best: bool) -> str:
-        stands = "The best one before it" if is_best else f"That of step {self.last_step}"
+        stands = f"That of step {self.last_step} stands" if self.last_step else "Nothing was saved before it"
+        if is_best:
+            best = find_best(self._run.checkpoints)
+            is_former = best is not None and not best.name.endswith(step_name(checkpoint.step))
+            stands = "The best one before it stands" if is_former else "There was no best one before it"
         return (
             f"the {'best ' if is_best else ''}checkpoint of step {checkpoint.step} cannot be written below "
-            f"{str(self._run.checkpoints)!r}: {error.strerror or error}. {stands} stands."
+            f"{str(self._run.checkpoints)!r}: {error.strerror or error}. {stands}."
         )
 
     def _warn(self, message: str) -> None:

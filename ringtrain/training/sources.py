@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, SupportsIndex
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
@@ -12,7 +13,11 @@ from ringtrain.data.sources import Feed, Source
 from ringtrain.data.stepping import BAD_REMEDY, describe_bad
 from ringtrain.errors import DataError, UsageError
 from ringtrain.guard.preflight import require_same_sources
+from ringtrain.messages.defects import describe_defect
 from ringtrain.workloads.base import Sources, Workload
+
+# A path made of no directory, as in f"{data_dir}/train.npz" or data_dir / "train.npz".
+NO_DIRECTORY = re.compile(r"\bNone/|'NoneType' and 'str'|not '?NoneType'?$")
 
 
 def open_sources(
@@ -38,7 +43,16 @@ def open_sources(
 
 def read_sources(workload: Workload, config: Config) -> Sources:
     """The workload's data; none of which is known to be damaged, unless such samples may be left out."""
-    sources = require_sources(workload, workload.create_sources(config.data_dir, synthetic=config.synthetic))
+    try:
+        given = workload.create_sources(config.data_dir, synthetic=config.synthetic)
+    except Exception as error:
+        if config.data_dir is None and NO_DIRECTORY.search(str(error)):
+            raise DataError(
+                f"{type(workload).__name__}.create_sources failed: {describe_defect(error).rstrip('.')}. No --data_dir "
+                "was given, so that its data_dir is None. Give --data_dir DIR."
+            ) from error
+        raise
+    sources = require_sources(workload, given)
     for source in sources if config.on_bad_sample == "stop" else ():
         if damaged := list(getattr(source, "damaged", ())):
             raise DataError(f"{describe_bad(damaged)} {BAD_REMEDY}", reach="node")
@@ -54,6 +68,8 @@ def require_sources(workload: Workload, given: Any) -> Sources:
             "may be left out."
         )
     for part, source in given._asdict().items():
+        if isinstance(source, Feed):
+            require_steps(source.steps_per_epoch)
         may_be = (isinstance(source, Feed) and part == "train") or (source is None and part == "evaluation")
         if may_be or (hasattr(source, "gather") and isinstance(getattr(source, "num_samples", None), SupportsIndex)):
             continue
@@ -66,6 +82,15 @@ def require_sources(workload: Workload, given: Any) -> Sources:
             f"{', or None' if part == 'evaluation' else ''}: in ringtrain, {remedy}."
         )
     return given
+
+
+def require_steps(steps_per_epoch: Any) -> None:
+    """See that the steps of a pass are a number of steps, or None."""
+    is_number = isinstance(steps_per_epoch, SupportsIndex) and not isinstance(steps_per_epoch, bool)
+    if steps_per_epoch is not None and not (is_number and steps_per_epoch.__index__() >= 1):
+        raise DataError(
+            f"steps_per_epoch is {steps_per_epoch!r}; it must be a whole number, at least 1, or None for a single pass."
+        )
 
 
 def name_kind(value: Any) -> str:

@@ -64,7 +64,7 @@ class Workload(abc.ABC):
         """The data, the same on every rank.
 
         Args:
-            data_dir: the user's ``--data_dir``.
+            data_dir: ``--data_dir``; None if it was not given.
             synthetic: True for synthetic data of the same shape, for measuring.
 
         Raises:

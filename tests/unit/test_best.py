@@ -250,6 +250,12 @@ def test_what_cannot_be_removed_or_kept_as_best_is_told_as_that(
         [first, *_] = write_bests(tmp_path / "run", range(3, 5), keep=1)
     assert f"the best checkpoint of step 3 cannot be written below {root!r}: Permission denied." in first
     assert "The best one before it stands." in first
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_point_best_to", lambda root, name: refuse(root / name))
+        (tmp_path / "none").mkdir()
+        [first, *_] = write_bests(tmp_path / "none", range(1, 2), keep=1)
+    assert first.endswith("There was no best one before it.")
     events = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [event["path"] for event in events if event["event"] == "checkpoint" and event["step"] == 3] == [
         f"checkpoints/{step_name(3)}"

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ringtrain.collectives.base import Solo
 from ringtrain.config import Config
+from ringtrain.data.indexed import from_grain, from_pydataset
 from ringtrain.data.sources import from_arrays, from_generator
 from ringtrain.data.tf_data import from_dataset
 from ringtrain.errors import DataError, UsageError
@@ -147,6 +148,26 @@ def test_sources_are_sources_of_one_structure(case: str) -> None:
     method, message = SOURCES[case]
     with pytest.raises(UsageError, match=message):
         job_of(create_sources=method)
+
+
+@pytest.mark.parametrize("steps", [-3, 0, 2.5, True])
+def test_the_steps_of_a_pass_are_a_number_of_steps(steps: Any) -> None:
+    with pytest.raises(DataError, match=rf"steps_per_epoch is {steps}; it must be a whole number, at least 1"):
+        job_of(create_sources=sources(from_generator(lambda rank, size: iter([(X, Y)]), steps_per_epoch=steps), None))
+
+
+@pytest.mark.parametrize("length", [-1, None, 2.5])
+def test_a_length_that_is_no_number_is_named(length: Any) -> None:
+    samples = type("Samples", (), {"__len__": lambda self: length, "__getitem__": lambda self, number: (X[0], Y[0])})()
+    for source in (lambda: from_grain(samples), lambda: from_pydataset(lambda of: samples)):
+        with pytest.raises(DataError, match=r"len\(\) of the Samples is no number of samples or batches: .*__len__"):
+            job_of(create_sources=lambda data_dir, synthetic, source=source: Sources(source()))
+
+
+@pytest.mark.parametrize("read", [lambda d: Path(f"{d}/train.npz").read_bytes(), lambda d: d / "train.npz"])
+def test_a_path_made_of_no_data_dir_is_told_as_that(read: Callable[[Any], Any]) -> None:
+    with pytest.raises(DataError, match=r"create_sources failed: .* No --data_dir was given, .* Give --data_dir DIR"):
+        job_of(create_sources=lambda data_dir, synthetic: read(data_dir))
 
 
 def halves(x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

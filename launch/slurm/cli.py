@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.files.atomic import replacing
 from ringtrain.files.outputs import require_same_kind
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.srun import find_mpi
@@ -63,10 +64,10 @@ def render(arguments: Sequence[str]) -> int:
         return RingtrainError.exit_code if has_lost_stdout() else 0
     require_same_kind(options.to, b"#SBATCH", kind="a batch script", option="to")
     try:
-        with options.to.open("w", encoding="utf-8") as file:
+        with replacing(options.to) as file:
             if request.env:
                 os.fchmod(file.fileno(), 0o600)  # before anything is in it: values of --env may be secrets
-            file.write(text)
+            file.write(text.encode())
     except OSError as error:  # one that belongs to somebody else included
         raise UsageError(f"to is {str(options.to)!r}, which cannot be written: {error.strerror}.") from error
     return 0

@@ -185,7 +185,7 @@ def _load_file(file: str) -> Mapping[str, Any]:
     from ringtrain.run.directory import CONFIG_FILE, load_settings  # here: it loads NumPy, which help does without
 
     try:
-        settings = load_settings(Path(file))
+        settings = load_settings(Path(file), follows_links=True)
     except (ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise UsageError(f"{file} holds no settings: {why}.") from None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import socket
+import secrets
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -14,20 +16,28 @@ from typing import BinaryIO
 def replacing(target: Path, *, may_write: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``target`` once this ends, and is gone where it ends with an error.
 
-    ``may_write`` is called just before it becomes visible, and raises where another process has taken over.
+    ``may_write`` is called just before it becomes visible, and raises where another process has taken over. A target
+    that is no regular file, such as a link, is an OSError: it is not replaced.
     """
-    aside = target.with_name(f".writing-{socket.gethostname()}-{os.getpid()}-{target.name}")
+    aside = target.with_name(f".writing-{secrets.token_hex(8)}-{target.name}")
     try:
-        aside.unlink(missing_ok=True)  # left where a process of that number was killed
         with aside.open("xb") as file:  # never through a link that another user put there
             yield file
             file.flush()
             flush(file.fileno())
         may_write()
+        _require_regular(target)
         aside.replace(target)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def _require_regular(target: Path) -> None:
+    """Raise OSError if something else than a regular file has this name."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(target.lstat().st_mode):
+            raise OSError(errno.EEXIST, f"{target.name!r} is no regular file, and is not replaced", str(target))
 
 
 def replace_text(target: Path, text: str, *, may_write: Callable[[], None] = lambda: None) -> None:

@@ -1,12 +1,17 @@
-"""Files that anybody may have written: read up to a limit of size and depth, and never waited for."""
+"""Files and directories that anybody may have made: regular files only, read up to a limit of size and depth.
+
+Pipes and devices are never waited for, and links are not followed unless the user named the path.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +20,59 @@ MAX_DEPTH = 32
 MAX_RECORD_BYTES = 4096
 
 
-def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file to read it. A pipe, which could be waited for without end, a device or a directory is an OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_descriptor(path: Path, flags: int, *, follows_links: bool = False) -> int:
+    """Open a regular file by these flags of ``os.open``.
+
+    A pipe, which could be waited for without end, a device, a directory and a link are OSErrors.
+    """
+    with _explaining_links(path):
+        flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags, 0o666)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is no regular file", str(path))
-    return open(descriptor, "rb")
+        raise OSError(
+            errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"{path.name!r} is no regular file", str(path)
+        )
+    return descriptor
 
 
-def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """A file's bytes; an OSError where it is missing, no regular file, or larger than ``max_bytes``."""
-    with open_regular(path) as file:
+def open_regular(path: Path, *, follows_links: bool = False) -> io.BufferedReader:
+    """Open a regular file to read it; see ``open_descriptor``."""
+    return open(open_descriptor(path, os.O_RDONLY, follows_links=follows_links), "rb")
+
+
+@contextlib.contextmanager
+def open_directory(path: Path) -> Iterator[int]:
+    """The descriptor of a directory, for the ``dir_fd`` of functions of ``os``. A link to one is an OSError."""
+    with _explaining_links(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory unless there is one. A link to one, or a missing directory above it, is an OSError."""
+    path.mkdir(exist_ok=True)
+    with open_directory(path):
+        pass
+
+
+@contextlib.contextmanager
+def _explaining_links(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
+            raise OSError(errno.ELOOP, f"{path.name!r} is a link, which is not followed", str(path)) from None
+        raise
+
+
+def read_bounded(path: Path, max_bytes: int, *, follows_links: bool = False) -> bytes:
+    """A file's bytes; an OSError if it is missing, larger than ``max_bytes``, or not opened by ``open_descriptor``."""
+    with open_regular(path, follows_links=follows_links) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"it holds more than the {max_bytes:,} bytes that such a file may have", str(path))

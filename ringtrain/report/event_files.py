@@ -1,21 +1,27 @@
-"""The images in TensorBoard's event files, found without TensorFlow and without reading the rest.
+"""TensorBoard's event files, read without TensorFlow; of those with images, without reading the rest.
 
-An event file is a row of records: length (uint64), its checksum (4 bytes), the bytes, their checksum (4 bytes).
+An event file is a row of records: length (uint64), its checksum (4 bytes), the bytes, their checksum (4 bytes). What
+follows a record that cannot be one is passed over.
 """
 
 from __future__ import annotations
 
 import base64
 import mmap
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringtrain.files.bounded import open_regular
+
 PNG = b"\x89PNG\r\n\x1a\n"
 HEAD_BYTES = 1024  # of a record: an image begins within them, after its name and size
 FRAME_BYTES = 16  # of a record besides its own
+MAX_RECORD_BYTES = 256 * 2**20
+MAX_RECORDS = 5_000_000  # of a file
 MAX_SHOWN_STEPS = 8
 MAX_SHOWN_BYTES = 3 * 2**20  # of all images of a report's run
 MAX_IMAGES = 8  # of one name and step
@@ -70,26 +76,34 @@ def choose_evenly(values: Sequence[int], number: int) -> list[int]:
 
 def _find_images(path: Path) -> Iterator[tuple[str, Place]]:
     """The records of a file that hold images, up to its end or to where it is cut off."""
-    with path.open("rb") as file:
-        if not path.stat().st_size:
+    for content, begin, num_bytes in iterate_records(path):
+        if num_bytes > len(PNG) and content.find(PNG, begin, begin + min(num_bytes, HEAD_BYTES)) >= 0:
+            event = parse_event(content[begin : begin + num_bytes])
+            for value in event.summary.value if event else ():
+                yield value.tag, Place(path, begin, num_bytes, event.step)
+
+
+def iterate_records(path: Path) -> Iterator[tuple[mmap.mmap, int, int]]:
+    """The content of an event file with the offset and the length of each record, up to one that cannot be one."""
+    with open_regular(path) as file:
+        if not os.fstat(file.fileno()).st_size:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             offset, size = 0, len(content)
-            while offset + FRAME_BYTES <= size:
+            for _ in range(MAX_RECORDS):
+                if offset + FRAME_BYTES > size:
+                    return
                 (num_bytes,) = struct.unpack_from("<Q", content, offset)
                 begin, offset = offset + 12, offset + FRAME_BYTES + num_bytes
-                if offset > size:
+                if offset > size or not 0 < num_bytes <= MAX_RECORD_BYTES:
                     return
-                if num_bytes > len(PNG) and content.find(PNG, begin, begin + min(num_bytes, HEAD_BYTES)) >= 0:
-                    event = _parse(content[begin : begin + num_bytes])
-                    for value in event.summary.value if event else ():
-                        yield value.tag, Place(path, begin, num_bytes, event.step)
+                yield content, begin, num_bytes
 
 
 def _read_pngs(place: Place, name: str) -> list[str]:
-    with place.path.open("rb") as file:
+    with open_regular(place.path) as file:
         file.seek(place.offset)
-        event = _parse(file.read(place.num_bytes))
+        event = parse_event(file.read(place.num_bytes))
     pngs: list[bytes] = []
     for value in event.summary.value if event else ():
         if value.tag == name:
@@ -97,7 +111,7 @@ def _read_pngs(place: Place, name: str) -> list[str]:
     return [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in pngs[:MAX_IMAGES]]
 
 
-def _parse(record: bytes) -> Any:
+def parse_event(record: bytes) -> Any:
     """A record as TensorBoard's ``Event``; None where it is none."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event  # of its own: no TensorFlow behind it

@@ -60,7 +60,7 @@ class DamagedError(DataError):
 def write_files(directory: Path, checkpoint: Checkpoint) -> None:
     """Write and flush both files."""
     digest, offset, variables = hashlib.sha256(), 0, []
-    with (directory / VARIABLES_FILE).open("wb") as file:
+    with (directory / VARIABLES_FILE).open("xb") as file:
         for name, value in checkpoint.variables.items():
             data = _bytes_of(value)
             file.write(data)
@@ -79,7 +79,7 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
         "run": dict(checkpoint.run),
         "variables": variables,
     }
-    with (directory / MANIFEST_FILE).open("w", encoding="utf-8") as manifest:
+    with (directory / MANIFEST_FILE).open("x", encoding="utf-8") as manifest:
         json.dump({"sha256": digest_of(content), "content": content}, manifest, indent=1)
         manifest.flush()
         atomic.flush(manifest.fileno())

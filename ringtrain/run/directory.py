@@ -20,7 +20,14 @@ import yaml
 
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text, replacing
-from ringtrain.files.bounded import open_regular, parse_json, read_bounded, require_plain
+from ringtrain.files.bounded import (
+    open_descriptor,
+    open_directory,
+    open_regular,
+    parse_json,
+    read_bounded,
+    require_plain,
+)
 from ringtrain.run.identity import IDENTITY_FILE, read_identity
 
 METRICS_FILE = "metrics.jsonl"
@@ -127,14 +134,12 @@ class RunDirectory:
 
 def _open_metrics(path: Path) -> io.FileIO:
     """Unbuffered, so that what could not be written once is not written later in the middle of something else."""
-    if (path / METRICS_FILE).exists():
-        open_regular(path / METRICS_FILE).close()
-    return io.FileIO(path / METRICS_FILE, "a")
+    return io.FileIO(open_descriptor(path / METRICS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
 
 
 def append_event(path: Path, event: str, **values: Any) -> None:
     """Append one line to metrics.jsonl of a run whose writer is gone, perhaps in the middle of a line."""
-    with (path / METRICS_FILE).open("rb+") as metrics:
+    with open(open_descriptor(path / METRICS_FILE, os.O_RDWR), "rb+") as metrics:
         size = metrics.seek(0, os.SEEK_END)
         metrics.seek(max(0, size - 1))
         cut_off = metrics.read() not in (b"", b"\n")
@@ -221,9 +226,9 @@ class _Loader(yaml.SafeLoader):
             raise ValueError(f"it has more than {MAX_SETTINGS:,} values")
 
 
-def load_settings(file: Path) -> Any:
+def load_settings(file: Path, *, follows_links: bool = False) -> Any:
     """What a YAML file of settings holds: plain values, of which an alias counts as often as it is used."""
-    text = read_bounded(file, MAX_CONFIG_BYTES).decode()
+    text = read_bounded(file, MAX_CONFIG_BYTES, follows_links=follows_links).decode()
     try:
         values = _Loader(text).get_single_data()
     except RecursionError:
@@ -286,13 +291,12 @@ def require_writable(directory: Path) -> None:
     if not os.path.lexists(directory):
         return
     try:
-        with tempfile.TemporaryFile(dir=directory):
+        with open_directory(directory), tempfile.TemporaryFile(dir=directory):
             return
     except OSError as error:
-        why = "it is a link to nowhere" if not directory.exists() else error.strerror
         raise UsageError(
-            f"nothing can be written into {str(directory)!r}, as this run has to: {why}. Mend it, mount what is "
-            "missing, or give another directory with --out."
+            f"nothing can be written into {str(directory)!r}, as this run has to: {error.strerror}. Mend it, move a "
+            "whole run to another disk instead of a part of it, or give another directory with --out."
         ) from error
 
 

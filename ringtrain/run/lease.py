@@ -11,16 +11,17 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text
-from ringtrain.files.bounded import read_small
+from ringtrain.files.bounded import make_directory, open_directory, read_small
 from ringtrain.runtime.processes import read_process
 
 LEASE_DIRECTORY = ".lease"
@@ -80,7 +81,7 @@ class Lease:
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
             with contextlib.suppress(OSError):  # taken over, or a file system that is away for now: check() tells
-                os.utime(self._file)
+                os.utime(self._file, follow_symlinks=False)
 
 
 def acquire_lease(
@@ -89,7 +90,8 @@ def acquire_lease(
     """Become the writer of a run directory; waits ``EXPIRY_SECONDS`` at most for one elsewhere that may be gone."""
     directory = run / LEASE_DIRECTORY
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        run.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         for _ in range(100):
             newest = _newest_number(directory)
             if newest:
@@ -97,10 +99,10 @@ def acquire_lease(
             if not _claim(directory, newest + 1, environ):
                 continue
             if _newest_number(directory) != newest + 1:  # of a former holder; others have come and gone meanwhile
-                _remove(directory / _file_name(newest + 1))
+                _remove(directory, newest + 1)
                 continue
             for number in range(newest, 0, -1):
-                if not _remove(directory / _file_name(number)):
+                if not _remove(directory, number):
                     break
             return Lease(directory, newest + 1)
     except OSError as error:
@@ -131,15 +133,26 @@ def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
     """Make the file of a number, complete and only where there is none."""
     holder = {"host": socket.gethostname(), "pid": os.getpid(), **_job(environ), **_process_identity(os.getpid())}
-    temporary = directory / f".{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
-    temporary.write_text(json.dumps(holder), encoding="utf-8")
-    try:
-        os.link(temporary, directory / _file_name(number))
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink()
+    with _temporary_file(directory) as (descriptor, temporary):
+        with open(temporary, "x", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=descriptor)) as file:
+            json.dump(holder, file)
+        try:
+            os.link(temporary, _file_name(number), src_dir_fd=descriptor, dst_dir_fd=descriptor)
+        except FileExistsError:
+            return False
     return True
+
+
+@contextlib.contextmanager
+def _temporary_file(directory: Path) -> Iterator[tuple[int, str]]:
+    """The descriptor of a directory, and a name in it that nobody can foresee; a file of that name is removed."""
+    name = f".{secrets.token_hex(8)}"
+    with open_directory(directory) as descriptor:
+        try:
+            yield descriptor, name
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=descriptor)
 
 
 def _job(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -217,25 +230,25 @@ def _process_identity(pid: int | None) -> dict[str, Any]:
 
 def _file_system_time(directory: Path) -> float:
     """The time by the clock that stamps files there, which on a network file system is another host's."""
-    probe = directory / f".clock-{socket.gethostname()}-{os.getpid()}"
-    probe.touch()
-    try:
-        os.utime(probe)
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink()
+    with _temporary_file(directory) as (descriptor, name):
+        probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=descriptor)
+        try:
+            os.utime(probe)
+            return os.fstat(probe).st_mtime
+        finally:
+            os.close(probe)
 
 
 def _modified(file: Path) -> float:
     try:
-        return file.stat().st_mtime
+        return file.lstat().st_mtime
     except FileNotFoundError:
         return 0.0
 
 
 def _newest_number(directory: Path) -> int:
-    numbers = [int(entry.name) for entry in directory.iterdir() if NUMBER.fullmatch(entry.name)]
-    return max(numbers, default=0)
+    with open_directory(directory) as descriptor:
+        return max((int(name) for name in os.listdir(descriptor) if NUMBER.fullmatch(name)), default=0)
 
 
 def _file_name(number: int) -> str:
@@ -247,9 +260,10 @@ def _release(file: Path) -> None:
     replace_text(file, json.dumps({**read_small(file), "released": True}))
 
 
-def _remove(file: Path) -> bool:
+def _remove(directory: Path, number: int) -> bool:
     try:
-        file.unlink()
+        with open_directory(directory) as descriptor:
+            os.unlink(_file_name(number), dir_fd=descriptor)
     except FileNotFoundError:
         return False
     except IsADirectoryError:  # nobody's

@@ -72,7 +72,7 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
         known = (read_identity(path) or as_identity(checkpoint.run.get("identity"))) if checkpoint else None
         identity = known or draw_identity(config.seed)  # what never saved anything begins as a new one
         if not is_complete:
-            for name in ("checkpoints", "tensorboard", *(["profile"] if config.profile else [])):
+            for name in ("checkpoints", "tensorboard", "nonfinite", *(["profile"] if config.profile else [])):
                 require_writable(path / name)
             mend_best(directory.checkpoints)
             directory.forget_after(checkpoint.step if checkpoint else 0)

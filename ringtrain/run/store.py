@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from ringtrain.errors import DataError
 from ringtrain.files.atomic import flush_directory, replace_text
-from ringtrain.files.bounded import read_small
+from ringtrain.files.bounded import make_directory, open_directory, read_small
 from ringtrain.run.checkpoint import (
     MANIFEST_FILE,
     Checkpoint,
@@ -39,12 +40,13 @@ def write_checkpoint(
     """Write a checkpoint below ``root``; it is there once this returns, and whole. The best one is ``best-step-N``.
 
     ``may_write`` is called just before it becomes visible, and raises where another process has taken over. Where it
-    cannot be written, such as on a full disk (an OSError), what was there before is untouched.
+    cannot be written, such as on a full disk (an OSError), what was there before is untouched. Only ``root`` itself is
+    made: a run directory that was moved away is not made again.
     """
+    make_directory(root)
     name = (f"{BEST}-" if is_best else "") + step_name(checkpoint.step)
-    temporary = root / f".writing-{name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary = root / f".writing-{name}-{secrets.token_hex(8)}"
+    temporary.mkdir()
     try:
         write_files(temporary, checkpoint)
         may_write()
@@ -119,11 +121,14 @@ def find_best(root: Path) -> Path | None:
     named = _named_best(root)
     if named is None and (root / BEST).is_symlink():
         named = os.readlink(root / BEST)
-    if named is not None and (root / named).is_dir():
+    if named is not None and BEST_NAME.fullmatch(named) and (root / named).is_dir():
         return root / named
     steps = [int(match[1]) for path in root.glob(f"{BEST}-*") if (match := BEST_NAME.fullmatch(path.name))]
-    newest = root / (f"{BEST}-{step_name(max(steps))}" if steps else BEST)
-    return newest if newest.is_dir() and (steps or (newest / MANIFEST_FILE).is_file()) else None
+    if steps:
+        newest = root / f"{BEST}-{step_name(max(steps))}"
+        return newest if newest.is_dir() else None
+    best = root / BEST
+    return best if (best / MANIFEST_FILE).is_file() and not best.is_symlink() else None
 
 
 def mend_best(root: Path) -> None:
@@ -143,8 +148,8 @@ def set_aside(root: Path, newer_than: int) -> list[Path]:
     for step in list_steps(root):
         if step > newer_than:
             path = root / step_name(step)
-            free = next(p for n in range(1, 10_000) if not (p := path.with_name(f"{path.name}.damaged-{n}")).exists())
-            moved.append(path.rename(free))
+            others = (path.with_name(f"{path.name}.damaged-{number}") for number in range(1, 10_000))
+            moved.append(path.rename(next(other for other in others if not os.path.lexists(other))))
     return moved
 
 
@@ -160,6 +165,10 @@ def tidy(root: Path, keep: int) -> None:
 
 def remove_unfinished(root: Path) -> None:
     """Clear up after a process that was killed while it wrote, replaced or removed a checkpoint."""
+    if not root.is_dir():
+        return
+    with open_directory(root):  # what a link names is not cleared up
+        pass
     for path in root.glob(".replaced-*"):
         if not (root / path.name.removeprefix(".replaced-")).exists():
             path.rename(root / path.name.removeprefix(".replaced-"))
@@ -171,7 +180,7 @@ def remove_unfinished(root: Path) -> None:
 
 def _rename_over(source: Path, target: Path) -> None:
     """Give a directory its name; a directory that had it is removed."""
-    if target.exists():
+    if os.path.lexists(target):
         replaced = target.with_name(f".replaced-{target.name}")
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
-import threading
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ringtrain.files.bounded import parse_json, read_bounded
 
 DIRECTORY_VARIABLE = "RINGTRAIN_LAUNCH_DIR"
 SUPERVISOR_VARIABLE = "RINGTRAIN_LAUNCH_PID"  # the process of ``launch local``, whose terminal is the user's
 LEFT_VARIABLE = "RINGTRAIN_LAUNCH_LEFT"  # names the file that one rank makes when it has done all that it is to do
 RUN_FILE, END_FILE, SIGNAL_FILE = "run.json", "end.json", "signal"
+MAX_BYTES = 2**20
 NO_WORD = (OSError, ValueError, KeyError, TypeError)  # there is no such file, or it holds something else
 
 
@@ -79,7 +81,7 @@ def tell_left() -> None:
 def read_run(directory: Path) -> RunTold | None:
     """What ``tell_run`` said; None where nothing was said."""
     with contextlib.suppress(*NO_WORD):
-        values = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+        values = parse_json(read_bounded(directory / RUN_FILE, MAX_BYTES))
         return RunTold(path=Path(values["path"]), step=int(values["step"]), is_complete=bool(values["is_complete"]))
     return None
 
@@ -87,7 +89,7 @@ def read_run(directory: Path) -> RunTold | None:
 def read_end(directory: Path) -> EndTold | None:
     """What ``tell_end`` said first; None where nothing was said."""
     with contextlib.suppress(*NO_WORD):
-        values = json.loads((directory / END_FILE).read_text(encoding="utf-8"))
+        values = parse_json(read_bounded(directory / END_FILE, MAX_BYTES))
         status, exit_code = str(values["status"]), int(values["exit_code"])
         return EndTold(status, exit_code, values.get("message"), values.get("stopped_by"))
     return None
@@ -104,9 +106,10 @@ def _tell(name: str, values: Mapping[str, Any], *, replaces: bool) -> None:
     if not named:
         return
     file = Path(named) / name
-    temporary = file.with_name(f".{name}-{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}")
+    temporary = file.with_name(f".{name}-{secrets.token_hex(8)}")
     with contextlib.suppress(OSError):  # nobody listens any more: no reason to fail
-        temporary.write_text(json.dumps(dict(values)), encoding="utf-8")
+        with temporary.open("x", encoding="utf-8") as written:
+            json.dump(dict(values), written)
         if replaces:
             temporary.replace(file)
             return

@@ -18,6 +18,7 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
 from ringtrain.data.stepping import describe_bad
 from ringtrain.errors import ReplicasDifferError, RingtrainError
+from ringtrain.files.bounded import make_directory
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.messages.defects import describe_defect
@@ -353,7 +354,10 @@ class Profile(Action):
         self._is_under_way = True
         if self._directory is not None:
             with self._job.times.leaving_out(), explaining(self._directory):
-                self._directory.mkdir(exist_ok=True)
+                for below in (".", "plugins", "plugins/profile"):  # which TensorFlow would follow if they were links
+                    make_directory(self._directory / below)
+                for file in self._directory.glob(f"*-{self._name}.json"):
+                    file.unlink()  # the timelines of a former start, or a link of their name
                 tf.profiler.experimental.start(str(self._directory))
         self._job.collective.start_timeline(str(self._directory or ""), self._name)
 

@@ -16,6 +16,8 @@ import tensorflow as tf
 from ringtrain.collectives import all_gather_object, run_on_rank0
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import DivergedError
+from ringtrain.files.atomic import replacing
+from ringtrain.files.bounded import make_directory
 from ringtrain.step.loss_scale import MIN_LOSS_SCALE
 from ringtrain.step.report import StepReport, read_value
 from ringtrain.training.actions import Training
@@ -111,8 +113,9 @@ class NonfiniteGuard:
             assert self._training.records is not None
             self._training.records.run.may_write()
             try:
-                file.parent.mkdir(exist_ok=True)
-                file.write_bytes(packed.tobytes())
+                make_directory(file.parent)
+                with replacing(file) as written:
+                    written.write(packed.tobytes())
             except OSError as error:
                 return f" The batch of rank {culprit} cannot be kept as {file}: {error.strerror or error}."
             return f" The batch of rank {culprit} is kept as {file}."

@@ -69,6 +69,7 @@ class CheckpointWriter:
     def _write(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
         start = time.perf_counter()
         root, may_write = self._run.checkpoints, self._run.may_write
+        may_write()  # a run directory that was moved away is reported as that
         for is_best in (False, True):
             if not (as_best if is_best else as_step):
                 continue

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import tensorflow as tf
 
 from ringtrain.errors import UsageError
+from ringtrain.files.atomic import replacing
+from ringtrain.files.bounded import make_directory
 from ringtrain.messages.defects import describe_defect, strip_nodes
 from ringtrain.messages.rules import shorten
+from ringtrain.report.event_files import FRAME_BYTES, iterate_records, parse_event
 from ringtrain.run.directory import RunDirectoryError
 from ringtrain.workloads.base import Histogram, Images
 
@@ -28,8 +32,11 @@ class EventFiles:
         """Go on after ``first_step``: what is there of later steps is removed, since they are trained again."""
         self._directory = directory
         with explaining(self._directory):
+            make_directory(directory)
             forget_after(directory, first_step)
-            self._writer = tf.summary.create_file_writer(str(directory))
+            # A name that nobody can foresee: TensorFlow would write through a link of that name.
+            ending = f".{secrets.token_hex(8)}.v2"
+            self._writer = tf.summary.create_file_writer(str(directory), filename_suffix=ending)
 
     def scalars(self, prefix: str, values: Mapping[str, float], *, step: int) -> None:
         """Write numbers under ``prefix/name``."""
@@ -81,21 +88,17 @@ def explaining(directory: Path) -> Iterator[None]:
 def forget_after(directory: Path, step: int) -> None:
     """Remove the events of later steps from the event files below ``directory``."""
     for path in sorted(directory.glob("*tfevents*")):
-        events = list(read_events(path))
-        kept = [event for event in events if event.step <= step]
-        if len(kept) == len(events):
+        if all(is_kept for is_kept, _ in _read_records(path, step)):
             continue
-        temporary = path.with_name(".writing-events")
-        with tf.io.TFRecordWriter(str(temporary)) as writer:
-            for event in kept:
-                writer.write(event.SerializeToString())
-        temporary.replace(path)
+        with replacing(path) as file:
+            file.writelines(record for is_kept, record in _read_records(path, step) if is_kept)
 
 
-def read_events(path: Path) -> Iterator[tf.compat.v1.Event]:
-    """The events of a file, up to its end or to where a killed process left it cut off."""
-    try:
-        for record in tf.data.TFRecordDataset(str(path)):
-            yield tf.compat.v1.Event.FromString(record.numpy())
-    except tf.errors.DataLossError:
-        return
+def _read_records(path: Path, step: int) -> Iterator[tuple[bool, bytes]]:
+    """Each record of a file with its frame, and True if its step is not a later one; up to where it is cut off."""
+    for content, begin, num_bytes in iterate_records(path):
+        event = parse_event(content[begin : begin + num_bytes])
+        if event is None:
+            return
+        frame = begin - 12
+        yield event.step <= step, content[frame : frame + FRAME_BYTES + num_bytes]

@@ -25,6 +25,7 @@ def make_checkpoint(step: int, size: int = 7) -> Checkpoint:
 
 
 def save(root: Path, step: int, *, is_best: bool = False) -> Path:
+    root.parent.mkdir(parents=True, exist_ok=True)
     return write_checkpoint(root, make_checkpoint(step), is_best=is_best)
 
 

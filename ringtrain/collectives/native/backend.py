@@ -22,6 +22,7 @@ from ringtrain.collectives.base import NOT_SCALED, Collective, Totals, mark_coll
 from ringtrain.collectives.native import library
 from ringtrain.collectives.native.memory import share_memory
 from ringtrain.collectives.objects import all_gather_object
+from ringtrain.files.atomic import replace_text
 
 # How long a rank looks at what another has given before it sleeps: its core is wanted by nobody else meanwhile, and to
 # be woken takes longer than a short sum.
@@ -141,7 +142,7 @@ class Native(Collective):
         mine = [(self._names[event.meaning], *event.figures) for event in library.record(self._group, False)]
         of_ranks = all_gather_object(self, mine, name="timeline")
         if self.world.is_rank0:
-            self._timeline.write_text(json.dumps(draw_timeline(of_ranks)))
+            replace_text(self._timeline, json.dumps(draw_timeline(of_ranks)))
 
     def close(self) -> None:
         self._carrier.close()

@@ -130,7 +130,8 @@ def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
     header, start = _header(files), len(_MAGIC) + hashlib.sha256().digest_size
     most_records = sum(file.num_bytes for file in files) // (HEADER_BYTES + FOOTER_BYTES)
     try:
-        content = read_bounded(cache, start + len(header) + most_records * ENTRY.itemsize)
+        most_bytes = start + len(header) + most_records * ENTRY.itemsize
+        content = read_bounded(cache, most_bytes, follows_links=True)
         body = content[start:]
         if content[:start] != _MAGIC + hashlib.sha256(body).digest() or not body.startswith(header):
             return None

@@ -1,0 +1,221 @@
+"""Nothing in a run directory is followed: what its links name is neither written, removed, moved nor read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringtrain.config import Config
+from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.files.atomic import replace_text, replacing
+from ringtrain.report import write_report
+from ringtrain.report.event_files import read_images
+from ringtrain.run import lease
+from ringtrain.run.directory import REPORT_FILE, append_event
+from ringtrain.run.resume import open_run
+from ringtrain.run.store import BEST, mend_best, step_name, write_checkpoint
+from tests.faults.test_fuzz import make_run
+from tests.unit.checkpoints import make_checkpoint, read_tree
+
+FILES = ["metrics.jsonl", "config.yaml", "run.json", "checkpoints/best.json", REPORT_FILE, ".lease/000001"]
+DIRECTORIES = [".lease", "checkpoints", "tensorboard", "profile", "nonfinite"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    make_run(tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that names a holder on another host is waited for."""
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.05)
+
+
+def go_on(run: Path) -> str:
+    """Open the run, write into it and report it; the refusal, where there is one."""
+    config = Config(out=run, epochs=2, batch_size=16, profile="1:2")
+    try:
+        opened = open_run(config, print_line=lambda line: None)
+    except RingtrainError as error:
+        return str(error)
+    try:
+        opened.directory.write_event("train", step=16)
+        write_report([run], run / REPORT_FILE)
+    except (RingtrainError, OSError) as error:
+        return str(error)
+    finally:
+        opened.directory.close()
+    return ""
+
+
+def replace_by_link(path: Path, elsewhere: Path) -> None:
+    """Move a file or directory elsewhere, or make it there, and leave a link."""
+    if path.exists():
+        shutil.move(path, elsewhere)
+    elif path.suffix:
+        elsewhere.write_text("{}")
+    else:
+        elsewhere.mkdir()
+        (elsewhere / "000007").write_text("precious")
+    path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_a_link_is_neither_read_nor_written_nor_replaced(name: str, run: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    replace_by_link(run / name, elsewhere)
+    before = elsewhere.read_bytes()
+    refusal = go_on(run)
+    assert elsewhere.read_bytes() == before
+    assert (run / name).is_symlink() or name.startswith(".lease")  # a lease of nobody's is removed
+    assert Path(name).name in refusal or name.startswith((".lease", "checkpoints"))
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_a_directory_that_is_a_link_is_refused_and_keeps_what_it_holds(name: str, run: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    replace_by_link(run / name, elsewhere)
+    (elsewhere / ".writing-step-000000020").mkdir()
+    before = read_tree(elsewhere)
+    refusal = go_on(run)
+    assert read_tree(elsewhere) == before
+    assert "link" in refusal
+    assert name in refusal
+
+
+def test_a_link_named_best_moves_nothing_into_the_run(run: Path, tmp_path: Path) -> None:
+    """An older ringtrain kept the name of the best checkpoint in this link."""
+    root = run / "checkpoints"
+    (root / "best.json").unlink()
+    shutil.rmtree(root / f"best-{step_name(15)}")
+    (root / BEST).unlink()
+    stranger = write_checkpoint(tmp_path / "other", make_checkpoint(7), is_best=False).rename(tmp_path / BEST)
+    (root / BEST).symlink_to(stranger)
+    before = read_tree(stranger)
+    mend_best(root)
+    assert read_tree(stranger) == before
+
+
+def test_temporary_files_have_names_that_nobody_can_foresee(tmp_path: Path) -> None:
+    names = set()
+    for _ in range(2):
+        with replacing(tmp_path / "file") as file:
+            names.add(file.name)
+    assert len(names) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("gone")])
+def test_only_regular_files_are_replaced(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "file")
+    with pytest.raises(OSError, match="'file' is no regular file"):
+        replace_text(tmp_path / "file", "x")
+    assert len(list(tmp_path.iterdir())) == 1
+    assert not (tmp_path / "file").is_file()
+
+
+def test_the_end_of_a_run_is_not_appended_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / "metrics.jsonl").symlink_to("precious")
+    with pytest.raises(OSError, match="link"):
+        append_event(tmp_path, "end")
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+# --- TensorBoard's files ---
+
+
+def write_events(directory: Path, steps: range) -> None:
+    import tensorflow as tf
+
+    with tf.summary.create_file_writer(str(directory)).as_default() as writer:
+        for step in steps:
+            tf.summary.scalar("train/loss", 1.0, step=step)
+    writer.close()
+
+
+def steps_of(directory: Path) -> list[int]:
+    import tensorflow as tf
+
+    paths = [str(path) for path in sorted(directory.glob("*tfevents*")) if path.is_file() and not path.is_symlink()]
+    events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(paths)]
+    return [event.step for event in events if event.step]
+
+
+def make_sparse(path: Path, record: bytes = b"") -> None:
+    path.write_bytes(record)
+    os.truncate(path, 2**40)
+
+
+LONG_RECORD = (2**39).to_bytes(8, "little") + bytes(4) + b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.timeout(60)
+def test_event_files_without_end_are_passed_over(tmp_path: Path) -> None:
+    from ringtrain.training.summaries import EventFiles
+
+    directory = tmp_path / "tensorboard"
+    write_events(directory, range(1, 7))
+    sparse = [directory / "e.tfevents.sparse", directory / "f.tfevents.long"]
+    make_sparse(sparse[0])
+    make_sparse(sparse[1], LONG_RECORD)
+    (directory / ".writing-events").symlink_to(tmp_path / "made")  # the name that it had once
+    assert read_images(sorted(directory.glob("*tfevents*"))) == {}
+    EventFiles(directory, first_step=4).close()
+    assert not (tmp_path / "made").exists()
+    for path in sparse:
+        assert path.stat().st_size == 2**40
+        path.unlink()
+    assert steps_of(directory) == [1, 2, 3, 4]
+
+
+ODD_KINDS: dict[str, Callable[[Path], None]] = {
+    "link": lambda path: path.symlink_to(path.parents[1] / "elsewhere"),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "pipe": os.mkfifo,
+    "directory": Path.mkdir,
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ODD_KINDS)
+def test_what_is_no_event_file_is_refused_by_name(kind: str, run: Path, tmp_path: Path) -> None:
+    from ringtrain.training.summaries import EventFiles
+
+    write_events(tmp_path / "made", range(1, 7))
+    [made] = (tmp_path / "made").iterdir()
+    elsewhere = made.rename(tmp_path / "elsewhere")
+    before = elsewhere.read_bytes()
+    (run / "tensorboard").mkdir()
+    ODD_KINDS[kind](run / "tensorboard" / "events.out.tfevents.x")
+    with pytest.raises(RingtrainError, match=r"'events\.out\.tfevents\.x' is (no regular file|a link)"):
+        EventFiles(run / "tensorboard", first_step=4)
+    with pytest.raises(UsageError, match=r"tfevents\.x' cannot be read: .* is (no regular file|a link)"):
+        write_report([run], run / REPORT_FILE)
+    assert elsewhere.read_bytes() == before
+
+
+def test_a_batch_that_is_kept_and_a_profile_go_through_no_link(run: Path, tmp_path: Path) -> None:
+    from ringtrain.files.bounded import make_directory
+
+    (tmp_path / "elsewhere").mkdir()
+    (run / "nonfinite").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="is a link, which is not followed"):
+        make_directory(run / "nonfinite")
+    make_directory(run / "profile")
+    make_directory(run / "profile")
+    assert (run / "profile").is_dir()
+    with pytest.raises(FileNotFoundError):
+        make_directory(tmp_path / "gone" / "checkpoints")
+
+
+def test_a_run_under_another_name_goes_on(run: Path, tmp_path: Path) -> None:
+    """What the user names may be a link: the run as a whole on another disk."""
+    (tmp_path / "here").symlink_to(run)
+    assert go_on(tmp_path / "here") == ""

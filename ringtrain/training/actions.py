@@ -342,7 +342,8 @@ class Profile(Action):
         if self._directory is not None:
             activity.note(Phase.LOG, self._last, takes_long=True)
             with self._job.times.leaving_out(), explaining(self._directory):
-                tf.profiler.experimental.stop()
+                # TensorFlow would make a directory again that was moved away.
+                tf.profiler.experimental.stop(save=self._directory.is_dir())
             timelines = sorted(path.name for path in self._directory.glob(f"*-{self._name}.json"))
             self._training.console.line(
                 f"the profile of steps {self._first} to {self._last} is in {self._directory}: see it by "

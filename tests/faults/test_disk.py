@@ -64,7 +64,7 @@ def move_away(disk: Path) -> None:
 
 
 def move_back(disk: Path) -> None:
-    shutil.rmtree(disk / "run", ignore_errors=True)
+    assert not (disk / "run").exists(), "half a run was made in its place"
     (disk / "elsewhere").rename(disk / "run")
 
 

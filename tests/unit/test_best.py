@@ -15,6 +15,7 @@ import pytest
 from ringtrain.run import store
 from ringtrain.run.checkpoint import read_checkpoint
 from ringtrain.run.directory import RunDirectory
+from ringtrain.run.lease import LeaseLostError, acquire_lease
 from ringtrain.run.store import (
     BEST,
     BEST_FILE,
@@ -201,6 +202,25 @@ def test_a_step_saved_again_replaces_a_link_to_an_archive_and_not_the_archive(tm
 
 
 # --- As a run writes them ---
+
+
+def test_a_run_directory_that_is_moved_away_while_it_trains_is_not_made_again(tmp_path: Path) -> None:
+    """It would be half a run, which the next start refuses."""
+    from ringtrain.training.saving import CheckpointWriter  # here: it loads TensorFlow
+
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    lease = acquire_lease(run, environ={})
+    directory = RunDirectory(run, may_write=lease.check, on_close=lease.close)
+    writer = CheckpointWriter(directory, keep=2, print_line=print, last_step=0)
+    run.rename(moved)
+    writer.save(make_checkpoint(1), as_step=True, as_best=True)
+    with pytest.raises(LeaseLostError, match=rf"'{run}' cannot be read any more: No such file .* bring it back"):
+        writer.wait()
+    with pytest.raises(LeaseLostError):
+        writer.finish(make_checkpoint(2))
+    directory.close()
+    assert not run.exists()
+    assert {path.name for path in moved.iterdir()} == {".lease", "metrics.jsonl"}
 
 
 def write_bests(run: Path, steps: range, *, keep: int) -> list[str]:

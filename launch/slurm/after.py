@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ringtrain.errors import PreemptedError, UsageError
+from ringtrain.files.bounded import open_regular
 from ringtrain.run.directory import read_config
 from ringtrain.runtime.launched import DIRECTORY_VARIABLE, EndTold, RunTold, clear, read_end, read_run
 
@@ -181,7 +182,7 @@ def find_failed_rank(output: str) -> FailedRank | None:
 def read_output() -> str:
     """The end of what this job has printed on stderr; empty where that goes into no file."""
     try:
-        with open(os.readlink("/proc/self/fd/2"), "rb") as file:
+        with open_regular(Path(os.readlink("/proc/self/fd/2"))) as file:
             file.seek(-min(TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
             return file.read().decode(errors="replace")
     except OSError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,10 @@ from typing import Any
 from ringtrain.bench.rounds import find_faults
 from ringtrain.bench.spread import describe_spread, paired_ratios
 from ringtrain.doctor.ranks import bus_bandwidth
+from ringtrain.files.bounded import parse_json, read_bounded
 
 Result = Mapping[str, Any]
+MAX_BYTES = 64 * 2**20
 QUESTIONS = {
     "step": "A step of training, on several models, beside plain Horovod, tf.distribute, unconnected processes and one",
     "fit": "A step of model.fit by ringtrain.keras, beside unconnected processes",
@@ -54,7 +55,13 @@ def make_page(results: Mapping[str, Result]) -> str:
 def read_results(directory: Path) -> dict[str, Result]:
     """The result files that are there, such as ``bench-step.json`` and ``bench-step-WIDE.json``, by name."""
     paths = sorted(path for path in directory.glob("bench-*.json") if mode_of(path.stem) in QUESTIONS)
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    return {path.stem: read_result(path) for path in paths}
+
+
+def read_result(path: Path) -> Result:
+    """The content of a result file; an OSError or a ValueError if it is none."""
+    result: Result = parse_json(read_bounded(path, MAX_BYTES, follows_links=True))
+    return result
 
 
 def mode_of(name: str) -> str:

@@ -30,12 +30,14 @@ from ringtrain.bench.plot import draw_result
 from ringtrain.bench.rounds import Runner, find_faults, measure
 from ringtrain.bench.settings import BenchOptions, choose_settings
 from ringtrain.bench.steps import FIT_CONTENDERS, LOOP_GOALS, OTHER, STEP_CONTENDERS
-from ringtrain.bench.table import describe_result, make_page, read_results
+from ringtrain.bench.table import describe_result, make_page, read_result, read_results
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
 from ringtrain.files.outputs import require_same_kind
+from ringtrain.messages.defects import describe_defect
+from ringtrain.messages.escaping import escape, escape_block
 from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World
 
@@ -47,6 +49,8 @@ CONTENDERS = {
 MODES = tuple(PLANS)
 FORMAT = 1
 PAGE = Path("docs/benchmarks.md")
+# What is raised over a file that is missing, or holds other values than a result has.
+NO_RESULT = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
@@ -177,19 +181,19 @@ def run_experiments(
 def show(path: Path, print_line: Callable[[str], None]) -> None:
     """Show the table of a result file, and draw its plot beside it."""
     try:
-        result = json.loads(path.read_text())
+        result = read_result(path)
         lines, picture = describe_result(result), draw_result(result)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except NO_RESULT as error:
         raise UsageError(
-            f"{str(path)!r} is no result file of ringtrain bench ({type(error).__name__}: {error}). Check the path."
+            f"{str(path)!r} is no result file of ringtrain bench ({describe_defect(error)}). Check the path."
         ) from error
     plot = path.with_suffix(".svg")
     require_same_kind(plot, b"<svg", kind="a plot", option="the plot of the result")
     with explaining_files(plot):
         replace_text(plot, picture)
     for line in lines:
-        print_line(line)
-    print_line(f"{path}, {plot}")
+        print_line(escape_block(line))
+    print_line(escape(f"{path}, {plot}"))
 
 
 def write_page(print_line: Callable[[str], None]) -> None:
@@ -197,9 +201,9 @@ def write_page(print_line: Callable[[str], None]) -> None:
     try:
         results = read_results(Path("results"))
         page = make_page(results)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except NO_RESULT as error:
         raise UsageError(
-            f"results/ holds a file that is no result of ringtrain bench ({type(error).__name__}: {error})."
+            f"results/ holds a file that is no result of ringtrain bench ({describe_defect(error)})."
         ) from error
     if not results:
         raise UsageError(

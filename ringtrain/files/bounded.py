@@ -73,10 +73,14 @@ def _explaining_links(path: Path) -> Iterator[None]:
 def read_bounded(path: Path, max_bytes: int, *, follows_links: bool = False) -> bytes:
     """A file's bytes; an OSError if it is missing, larger than ``max_bytes``, or not opened by ``open_descriptor``."""
     with open_regular(path, follows_links=follows_links) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"it holds more than the {max_bytes:,} bytes that such a file may have", str(path))
-    return data
+        require_size(file, max_bytes, path)
+        return file.read(max_bytes)
+
+
+def require_size(file: io.BufferedReader, max_bytes: int, path: Path) -> None:
+    """Raise OSError if an open file is larger, such as a sparse one, of which a read would not end."""
+    if os.fstat(file.fileno()).st_size > max_bytes:
+        raise OSError(errno.EFBIG, f"{path.name!r} has more than {max_bytes:,} bytes", str(path))
 
 
 def parse_json(data: bytes) -> Any:

@@ -20,8 +20,9 @@ from ringtrain.files.bounded import open_regular
 PNG = b"\x89PNG\r\n\x1a\n"
 HEAD_BYTES = 1024  # of a record: an image begins within them, after its name and size
 FRAME_BYTES = 16  # of a record besides its own
-MAX_RECORD_BYTES = 256 * 2**20
+MAX_RECORD_BYTES = 64 * 2**20
 MAX_RECORDS = 5_000_000  # of a file
+MAX_FILE_BYTES = 16 * 2**30  # that are read
 MAX_SHOWN_STEPS = 8
 MAX_SHOWN_BYTES = 3 * 2**20  # of all images of a report's run
 MAX_IMAGES = 8  # of one name and step
@@ -79,7 +80,9 @@ def _find_images(path: Path) -> Iterator[tuple[str, Place]]:
     for content, begin, num_bytes in iterate_records(path):
         if num_bytes > len(PNG) and content.find(PNG, begin, begin + min(num_bytes, HEAD_BYTES)) >= 0:
             event = parse_event(content[begin : begin + num_bytes])
-            for value in event.summary.value if event else ():
+            if event is None:
+                return
+            for value in event.summary.value:
                 yield value.tag, Place(path, begin, num_bytes, event.step)
 
 
@@ -89,7 +92,7 @@ def iterate_records(path: Path) -> Iterator[tuple[mmap.mmap, int, int]]:
         if not os.fstat(file.fileno()).st_size:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            offset, size = 0, len(content)
+            offset, size = 0, min(len(content), MAX_FILE_BYTES)
             for _ in range(MAX_RECORDS):
                 if offset + FRAME_BYTES > size:
                     return

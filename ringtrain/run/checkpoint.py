@@ -138,6 +138,8 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes != expected["bytes"]:
                 raise DamagedError(f"{str(path)!r} holds {num_bytes} bytes; it must hold {expected['bytes']}.")
+            if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+                raise MemoryError  # the system may promise it, and end the process that uses it
             data = bytearray(num_bytes)
             for start in range(0, num_bytes, HASHED_CHUNK_BYTES):
                 chunk = memoryview(data)[start : start + HASHED_CHUNK_BYTES]

@@ -27,6 +27,7 @@ from ringtrain.files.bounded import (
     parse_json,
     read_bounded,
     require_plain,
+    require_size,
 )
 from ringtrain.run.identity import IDENTITY_FILE, read_identity
 
@@ -37,6 +38,7 @@ REPORT_FILE = "report.html"
 MAX_CONFIG_BYTES = 64 * 2**10  # a run's has about two
 MAX_SETTINGS = 10_000
 MAX_LINE_BYTES = 2**20  # of metrics.jsonl
+MAX_METRICS_BYTES = 4 * 2**30  # some ten million events
 MAX_STEP = 2**53  # the numbers that JSON's readers agree on
 MAX_TIME = 2.5e11  # seconds since 1970, in the year 9892: what calendars can show
 # Events whose step says where they belong; the others follow the events before them.
@@ -246,6 +248,7 @@ def _holds_something(path: Path) -> bool:
 def read_lines(file: Path) -> Iterator[bytes]:
     """The lines of a file of events; of one that is too long to be an event, its beginning."""
     with open_regular(file) as lines:
+        require_size(lines, MAX_METRICS_BYTES, file)
         while line := lines.readline(MAX_LINE_BYTES):
             yield line
             while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -128,11 +129,27 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     write_folder(tmp_path, make_contents())
     (tmp_path / FILES[0]).unlink()
     (tmp_path / FILES[0]).mkdir()
-    with pytest.raises(DataError, match=r"data_batch_1\.bin cannot be read: Is a directory"):
+    with pytest.raises(DataError, match=r"data_batch_1\.bin cannot be read: .* is no regular file"):
         load_cifar10(tmp_path)
 
 
 # --- The archive ---
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [ARCHIVE_NAME, "data_batch_1.bin"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    make(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name} .*no regular file"):
+        load_cifar10(tmp_path)
+
+
+def test_a_file_that_is_too_large_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path, make_contents())
+    os.truncate(tmp_path / "data_batch_2.bin", 2**40)
+    with pytest.raises(DataError, match=r"data_batch_2\.bin .*more than"):
+        load_cifar10(tmp_path)
 
 
 def test_the_archive_is_read_where_it_lies(tmp_path: Path) -> None:

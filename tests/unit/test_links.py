@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from ringtrain.config import Config
-from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text, replacing
 from ringtrain.report import write_report
 from ringtrain.report.event_files import read_images
 from ringtrain.run import lease
+from ringtrain.run.checkpoint import MANIFEST_FILE, digest_of, read_checkpoint
 from ringtrain.run.directory import REPORT_FILE, append_event
 from ringtrain.run.resume import open_run
 from ringtrain.run.store import BEST, mend_best, step_name, write_checkpoint
@@ -154,6 +156,33 @@ def make_sparse(path: Path, record: bytes = b"") -> None:
 
 
 LONG_RECORD = (2**39).to_bytes(8, "little") + bytes(4) + b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", f"checkpoints/{step_name(15)}/manifest.json"])
+def test_a_sparse_file_is_refused_or_passed_over(name: str, run: Path) -> None:
+    before = (run / name).read_bytes()
+    os.truncate(run / name, 2**40)
+    refusal = go_on(run)
+    assert ("more than" in refusal and name in refusal) == (not name.startswith("checkpoints"))
+    if refusal:
+        with (run / name).open("rb") as file:
+            assert file.read(len(before)) == before
+        with pytest.raises(UsageError, match=f"{name}' cannot be read: .* more than"):
+            write_report([run], run / REPORT_FILE)
+
+
+@pytest.mark.timeout(60)
+def test_variables_that_no_memory_holds_are_refused(run: Path) -> None:
+    """Memory that is only promised would be taken while they are read, and the process killed."""
+    path = run / "checkpoints" / step_name(15)
+    content = json.loads((path / MANIFEST_FILE).read_text())["content"]
+    content["files"]["variables.bin"]["bytes"] = 2**43
+    content["variables"] = [{"name": "weights/w", "dtype": "int8", "shape": [2**43], "offset": 0, "bytes": 2**43}]
+    (path / MANIFEST_FILE).write_text(json.dumps({"sha256": digest_of(content), "content": content}))
+    os.truncate(path / "variables.bin", 2**43)
+    with pytest.raises(DataError, match="for which this process gets no memory"):
+        read_checkpoint(path)
 
 
 @pytest.mark.timeout(60)

@@ -31,6 +31,7 @@ from ringtrain.data.pipeline import in_own_threads
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
+from ringtrain.files.bounded import open_regular
 from ringtrain.runtime import activity
 from ringtrain.runtime.world import World
 
@@ -96,7 +97,7 @@ class CacheFile:
 
     def is_whole(self) -> bool:
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 return os.fstat(file.fileno()).st_size == self.num_bytes and file.read(_HEADER_BYTES) == self._header
         except OSError:
             return False

@@ -27,6 +27,7 @@ import numpy as np
 from ringtrain.data.formats import file_error, reading
 from ringtrain.files import cache_directory
 from ringtrain.files.atomic import replacing
+from ringtrain.files.bounded import open_regular, read_bounded
 from ringtrain.runtime import activity
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -36,6 +37,7 @@ FOLDER_NAME = "cifar-10-batches-bin"
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILE = "test_batch.bin"
 FILES = (*TRAIN_FILES, TEST_FILE)
+MAX_FILE_BYTES = 2**30
 
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 NUM_CLASSES = len(CLASS_NAMES)
@@ -109,7 +111,7 @@ _REMEDY = f"fetch it again from {ARCHIVE_URL}."
 def _read_file(path: Path) -> bytes:
     with reading(path):
         try:
-            return path.read_bytes()
+            return read_bounded(path, MAX_FILE_BYTES, follows_links=True)
         except FileNotFoundError:
             raise file_error(
                 f"there is no file {path}; CIFAR-10 has the six files {', '.join(FILES)}. Put it there: unpack "
@@ -121,11 +123,12 @@ def _read_archive(path: Path) -> dict[str, bytes]:
     """The content of the six files, which are taken by their names alone: nothing is written to disk."""
     contents: dict[str, bytes] = {}
     try:
-        with gzip.open(path) as stream:
+        with open_regular(path, follows_links=True) as opened, gzip.open(opened) as stream:
             with tarfile.open(fileobj=stream, mode="r|") as archive:
                 for member in archive:
                     folder, name = PurePosixPath(member.name).parent, PurePosixPath(member.name).name
-                    if str(folder) == FOLDER_NAME and name in FILES and member.isreg():
+                    is_wanted = str(folder) == FOLDER_NAME and name in FILES
+                    if is_wanted and member.isreg() and member.size <= MAX_FILE_BYTES:
                         file = archive.extractfile(member)
                         assert file is not None  # it is a regular file
                         contents[name] = file.read()

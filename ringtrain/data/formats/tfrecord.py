@@ -25,8 +25,10 @@ from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, In
 from ringtrain.data.sources import BadSample
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
+from ringtrain.files.bounded import read_bounded
 
 CLASSES_FILE = "classes.txt"
+MAX_CLASSES_BYTES = 64 * 2**20
 _PATTERNS = ("{}.tfrecord", "{}-*.tfrecord", "{}-*-of-*")
 _MAX_OPEN_FILES = 64
 
@@ -95,7 +97,7 @@ def find_files(data_dir: Path, *names: str) -> tuple[Path, ...]:
 def read_class_names(data_dir: Path) -> list[str]:
     """The lines of ``classes.txt``, by label; none where there is no such file."""
     try:
-        return (data_dir / CLASSES_FILE).read_text(encoding="utf-8").splitlines()
+        return read_bounded(data_dir / CLASSES_FILE, MAX_CLASSES_BYTES, follows_links=True).decode().splitlines()
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:

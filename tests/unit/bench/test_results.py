@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from ringtrain.bench.plot import choose_ticks, draw_result
 from ringtrain.bench.rounds import read_outcome
 from ringtrain.bench.settings import BenchOptions
 from ringtrain.bench.table import describe_result
-from ringtrain.commands.bench import bench_one, show
+from ringtrain.commands.bench import bench_one, show, write_page
 from ringtrain.errors import UsageError
 
 FIRST, LAST = [np.zeros(4), np.ones(2)], [np.ones(4), np.full(2, 3.0)]
@@ -189,6 +191,51 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no result file"):
         show(path, print)
     assert not path.with_suffix(".svg").exists()
+
+
+def make_sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+WRONG: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "sparse": make_sparse,
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "no experiments": lambda path: path.write_text(json.dumps(result() | {"experiments": 3})),
+    "no load": lambda path: path.write_text(json.dumps(result() | {"load_before": []})),
+    "machine": lambda path: path.write_text(json.dumps(result() | {"machine": 7})),
+    "rounds": lambda path: path.write_text(json.dumps(changed(rounds=[{"runs": [1]}]))),
+    "zero": lambda path: path.write_text(json.dumps(changed(contenders=[], rounds=[{"runs": {"a": {}}}]))),
+}
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    value = result()
+    value["experiments"][0] |= values
+    return value
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_no_result_is_refused_in_one_line(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "results").mkdir()
+    path = tmp_path / "results" / "bench-step.json"
+    WRONG[kind](path)
+    monkeypatch.chdir(tmp_path)
+    for command in (lambda: show(path, print), lambda: write_page(print)):
+        with pytest.raises(UsageError, match=r"no result (file )?of ringtrain bench") as raised:
+            command()
+        assert "\n" not in str(raised.value)
+    assert not path.with_suffix(".svg").exists()
+
+
+def test_a_result_prints_no_control_characters(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(json.dumps(result() | {"command": "\x1b[2Jx"}))
+    lines: list[str] = []
+    show(tmp_path / "result.json", lines.append)
+    assert lines[0] == r"\x1b[2Jx"
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

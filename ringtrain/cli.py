@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RingtrainError as error:
         report_end(error, world)
         return error.exit_code
+    except KeyboardInterrupt:  # of a command that has nothing to save
+        if world.is_rank0:
+            print("ringtrain: interrupted (SIGINT).", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def run_command(arguments: list[str], world: World) -> int:

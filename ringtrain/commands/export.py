@@ -18,7 +18,8 @@ from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import RunOptions, prepare, read_settings, refuse_launcher
 from ringtrain.errors import UsageError
 from ringtrain.messages.escaping import escape
-from ringtrain.run.directory import refuse_taken
+from ringtrain.messages.rules import utf8
+from ringtrain.run.directory import refuse_taken, require_writable
 from ringtrain.run.identity import require_own
 from ringtrain.run.store import BEST, find_checkpoint
 from ringtrain.runtime.world import World
@@ -35,6 +36,9 @@ class Options(RunOptions):
     output: Path | None = None
     """what to write; it must not exist (RUN/export/step-NUMBER)"""
 
+    def __post_init__(self) -> None:
+        utf8("output", self.output)
+
 
 def main(arguments: Sequence[str], world: World) -> int:
     """Export a checkpoint's model."""
@@ -50,6 +54,8 @@ def main(arguments: Sequence[str], world: World) -> int:
     if ending and output.suffix != ending:
         raise UsageError(f"output is {str(output)!r}; with --format keras it must end in .keras.")
     refuse_taken(output)
+    if options.output is None:
+        require_writable(output.parent)
     prepared = prepare(explicit, world)
     from ringtrain.export import export
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -13,6 +12,7 @@ from ringtrain.commands.help import PROGRAM
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.config import Config, make_config
 from ringtrain.errors import UsageError
+from ringtrain.files.bounded import open_regular
 from ringtrain.run.directory import CONFIG_FILE, FIT_OF
 from ringtrain.run.store import BEST
 from ringtrain.runtime.devices import start_tensorflow
@@ -83,8 +83,12 @@ def read_settings(command: str, options: RunOptions, arguments: Sequence[str], w
     A run directory may be a stranger's, and importing the file that its configuration names would run it.
     """
     run = options.run
-    if not os.path.isfile(run / CONFIG_FILE):
-        raise UsageError(f"{str(run)!r} is no run directory: it holds no {CONFIG_FILE}. Give the directory of a run.")
+    try:
+        open_regular(run / CONFIG_FILE).close()
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        why = f"it holds no {CONFIG_FILE}" if is_missing else error.strerror
+        raise UsageError(f"{str(run)!r} is no run directory: {why}. Give the directory of a run.") from None
     explicit = parse_arguments(Settings, ["--config", str(run / CONFIG_FILE)], world)
     spec = explicit["workload"] = options.workload or explicit.get("workload", Config.workload)
     if options.data_dir:

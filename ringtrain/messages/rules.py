@@ -52,6 +52,14 @@ def at_most(name: str, value: float, most: float) -> None:
         raise UsageError(f"{name} is {shorten(value)}; it must be at most {limit}.")
 
 
+def utf8(name: str, path: Path | None) -> None:
+    """See that TensorFlow, the settings and the code that a path is written into can hold it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} is {str(path)!r}, which is not UTF-8 text. Give another path.") from None
+
+
 def shorten(value: Any) -> str:
     """A value for a message, of which a page of digits says no more than the first."""
     text = str(value)

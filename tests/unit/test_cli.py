@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -72,6 +74,11 @@ WRONG = [
     (["--epochs", "9" * 5000], ["epochs has thousands of digits; it must be a whole number"]),
     (["--seed", "9" * 30], ["seed is", "at most 4,294,967,295"]),
     (["--optimizer.lr", "1e999"], ["optimizer.lr is inf; it must be a finite number, greater than 0"]),
+    (["--out", "a\udcff"], [r"out is 'a\udcff', which is not UTF-8", "Give another path"]),
+    (["--data_dir", "a\udcff"], [r"data_dir is 'a\udcff', which is not UTF-8"]),
+    (["init", "a\udcff.py"], [r"file is 'a\udcff.py', which is not UTF-8"]),
+    (["convert", "a", "a\udcff"], [r"destination is 'a\udcff', which is not UTF-8"]),
+    (["export", "a", "--output", "a\udcff"], [r"output is 'a\udcff', which is not UTF-8"]),
     (["convert", "a", "b", "--shards", "9" * 30], ["shards is", "from 1 to 99,999"]),
     (["--config", "wrong_key.yaml"], ["there is no key epoch", "Did you mean epochs?"]),
     (["--config", "wrong_nested_key.yaml"], ["there is no key optimizer.rate", "Did you mean"]),
@@ -266,6 +273,21 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
     assert finished.returncode == 0, finished.stderr
     # Processor time: what else the machine does is not what is measured.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_a_command_that_is_interrupted_says_so_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ringtrain.commands.bench.measure", interrupt)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["bench", "step", "--models", "TINY", "--output", str(tmp_path / "result.json")]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "ringtrain: interrupted (SIGINT).\n"
 
 
 def test_a_workload_to_begin_with_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ringtrain.cli import main
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text, replacing
@@ -89,6 +90,23 @@ def test_a_directory_that_is_a_link_is_refused_and_keeps_what_it_holds(name: str
     assert read_tree(elsewhere) == before
     assert "link" in refusal
     assert name in refusal
+
+
+@pytest.mark.parametrize("command", ["eval", "export"])
+def test_a_command_that_looks_into_a_run_follows_no_link(
+    command: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_by_link(run / "config.yaml", tmp_path / "elsewhere")
+    assert main([command, str(run)]) == 2
+    assert "'config.yaml' is a link, which is not followed" in capsys.readouterr().err
+
+
+def test_an_export_goes_through_no_link(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace_by_link(run / "export", tmp_path / "elsewhere")
+    before = read_tree(tmp_path / "elsewhere")
+    assert main(["export", str(run), "--checkpoint", step_name(15), "--workload", "digits"]) == 2
+    assert "'export' is a link, which is not followed" in capsys.readouterr().err
+    assert read_tree(tmp_path / "elsewhere") == before
 
 
 def test_a_link_named_best_moves_nothing_into_the_run(run: Path, tmp_path: Path) -> None:

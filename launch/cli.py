@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from ringtrain.errors import RingtrainError
+from ringtrain.messages.defects import explaining_import
 from ringtrain.messages.escaping import escape_message
 
 from . import PROGRAM
@@ -39,14 +40,16 @@ def main(argv: Sequence[str]) -> int:
 
 def local(arguments: Sequence[str]) -> int:
     """Train on this machine."""
-    from .local import main
+    with explaining_import("launch local"):
+        from .local import main
 
     return main(arguments)
 
 
 def slurm(arguments: Sequence[str]) -> int:
     """Write, submit or follow up a batch job."""
-    from .slurm.cli import main
+    with explaining_import("launch slurm"):
+        from .slurm.cli import main
 
     return main(arguments)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ringtrain.commands.help import show_overview
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.messages.defects import explaining_import
 from ringtrain.messages.escaping import escape_message
 from ringtrain.messages.rules import did_you_mean
 from ringtrain.runtime.streams import has_lost_stdout
@@ -59,6 +60,8 @@ def run_command(arguments: list[str], world: World) -> int:
         is_file = command.endswith(".py")
         suggestion = f"Did you mean --workload {command}? " if is_file else did_you_mean(command, COMMANDS)
         raise UsageError(f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.")
-    code: int = importlib.import_module(module).main(arguments, world)
+    with explaining_import(command):
+        main_of_command = importlib.import_module(module).main
+    code: int = main_of_command(arguments, world)
     # Of a run there is a directory; of every other command nothing is left but what it prints.
     return RingtrainError.exit_code if code == 0 and command != "train" and has_lost_stdout() else code

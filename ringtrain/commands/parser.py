@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
-
-import yaml
 
 from ringtrain.commands.help import find_options, show_help
 from ringtrain.errors import UsageError
@@ -146,26 +143,6 @@ def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
     return read
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's plain values, but that 1e-3 and -.5 are numbers, a date is a text, and nothing refers to another value."""
-
-    def fetch_alias(self) -> None:
-        raise yaml.YAMLError
-
-    fetch_anchor = fetch_tag = fetch_alias
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$"),
-    list("-+.0123456789"),
-)
-
-
 def parse_text(value: Any) -> Any:
     """What a text stands for in YAML: a number, true, false, null, "a text", [a, list] or {a: mapping}; else itself."""
     if not isinstance(value, str):
@@ -173,8 +150,10 @@ def parse_text(value: Any) -> Any:
     try:
         if value.removeprefix("-").isdigit():
             return int(value)  # to the base 10, where YAML reads 010 to the base 8
-        read = _Loader(value).get_single_data()
-    except (yaml.YAMLError, ValueError, RecursionError):
+        from ringtrain.commands.words import read_word  # here: the doctor says if PyYAML does not load
+
+        read = read_word(value)
+    except ValueError:
         return value
     is_plain = isinstance(read, int | float) or value in NOTHING or value.startswith(("[", "{", "'", '"'))
     return read if is_plain else value
@@ -182,6 +161,8 @@ def parse_text(value: Any) -> Any:
 
 def _load_file(file: str) -> Mapping[str, Any]:
     """What a file of settings holds. One that names another file is refused: that would be read, whatever it is."""
+    import yaml
+
     from ringtrain.run.directory import CONFIG_FILE, load_settings  # here: it loads NumPy, which help does without
 
     try:

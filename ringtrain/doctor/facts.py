@@ -81,6 +81,7 @@ class Facts:
     gpu: str | None = None  # what the driver calls its GPU; None on cores
     device_failure: str | None = None  # why it has no device
     unknown: dict[str, str] = field(default_factory=dict)  # why a probe itself failed, by its name
+    refusals: list[str] = field(default_factory=list)  # why a training would end before it begins, and what helps
 
 
 @dataclass(frozen=True, kw_only=True)

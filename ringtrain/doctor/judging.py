@@ -52,6 +52,9 @@ class Finding(NamedTuple):
 def judge(facts: Facts) -> list[Finding]:
     """All findings of one process."""
     findings = [check(facts)._replace(subject=subject) for subject, check in CHECKS.items()]
+    for refusal in facts.refusals:
+        text, _, remedy = refusal.rpartition(". ")
+        findings.append(Finding("broken", text, remedy, subject="environment"))
     # A look that failed by itself says nothing about training.
     return findings + [
         Finding("warning", f"could not be looked at: {why}", "report this message", subject=name)

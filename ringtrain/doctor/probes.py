@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -20,6 +23,8 @@ from typing import Any, TypeVar
 
 from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack, as_tuples
 from ringtrain.doctor.inside import STEPS, describe_mpi, shorten
+from ringtrain.errors import UsageError
+from ringtrain.runtime.environment import check_address_space, check_environment
 from ringtrain.runtime.machine import SHARED_MEMORY, read_machine, read_memory_limits
 from ringtrain.runtime.processes import ask
 from ringtrain.runtime.srun import ask_srun, choose_mpi
@@ -30,6 +35,7 @@ Found = TypeVar("Found")
 # TensorFlow alone may take a minute from a cold network file system.
 LOAD_SECONDS = 120.0
 COMMAND_SECONDS = 20.0
+REQUIRED = ("yaml", "rich.progress")  # besides those that the child process loads; TensorFlow needs NumPy
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name,driver_version,mig.mode.current", "--format=csv,noheader")
 
 
@@ -52,7 +58,33 @@ def gather_facts(world: World, environ: Mapping[str, str], *, keras_backend: str
         hardware=attempt("node", lambda: look_at_hardware(environ), bare),
         launchers=attempt("launchers", lambda: look_at_launchers(environ), Launchers()),
         unknown=unknown,
+        refusals=attempt("environment", lambda: find_refusals(environ), []),
     )
+
+
+def find_refusals(environ: Mapping[str, str]) -> list[str]:
+    """The errors by which a training would end before it starts TensorFlow."""
+    refusals = []
+    checks: list[Callable[[], None]] = [
+        lambda: check_environment(environ),
+        lambda: check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0]),
+        *(functools.partial(require_module, name) for name in REQUIRED),
+    ]
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            refusals.append(str(error))
+    return refusals
+
+
+def require_module(name: str) -> None:
+    """Raise UsageError unless a package of Python code can be imported, as a training does in its own process."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        why = shorten(f"{type(error).__name__}: {error}")
+        raise UsageError(f"the package {name} does not load: {why}. Make the environment anew: make setup.") from None
 
 
 def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stack:

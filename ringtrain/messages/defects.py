@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+
+from ringtrain.errors import UsageError
 
 GRAPH_ERROR = "Graph execution error:"  # frames follow; an error out of a graph says last what is wrong
 USERS_CODE = "in user code:"  # AutoGraph: frames of two lines each follow, and then the error itself
@@ -28,6 +32,18 @@ def describe_defect(error: BaseException) -> str:
     if KERAS_ERROR in said[0]:
         return kind + " ".join(BOLD.sub("", line) for line in said[:2])
     return kind + (said[-1] if said[0] == GRAPH_ERROR else said[0])
+
+
+@contextlib.contextmanager
+def explaining_import(command: str) -> Iterator[None]:
+    """Report in one line that a package which a command imports does not load, whatever it raises."""
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(
+            f"what {command} needs cannot be loaded: {describe_defect(error)}. See python -m ringtrain doctor.",
+            reach="node",
+        ) from error
 
 
 def strip_nodes(text: str) -> str:

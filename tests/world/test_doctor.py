@@ -124,6 +124,27 @@ def test_tiny_dev_shm() -> None:
     assert_told(finished, "/dev/shm", "warning", "1 MiB, 1 MiB of it free", "--shm-size=1g")
 
 
+@pytest.mark.cold  # the fork server has imported the package that does not load here
+def test_what_a_training_refuses(tmp_path: Path) -> None:
+    (tmp_path / "yaml.py").write_text("raise RuntimeError('libyaml is broken')")
+    env = {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}", "TF_NUM_INTRAOP_THREADS": "zz"}
+    finished = look(env=env)
+    assert finished.rc == 2, finished.stderr
+    assert finished.stderr == ""
+    said = " ".join(finished.stdout.split())
+    assert "TF_NUM_INTRAOP_THREADS='zz' in the environment; it must be" in said
+    assert "the package yaml does not load: RuntimeError: libyaml is broken" in said
+    assert finished.stdout.splitlines()[-1] == "Training would not work. Broken: environment."
+    for words in (["ringtrain", "train"], ["ringtrain", "report"], ["launch", "local"]):
+        refused = run_command([sys.executable, "-m", *words], env=clean_environment(**env), timeout=60)
+        assert refused.rc == 2
+        [line] = refused.stderr.splitlines()
+        assert (
+            f"what {' '.join(words).removeprefix('ringtrain ')} needs cannot be loaded: RuntimeError: libyaml is broken"
+            in line
+        )
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow)])
 def test_two_ranks_make_one_table(run_ringtrain: RunRingtrain, launcher: str) -> None:
     finished = run_ringtrain(["doctor"], launcher=launcher, env=WITHOUT_GPUS | {"TF_CPP_MIN_LOG_LEVEL": "2"})

@@ -13,6 +13,7 @@ from typing import Literal
 
 from ringtrain.errors import UsageError
 from ringtrain.runtime.launched import DIRECTORY_VARIABLE, SUPERVISOR_VARIABLE, clear, read_end, read_run
+from ringtrain.runtime.segments import remove_dead_segments
 
 from . import PACKAGE, PROGRAM
 from .arguments import Parser, is_script, plan_program, require_script
@@ -149,7 +150,10 @@ def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requ
     from ringtrain.run.store import list_steps  # NumPy starts threads, which take signals: not before the guard's
 
     clear(listener)
-    group = Group(command, listener, num_ranks, requests).run()
+    try:
+        group = Group(command, listener, num_ranks, requests).run()
+    finally:
+        remove_dead_segments()  # of ranks that were killed
     told = read_run(listener)
     first_step = told.step if told else last_step
     return Attempt(

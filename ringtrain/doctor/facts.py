@@ -50,7 +50,6 @@ class Hardware(Machine):
     memory_bytes: int = 0  # 0 where unknown
     available_bytes: int = 0
     memory_limit: int | None = None  # what the cgroup grants, in bytes; None: no limit
-    shm_free_bytes: int = 0  # of ``/dev/shm``
     gpus: tuple[Gpu, ...] | None = None  # those that the driver lists; None where there is no driver
     gpu_failure: str | None = None  # why the driver's tool could not be asked
     cuda_visible_devices: str | None = None  # the variable, where it is set

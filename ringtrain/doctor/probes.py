@@ -25,7 +25,7 @@ from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack, as_tu
 from ringtrain.doctor.inside import STEPS, describe_mpi, shorten
 from ringtrain.errors import UsageError
 from ringtrain.runtime.environment import check_address_space, check_environment
-from ringtrain.runtime.machine import SHARED_MEMORY, read_machine, read_memory_limits
+from ringtrain.runtime.machine import read_machine, read_memory_limits
 from ringtrain.runtime.processes import ask
 from ringtrain.runtime.srun import ask_srun, choose_mpi
 from ringtrain.runtime.world import World
@@ -165,7 +165,6 @@ def look_at_hardware(environ: Mapping[str, str]) -> Hardware:
         memory_bytes=int(memory.get("MemTotal", 0)) * 1024,
         available_bytes=int(memory.get("MemAvailable", 0)) * 1024,
         memory_limit=min((limit for limit, _ in read_memory_limits(Path("/"))), default=None),
-        shm_free_bytes=shutil.disk_usage(SHARED_MEMORY).free if machine.shared_memory_bytes else 0,
         gpus=gpus,
         gpu_failure=gpu_failure,
         cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),

@@ -19,6 +19,7 @@ from ringtrain.keras.collective import choose_backend, is_elastic, wants_native_
 from ringtrain.runtime.devices import Needs, apply_plan, plan_devices, start_tensorflow
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
+from ringtrain.runtime.segments import remove_dead_segments
 from ringtrain.runtime.world import read_world
 
 log = logging.getLogger("ringtrain")
@@ -62,6 +63,8 @@ def init(
     choose_backend(backend)
     world = read_world(os.environ)
     if not hvd.is_initialized():
+        if world.local_rank == 0:
+            remove_dead_segments()
         # Horovod's own settings where ranks come and go: ours follow from the world, which is another for a rank that
         # joins later, and with others its processes would not know what the others send.
         needs = Needs(horovod=not is_elastic(), one_at_a_time=wants_native_sums() and LIBRARY.exists())

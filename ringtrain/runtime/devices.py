@@ -35,7 +35,8 @@ FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
 # ranks that are on its own node and reach it through shared memory.
 TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
 # Open MPI takes 4 MiB in /dev/shm for a rank, ringtrain's own sums the rest. Where there is less, as in containers, it
-# may have to fall back on TCP.
+# may have to fall back on TCP. What counts is what is free there: where a rank cannot have its file, MPI ends it if TCP
+# is excluded.
 SHARED_MEMORY_BYTES_PER_RANK = 16 * 1024 * 1024
 DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
 
@@ -150,11 +151,12 @@ def plan_settings(
     if world.size > 1:
         # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    is_one_node_of_mpi = world.size == world.local_size > 1 and world.launcher != GLOO_LAUNCHER
-    if is_one_node_of_mpi and machine.shared_memory_bytes >= world.size * SHARED_MEMORY_BYTES_PER_RANK:
-        wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
-        # Only ob1 uses these transports. Without this, Open MPI tries PSM first, which waits 0.2 s for an adapter.
+    if is_one_node_of_mpi(world):
+        # Only ob1 uses these transports. Without this, Open MPI tries PSM first, which waits 0.2 s for an adapter. All
+        # ranks need the same one, whatever each of them finds free.
         wanted["OMPI_MCA_pml"] = "ob1"
+        if has_shared_memory(world, machine):
+            wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
     # HOROVOD_AUTOTUNE tunes nothing that a variable sets.
     if world.size > 1 and not is_on(environ.get("HOROVOD_AUTOTUNE", "")):
         # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.
@@ -182,6 +184,29 @@ def plan_settings(
         for name, value in wanted.items()
         if needs.horovod or not name.startswith("HOROVOD_")
     )
+
+
+def is_one_node_of_mpi(world: World) -> bool:
+    """True if several ranks, all on one node, talk by MPI."""
+    return world.size == world.local_size > 1 and world.launcher != GLOO_LAUNCHER
+
+
+def has_shared_memory(world: World, machine: Machine) -> bool:
+    """True if ``/dev/shm`` has room for all ranks of this node."""
+    return machine.shm_free_bytes >= world.local_size * SHARED_MEMORY_BYTES_PER_RANK
+
+
+def describe_shared_memory(world: World, plan: DevicePlan) -> list[str]:
+    """A warning if MPI may have to talk by TCP for want of shared memory."""
+    is_chosen = any(setting.name == "OMPI_MCA_btl" for setting in plan.settings)
+    if not is_one_node_of_mpi(world) or is_chosen:
+        return []
+    needed = world.local_size * SHARED_MEMORY_BYTES_PER_RANK
+    return [
+        f"warning: /dev/shm has {plan.machine.shm_free_bytes / 2**20:.0f} MiB free, and {world.local_size} ranks need "
+        f"{needed / 2**20:.0f} MiB: MPI may use TCP, which is slow. Remove what is not needed there, or give it more "
+        "(docker run --shm-size=1g)."
+    ]
 
 
 def uses_horovod(backend: str, launcher: str) -> bool:

@@ -30,17 +30,20 @@ class Machine:
     # a node have to do alike cannot depend on that.
     may_have_gpus: bool = False
     shared_memory_bytes: int = 0  # the size of ``/dev/shm``
+    shm_free_bytes: int = 0  # of it
 
 
 def read_machine(environ: Mapping[str, str]) -> Machine:
     """Read what this process may use."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
+    memory = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     return Machine(
         cores=cores,
         quota=read_cgroup_quota(Path("/")),
         bound_by_launcher=_is_bound_by_launcher(environ, cores),
         may_have_gpus=has_gpu_driver(),
-        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
+        shared_memory_bytes=memory.total if memory else 0,
+        shm_free_bytes=memory.free if memory else 0,
     )
 
 

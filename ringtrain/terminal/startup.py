@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ringtrain import __version__
+from ringtrain.runtime.devices import describe_shared_memory
 from ringtrain.runtime.machine import has_gpu_driver
 
 if TYPE_CHECKING:
@@ -110,4 +111,5 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
             for rank, (node, pid, computes_on, threads) in enumerate(rows)
         ),
         *(f"  {setting.name}={setting.value} ({setting.source})" for setting in plan.settings),
+        *describe_shared_memory(world, plan),
     ]

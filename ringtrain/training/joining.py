@@ -30,6 +30,7 @@ from ringtrain.runtime.devices import (
 )
 from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.machine import claim_cores, read_machine
+from ringtrain.runtime.segments import remove_dead_segments
 from ringtrain.runtime.world import World
 from ringtrain.training.ending import end_values, report_error
 from ringtrain.watchdog.thread import Watchdog
@@ -55,6 +56,8 @@ def pin(world: World, config: Config | None = None, workload_class: type[Workloa
     """Take this rank's share of its node, before anything heavy is imported; for a run with this configuration."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
+    if world.local_rank == 0:
+        remove_dead_segments()
     needs = NO_NEEDS if config is None else needs_of(config, world, workload_class)
     plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
     apply_plan(plan)

@@ -24,6 +24,7 @@ from ringtrain.runtime.devices import (
     apply_plan,
     choose_gpu,
     describe_cores,
+    describe_shared_memory,
     plan_devices,
     plan_settings,
     set_environment,
@@ -231,21 +232,25 @@ def test_ranks_of_one_node_keep_mpi_off_the_network_where_they_share_memory() ->
     gloo = dataclasses.replace(local_world(0, 2), launcher="horovodrun --gloo")
     several_nodes = dataclasses.replace(local_world(0, 2), size=4)
 
-    def transports(world: World, environ: dict[str, str], shared_memory_bytes: int) -> str | None:
-        on = dataclasses.replace(machine(), may_have_gpus=True, shared_memory_bytes=shared_memory_bytes)
+    def transports(world: World, environ: dict[str, str], free_bytes: int) -> str | None:
+        on = dataclasses.replace(
+            machine(), may_have_gpus=True, shared_memory_bytes=10 * plenty, shm_free_bytes=free_bytes
+        )
         settings = {item.name: item.value for item in plan_settings(world, on, environ)}
-        assert settings.get("OMPI_MCA_pml") == ("ob1" if "OMPI_MCA_btl" in settings else None)
+        assert settings.get("OMPI_MCA_pml") == ("ob1" if world == local_world(0, 2) else None)
+        warnings = describe_shared_memory(world, plan_devices(world, on, environ))
+        assert bool(warnings) == (world == local_world(0, 2) and "OMPI_MCA_btl" not in settings)
         return settings.get("OMPI_MCA_btl")
 
     assert transports(local_world(0, 2), {}, plenty) == devices.TRANSPORTS_BETWEEN_NODES
     assert transports(local_world(0, 2), {"OMPI_MCA_btl": "tcp,self"}, plenty) == "tcp,self"
     assert transports(local_world(0, 2), {}, plenty - 1) is None
-    on = dataclasses.replace(machine(), shared_memory_bytes=plenty)
+    on = dataclasses.replace(machine(), shm_free_bytes=plenty)
     chosen = {item.name: item for item in plan_settings(local_world(0, 2), on, {"OMPI_MCA_pml": "ucx"})}["OMPI_MCA_pml"]
     assert (chosen.value, chosen.source) == ("ucx", "environment")
     for world in (gloo, several_nodes, local_world(0, 1)):
         assert transports(world, {}, plenty) is None
-    assert read_machine({}).shared_memory_bytes > 0
+    assert read_machine({}).shared_memory_bytes >= read_machine({}).shm_free_bytes > 0
 
 
 def fusion_threshold(environ: dict[str, str], *, may_have_gpus: bool = False, size: int = 2) -> str | None:

@@ -117,10 +117,25 @@ def test_no_mpirun(tmp_path: Path, programs: list[str], status: str) -> None:
     assert_told(look(env={"PATH": str(tmp_path)}), "launchers", status, remedy, "openmpi-bin")
 
 
-def test_tiny_dev_shm() -> None:
-    mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+def with_dev_shm(size: str, *, then: str = "true") -> list[str]:
+    """What runs a command with a ``/dev/shm`` of its own."""
+    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && {then} && exec "$@"'
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
-    finished = look(wrapper=["unshare", *user, "--mount", "sh", "-c", mount, "sh"])
+    return ["unshare", *user, "--mount", "sh", "-c", mount, "sh"]
+
+
+@pytest.mark.slow
+def test_ranks_talk_by_tcp_where_dev_shm_is_large_and_full() -> None:
+    full = with_dev_shm("64m", then="head -c 64m /dev/zero > /dev/shm/filler")
+    ranks = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable, "-m", "ringtrain", "doctor"]
+    finished = run_command([*full, *ranks], env=clean_environment(**WITHOUT_GPUS), timeout=120)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert "0 MiB of it free: 2 ranks would talk by TCP, slowly" in row(finished, "/dev/shm")
+    assert "the sums are right" in row(finished, "all-reduce")
+
+
+def test_tiny_dev_shm() -> None:
+    finished = look(wrapper=with_dev_shm("1m"))
     assert_told(finished, "/dev/shm", "warning", "1 MiB, 1 MiB of it free", "--shm-size=1g")
 
 

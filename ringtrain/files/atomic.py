@@ -26,14 +26,14 @@ def replacing(target: Path, *, may_write: Callable[[], None] = lambda: None) -> 
             file.flush()
             flush(file.fileno())
         may_write()
-        _require_regular(target)
+        require_regular(target)
         aside.replace(target)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
 
 
-def _require_regular(target: Path) -> None:
+def require_regular(target: Path) -> None:
     """Raise OSError if something else than a regular file has this name."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(target.lstat().st_mode):

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from ringtrain.errors import RingtrainError, UsageError
-from ringtrain.files.atomic import replace_text, replacing
+from ringtrain.files.atomic import replace_text, replacing, require_regular
 from ringtrain.files.bounded import (
     open_descriptor,
     open_directory,
@@ -287,6 +287,18 @@ def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [event for event in events if event and event["event"] == kind]
+
+
+def refuse_other_kinds(run: Path) -> None:
+    """Refuse a run directory in which something else has the name of a file that is read and written."""
+    for path in (run / METRICS_FILE, run / IDENTITY_FILE, *sorted((run / "tensorboard").glob("*tfevents*"))):
+        try:
+            require_regular(path)
+        except OSError as error:
+            raise UsageError(
+                f"{str(path)!r} cannot be used: {error.strerror}. Nothing in a run directory is followed, such as a "
+                "link. Move it away, or restore the file, and start the same command again."
+            ) from error
 
 
 def require_writable(directory: Path) -> None:

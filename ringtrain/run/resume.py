@@ -19,6 +19,7 @@ from ringtrain.run.directory import (
     create_run_directory,
     find_last_saved_step,
     read_config,
+    refuse_other_kinds,
     require_writable,
 )
 from ringtrain.run.identity import as_identity, describe_identity, draw_identity, read_identity
@@ -64,6 +65,7 @@ class OpenedRun:
 def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     """Open the run that the configuration names, and make it ready to be written."""
     path = choose_directory(config)
+    refuse_other_kinds(path)
     lease = acquire_lease(path, environ=os.environ, print_line=print_line)
     directory = RunDirectory(path, may_write=lease.check, on_close=lease.close)
     try:

@@ -241,6 +241,8 @@ def test_what_is_no_event_file_is_refused_by_name(kind: str, run: Path, tmp_path
     before = elsewhere.read_bytes()
     (run / "tensorboard").mkdir()
     ODD_KINDS[kind](run / "tensorboard" / "events.out.tfevents.x")
+    with pytest.raises(UsageError, match=r"'events\.out\.tfevents\.x' is no regular file"):
+        open_run(Config(out=run, epochs=2, batch_size=16), print_line=print)
     with pytest.raises(RingtrainError, match=r"'events\.out\.tfevents\.x' is (no regular file|a link)"):
         EventFiles(run / "tensorboard", first_step=4)
     with pytest.raises(UsageError, match=r"tfevents\.x' cannot be read: .* is (no regular file|a link)"):

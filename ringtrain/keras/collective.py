@@ -24,6 +24,7 @@ STALL_SECONDS = 60.0  # as Horovod's own check
 BACKENDS = ("auto", "horovod")
 _all_ranks: Collective | None = None
 _backend = "auto"
+_cores = ""
 
 
 class ProcessSetCollective(HorovodCollective):
@@ -94,6 +95,18 @@ def choose_backend(backend: str) -> None:
         raise UsageError(f"backend is {backend!r}; ringtrain.keras.init() takes {' or '.join(map(repr, BACKENDS))}.")
     if backend != _backend or not hvd.is_initialized():
         _all_ranks, _backend = None, backend
+
+
+def note_cores(words: str) -> None:
+    """Keep on which cores this process computes, for the line that describes the communication."""
+    global _cores
+    _cores = words
+
+
+def describe_communication(carrier: Collective, why_not_native: str) -> str:
+    """What carries the sums of a ``fit``, and on which cores this rank computes beside them."""
+    native = f"; no sum is native: {why_not_native}" if why_not_native else ""
+    return f"communication: {carrier.description}{native}{f'; {_cores}' if _cores else ''}"
 
 
 def require_init(what: str) -> None:

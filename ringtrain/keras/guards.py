@@ -16,7 +16,13 @@ from ringtrain.collectives.connect import require_working_sums
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, RingtrainError, UsageError
 from ringtrain.guard.replicas import describe_drift, hash_bits
-from ringtrain.keras.collective import ProcessSetCollective, all_ranks, require_same_kinds, wants_native_sums
+from ringtrain.keras.collective import (
+    ProcessSetCollective,
+    all_ranks,
+    describe_communication,
+    require_same_kinds,
+    wants_native_sums,
+)
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
 from ringtrain.keras.same_samples import find_same, first_batches, warn_of_same
@@ -105,8 +111,7 @@ class TrainingGuard(keras.callbacks.Callback):
         carrier = all_ranks() if may_sum_natively else collective
         if hvd.rank() == collective.ranks[0]:
             would_be_native = wants_native_sums() and own_gpu() is None
-            more = f"; no sum is native: {why_not}" if why_not and would_be_native else ""
-            _say_once(f"communication: {carrier.description}{more}")
+            _say_once(describe_communication(carrier, why_not if would_be_native else ""))
         return may_sum_natively
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -15,8 +15,8 @@ from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.guard.failing import show_once
 from ringtrain.keras import hooks
-from ringtrain.keras.collective import choose_backend, is_elastic, wants_native_sums
-from ringtrain.runtime.devices import Needs, apply_plan, plan_devices, start_tensorflow
+from ringtrain.keras.collective import choose_backend, is_elastic, note_cores, wants_native_sums
+from ringtrain.runtime.devices import Needs, apply_plan, describe_cores, plan_devices, start_tensorflow
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.segments import remove_dead_segments
@@ -70,6 +70,8 @@ def init(
         needs = Needs(horovod=not is_elastic(), one_at_a_time=wants_native_sums() and LIBRARY.exists())
         plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
         apply_plan(plan)
+        if plan.why_unpinned:
+            note_cores(f"rank {world.rank} on {describe_cores(plan)}")
         try:
             start_tensorflow(plan, world)
         except RuntimeError as error:  # its devices and threads are settled

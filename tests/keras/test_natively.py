@@ -140,7 +140,8 @@ def test_what_keeps_sums_from_being_native_is_said_once_on_rank_0(collective: Co
     of_keras.choose_backend("auto")
     guards._say_once.cache_clear()
     stderr, batches = io.StringIO(), dataset(make_batches(4))
-    with contextlib.redirect_stderr(stderr):
+    cores = "rank 0 on cores 0-1 (not pinned: another run holds some of 0)"
+    with contextlib.redirect_stderr(stderr), mock.patch.object(of_keras, "_cores", cores):
         for op, data in [(hvd.Adasum, batches), (hvd.Adasum, batches), (hvd.Sum, batches.filter(lambda x, y: True))]:
             optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), op=op)
             train_on(make_model(), optimizer, data, [])
@@ -148,7 +149,7 @@ def test_what_keeps_sums_from_being_native_is_said_once_on_rank_0(collective: Co
     start = "ringtrain.keras: communication: Horovod over MPI; no sum is native: "
     whys = ["the optimizer has op=hvd.Adasum", "nobody knows the steps of an epoch"]
     said = [line for line in stderr.getvalue().splitlines() if "communication" in line]
-    assert said == [start + why for why in whys if collective.world.is_rank0]
+    assert said == [f"{start}{why}; {cores}" for why in whys if collective.world.is_rank0]
 
 
 def test_another_backend_is_refused() -> None:

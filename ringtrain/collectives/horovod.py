@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ringtrain.collectives.base import Collective, Totals, mark_collective
 from ringtrain.collectives.mpi import gather_by_mpi, require_size
 from ringtrain.errors import UsageError
+from ringtrain.messages.defects import describe_defect
 from ringtrain.runtime.devices import DYNAMIC_TIMELINE
 from ringtrain.runtime.processes import list_threads
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
@@ -132,19 +133,18 @@ def connect_horovod(world: World) -> HorovodCollective:
     require_same_settings_by_rendezvous(world)
     try:
         import horovod.tensorflow as hvd
-
-        threads = list_threads()
-        hvd.init()
-        threads = list_threads() - threads
     except ModuleNotFoundError as error:
         if error.name != "horovod":
-            raise
+            raise _cannot_load(error) from error
         raise UsageError("Horovod is not installed. Run: make setup HOROVOD=1, or use --backend auto.") from error
-    except (ImportError, ValueError) as error:  # ValueError: built without the controller that the launcher asks for
-        raise UsageError(
-            f"Horovod cannot be loaded: {error}. It must be built against the TensorFlow that is installed: "
-            "run `make setup`, or see `horovodrun --check-build`."
-        ) from error
+    except (Exception, SystemExit) as error:  # whatever a broken or half installed package raises
+        raise _cannot_load(error) from error
+    threads = list_threads()
+    try:
+        hvd.init()
+    except (ImportError, ValueError, AttributeError) as error:  # built without the controller of the launcher; a part
+        raise _cannot_load(error) from error
+    threads = list_threads() - threads
     places = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size()}
     seen = dataclasses.replace(world, rank=hvd.rank(), size=hvd.size(), **places)
     for who, size in (("Horovod", seen.size), ("mpi4py", _mpi4py_size(hvd, world))):
@@ -157,6 +157,13 @@ def connect_horovod(world: World) -> HorovodCollective:
     if hvd.mpi_enabled():
         _require_same_settings(world)
     return HorovodCollective(world, hvd, threads)
+
+
+def _cannot_load(error: BaseException) -> UsageError:
+    return UsageError(
+        f"Horovod cannot be loaded: {describe_defect(error).rstrip('.')}. It must be built against the TensorFlow that "
+        "is installed: run `make setup`, or see `horovodrun --check-build`. On cores --backend native needs no Horovod."
+    )
 
 
 def _require_same_settings(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,34 @@ def test_the_backend_native_is_refused_where_the_launcher_gives_no_mpi() -> None
     world = World(rank=0, size=2, local_rank=0, local_size=2, node="n1", launcher=GLOO_LAUNCHER)
     with pytest.raises(UsageError, match="needs MPI, but horovodrun --gloo starts ranks without MPI"):
         connect("native", world)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise OSError('libcudart.so.12: cannot open')", "OSError: libcudart.so.12: cannot open"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("import missing_part", "ModuleNotFoundError: No module named 'missing_part'"),
+        ("", "AttributeError: module 'horovod.tensorflow' has no attribute 'init'"),
+    ],
+)
+def test_a_horovod_that_does_not_load_is_refused_whatever_it_raises(
+    code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "horovod/tensorflow").mkdir(parents=True)
+    (tmp_path / "horovod/__init__.py").touch()
+    (tmp_path / "horovod/tensorflow/__init__.py").write_text(code)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    alone = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
+    try:
+        with pytest.raises(UsageError) as raised:
+            connect("horovod", alone)
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+            del sys.modules[name]
+    assert str(raised.value).startswith(f"Horovod cannot be loaded: {words}. It must be built against")
 
 
 def test_it_is_open_in_all_and_gone_with_the_last() -> None:

@@ -12,6 +12,7 @@ Each calls the one that it replaces; with one rank, of a number that stays, they
 - ``Model.fit``, ``EpochIterator._enumerate_iterator``: a ``fit`` with ``callbacks.Run`` is kept from before its first
   step to after its last, whatever ends it; with it, or ``elastic.UpdateBatchStateCallback``, it goes on in mid-epoch.
   And the first batches of each ``fit`` are noted (``same_samples.py``).
+- ``Model.evaluate``: called by a callback of such a ``fit``, it leaves what the metrics have counted as it was.
 - ``Trainer._get_metrics_result_or_logs``: of such an epoch all batches may be done, where nobody knew how many it has.
 - ``TFEpochIterator._get_iterator``: on a rank's only core the end of an epoch waited for the thread that tunes it.
 """
@@ -48,6 +49,7 @@ def install() -> None:
     _replace(keras.Model, "make_train_function", _make_train_function)
     _replace(keras.callbacks.CallbackList, "__init__", _create_callback_list)
     _replace(keras.Model, "fit", _fit)
+    _replace(keras.Model, "evaluate", _evaluate)
     _replace(EpochIterator, "_enumerate_iterator", _enumerate)
     _replace(keras.Model, "_get_metrics_result_or_logs", _metrics_or_logs)
     _replace(TFEpochIterator, "__init__", _create_epoch_iterator)
@@ -139,6 +141,17 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         distributed = find_distributed(getattr(model, "optimizer", None))
         if distributed is not None:
             distributed.exchange.end_fit()  # Keras does not tell callbacks of the end where something was raised
+
+
+def _evaluate(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    if Run.current is None or kwargs.get("_use_cached_eval_dataset"):  # the validation of fit itself
+        return plain(*args, **kwargs)
+    counted = [(variable, keras.ops.convert_to_numpy(variable.value)) for variable in model.metrics_variables]
+    try:
+        return plain(*args, **kwargs)
+    finally:
+        for variable, value in counted:
+            variable.assign(value)
 
 
 def _enumerate(plain: Any, data: Any) -> Any:

@@ -237,6 +237,32 @@ def test_the_best_checkpoint_is_that_of_the_metric(collective: Collective, direc
     assert fit(f"{directory}/other", best_metric="auc", epochs=1).code == 2
 
 
+class Evaluate(keras.callbacks.Callback):
+    """Evaluates on other samples, after each epoch and within one."""
+
+    def _evaluate(self) -> None:
+        random = np.random.default_rng(1)
+        x, y = random.normal(size=(40, FEATURES)).astype(np.float32), random.integers(CLASSES, size=40)
+        self.model.evaluate(x, y, batch_size=20, verbose=0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            self._evaluate()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._evaluate()
+
+
+@on_ranks(1)
+def test_an_evaluation_by_a_callback_counts_in_no_metric_of_the_run(collective: Collective, directory: str) -> None:
+    logged = []
+    for name, others in [("plain", []), ("evaluated", [Evaluate()])]:
+        assert fit(f"{directory}/{name}", others=others, epochs=2, log_every=3).code is None
+        of_run = [event for kind in ("train", "eval") for event in events(Path(directory, name), kind)]
+        logged.append([(event["step"], event["loss"], event["accuracy"], event.get("samples")) for event in of_run])
+    assert logged[0] == logged[1]
+
+
 @pytest.mark.parametrize("cause", ["file", "time"])
 @on_ranks(1)
 def test_the_file_stop_and_the_limit_of_time_end_it(collective: Collective, cause: str, directory: str) -> None:

@@ -28,10 +28,11 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError
 
-from ringtrain.errors import UsageError
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.guard.lost import SIGNS
 from ringtrain.keras.collective import broadcast_variables
 from ringtrain.keras.distributed import find_distributed
+from ringtrain.messages.defects import describe_defect
 
 log = logging.getLogger("ringtrain")
 # What fails is a sum of an operation that the error names, or of a library below Horovod, whose words these are.
@@ -52,11 +53,26 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         with telling_lost_ranks():
             return func(state, *args, **kwargs)
 
-    def reset() -> None:
-        hvd.shutdown()
-        hvd.init()
+    return run_fn(functools.wraps(func)(call), rejoin)
 
-    return run_fn(functools.wraps(func)(call), reset)
+
+def rejoin() -> None:
+    """Join the ranks that there are now.
+
+    Raises:
+        RingtrainError: Horovod did not start again, as when yet another rank was lost meanwhile.
+    """
+    for is_last in (False, True):
+        hvd.shutdown()
+        try:
+            hvd.init()
+            return
+        except Exception as error:  # of several kinds, by what Horovod's controller is made of
+            if is_last:
+                raise RingtrainError(
+                    f"this rank could not join the others again after ranks had changed: {describe_defect(error)} "
+                    "horovodrun starts it again if the host stays and --reset-limit allows it."
+                ) from error
 
 
 @contextlib.contextmanager

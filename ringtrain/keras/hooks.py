@@ -82,6 +82,9 @@ def _apply_parts(plain: Any, optimizer: Any, grads: Any, trainable_variables: An
 def _apply_scaled(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
     inner = optimizer.inner_optimizer
     if not isinstance(inner, Distributed):
+        if hasattr(inner, "optimizers") and trainable_variables is not None:  # here, outside of Keras' cond
+            inner.build(list(trainable_variables))
+            check_parts(inner)
         return plain(grads, trainable_variables)
     return apply_reduced(inner, optimizer, plain, grads, trainable_variables)
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
@@ -16,7 +17,8 @@ import pytest
 
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
-from ringtrain.errors import UsageError
+from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.keras import elastic
 from tests.world.group import on_ranks
 from tests.world.processes import MarkedProcess, clean_environment
 
@@ -65,6 +67,17 @@ def test_a_state_is_synchronised_committed_and_restored(collective: Collective) 
 def assert_weights(model: keras.Model, expected: list[np.ndarray]) -> None:
     for weight, value in zip(model.get_weights(), expected, strict=True):
         np.testing.assert_array_equal(weight, value)
+
+
+def test_ranks_that_cannot_join_again_end_with_a_message() -> None:
+    """Once more is tried, as another rank may have been lost meanwhile."""
+    with mock.patch.object(elastic, "hvd") as horovod:
+        horovod.init.side_effect = [RuntimeError("timed out"), None]
+        elastic.rejoin()
+        horovod.init.side_effect = RuntimeError("Gloo timed out")
+        with pytest.raises(RingtrainError, match=r"could not join the others again .*RuntimeError: Gloo timed out"):
+            elastic.rejoin()
+        assert horovod.shutdown.call_count == horovod.init.call_count == 4
 
 
 @on_ranks(2)

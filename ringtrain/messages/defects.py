@@ -6,7 +6,7 @@ import contextlib
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ringtrain.errors import UsageError
@@ -68,7 +68,11 @@ def is_users_own(file: str) -> bool:
 
 def find_users_place(error: BaseException) -> str:
     """Where in the user's own code, called by ringtrain, an error came up, as ``FILE:LINE``; empty: not in it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    return find_own_frame(traceback.extract_tb(error.__traceback__))
+
+
+def find_own_frame(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost of these frames in the user's own code, called by ringtrain, as ``FILE:LINE``; empty: none is."""
     ours = max((number for number, frame in enumerate(frames) if frame.filename.startswith(_FOREIGN[0])), default=0)
     own = [frame for frame in frames[ours:] if is_users_own(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -13,7 +13,7 @@ or against a ten-thousandth of the largest one in the model.
 
 An optimizer may make much of such a gradient: Lion takes its sign, and Adam divides by its size where that is above
 epsilon. How far rounding moves a value is then measured: the reference trains once more, from weights that differ in
-their last bit. What differs between world sizes by less than ``NOISE_FACTOR`` times what that changes is not determined
+their last bit. What differs between world sizes by less than ``noise_factor`` times what that changes is not determined
 by the training; such tensors are named, and their gradients are what is compared, by the slots that add them up and by
 the step in float32, which is one of plain SGD. The losses never depend on such a weight, so there rounding excuses
 little: otherwise random numbers without a seed, which change everything, would excuse it all.
@@ -29,16 +29,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-FLOAT64_TOLERANCE = 1e-10  # of the largest value of a tensor's kind in its layer
-FLOAT32_TOLERANCE = 1e-5
+
+class Rounding(NamedTuple):
+    """The differences that pass where a part of the computation rounds to some type."""
+
+    tolerance: float  # of the largest value of a tensor's kind in its layer
+    epsilon: float  # the last bit of a number near 1
+    noise_factor: float  # two samples of the rounding of a tensor, each the largest of a few values
+    max_loss_noise: float
+
+
+ROUNDING = {
+    "float64": Rounding(1e-10, 2.0**-52, 100.0, 1e-6),
+    "float32": Rounding(1e-5, 2.0**-23, 100.0, 1e-3),
+    "float16": Rounding(5e-3, 2.0**-10, 4.0, 5e-2),
+    "bfloat16": Rounding(3e-2, 2.0**-7, 4.0, 2e-1),
+}
 MODEL_SHARE = 1e-4  # of the largest value of a kind in the model, where those of a layer are smaller
-NOISE_FACTOR = 100.0  # two samples of the rounding of a tensor, each the largest of a few values
-MAX_LOSS_NOISE = 1e-6
 KINDS = {"weights": ("weights/",), "slots": ("slots/", "averages/")}
 MIN_COMPARED_ORDER = 20  # samples whose order two epochs do not share by chance
 MAX_NAMED_LAYERS = 3
@@ -75,20 +87,19 @@ def measure_noise(run: Record, perturbed: Record | None) -> Record:
     return {name: np.abs(np.subtract(perturbed[name], run[name], dtype=np.float64)) for name in names}
 
 
-def compare(
-    reference: Record, other: Record, noise: Record, *, precision: Literal["float64", "float32"]
-) -> list[Comparison]:
+def compare(reference: Record, other: Record, noise: Record) -> list[Comparison]:
     """Hold a run against the reference run of another world size; ``noise`` is what rounding does (measure_noise)."""
-    tolerance = FLOAT64_TOLERANCE if precision == "float64" else FLOAT32_TOLERANCE
-    findings = [compare_tensors(name, kinds, reference, other, noise, tolerance) for name, kinds in KINDS.items()]
-    findings += [compare_series(name, reference, other, noise, tolerance) for name in ("losses", "evaluation")]
+    rounding = ROUNDING[str(other["computed_in"])]
+    findings = [compare_tensors(name, kinds, reference, other, noise, rounding) for name, kinds in KINDS.items()]
+    findings += [compare_series(name, reference, other, noise, rounding) for name in ("losses", "evaluation")]
     return [*findings, check_replicas(other), check_ledger(reference, other)]
 
 
 def compare_tensors(
-    kind: str, prefixes: tuple[str, ...], reference: Record, other: Record, noise: Record, tolerance: float
+    kind: str, prefixes: tuple[str, ...], reference: Record, other: Record, noise: Record, rounding: Rounding
 ) -> Comparison:
     """The tensor that differs most, of what may differ."""
+    tolerance = rounding.tolerance
     names = [name for name in reference if name.startswith(prefixes)]
     if names != [name for name in other if name.startswith(prefixes)]:
         return Comparison(
@@ -98,7 +109,7 @@ def compare_tensors(
     undetermined = []
     for name, scale in find_scales(reference, names).items():
         difference = largest_difference(reference[name], other[name]) / scale
-        allowed = allow(tolerance, float(np.max(noise.get(name, 0.0), initial=0.0)) / scale)
+        allowed = allow(rounding, float(np.max(noise.get(name, 0.0), initial=0.0)) / scale)
         path = name.split("/", 1)[1]
         if tolerance < difference <= allowed:
             undetermined.append(path)
@@ -107,9 +118,10 @@ def compare_tensors(
     return dataclasses.replace(worst, undetermined=tuple(undetermined))
 
 
-def allow(tolerance: float, noise: float, most: float = math.inf) -> float:
+def allow(rounding: Rounding, noise: float, most: float = math.inf) -> float:
     """The largest difference that passes where rounding alone makes one of ``noise``; ``most`` is what it excuses."""
-    return max(tolerance, min(NOISE_FACTOR * noise, most)) if math.isfinite(noise) else tolerance
+    excused = min(rounding.noise_factor * noise, most) if math.isfinite(noise) else 0.0
+    return max(rounding.tolerance, excused)
 
 
 def find_scales(reference: Record, names: Sequence[str]) -> dict[str, float]:
@@ -137,8 +149,9 @@ def find_place(name: str, weights: Mapping[str, str]) -> tuple[str, str]:
     return (path, "") if mine is None else (path.removeprefix(mine), weights[mine].rpartition("/")[0])
 
 
-def compare_series(name: str, reference: Record, other: Record, noise: Record, tolerance: float) -> Comparison:
+def compare_series(name: str, reference: Record, other: Record, noise: Record, rounding: Rounding) -> Comparison:
     """The largest relative difference of two series of numbers, such as losses, of what may differ."""
+    tolerance = rounding.tolerance
     expected, found = reference[name], other[name]
     if expected.shape != found.shape:
         return Comparison(name=name, difference=math.inf, tolerance=tolerance, where="their numbers differ")
@@ -147,10 +160,10 @@ def compare_series(name: str, reference: Record, other: Record, noise: Record, t
     scales = [abs(float(value)) or 1.0 for value in expected]
     differences = [largest_difference(a, b) / scale for a, b, scale in zip(expected, found, scales, strict=True)]
     moved = float(np.max(noise.get(name, 0.0) / np.array(scales)))
-    allowed = allow(tolerance, moved, MAX_LOSS_NOISE if name == "losses" else math.inf)
+    allowed = allow(rounding, moved, rounding.max_loss_noise if name == "losses" else math.inf)
     worst = int(np.argmax(differences))
     where = f"step {worst + 1}" if name == "losses" else f"value {worst + 1}"
-    if differences[worst] > allowed and NOISE_FACTOR * moved > allowed:
+    if differences[worst] > allowed and rounding.noise_factor * moved > allowed:
         where += (
             f"; the run itself moves by {moved:.1e} when its first weights change in their last bit. Its random "
             "numbers have no seed, or its learning rate is too high."
@@ -214,7 +227,7 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
         noise = measure_noise(reference, of_reference.get(f"{precision}-perturbed"))
         lines.append(describe_comparison(precision, len(reference["losses"])))
         for size in others:
-            findings = compare(reference, records[size][precision], noise, precision=precision)
+            findings = compare(reference, records[size][precision], noise)
             lines += describe_all(f"{size} against {reference_size}", findings)
             passed = passed and all(finding.passes for finding in findings)
         ledger = check_ledger(reference, reference)
@@ -227,7 +240,7 @@ def describe_oracle(records: Mapping[str, Record]) -> tuple[list[str], bool]:
     """The report of the comparison with a plain Keras loop, and whether it passed."""
     plain, mine = records["plain"], records["float64"]
     noise = measure_noise(mine, records.get("float64-perturbed"))
-    findings = compare(plain, mine, noise, precision="float64")
+    findings = compare(plain, mine, noise)
     lines = [describe_comparison("float64", len(plain["losses"])), *describe_all("1 against plain Keras", findings)]
     return lines, all(finding.passes for finding in findings)
 

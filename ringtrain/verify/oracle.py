@@ -24,8 +24,10 @@ from ringtrain.data.sources import Feed, Source
 from ringtrain.errors import UsageError
 from ringtrain.run.variables import name_variables, named_slots, named_weights
 from ringtrain.step.optimizers import OWN
+from ringtrain.step.train_step import set_precision
 from ringtrain.training.creation import choose_optimizer
 from ringtrain.training.job import Job
+from ringtrain.verify.precision import widened
 from ringtrain.verify.record import create_recorded_job, make_comparable, record_job
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
@@ -40,11 +42,12 @@ def record_with_oracle(workload: Workload, config: Config, collective: Collectiv
     has all samples.
     """
     double = dataclasses.replace(config, precision="float64")
-    job, notes = create_recorded_job(workload, double, collective, freezes=False)
-    first = [variable.numpy() for _, variable in named_weights(job.step.model)]
-    record_job(job, notes, directory, is_reference=True)
-    with np.load(directory / "float64.npz", allow_pickle=False) as archive:
-        np.savez(directory / "plain.npz", **train_oracle(workload, double, job, first, archive["samples"]))
+    with widened("float64"):
+        job, notes = create_recorded_job(workload, double, collective, freezes=False)
+        first = [variable.numpy() for _, variable in named_weights(job.step.model)]
+        record_job(job, notes, directory, is_reference=True)
+        with np.load(directory / "float64.npz", allow_pickle=False) as archive:
+            np.savez(directory / "plain.npz", **train_oracle(workload, double, job, first, archive["samples"]))
 
 
 def train_oracle(
@@ -53,6 +56,7 @@ def train_oracle(
     """Train by the plain loop, from the same weights, the samples (int64 [n]) that a job of one process has trained."""
     keras.utils.clear_session()  # so that names are the job's
     model = workload.create_model()
+    set_precision("float64")
     make_comparable(model, freezes=False)
     for (_, variable), value in zip(named_weights(model), first, strict=True):
         variable.assign(value)

@@ -23,17 +23,18 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, find_users_place
 from ringtrain.step.report import StepReport
+from ringtrain.step.train_step import set_precision
 from ringtrain.training.actions import Action, Training
 from ringtrain.training.creation import find_micro_batch_state
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
+from ringtrain.verify.compare import ROUNDING
+from ringtrain.verify.precision import find_narrow, keep_narrow_layers, widened
 from ringtrain.workloads.base import Workload
 
-# TensorFlow computes them in single precision at most; what they make of a sample is that sample's own, so that they
-# round alike under any world size.
-WITHOUT_FLOAT64 = {"AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AveragePooling3D", "MaxPooling3D"}
 # Rank 0's first values must reach every rank: the others start from noise of this size.
 NOISE = 1.0
+HELD_TO_NARROW = "computes in {}, so that all values are compared within the rounding of that type"
 
 
 class Recorder(Action):
@@ -64,12 +65,26 @@ def record(
     of that: how far rounding alone moves what is compared.
     """
     double = dataclasses.replace(config, precision="float64")
-    job, notes = create_recorded_job(workload, double, collective)
-    record_job(job, notes, directory, is_reference=is_reference)
+    record_widened(workload, double, collective, directory, is_reference=is_reference)
     # One step of plain SGD: a step of Adam would divide by gradients that are nothing but rounding.
     one_step = dataclasses.replace(config, precision="float32", steps=1, epochs=None)
-    job, notes = create_recorded_job(workload, one_step, collective, optimizer=lambda: keras.optimizers.SGD(1.0))
-    record_job(job, notes, directory, is_reference=is_reference)
+    sgd = functools.partial(keras.optimizers.SGD, 1.0)
+    record_widened(workload, one_step, collective, directory, is_reference=is_reference, optimizer=sgd)
+
+
+def record_widened(
+    workload: Workload, config: Config, collective: Collective, directory: Path, *, is_reference: bool, **options: Any
+) -> None:
+    """Record a run in which all computes in the settings' precision that can."""
+    for widens_casts in (True, False):
+        with widened(config.precision, widens_casts=widens_casts) as changed:
+            try:
+                job, notes = create_recorded_job(workload, config, collective, **options)
+            except Exception:  # on all ranks, which trace the same code: it may need the types that it casts to
+                if not changed:
+                    raise
+                continue
+            return record_job(job, notes, directory, is_reference=is_reference)
 
 
 def create_recorded_job(
@@ -78,13 +93,18 @@ def create_recorded_job(
     """A training in the settings' precision, without what differs between world sizes by design; what that was."""
     keras.utils.clear_session()
     notes: list[str] = []
+
+    def adapt(model: keras.Model) -> None:
+        set_precision(config.precision)  # create_model may have set another
+        notes.extend(make_comparable(model, freezes=freezes))
+
     with explaining_float64(config):
         job = create_job(
             workload,
             config,
             collective,
             num_threads=1,
-            adapt_model=lambda model: notes.extend(make_comparable(model, freezes=freezes)),
+            adapt_model=adapt,
             **job_options,
         )
     notes += [
@@ -130,16 +150,21 @@ def explaining_float64(config: Config) -> Iterator[None]:
 def record_job(job: Job, notes: Sequence[str], directory: Path, *, is_reference: bool = False) -> None:
     """Train, and write down what came of it; a reference once more, from weights that differ in their last bit."""
     first, slots = [variable.numpy() for variable in job.step.variables], job.step.gather_shared_out()
-    train_recorded(job, notes, directory / f"{job.config.precision}.npz")
+    narrow = find_narrow(job)
+    computed_in = max(
+        [job.config.precision, *(part.dtype for part in narrow)], key=lambda dtype: ROUNDING[dtype].tolerance
+    )
+    notes = [*notes, *(f"{part.where}: {HELD_TO_NARROW.format(part.dtype)}" for part in narrow)]
+    train_recorded(job, notes, directory / f"{job.config.precision}.npz", computed_in)
     if is_reference and not job.batches.is_counted:
         for variable, value in zip(job.step.variables, first, strict=True):
             variable.assign(value)
-        perturb(job.step.model.variables)
+        perturb(job.step.model.variables, computed_in)
         job.step.share_values(job.collective, slots)  # pieces as well, where the update is shared out
-        train_recorded(job, notes, directory / f"{job.config.precision}-perturbed.npz")
+        train_recorded(job, notes, directory / f"{job.config.precision}-perturbed.npz", computed_in)
 
 
-def train_recorded(job: Job, notes: Sequence[str], path: Path) -> None:
+def train_recorded(job: Job, notes: Sequence[str], path: Path, computed_in: str) -> None:
     """Train the steps of a job; rank 0 writes down what came of it."""
     training = Training(job=job)
     recorder = Recorder(training)
@@ -152,6 +177,7 @@ def train_recorded(job: Job, notes: Sequence[str], path: Path) -> None:
     trained = {name: variable.numpy() for name, variable in job.step.named_variables.items()} | gathered
     values = {
         "notes": np.array(notes, str),
+        "computed_in": np.array(computed_in),
         "losses": np.array(recorder.losses),
         "evaluation": np.array(
             [evaluation.samples, evaluation.loss, *evaluation.metrics.values()] if evaluation else []
@@ -170,10 +196,9 @@ def train_recorded(job: Job, notes: Sequence[str], path: Path) -> None:
 def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
     """Switch off what may differ between world sizes by design (local BatchNorm if ``freezes``); say what that was."""
     notes = []
+    keep_narrow_layers(model)
     for layer in model._flatten_layers():
         match_regularizers(layer)
-        if type(layer).__name__ in WITHOUT_FLOAT64:
-            layer.dtype_policy = "float32"
         if type(layer).__name__ == "Equalization":
             call_without_training(layer)
             notes.append(f"{layer.name}: equalizes each rank's samples by themselves; switched off for the comparison")
@@ -233,13 +258,14 @@ def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:
         variable.assign(tf.cast(noise if is_float else 100 * np.abs(noise) + 1, variable.dtype))
 
 
-def perturb(variables: Sequence[keras.Variable]) -> None:
-    """Change each number in its last bit, up or down by chance."""
+def perturb(variables: Sequence[keras.Variable], computed_in: str) -> None:
+    """Change each number in the last bit of a type, up or down by chance."""
     generator = np.random.default_rng(1)
     for variable in variables:
         if variable.dtype in ("float32", "float64"):
+            epsilon = max(ROUNDING[computed_in].epsilon, ROUNDING[variable.dtype].epsilon)
             signs = generator.choice([-1.0, 1.0], size=variable.shape)
-            variable.assign(variable.value * (1 + signs * np.finfo(variable.dtype).eps).astype(variable.dtype))
+            variable.assign(variable.value * (1 + signs * epsilon).astype(variable.dtype))
 
 
 def digest(variable: keras.Variable) -> str:

@@ -262,6 +262,43 @@ def test_labels_and_regularisers_of_float32_meet_float64(collective: Any) -> Non
             findings_of(MixedTypes(), collective)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OwnPolicy",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("LossObject", "FloatSoftmax", "HalfLayer")),
+    ],
+)
+@on_ranks(2)
+def test_types_that_a_workload_gives_its_layers_and_losses_are_widened(collective: Any, name: str) -> None:
+    from tests.world.workloads import narrow
+
+    findings, notes = findings_of(getattr(narrow, name)(), collective, steps=4)
+    assert all(finding.passes for finding in findings), findings
+    assert notes == []
+    assert [f.tolerance for f in findings[:4]] == [1e-10] * 4 * collective.world.is_rank0
+    assert all(finding.difference < 1e-12 for finding in findings[:4]), findings
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("Casts", "float32"), pytest.param("RawCasts", "bfloat16", marks=pytest.mark.slow)]
+)
+@on_ranks(2)
+def test_code_that_casts_is_named_and_compared_within_its_rounding(collective: Any, name: str, dtype: str) -> None:
+    from ringtrain.verify.compare import ROUNDING
+    from tests.world.workloads import narrow
+
+    findings, notes = findings_of(getattr(narrow, name)(), collective, steps=4)
+    assert all(finding.passes for finding in findings), findings
+    if collective.world.is_rank0:
+        [note] = notes
+        assert re.search(rf"narrow\.py:\d+: computes in {dtype}", note)
+        assert ROUNDING[dtype].tolerance <= findings[0].tolerance < 1
+    wrong, _ = findings_of(getattr(narrow, name)(), collective, steps=4, defect="a duplicated sample")
+    if collective.world.is_rank0:
+        assert not all(finding.passes for finding in wrong), wrong
+
+
 @on_ranks(2)
 def test_a_reference_whose_update_is_shared_out_measures_rounding_alone(collective: Any) -> None:
     from ringtrain.config import make_config
@@ -357,7 +394,7 @@ def findings_of(
     findings = []
     for precision in ("float64", "float32"):
         noise = measure_noise(one[precision], one[f"{precision}-perturbed"])
-        findings += compare(one[precision], both[precision], noise, precision=precision)
+        findings += compare(one[precision], both[precision], noise)
     return findings, one["float64"]["notes"].tolist()
 
 

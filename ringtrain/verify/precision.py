@@ -1,0 +1,150 @@
+"""Parts of a model that compute in a narrower type than the run: widened if possible, otherwise found and named.
+
+A Keras loss object keeps the type of the moment of its creation, ``Activation("softmax", dtype="float32")`` its own,
+and a policy set in ``create_model`` holds for all layers. ``widened`` lets all of them compute in the type of the run,
+and ``tf.cast`` and ``keras.ops.cast`` give no narrower one, unless the code around them depends on it. ``find_narrow``
+names what still computes in a narrower type, and the comparison allows for the rounding of that type.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+from ringtrain.messages.defects import find_own_frame
+from ringtrain.training.job import Job
+from ringtrain.workloads.values import call_model, per_sample
+
+# TensorFlow computes them in single precision at most.
+WITHOUT_FLOAT64 = {"AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AveragePooling3D", "MaxPooling3D"}
+READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+CASTS = ("keras.src.backend.tensorflow.core", "keras.src.ops.core")  # the modules of keras.ops.cast
+_KEPT = keras.DTypePolicy("float32")  # of layers WITHOUT_FLOAT64
+
+
+class Narrow(NamedTuple):
+    """A part of a model that computes in a narrower type than the run."""
+
+    where: str  # a layer, or FILE:LINE
+    dtype: str
+
+
+@contextlib.contextmanager
+def widened(dtype: str, *, widens_casts: bool = True) -> Iterator[list[str]]:
+    """Within this scope no policy and no loss object of Keras gives a floating-point type narrower than ``dtype``.
+
+    ``widens_casts``: nor does a cast in the code of a model or loss. It yields the types that they would have given.
+    """
+    policy, loss, cast = keras.DTypePolicy, keras.losses.Loss, tf.cast
+    changed: list[str] = []
+
+    def cast_widely(x: Any, dtype_of_cast: Any = None, name: str | None = None, **given: Any) -> Any:
+        target = given.pop("dtype", dtype_of_cast)
+        is_wide = hasattr(x, "dtype") and is_narrower(target, x.dtype) and not is_narrower(x.dtype, dtype)
+        if not (is_wide and _is_cast_of_a_model(sys._getframe(1))):
+            return cast(x, target, name)
+        changed.append(tf.as_dtype(target).name)
+        return cast(x, dtype, name)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((policy, "compute_dtype"), (policy, "variable_dtype"), (loss, "dtype")):
+            getter = property(_widen(vars(owner)[name].fget, dtype))
+            stack.enter_context(mock.patch.object(owner, name, getter))
+        if widens_casts:
+            stack.enter_context(mock.patch.object(tf, "cast", cast_widely))
+        yield changed
+
+
+def _is_cast_of_a_model(frame: Any) -> bool:
+    """True for a cast that neither ringtrain nor TensorFlow makes, nor Keras within another of its operations."""
+    module = frame.f_globals.get("__name__", "")
+    while module in CASTS and frame.f_code.co_name == "cast":
+        frame = frame.f_back
+        module = frame.f_globals.get("__name__", "")
+    is_symbolic = module in CASTS and frame.f_code.co_name == "call"  # keras.ops.cast in a functional model
+    return is_symbolic or not module.startswith(("ringtrain.", "keras.", "tensorflow."))
+
+
+def _widen(get: Callable[[Any], Any], dtype: str) -> Callable[[Any], Any]:
+    """A getter of a type that gives ``dtype`` for a narrower one."""
+
+    def get_widened(owner: Any) -> Any:
+        given = get(owner)
+        return dtype if owner is not _KEPT and given is not None and is_narrower(given, dtype) else given
+
+    return get_widened
+
+
+def keep_narrow_layers(model: keras.Model) -> None:
+    """Let those layers compute in float32 that TensorFlow does not compute in float64."""
+    for layer in model._flatten_layers():
+        if type(layer).__name__ in WITHOUT_FLOAT64:
+            layer.dtype_policy = _KEPT
+
+
+def is_narrower(dtype: Any, other: Any) -> bool:
+    """True for a floating-point type of fewer bytes than the other."""
+    dtype, other = tf.as_dtype(dtype), tf.as_dtype(other)
+    return dtype.is_floating and other.is_floating and dtype.size < other.size
+
+
+def find_narrow(job: Job) -> list[Narrow]:
+    """Where the model or the loss makes narrower floats of what depends on a weight, by a trace of their own."""
+    workload, model, spec = job.workload, job.step.model, job.batches.element_spec
+
+    def compute(x: Any, y: Any) -> Any:
+        return per_sample(workload, y, call_model(workload, model, x, training=True))[0]
+
+    graph = tf.function(compute, autograph=False).get_concrete_function(spec.x, spec.y).graph
+    layers = {layer.name for layer in model._flatten_layers()}
+    precision = job.config.precision if job.config.precision == "float64" else "float32"
+    depending: set[str] = set()
+    needed = _find_needed(graph.outputs)
+    found = [
+        Narrow(_describe_place(operation.name, layers, operation.traceback), dtype.name)
+        for operation in graph.get_operations()
+        if operation.name in needed and (dtype := _find_narrowed(operation, depending, precision))
+    ]
+    for function in graph.as_graph_def().library.function:  # called by them, such as a tf.function of the user's
+        for node in function.node_def:
+            if node.op == "Cast" and is_narrower(node.attr["DstT"].type, node.attr["SrcT"].type):
+                found.append(Narrow(_describe_place(node.name, layers), tf.as_dtype(node.attr["DstT"].type).name))
+    narrow = [each for each in found if is_narrower(each.dtype, precision)]
+    return list({each.where: each for each in narrow}.values())
+
+
+def _find_needed(outputs: Sequence[tf.Tensor]) -> set[str]:
+    """The names of the operations that these are computed by: metrics, which train nothing, are left out."""
+    needed: set[str] = set()
+    waiting = [tensor.op for tensor in outputs]
+    while waiting:
+        operation = waiting.pop()
+        if operation.name not in needed:
+            needed.add(operation.name)
+            waiting += [tensor.op for tensor in operation.inputs]
+    return needed
+
+
+def _find_narrowed(operation: tf.Operation, depending: set[str], precision: str) -> tf.DType | None:
+    """The narrower type that an operation gives of what depends on a weight; notes what depends on one."""
+    inputs = [tensor for tensor in operation.inputs if tensor.op.name in depending]
+    if not inputs and operation.type not in READS:
+        return None
+    depending.add(operation.name)
+    wide = [tensor for tensor in inputs if tensor.dtype.is_floating and not is_narrower(tensor.dtype, precision)]
+    narrow = [tensor.dtype for tensor in operation.outputs if is_narrower(tensor.dtype, precision)]
+    return narrow[0] if narrow and wide else None
+
+
+def _describe_place(name: str, layers: set[str], frames: Any = ()) -> str:
+    """FILE:LINE in the user's own code, or the layer, of an operation; the operation where it is in neither."""
+    summaries = [traceback.FrameSummary(frame.filename, frame.lineno, frame.name) for frame in frames]
+    inner = [part for part in name.split("/") if part in layers]
+    return find_own_frame(summaries) or (f"layer {inner[-1]}" if inner else name)

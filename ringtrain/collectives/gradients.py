@@ -58,6 +58,7 @@ class GradientReduction:
     compression: Compression = "none"
     name: str = "gradients"  # prefix of the collectives' names; unique in a program
     groups: Sequence[Sequence[int]] | None = None  # that travel together, each of one type; None: by ``plan_groups``
+    in_groups: bool | None = None  # all in one sum, or in groups; None: by their sizes and the ranks' cores
     read_only: bool = False  # no variable takes over a part of a sum (Collective.all_reduce)
 
     def __call__(
@@ -83,7 +84,7 @@ class GradientReduction:
     def all_reduce(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The sums alone, without the finite check."""
         GradientReduction.calls += 1
-        groups = self.groups or plan_groups([gradient_spec(gradient) for gradient in gradients])
+        groups = self.groups or self.plan_groups([gradient_spec(gradient) for gradient in gradients])
         sums: list[tf.Tensor | tf.IndexedSlices] = list(gradients)
         for number, group in enumerate(groups):
             name = f"{self.name}/{number}"
@@ -141,7 +142,13 @@ class GradientReduction:
         dtypes = {spec.dtype for spec in specs}
         if len(dtypes) > 1 and not dtypes <= set(self.collective.list_types):
             return False
+        if self.in_groups is not None:
+            return not self.in_groups
         return not self.collective.overlaps_compute or sum(spec.num_bytes for spec in specs) <= ONE_MESSAGE_BYTES
+
+    def plan_groups(self, specs: Sequence[GradientSpec]) -> list[list[int]]:
+        """Those of ``plan_groups``; several of a small model as well, if ``in_groups`` is True."""
+        return plan_groups(specs, min_group_bytes=1) if self.in_groups else plan_groups(specs)
 
     def _sum_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         packed = [self.compress(gradient) for gradient in gradients]
@@ -162,14 +169,15 @@ class GradientReduction:
         return _cast(tensor, "float16") if self.compression == "fp16" and tensor.dtype.is_floating else tensor
 
 
-def plan_groups(specs: Sequence[GradientSpec]) -> list[list[int]]:
+def plan_groups(specs: Sequence[GradientSpec], *, min_group_bytes: int = MIN_GROUP_BYTES) -> list[list[int]]:
     """Which gradients travel together, as indices into ``specs``, in the order in which the groups become ready.
 
     A group is of one type. A sparse gradient is a group of its own, and so is a large one: alone, it is reduced without
     being copied into a buffer, unless Horovod fuses it with another that is ready then (``HOROVOD_FUSION_THRESHOLD``).
     """
     total_bytes = sum(spec.num_bytes for spec in specs if not spec.is_sparse)
-    target_bytes = max(MIN_GROUP_BYTES, total_bytes / MAX_GROUPS) if total_bytes > ONE_MESSAGE_BYTES else math.inf
+    is_split = total_bytes > ONE_MESSAGE_BYTES or min_group_bytes < MIN_GROUP_BYTES
+    target_bytes = max(min_group_bytes, total_bytes / MAX_GROUPS) if is_split else math.inf
     groups: list[list[int]] = []
     open_groups: dict[str, tuple[list[int], int]] = {}  # type -> (indices, bytes)
     for index in reversed(range(len(specs))):

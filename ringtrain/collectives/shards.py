@@ -18,7 +18,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from ringtrain.collectives.differentiable import hide
-from ringtrain.collectives.gradients import GradientReduction, GradientSpec, Reduced, check_finite, plan_groups
+from ringtrain.collectives.gradients import GradientReduction, GradientSpec, Reduced, check_finite
 
 # Values: TensorFlow takes a part of a tensor as it is where it begins with a line of 64 bytes, and else copies it.
 ALIGNED = 16
@@ -95,7 +95,7 @@ class ShardedReduction:
     def groups(self) -> list[list[int]]:
         """Gradients of one type, each of which groups is shared among all ranks."""
         if not self.leaves_at_once:
-            return plan_groups(self.specs)
+            return self.reduction.plan_groups(self.specs)
         return [[i for i, each in enumerate(self.dtypes) if each == dtype] for dtype in dict.fromkeys(self.dtypes)]
 
     @functools.cached_property

@@ -134,6 +134,11 @@ class TrainStep:
         return self._structure.metric_names
 
     @property
+    def has_sparse_gradients(self) -> bool:
+        """True if the gradient of some variable holds a few of its rows alone."""
+        return any(self._structure.sparse_index_dtypes)
+
+    @property
     def state(self) -> tuple[keras.Variable, ...]:
         """The variables that the model updates in its forward pass, such as moving statistics."""
         return self._structure.state

@@ -90,8 +90,10 @@ def create_step(
     optimizer: keras.optimizers.Optimizer,
     batch_spec: Batch,
     order: SampleOrder,
+    *,
+    in_groups: bool | None = None,
 ) -> TrainStep:
-    """The compiled training step of the settings."""
+    """The compiled training step of the settings; ``in_groups`` is the reduction's."""
     require_gradients_that_add(model.trainable_variables)
     world, has_gpus = collective.world, bool(tf.config.get_visible_devices("GPU"))
     # As many as are planned, which most batches have that are fed, or lose samples, as well.
@@ -102,7 +104,10 @@ def create_step(
         model=model,
         optimizer=optimizer,
         reduction=GradientReduction(
-            collective=collective, compression=config.compression, read_only=only_reads_gradients(optimizer)
+            collective=collective,
+            compression=config.compression,
+            in_groups=in_groups,
+            read_only=only_reads_gradients(optimizer),
         ),
         batch_spec=batch_spec,
         local_batch_size=usual or None,
@@ -199,11 +204,15 @@ def warn_of_python(find: Callable[[], Sequence[str]], print_line: Callable[[str]
 
 def warn_of_own_step(model: keras.Model, print_line: Callable[[str], None]) -> None:
     """Say that a model's own ``train_step`` trains nothing here."""
-    own = [
-        name for name in ("train_step", "test_step") if not getattr(type(model), name).__module__.startswith("keras.")
-    ]
-    if own:
+    if own := find_own_steps(model):
         print_line(
-            f"warning: {' and '.join(f'{type(model).__name__}.{name}' for name in own)} is never called: a step here "
-            "is the workload's loss, metrics and optimizer. Train such a model by fit, under ringtrain.keras."
+            f"warning: {' and '.join(own)} is never called: a step here is the workload's loss, metrics and optimizer. "
+            "Train such a model by fit, under ringtrain.keras."
         )
+
+
+def find_own_steps(model: keras.Model) -> list[str]:
+    """The steps for ``fit`` that the class of a model defines itself, such as ``GAN.train_step``."""
+    names = ("train_step", "test_step")
+    own = [name for name in names if not getattr(type(model), name).__module__.startswith("keras.")]
+    return [f"{type(model).__name__}.{name}" for name in own]

@@ -99,12 +99,13 @@ def create_job(
     start: Start = FRESH,
     adapt_model: Callable[[keras.Model], None] = lambda model: None,
     optimizer: Callable[[], keras.optimizers.Optimizer] | None = None,
+    in_groups: bool | None = None,
     print_line: Callable[[str], None] = lambda line: None,
 ) -> Job:
     """Read the data, create the model, compile the steps, and see that all ranks have the same. Every rank calls it.
 
     The input pipeline has ``num_threads``. ``adapt_model`` changes the model before anything is compiled, and
-    ``optimizer`` makes another optimizer than the workload's and the settings'.
+    ``optimizer`` makes another optimizer than the workload's and the settings'. ``in_groups`` is the reduction's.
     """
     activity.note(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
@@ -131,7 +132,8 @@ def create_job(
 
     def trace() -> tuple[TrainStep, EvalStep | None]:
         chosen = optimizer() if optimizer else choose_optimizer(workload, config, plan.learning_rate(0))
-        step = create_step(workload, config, collective, model, chosen, batches.element_spec, plan.order)
+        spec = batches.element_spec
+        step = create_step(workload, config, collective, model, chosen, spec, plan.order, in_groups=in_groups)
         return step, create_eval_step(workload, config, step, sources.evaluation, collective, batches.element_spec)
 
     step, eval_step = raise_on_all_ranks(collective, trace, name="step")

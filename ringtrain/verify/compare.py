@@ -3,7 +3,8 @@
 Trains the same global batches under each world size, in processes that it starts itself, and compares what came of it:
 weights, optimizer slots, losses, evaluation, the replicas of each run with one another, and the ledger of samples.
 In float64 all of it must agree to 1e-10 after any number of steps; in float32, whose rounding grows without bound along
-a trajectory, one step from the same weights is compared.
+a trajectory, one step from the same weights is compared. Paths of the reduction and the update that a run takes on
+other hardware, and the settings' own precision and compression, are trials of their own (``verify/trials.py``).
 
 A difference is relative to the scale at which rounding enters. The gradient of a weight is a sum whose terms are as
 large as those of the weights beside it, also where they cancel: that of an attention's key bias, which softmax does not
@@ -54,6 +55,11 @@ MODEL_SHARE = 1e-4  # of the largest value of a kind in the model, where those o
 KINDS = {"weights": ("weights/",), "slots": ("slots/", "averages/")}
 MIN_COMPARED_ORDER = 20  # samples whose order two epochs do not share by chance
 MAX_NAMED_LAYERS = 3
+PARTS = ("-perturbed", "-beginning")  # of names of records that are parts of others
+NEVER_COMPARED = (
+    "the speed, and what other devices, their libraries and their compilers (XLA) round",
+    "checkpoints, resume and what callbacks, summaries and generators of your own do",
+)
 
 Record = Mapping[str, npt.NDArray]
 
@@ -92,7 +98,9 @@ def compare(reference: Record, other: Record, noise: Record) -> list[Comparison]
     rounding = ROUNDING[str(other["computed_in"])]
     findings = [compare_tensors(name, kinds, reference, other, noise, rounding) for name, kinds in KINDS.items()]
     findings += [compare_series(name, reference, other, noise, rounding) for name in ("losses", "evaluation")]
-    return [*findings, check_replicas(other), check_ledger(reference, other)]
+    findings = [finding for finding in findings if finding.name != "evaluation" or other["evaluation"].size]
+    findings += [check_replicas(other), check_ledger(reference, other)]
+    return findings + ([check_nonfinite(other)] if "nonfinite" in other else [])
 
 
 def compare_tensors(
@@ -183,7 +191,7 @@ def check_replicas(record: Record) -> Comparison:
 
 
 def check_ledger(reference: Record, other: Record) -> Comparison:
-    """Whether each step had the reference's samples, each sample came once in an epoch, and epochs have own orders.
+    """Whether each step had the reference's samples, each came once in an epoch and an evaluation, in new orders.
 
     Of a pipeline the samples have no numbers but their places in the pass (``num_samples`` is 0): they tell the first.
     """
@@ -196,13 +204,24 @@ def check_ledger(reference: Record, other: Record) -> Comparison:
         seen += samples.tolist()
         if sorted(expected) != sorted(samples):
             where = where or f"step {step + 1} had other samples"
+        if len(samples) > int(other["global_batch_size"]):
+            where = where or f"step {step + 1} had {len(samples)} samples"
         if len(set(seen)) != len(seen):
             where = where or f"step {step + 1} had a sample that its epoch had before"
         if num_samples and len(seen) >= MIN_COMPARED_ORDER and seen == first[: len(seen)]:
             where = where or f"the epoch of step {step + 1} had the order of the first"
         if (step + 1) % int(reference["steps_per_epoch"]) == 0 and len(seen) != num_samples > 0:
             where = where or f"the epoch that ends with step {step + 1} had {len(seen)} samples"
+    planned = int(other.get("num_evaluated", -1))
+    if planned >= 0 and other["evaluation"].size and int(other["evaluation"][0]) != planned:
+        where = where or f"the evaluation counted {int(other['evaluation'][0])} of {planned} samples"
     return Comparison(name="ledger", difference=float(bool(where)), tolerance=0.0, where=where)
+
+
+def check_nonfinite(record: Record) -> Comparison:
+    """Whether a step that is not finite on one rank changed nothing on any."""
+    where = next(iter(record["nonfinite"].tolist()), "")
+    return Comparison(name="nonfinite", difference=float(bool(where)), tolerance=0.0, where=where)
 
 
 def split_steps(record: Record) -> list[npt.NDArray]:
@@ -216,24 +235,44 @@ def largest_difference(reference: npt.NDArray, other: npt.NDArray) -> float:
     return largest if math.isfinite(largest) else math.inf
 
 
+def compare_trials(of_reference: Mapping[str, Record], of_other: Mapping[str, Record]) -> dict[str, list[Comparison]]:
+    """All trials of a world size, by name, held against the reference's."""
+    found = {}
+    for name, record in of_other.items():
+        if name.endswith(PARTS) or "skipped" in record:
+            continue
+        reference = str(record["reference"])
+        noise = measure_noise(of_reference[reference], of_reference.get(f"{reference}-perturbed"))
+        found[name] = compare(of_reference[reference], record, noise)
+    return found
+
+
 def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, Record]]) -> tuple[list[str], bool]:
-    """The report of all comparisons of world sizes, and whether all passed."""
+    """The report of all comparisons of world sizes, with what was compared and what was not; whether all passed."""
     reference_size, *others = sizes
-    of_reference = records[reference_size]
-    lines = [f"  not compared: {note}" for note in fold_notes(of_reference["float64"]["notes"].tolist())]
-    passed = True
-    for precision in ("float64", "float32"):
-        reference = of_reference[precision]
-        noise = measure_noise(reference, of_reference.get(f"{precision}-perturbed"))
-        lines.append(describe_comparison(precision, len(reference["losses"])))
-        for size in others:
-            findings = compare(reference, records[size][precision], noise)
-            lines += describe_all(f"{size} against {reference_size}", findings)
+    of_reference, of_first = records[reference_size], records[others[0]]
+    found = {size: compare_trials(of_reference, records[size]) for size in others}
+    lines, passed = [], True
+    for name in found[others[0]]:
+        tables = {f"{size} against {reference_size}": found[size][name] for size in others}
+        tables[str(reference_size)] = [check for check in check_alone(of_reference.get(name, {})) if not check.passes]
+        lines.append(
+            f"{describe_trial(of_first[name])}; largest difference, relative to the largest value in its layer:"
+        )
+        for which, findings in tables.items():
+            lines += describe_all(which, findings)
             passed = passed and all(finding.passes for finding in findings)
-        ledger = check_ledger(reference, reference)
-        passed = passed and ledger.passes
-        lines += [] if ledger.passes else describe_all(str(reference_size), [ledger])
-    return lines, passed
+    skipped = [f"{record['words']}: {record['skipped']}" for record in of_first.values() if "skipped" in record]
+    notes = [*of_reference["float64"]["notes"].tolist(), *skipped]
+    lines += ["compared:", *(f"  {describe_trial(of_first[name])}" for name in found[others[0]])]
+    return [*lines, "not compared:", *(f"  {note}" for note in [*fold_notes(notes), *NEVER_COMPARED])], passed
+
+
+def check_alone(record: Record) -> list[Comparison]:
+    """What a run shows without another."""
+    if not record:
+        return []
+    return [check_ledger(record, record), *([check_nonfinite(record)] if "nonfinite" in record else [])]
 
 
 def describe_oracle(records: Mapping[str, Record]) -> tuple[list[str], bool]:
@@ -241,14 +280,14 @@ def describe_oracle(records: Mapping[str, Record]) -> tuple[list[str], bool]:
     plain, mine = records["plain"], records["float64"]
     noise = measure_noise(mine, records.get("float64-perturbed"))
     findings = compare(plain, mine, noise)
-    lines = [describe_comparison("float64", len(plain["losses"])), *describe_all("1 against plain Keras", findings)]
+    lines = [f"{describe_trial(mine)}, against plain Keras:", *describe_all("1 against plain Keras", findings)]
     return lines, all(finding.passes for finding in findings)
 
 
-def describe_comparison(precision: str, steps: int) -> str:
-    """The head of a table."""
-    plural = "s" if steps > 1 else ""
-    return f"{precision}, {steps} step{plural}; largest difference, relative to the largest value in its layer:"
+def describe_trial(record: Record) -> str:
+    """The head of a table: how many steps of which trial."""
+    steps = len(record["losses"])
+    return f"{steps} step{'s' if steps > 1 else ''}, {record['words']}"
 
 
 def describe_all(which: str, findings: Sequence[Comparison]) -> list[str]:

@@ -7,7 +7,6 @@ shows here. Which samples make a step is taken from the run that it is compared 
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from ringtrain.training.creation import choose_optimizer
 from ringtrain.training.job import Job
 from ringtrain.verify.precision import widened
 from ringtrain.verify.record import create_recorded_job, make_comparable, record_job
+from ringtrain.verify.trials import plan_trials
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import per_sample
 
@@ -41,13 +41,13 @@ def record_with_oracle(workload: Workload, config: Config, collective: Collectiv
     The files are ``float64.npz``, ``float64-perturbed.npz`` and ``plain.npz``. Local BatchNorm takes part: one process
     has all samples.
     """
-    double = dataclasses.replace(config, precision="float64")
+    trial, *_ = plan_trials(config, is_reference=True)
     with widened("float64"):
-        job, notes = create_recorded_job(workload, double, collective, freezes=False)
+        job, notes = create_recorded_job(workload, trial, collective, freezes=False)
         first = [variable.numpy() for _, variable in named_weights(job.step.model)]
-        record_job(job, notes, directory, is_reference=True)
+        record_job(job, notes, directory, trial, is_reference=True)
         with np.load(directory / "float64.npz", allow_pickle=False) as archive:
-            np.savez(directory / "plain.npz", **train_oracle(workload, double, job, first, archive["samples"]))
+            np.savez(directory / "plain.npz", **train_oracle(workload, trial.config, job, first, archive["samples"]))
 
 
 def train_oracle(

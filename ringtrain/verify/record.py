@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
 import functools
-import hashlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,80 +22,115 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, find_users_place
 from ringtrain.step.report import StepReport
-from ringtrain.step.train_step import set_precision
-from ringtrain.training.actions import Action, Training
-from ringtrain.training.creation import find_micro_batch_state
+from ringtrain.step.state import is_integer_or_bool
+from ringtrain.step.train_step import TrainStep, set_precision
+from ringtrain.training.actions import Action, Ending, Training
+from ringtrain.training.creation import find_micro_batch_state, find_own_steps
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.verify.compare import ROUNDING
 from ringtrain.verify.precision import find_narrow, keep_narrow_layers, widened
+from ringtrain.verify.probes import digest, try_nonfinite
+from ringtrain.verify.trials import BEGINNING, BEGINNING_STEPS, Trial, lossy_type, plan_trials
 from ringtrain.workloads.base import Workload
 
 # Rank 0's first values must reach every rank: the others start from noise of this size.
 NOISE = 1.0
+NEVER_CALLED = "never called; a step here is the workload's loss, metrics and optimizer (train such a model by fit)"
+NOT_TRIED = "Without such state it is compared."
 HELD_TO_NARROW = "computes in {}, so that all values are compared within the rounding of that type"
 
 
 class Recorder(Action):
-    """Notes each step's loss and which samples it was really made of."""
+    """Notes each step's loss and samples, and the values after the first ``BEGINNING_STEPS`` steps."""
 
-    needs_weights = False
-
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, max_steps: int | None) -> None:
         super().__init__(training)
+        self._max_steps = max_steps
         self.losses: list[float] = []
         self.samples: list[np.ndarray] = []
+        self.beginning: dict[str, np.ndarray] = {}
+        self.last_batch: Batch | None = None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return True
 
-    def act(self, step: int, batch: Batch, report: StepReport) -> None:
+    def act(self, step: int, batch: Batch, report: StepReport) -> Ending | None:
         self.losses.append(report.loss)
         self.samples.append(self._job.collective.all_gather(batch.indices, name="ledger").numpy())
+        self.last_batch = batch
+        if step <= BEGINNING_STEPS:
+            self.beginning = gather_values(self._job.step)
+        return Ending.EARLY if step == self._max_steps else None
 
 
 def record(
     workload: Workload, config: Config, collective: Collective, directory: Path, *, is_reference: bool = False
 ) -> None:
-    """Train ``config.steps`` steps in float64, and one step in float32; rank 0 writes what came of it.
+    """Train all trials of a world size (``trials.py``); rank 0 writes what came of each to ``NAME.npz``.
 
-    The files are ``float64.npz`` and ``float32.npz``; ``ringtrain.verify.compare`` reads them. A reference also trains
-    each from first weights that differ in their last bit, and ``float64-perturbed.npz`` and the other one say what came
-    of that: how far rounding alone moves what is compared.
+    A reference also trains each from first weights that differ in their last bit, and ``NAME-perturbed.npz`` shows what
+    came of that: how far rounding alone moves what is compared.
     """
-    double = dataclasses.replace(config, precision="float64")
-    record_widened(workload, double, collective, directory, is_reference=is_reference)
-    # One step of plain SGD: a step of Adam would divide by gradients that are nothing but rounding.
-    one_step = dataclasses.replace(config, precision="float32", steps=1, epochs=None)
-    sgd = functools.partial(keras.optimizers.SGD, 1.0)
-    record_widened(workload, one_step, collective, directory, is_reference=is_reference, optimizer=sgd)
+    may_accumulate = True
+    for trial in plan_trials(config, is_reference=is_reference):
+        if trial.config.accumulate != config.accumulate and not may_accumulate:
+            write_skipped(
+                trial, f"each micro-batch would update state of the model. {NOT_TRIED}", collective, directory
+            )
+            continue
+        try:
+            step = record_trial(workload, trial, collective, directory, is_reference=is_reference)
+        except UsageError as error:  # of all ranks: such as an optimizer whose update cannot be sharded
+            if trial.reference != BEGINNING:
+                raise
+            write_skipped(trial, str(error), collective, directory)
+            continue
+        may_accumulate = may_accumulate and not [v for v in step.state if not is_integer_or_bool(v)]
 
 
-def record_widened(
-    workload: Workload, config: Config, collective: Collective, directory: Path, *, is_reference: bool, **options: Any
-) -> None:
-    """Record a run in which all computes in the settings' precision that can."""
-    for widens_casts in (True, False):
-        with widened(config.precision, widens_casts=widens_casts) as changed:
+def record_trial(
+    workload: Workload, trial: Trial, collective: Collective, directory: Path, *, is_reference: bool
+) -> TrainStep:
+    """Record a trial, in which all computes in its precision that can."""
+    for widens in (True, False):
+        with contextlib.ExitStack() as scope:
+            changed: list[str] = []
+            if not trial.is_lossy:
+                changed = scope.enter_context(widened(trial.config.precision, widens_casts=widens))
             try:
-                job, notes = create_recorded_job(workload, config, collective, **options)
+                job, notes = create_recorded_job(workload, trial, collective)
             except Exception:  # on all ranks, which trace the same code: it may need the types that it casts to
                 if not changed:
                     raise
                 continue
-            return record_job(job, notes, directory, is_reference=is_reference)
+            record_job(job, notes, directory, trial, is_reference=is_reference)
+            return job.step
+    raise AssertionError("without widened casts it either returns or raises")
+
+
+def write_skipped(trial: Trial, reason: str, collective: Collective, directory: Path) -> None:
+    """Write down why a trial was not trained."""
+    if collective.world.is_rank0:
+        np.savez(directory / f"{trial.name}.npz", words=np.array(trial.words), skipped=np.array(reason))
 
 
 def create_recorded_job(
-    workload: Workload, config: Config, collective: Collective, *, freezes: bool = True, **job_options: Any
+    workload: Workload, trial: Trial, collective: Collective, *, freezes: bool = True
 ) -> tuple[Job, list[str]]:
-    """A training in the settings' precision, without what differs between world sizes by design; what that was."""
+    """A training in the trial's settings, without what differs between world sizes by design; what that was."""
     keras.utils.clear_session()
     notes: list[str] = []
+    config = trial.config
+    if trial.is_vector:
+        collective = copy.copy(collective)
+        collective.list_types = ()
 
     def adapt(model: keras.Model) -> None:
-        set_precision(config.precision)  # create_model may have set another
+        if not trial.is_lossy:
+            set_precision(config.precision)  # create_model may have set another
         notes.extend(make_comparable(model, freezes=freezes))
+        notes.extend(f"{name}: {NEVER_CALLED}" for name in find_own_steps(model))
 
     with explaining_float64(config):
         job = create_job(
@@ -105,8 +139,11 @@ def create_recorded_job(
             collective,
             num_threads=1,
             adapt_model=adapt,
-            **job_options,
+            optimizer=functools.partial(keras.optimizers.SGD, 1.0) if trial.is_plain else None,
+            in_groups=trial.in_groups,
         )
+    if trial.lossy:
+        notes.append(f"{trial.lossy}: what it rounds grows from step to step, so that one step of it is compared")
     notes += [
         f"{path}: each micro-batch of --accumulate updates it, and these differ between world sizes, so that weights "
         "and losses may differ as well"
@@ -147,37 +184,46 @@ def explaining_float64(config: Config) -> Iterator[None]:
         ) from error
 
 
-def record_job(job: Job, notes: Sequence[str], directory: Path, *, is_reference: bool = False) -> None:
+def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *, is_reference: bool = False) -> None:
     """Train, and write down what came of it; a reference once more, from weights that differ in their last bit."""
     first, slots = [variable.numpy() for variable in job.step.variables], job.step.gather_shared_out()
-    narrow = find_narrow(job)
-    computed_in = max(
-        [job.config.precision, *(part.dtype for part in narrow)], key=lambda dtype: ROUNDING[dtype].tolerance
-    )
-    notes = [*notes, *(f"{part.where}: {HELD_TO_NARROW.format(part.dtype)}" for part in narrow)]
-    train_recorded(job, notes, directory / f"{job.config.precision}.npz", computed_in)
+    narrow = [] if trial.is_lossy else find_narrow(job)
+    types = [lossy_type(trial.config)] if trial.is_lossy else [trial.config.precision, *(n.dtype for n in narrow)]
+    computed_in = max(types, key=lambda dtype: ROUNDING[dtype].tolerance)
+    facts = {
+        "notes": np.array([*notes, *(f"{part.where}: {HELD_TO_NARROW.format(part.dtype)}" for part in narrow)], str),
+        "computed_in": np.array(computed_in),
+        "words": np.array(describe_path(job.step, trial)),
+        "reference": np.array(trial.reference),
+    }
+    train_recorded(job, facts, directory / f"{trial.name}.npz", trial)
     if is_reference and not job.batches.is_counted:
         for variable, value in zip(job.step.variables, first, strict=True):
             variable.assign(value)
         perturb(job.step.model.variables, computed_in)
         job.step.share_values(job.collective, slots)  # pieces as well, where the update is shared out
-        train_recorded(job, notes, directory / f"{job.config.precision}-perturbed.npz", computed_in)
+        train_recorded(job, facts, directory / f"{trial.name}-perturbed.npz", trial)
 
 
-def train_recorded(job: Job, notes: Sequence[str], path: Path, computed_in: str) -> None:
-    """Train the steps of a job; rank 0 writes down what came of it."""
+def describe_path(step: TrainStep, trial: Trial) -> str:
+    """How a trial differs from others; what is sparse travels by rows on any path."""
+    types = [trial.config.precision] if not trial.is_lossy else []
+    return ", ".join([*types, trial.words, *(["sparse gradients by rows"] if step.has_sparse_gradients else [])])
+
+
+def train_recorded(job: Job, facts: Mapping[str, Any], path: Path, trial: Trial) -> None:
+    """Train the steps of a job; rank 0 writes down what came of it, and of the first steps alone."""
     training = Training(job=job)
-    recorder = Recorder(training)
+    recorder = Recorder(training, trial.max_steps)
     run_steps(training, [recorder])
-    evaluation = job.evaluate()
+    evaluation = None if trial.max_steps else job.evaluate()
     replicas = all_gather_object(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
-    gathered = job.step.gather_shared_out()
+    trained = gather_values(job.step)
+    nonfinite = try_nonfinite(job, recorder.last_batch) if trial.is_plain else None
     if not job.collective.world.is_rank0:
         return
-    trained = {name: variable.numpy() for name, variable in job.step.named_variables.items()} | gathered
     values = {
-        "notes": np.array(notes, str),
-        "computed_in": np.array(computed_in),
+        **facts,
         "losses": np.array(recorder.losses),
         "evaluation": np.array(
             [evaluation.samples, evaluation.loss, *evaluation.metrics.values()] if evaluation else []
@@ -185,12 +231,33 @@ def train_recorded(job: Job, notes: Sequence[str], path: Path, computed_in: str)
         "samples": np.concatenate(recorder.samples),
         "samples_per_step": np.array([len(samples) for samples in recorder.samples]),
         "steps_per_epoch": job.plan.order.steps_per_epoch,
+        "num_evaluated": -1
+        if job.evaluation is None or not evaluation
+        else job.evaluation.num_samples - len(evaluation.left_out),
+        "global_batch_size": job.plan.order.global_batch_size,
         "num_samples": 0 if isinstance(job.plan.order, StreamingOrder) else job.plan.order.num_samples,
         "variables": np.array([variable.path for variable in job.step.variables], str),
         "replicas": np.array(replicas, str),  # [ranks, variables]
+        **({"nonfinite": np.array(nonfinite, str)} if nonfinite is not None else {}),
         **{name: trained[name] for name in job.step.names},
     }
     np.savez(path, **values)
+    if trial.name == "float64":
+        begun = len(recorder.losses[:BEGINNING_STEPS])
+        per_step = values["samples_per_step"][:begun]
+        first = {
+            "losses": values["losses"][:begun],
+            "evaluation": np.array([]),
+            "samples": values["samples"][: sum(per_step)],
+            "samples_per_step": per_step,
+            **{name: recorder.beginning[name] for name in job.step.names},
+        }
+        np.savez(path.with_name(path.name.replace(trial.name, BEGINNING)), **values | first)
+
+
+def gather_values(step: TrainStep) -> dict[str, np.ndarray]:
+    """All that a checkpoint would hold, by name; whole slots on rank 0 alone. Every rank must call it."""
+    return {name: variable.numpy() for name, variable in step.named_variables.items()} | step.gather_shared_out()
 
 
 def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
@@ -266,8 +333,3 @@ def perturb(variables: Sequence[keras.Variable], computed_in: str) -> None:
             epsilon = max(ROUNDING[computed_in].epsilon, ROUNDING[variable.dtype].epsilon)
             signs = generator.choice([-1.0, 1.0], size=variable.shape)
             variable.assign(variable.value * (1 + signs * epsilon).astype(variable.dtype))
-
-
-def digest(variable: keras.Variable) -> str:
-    """A variable's bits, in short."""
-    return hashlib.sha256(np.asarray(variable.numpy()).tobytes()).hexdigest()

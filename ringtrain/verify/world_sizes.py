@@ -99,7 +99,10 @@ def verify(
         target.mkdir()
         begin = time.monotonic()
         run_group(size, ["_record", "--record_to", str(target), "--record_as", role, *arguments])
-        records = {path.stem: load_record(path) for path in target.glob("*.npz")}
+        records = {
+            path.stem: load_record(path)
+            for path in sorted(target.glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
+        }
         steps = len(records["float64"]["losses"])
         print_line(f"{words}: {steps} step{'s' if steps > 1 else ''}, {time.monotonic() - begin:.0f} s")
         return records

@@ -18,6 +18,7 @@ from ringtrain.training.actions import Training
 from ringtrain.training.job import create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.verify.record import create_recorded_job
+from ringtrain.verify.trials import plan_trials
 from tests.world.group import Launch, on_ranks
 from tests.world.training import (
     NUM_CLASSES,
@@ -141,7 +142,8 @@ def test_state_that_micro_batches_update_is_named_before_the_first_step(
 @on_ranks(1)
 def test_verify_names_state_that_micro_batches_update(collective: Collective) -> None:
     config = Config(steps=1, global_batch_size=GLOBAL_BATCH_SIZE, accumulate=2, precision="float64")
-    _, notes = create_recorded_job(Classification(batchnorm_model), config, collective, freezes=False)
+    trial, *_ = plan_trials(config, is_reference=True)
+    _, notes = create_recorded_job(Classification(batchnorm_model), trial, collective, freezes=False)
     assert [note for note in notes if "/moving_mean: each micro-batch of --accumulate updates it" in note]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +19,7 @@ from ringtrain.verify.compare import fold_notes
 from ringtrain.verify.world_sizes import DEFAULT_STEPS, choose_steps
 from ringtrain.workloads import BUILT_IN
 from tests.world.conftest import RunRingtrain
+from tests.world.defects import PLANTED, planted
 from tests.world.group import on_ranks
 from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
 
@@ -35,18 +35,7 @@ OPTIMIZERS = {
     "sgd": SGD,
     "adamw": ["--optimizer.name", "adamw", "--optimizer.weight_decay", "0.01"],
 }
-DEFECTS = [
-    pytest.param("a reduction that returns its input", marks=pytest.mark.native),  # in what sums natively
-    "a mean of means",
-    "a weight that is not broadcast",
-]
-RARER_DEFECTS = [
-    "a duplicated sample",
-    "augmentation seeded by rank",
-    "a slot that is not broadcast",
-    "regularisation added on every rank",
-]
-SHARED_DEFECTS: dict[str, dict[str, Any]] = {  # those that all world sizes share, with what shows them
+SHARED_DEFECTS: dict[str, dict[str, Any]] = {  # those that all world sizes share and a plain loop shows
     "the same order in every epoch": {},
     "an epoch's rest in its last batch": {},
     "the last evaluation batch counted twice": {},
@@ -65,12 +54,13 @@ def test_any_number_of_ranks_trains_digits_alike(run_ringtrain: RunRingtrain, op
     uneven = ["--global_batch_size", "101"]
     finished = run_ringtrain(["verify", "--world_sizes", sizes, *uneven, *OPTIMIZERS[optimizer]], timeout=280)
     assert finished.rc == 0, finished.stdout + finished.stderr
-    assert "float64, 20 steps" in finished.stdout
+    assert "20 steps, float64" in finished.stdout
     compared = re.findall(r"^(\d) process\w*: 20 steps, \d+ s$", finished.stdout, re.MULTILINE)
     assert ",".join(compared) == sizes
     assert "DIFFERS" not in finished.stdout
     found = re.findall(r": \w+ +ok\b", finished.stdout)
-    assert len(found) == (len(compared) - 1) * 2 * 6  # sizes, precisions, comparisons
+    assert len(found) == (len(compared) - 1) * (6 + 7 + 5 + 5)  # sizes; comparisons of four trials
+    assert len(finished.stdout.partition("\ncompared:\n")[2].partition("\nnot compared:\n")[0].splitlines()) == 4
 
 
 SMALLER = {"inception": ("1", "4"), "cifar10_resnet": ("1", "8")}  # steps, and samples of one
@@ -164,16 +154,64 @@ def test_verify_passes_without_a_defect(collective: Any) -> None:
     assert notes == []
 
 
+def test_at_most_two_defects_need_a_plain_keras_loop_to_show() -> None:
+    assert len(PLANTED) >= 30
+    assert len([case for case in PLANTED.values() if case.trial == "plain"]) <= 2
+
+
 @pytest.mark.parametrize(
-    "defect", [*DEFECTS, *(pytest.param(defect, marks=pytest.mark.slow) for defect in RARER_DEFECTS)]
+    "defect",
+    [
+        pytest.param(defect, marks=[pytest.mark.native] * case.is_native + [pytest.mark.slow] * (not case.is_quick))
+        for defect, case in PLANTED.items()
+        if case.trial != "plain"
+    ],
 )
 @on_ranks(2)
 def test_verify_fails_on_a_planted_defect(collective: Any, defect: str) -> None:
-    from tests.world.workloads.small import Small
+    from tests.world.workloads import small
 
-    findings, _ = findings_of(Small(), collective, defect=defect)
+    case = PLANTED[defect]
+    findings, _ = findings_of(
+        getattr(small, case.workload)(),
+        collective,
+        defect=defect,
+        trials=(case.trial,),
+        is_shared=case.is_shared,
+        **case.settings,
+    )
     if collective.world.is_rank0:
         assert not all(finding.passes for finding in findings), findings
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_all_paths_pass_without_a_defect(collective: Any) -> None:
+    from tests.world.workloads import small
+
+    optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_global_norm": 0.1, "ema": 0.9}
+    every = ("float64", "float32", "own", "float64-sharded", "float64-accumulated")
+    own: dict[str, dict[str, Any]] = {"Small": {"precision": "mixed_float16"}, "Embedded": {"compression": "fp16"}}
+    for name, options in own.items():
+        findings, _ = findings_of(getattr(small, name)(), collective, trials=every, optimizer=optimizer, **options)
+        assert all(finding.passes for finding in findings), findings
+
+
+@on_ranks(2)
+def test_what_is_not_compared_is_listed(collective: Any) -> None:
+    from ringtrain.verify.compare import describe_findings
+    from tests.world.workloads.small import OwnStep
+
+    records = records_of(OwnStep(), collective, compression="fp16", optimizer={"name": "sgd", "lr": 0.1})
+    if collective.world.is_rank0:
+        lines, passed = describe_findings([1, 2], records)
+        assert passed, lines
+        text = "\n".join(lines)
+        compared, _, left_out = text.partition("\ncompared:\n")[2].partition("\nnot compared:\n")
+        assert "1 step, --compression fp16" in compared
+        assert "2 steps, float64, gradients in groups, updates sharded" in compared
+        assert "OwnModel.train_step: never called" in left_out
+        assert "--compression fp16: what it rounds" in left_out
 
 
 @pytest.mark.parametrize("defect", SHARED_DEFECTS)
@@ -304,11 +342,13 @@ def test_a_reference_whose_update_is_shared_out_measures_rounding_alone(collecti
     from ringtrain.config import make_config
     from ringtrain.verify.compare import load_record, measure_noise
     from ringtrain.verify.record import create_recorded_job, record_job
+    from ringtrain.verify.trials import plan_trials
     from tests.world.workloads.small import Small
 
     config = make_config({**SETTINGS, "steps": 3, "shard_optimizer": True, "precision": "float64"}, Small().defaults)
     with tempfile.TemporaryDirectory() as directory:
-        record_job(*create_recorded_job(Small(), config, collective), Path(directory), is_reference=True)
+        trial, *_ = plan_trials(config, is_reference=True)
+        record_job(*create_recorded_job(Small(), trial, collective), Path(directory), trial, is_reference=True)
         if collective.world.is_rank0:
             run, perturbed = (load_record(Path(directory) / f"float64{end}.npz") for end in ("", "-perturbed"))
             noise = {name: float(value.max()) for name, value in measure_noise(run, perturbed).items()}
@@ -372,46 +412,84 @@ def test_two_ranks_train_the_layers_of_keras_as_one_does(collective: Any, only: 
 
 
 def findings_of(
-    workload: Any, collective: Any, *, defect: str | None = None, **settings: Any
+    workload: Any,
+    collective: Any,
+    *,
+    defect: str | None = None,
+    trials: Sequence[str] = ("float64", "float32"),
+    is_shared: bool = False,
+    **settings: Any,
 ) -> tuple[list[Any], list[str]]:
     """Hold this group of ranks, with a defect planted, against one process without, as `ringtrain verify` does.
 
+    Args:
+        trials: those of them that are trained.
+        is_shared: True to plant the defect in the one process as well.
+
     Returns:
-        On rank 0 the findings in float64 and float32, and the notes; nothing on the others.
+        On rank 0 the findings of all trials, and the notes; nothing on the others.
     """
+    from ringtrain.verify.compare import check_alone, compare_trials
+
+    records = records_of(workload, collective, defect=defect, trials=trials, is_shared=is_shared, **settings)
+    if not records:
+        return [], []
+    one, both = records[1], records[2]
+    findings = [finding for trial in compare_trials(one, both).values() for finding in trial]
+    findings += [finding for name in both for finding in check_alone(one.get(name, {}))]
+    return findings, one["float64"]["notes"].tolist()
+
+
+def records_of(
+    workload: Any,
+    collective: Any,
+    *,
+    defect: str | None = None,
+    trials: Sequence[str] = (),
+    is_shared: bool = False,
+    **settings: Any,
+) -> dict[int, dict[str, Any]]:
+    """On rank 0 the records of one process and of these ranks; nothing on the others."""
     from ringtrain.config import make_config
-    from ringtrain.verify.compare import compare, measure_noise
-    from ringtrain.verify.record import record
 
     config = make_config({**SETTINGS, **settings}, workload.defaults)
-    one = _record_reference(workload, config) if collective.world.is_rank0 else {}
+    shared = defect if is_shared else None
+    one = _record_reference(workload, config, shared) if collective.world.is_rank0 else {}
     with tempfile.TemporaryDirectory() as directory:
         with planted(defect, collective.world.rank):
-            record(workload, config, collective, Path(directory))
-        if not collective.world.is_rank0:
-            return [], []
-        both = _load_records(directory)
-    findings = []
-    for precision in ("float64", "float32"):
-        noise = measure_noise(one[precision], one[f"{precision}-perturbed"])
-        findings += compare(one[precision], both[precision], noise)
-    return findings, one["float64"]["notes"].tolist()
+            _record_trials(workload, config, collective, directory, trials)
+        return {1: one, 2: _load_records(directory)} if collective.world.is_rank0 else {}
+
+
+def _record_trials(
+    workload: Any, config: Any, collective: Any, directory: str, names: Collection[str] = (), **options: Any
+) -> None:
+    """Record some trials, or all."""
+    from ringtrain.verify import record
+    from ringtrain.verify.trials import plan_trials
+
+    def plan_some(config: Any, *, is_reference: bool) -> list[Any]:
+        planned = plan_trials(config, is_reference=is_reference)
+        assert set(names) <= {trial.name for trial in planned}, (names, planned)
+        return [trial for trial in planned if not names or trial.name in names]
+
+    with mock.patch.object(record, "plan_trials", plan_some):
+        record.record(workload, config, collective, Path(directory), **options)
 
 
 _references: dict[Any, dict[str, Any]] = {}
 
 
-def _record_reference(workload: Any, config: Any) -> dict[str, Any]:
-    """Records of one process without a defect: computed once in this process for each workload and config."""
+def _record_reference(workload: Any, config: Any, defect: str | None) -> dict[str, Any]:
+    """Records of one process: computed once in this process for each workload, config and defect."""
     from ringtrain.collectives import normalization
     from ringtrain.collectives.base import Solo
-    from ringtrain.verify.record import record
 
-    key = (type(workload), repr(getattr(workload, "options", None)), repr(config))
+    key = (type(workload), repr(getattr(workload, "options", None)), repr(config), defect)
     if key not in _references:
-        with tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory() as directory, planted(defect, 0):
             with mock.patch.object(normalization, "ranks_for", return_value=None):  # sees no other rank
-                record(workload, config, Solo(alone()), Path(directory), is_reference=True)
+                _record_trials(workload, config, Solo(alone()), directory, is_reference=True)
             _references[key] = _load_records(directory)
     return _references[key]
 
@@ -419,7 +497,8 @@ def _record_reference(workload: Any, config: Any) -> dict[str, Any]:
 def _load_records(directory: str) -> dict[str, Any]:
     from ringtrain.verify.compare import load_record
 
-    return {path.stem: load_record(path) for path in Path(directory).iterdir()}
+    paths = sorted(Path(directory).iterdir(), key=lambda path: path.stat().st_mtime_ns)  # in the order of the trials
+    return {path.stem: load_record(path) for path in paths}
 
 
 def oracle_passes(workload: Any, defect: str | None = None, **settings: Any) -> bool:
@@ -442,109 +521,3 @@ def alone() -> Any:
     from ringtrain.runtime.world import World
 
     return World(rank=0, size=1, local_rank=0, local_size=1, node="here", launcher="no launcher")
-
-
-@contextlib.contextmanager
-def planted(defect: str | None, rank: int) -> Iterator[None]:
-    """Plant a defect in this rank's ringtrain."""
-    import tensorflow as tf
-
-    from ringtrain.collectives import Totals
-    from ringtrain.collectives.gradients import GradientReduction
-    from ringtrain.collectives.native.backend import Native
-    from ringtrain.data import augment, order, pipeline
-    from ringtrain.data.order import SampleOrder
-    from ringtrain.run import variables
-    from ringtrain.step import local_gradients
-    from ringtrain.step import train_step as step
-    from ringtrain.training import evaluation
-
-    right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
-    right_update = step.TrainStep._reduce_and_update
-    right_sum, right_reduction = Native.all_reduce, GradientReduction.__call__
-    right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
-    right_batches, right_seeds = evaluation.evaluation_batches, local_gradients.LocalGradients._dropout_seeds
-
-    def mean_of_means(self: Any, *steps: int, rank: int, size: int) -> Any:
-        planned = right_plan(self, *steps, rank=rank, size=size)
-        return [batch._replace(global_count=size * len(batch.indices)) for batch in planned]
-
-    def duplicated_sample(self: Any, *steps: int, rank: int, size: int) -> Any:
-        planned = right_plan(self, *steps, rank=rank, size=size)
-        for batch in planned if rank == 1 else ():
-            batch.indices[-1] = batch.indices[0]
-        return planned
-
-    def without(kind: str) -> Any:
-        return lambda variables, collective: right_sharing([v for v in variables if kind not in v.path], collective)
-
-    def objective_of_each_rank(data_loss_sum: Any, regularization: Any, *, count: Any, global_count: Any) -> Any:
-        del count
-        return data_loss_sum / global_count + regularization
-
-    def keys_of_each_rank(seed: int, epoch: Any, indices: Any) -> Any:
-        return augment.sample_keys(seed + rank, epoch, indices)
-
-    def its_input(self: Any, tensors: Any, **how: Any) -> Totals:
-        if not how["name"].startswith("gradients"):
-            return right_sum(self, tensors, **how)
-        return Totals(list(tensors), tf.stack([tf.reduce_sum(tf.square(tf.cast(t, tf.float64))) for t in tensors]))
-
-    def doubled_on_rank_1(self: Any, gradients: Any, *others_to_sum: Any) -> Any:
-        first, bias, *others = gradients
-        return right_reduction(self, [first, 2 * bias if rank == 1 else bias, *others], *others_to_sum)
-
-    def with_old_state(self: Any, forward: Any, *arguments: Any) -> Any:
-        old = [tf.convert_to_tensor(variable.value) for variable in forward.structure.state]
-        return right_update(self, forward._replace(state=old), *arguments)
-
-    def as_in_first_epoch(positions: Any, domain_size: int, key: Any) -> Any:
-        return right_permute(positions, domain_size, (key[0], 0))
-
-    def with_last_twice(*arguments: Any, **options: Any) -> Any:
-        batches = list(right_batches(*arguments, **options))
-        return [*batches, batches[-1]]
-
-    def mean_of_micro_batches(data_loss_sum: Any, regularization: Any, *, count: Any, global_count: Any) -> Any:
-        return (data_loss_sum / count + regularization) / 3
-
-    def by_ranks(self: Any, batch: Any) -> Any:
-        forward = self._local_gradients(batch, tf.shape(batch.indices, tf.int64)[0])
-        return forward._replace(state=[value / self._reduction.collective.world.size for value in forward.state])
-
-    defects = {
-        "a bias' gradient doubled on rank 1": (GradientReduction, "__call__", doubled_on_rank_1),
-        "the same order in every epoch": (order, "permute", as_in_first_epoch),
-        "an epoch's rest in its last batch": (
-            SampleOrder,
-            "steps_per_epoch",
-            property(lambda self: self.num_samples // self.global_batch_size),
-        ),
-        "the last evaluation batch counted twice": (evaluation, "evaluation_batches", with_last_twice),
-        "evaluation's regularisation doubled": (
-            evaluation.EvalStep,
-            "regularization",
-            lambda self: 2 * right_penalty(self),
-        ),
-        "batch normalization's state kept as it was": (
-            step.TrainStep,
-            "_reduce_and_update",
-            with_old_state,
-        ),
-        "batch normalization's state weighted by ranks": (step.TrainStep, "_compute_forward", by_ranks),
-        "micro-batches that count alike": (local_gradients, "partial_objective", mean_of_micro_batches),
-        "dropout's seeds without the step": (
-            local_gradients.LocalGradients,
-            "_dropout_seeds",
-            lambda self, number, micro_batch: right_seeds(self, tf.zeros_like(number), micro_batch),
-        ),
-        "a reduction that returns its input": (Native, "all_reduce", its_input),
-        "a mean of means": (SampleOrder, "_plan", mean_of_means),
-        "a duplicated sample": (SampleOrder, "_plan", duplicated_sample),
-        "augmentation seeded by rank": (pipeline, "sample_keys", keys_of_each_rank),
-        "a weight that is not broadcast": (step, "broadcast_variables", without("small/output/kernel")),
-        "a slot that is not broadcast": (step, "broadcast_variables", without("momentum")),
-        "regularisation added on every rank": (local_gradients, "partial_objective", objective_of_each_rank),
-    }
-    with mock.patch.object(*defects[defect]) if defect else contextlib.nullcontext():
-        yield

@@ -50,6 +50,29 @@ class Small(Workload):
         return x + 0.1 * augment.uniform(keys, 0, (NUM_FEATURES,)), y
 
 
+class Embedded(Small):
+    """With an embedding, whose gradient is sparse."""
+
+    def create_model(self) -> keras.Model:
+        inputs = keras.Input((NUM_FEATURES,))
+        x = layers.Flatten()(layers.Embedding(5, 2)(keras.ops.cast(keras.ops.clip(inputs + 2, 0, 4), "int32")))
+        return keras.Model(inputs, layers.Dense(NUM_CLASSES)(x))
+
+
+class OwnModel(keras.Sequential):
+    """A model with a training step for `fit`."""
+
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+class OwnStep(Small):
+    """Whose model has a training step that is never called."""
+
+    def create_model(self) -> keras.Model:
+        return OwnModel([keras.Input((NUM_FEATURES,)), layers.Dense(NUM_CLASSES)], name="own_model")
+
+
 class DropoutAndBatchNorm(Small):
     """With the two kinds of layers whose results depend on the number of ranks by design."""
 

@@ -1,0 +1,71 @@
+"""What ``verify`` tries with a trained job besides training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, all_gather_object
+from ringtrain.data.pipeline import Batch
+from ringtrain.training.job import Job
+
+HUGE_SCALE = 2.0**127  # of a loss, whose gradients in half precision are infinite
+
+
+def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
+    """Try a step that is not finite on the last rank that has samples; what is wrong after it, on any rank.
+
+    With a loss scale it is the gradients alone that are not finite: the scale is too high. Otherwise weights are NaN.
+    """
+    assert batch is not None
+    step, collective, rank = job.step, job.collective, job.collective.world.rank
+    counts = all_gather_object(collective, int(batch.indices.shape[0]), name="nonfinite/counts")
+    chosen = max(number for number, count in enumerate(counts) if count)
+    spoiled = step.loss_scale.variables[:1] or [
+        weight for weight in step.model.trainable_variables if tf.as_dtype(weight.dtype).is_floating
+    ]
+    value = HUGE_SCALE if step.loss_scale.is_dynamic else np.nan
+    before = {name: digest(variable) for name, variable in step.named_variables.items()}
+    kept = [variable.numpy() for variable in spoiled]
+    if rank == chosen:
+        for variable in spoiled:
+            variable.assign(tf.fill(variable.shape, tf.constant(value, variable.dtype)))
+    scale = float(step.loss_scale.value)
+    report = step.read(step(batch, job.plan.learning_rate(0)))
+    has_scale = not step.loss_scale.is_dynamic or float(step.loss_scale.value) == scale / 2
+    if rank == chosen:
+        for variable, number in zip(spoiled, kept, strict=True):
+            variable.assign(number)
+    if all(all_gather_object(collective, report.is_finite, name="nonfinite/votes")):
+        return describe_ranks(collective, find_nan(step.named_variables), "has NaN in {}")  # a loss may hide it
+    changed = [
+        name
+        for name, variable in step.named_variables.items()
+        if not name.startswith("loss_scale/") and digest(variable) != before[name]
+    ]
+    return [
+        *describe_ranks(collective, ["it"] if report.is_finite else [], "takes {} as finite"),
+        *describe_ranks(collective, changed, "changed {}"),
+        *describe_ranks(collective, [] if has_scale else ["loss scale"], "did not halve its {}"),
+    ]
+
+
+def describe_ranks(collective: Collective, mine: Sequence[str], words: str) -> list[str]:
+    """For each rank that has any, the first of the things that it has, in words. Every rank must call it."""
+    found = all_gather_object(collective, list(mine), name="nonfinite")
+    return [f"rank {rank} {words.format(names[0])}" for rank, names in enumerate(found) if names]
+
+
+def find_nan(variables: Mapping[str, keras.Variable]) -> list[str]:
+    """The variables that are not finite, by name."""
+    floats = {name: v for name, v in variables.items() if tf.as_dtype(v.dtype).is_floating}
+    return [name for name, v in floats.items() if not np.isfinite(v.numpy().astype(np.float64)).all()]
+
+
+def digest(variable: keras.Variable) -> str:
+    """A variable's bits, in short."""
+    return hashlib.sha256(np.asarray(variable.numpy()).tobytes()).hexdigest()

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ringtrain.collectives.differentiable import all_gather
     from ringtrain.collectives.normalization import SyncBatchNormalization
     from ringtrain.config import Config, OptimizerConfig
     from ringtrain.data import augment
@@ -61,6 +62,7 @@ __all__ = [
     "UsageError",
     "Workload",
     "__version__",
+    "all_gather",
     "augment",
     "from_arrays",
     "from_callable",
@@ -88,6 +90,7 @@ _HOMES = (
     "data.augment",
     "parallel",
     "collectives.normalization",
+    "collectives.differentiable",
 )
 
 if not TYPE_CHECKING:  # to mypy it would give any name whatever, a misspelt one as well

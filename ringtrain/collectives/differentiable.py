@@ -11,6 +11,8 @@ same whole, each in its own way, adds up. A name must be like no other in the gr
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,12 +22,52 @@ import tensorflow as tf
 
 from ringtrain.collectives.base import Collective
 from ringtrain.collectives.gradients import GradientReduction, by_type
+from ringtrain.collectives.joined import ranks_for
 
 Tensors = list[tf.Tensor]
 # TensorFlow's graphs of the branches and bodies within a function.
 BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
 
+# What notes the calls of ``all_gather`` while a step is traced.
+_calls: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("calls", default=None)
 _uses: weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def all_gather(tensor: tf.Tensor) -> tf.Tensor:
+    """Concatenate a tensor of all ranks, with gradients: [n, ...] -> [sum of all n, ...], in the order of the ranks.
+
+    A loss that compares a sample with the others of its batch (InfoNCE, batch centring) then sees those of all ranks.
+    Each rank may have another n, also 0. The gradient is the sum over all ranks of what each of them did with the
+    whole, so that N ranks train what one process trains. One process gets its own tensor.
+
+    Every rank must call it in every step. If a workload's ``loss`` or ``metrics`` call it, set ``needs_every_rank =
+    True`` in its class; for a layer in that of the layer, which calls it in training alone.
+
+    Raises:
+        UsageError: a launcher has started several processes, and nothing has joined them; or ``needs_every_rank`` is
+            missing.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    if (calls := _calls.get()) is not None:
+        calls.append("all_gather")
+    collective = ranks_for("ringtrain.all_gather")
+    if collective is None:
+        return tensor
+    name = unique_name("all_gather")
+    whole = gather(tensor, collective, name)
+    return spread([whole], collective, f"{name}/used")[0] if is_differentiable(whole) else whole
+
+
+@contextlib.contextmanager
+def noting_calls() -> Iterator[list[str]]:
+    """The calls of ``all_gather`` within this scope."""
+    token = _calls.set([])
+    try:
+        calls = _calls.get()
+        assert calls is not None
+        yield calls
+    finally:
+        _calls.reset(token)
 
 
 def take(whole: tf.Tensor, start: Any, rows: Any, collective: Collective, name: str) -> tf.Tensor:

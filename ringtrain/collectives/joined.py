@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Iterator
 
-from ringtrain.collectives.base import Collective
+from ringtrain.collectives.base import Collective, Solo
 from ringtrain.errors import UsageError
-from ringtrain.runtime.world import read_world
+from ringtrain.runtime.world import World, read_world
 
 _joined: Collective | None = None
 
@@ -23,6 +23,14 @@ def having_joined(collective: Collective) -> Iterator[None]:
         yield
     finally:
         _joined = before
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """In this scope ``ranks_for`` gives None: the code is run by one rank, and the others would not answer."""
+    world = World(rank=0, size=1, local_rank=0, local_size=1, node="", launcher="no launcher")
+    with having_joined(Solo(world)):
+        yield
 
 
 def ranks_for(what: str) -> Collective | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from ringtrain.collectives.differentiable import noting_calls
 from ringtrain.config import Config
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
@@ -23,7 +24,7 @@ from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS
 from ringtrain.step.state import empty_summands, is_integer_or_bool
 from ringtrain.workloads.base import Workload
-from ringtrain.workloads.values import call_model, per_sample
+from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,7 @@ class LocalGradients:
         self._dtype, self._accumulate, self._seed, self._rank = dtype, config.accumulate, config.seed, rank
         self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
         self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
-        # A layer that asks the other ranks within its forward pass (SyncBatchNormalization) says so by this attribute.
-        self.needs_every_rank = any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers())
+        self.needs_every_rank = needs_every_rank(workload, model)
         self.compiled: CompiledGradients | None = None
         if jit_compile and not self.needs_every_rank:
             self.compiled = CompiledGradients(self._compute, model.trainable_variables)
@@ -136,8 +136,10 @@ class LocalGradients:
             # Updates that the forward pass makes (BatchNorm's statistics) stay inside the scope, so that a step that
             # turns out not to be finite leaves no trace.
             with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
-                outputs = call_model(self._workload, self._model, x, training=True)
-                losses, metrics = per_sample(self._workload, y, outputs)
+                with noting_calls() as calls:
+                    outputs = call_model(self._workload, self._model, x, training=True)
+                    losses, metrics = per_sample(self._workload, y, outputs)
+                self._require_every_rank(calls)
                 regularization = tf.add_n(
                     [tf.zeros([], self._dtype), *(tf.cast(loss, self._dtype) for loss in self._model.losses)]
                 )
@@ -157,6 +159,16 @@ class LocalGradients:
         no_extra_scalars = [tf.zeros([], self._dtype)] * NUM_EXTRA_SCALARS
         sums = tf.stack([count, data_loss_sum, regularization * count, *no_extra_scalars, *metric_sums])
         return Forward(gradients, sums, [scope.get_current_value(v) for v in structure.state], structure)
+
+    def _require_every_rank(self, calls: Sequence[str]) -> None:
+        """See that ranks without samples take part where the others ask them; otherwise these would wait for ever."""
+        if calls and not self.needs_every_rank:
+            name = type(self._workload).__name__
+            raise UsageError(
+                f"{name} calls ringtrain.all_gather, but its needs_every_rank is False: a rank without samples would "
+                f"not take part. Write needs_every_rank = True in the class {name}, or in that of the layer "
+                "that calls it."
+            )
 
     def _of_micro_batches(self, batch: Batch, num_samples: tf.Tensor, before: Sequence[tf.Tensor]) -> Forward:
         """The sums over all micro-batches, in a loop of TensorFlow's, so that only one of them is in memory.

@@ -134,6 +134,11 @@ class TrainStep:
         return self._structure.metric_names
 
     @property
+    def local_gradients(self) -> LocalGradients:
+        """The forward and backward pass of a rank's samples."""
+        return self._local_gradients
+
+    @property
     def has_sparse_gradients(self) -> bool:
         """True if the gradient of some variable holds a few of its rows alone."""
         return any(self._structure.sparse_index_dtypes)

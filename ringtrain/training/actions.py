@@ -13,6 +13,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
+from ringtrain.collectives.joined import alone
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
@@ -215,7 +216,8 @@ class Evaluate(Action):
         if source is not None:
             shown = tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64)
             x, y = source.gather_good(shown)[1:] if is_fallible(source) else source.gather(shown)
-            records.events.show(self._job.workload.summaries(self._job.step.model, x, y), step=step)
+            with alone():
+                records.events.show(self._job.workload.summaries(self._job.step.model, x, y), step=step)
 
 
 class Save(Action):

@@ -116,7 +116,9 @@ def create_step(
     )
 
 
-def warn_of_settings(config: Config, step: TrainStep, print_line: Callable[[str], None], *, is_parallel: bool) -> None:
+def warn_of_settings(
+    workload: Workload, config: Config, step: TrainStep, print_line: Callable[[str], None], *, is_parallel: bool
+) -> None:
     """Report what XLA compiles, if it is to compile something; which setting has no effect, and which is inexact."""
     warn_of_best(config, print_line)
     if step.not_compiled:
@@ -125,6 +127,12 @@ def warn_of_settings(config: Config, step: TrainStep, print_line: Callable[[str]
         print_line("XLA compiles each rank's forward and backward pass; sums and update stay outside.")
     if config.shard_optimizer and step.sharded is None:
         print_line("warning: --shard_optimizer has no effect: there is one rank, which updates all weights.")
+    if is_parallel and config.accumulate > 1 and workload.needs_every_rank:
+        print_line(
+            f"warning: --accumulate {config.accumulate}: the loss of {type(workload).__name__} compares the samples of "
+            "a micro-batch, and those of the ranks together are not those of one process. The ranks train similar "
+            "weights, but not the same."
+        )
     if is_parallel and (paths := find_micro_batch_state(config, step)):
         others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         print_line(

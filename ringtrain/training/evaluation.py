@@ -24,7 +24,7 @@ from ringtrain.runtime.world import World
 from ringtrain.step.averages import WeightAverages
 from ringtrain.step.train_step import trace
 from ringtrain.workloads.base import Workload
-from ringtrain.workloads.values import call_model, per_sample
+from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +128,7 @@ class EvalStep:
         """Trace the step; ``batch_spec`` holds the tensor specs of a batch (``dataset.element_spec``)."""
         self.was_called = False  # the first call may take long
         self._workload, self._model, self._averages, self._collective = workload, model, averages, collective
+        self._needs_every_rank = needs_every_rank(workload, model)
         signature = [batch_spec, tf.TensorSpec([], tf.float64)]
         self._evaluate, self.metric_names = trace(self._sum_samples, signature)
         self.labels = find_labels(self._evaluate, batch_spec)
@@ -135,7 +136,7 @@ class EvalStep:
 
     def __call__(self, batch: Batch, is_stop_wanted: bool) -> np.ndarray:
         """Sums over all ranks: [stop_votes, samples, data_loss, *metrics], float64. Every rank must call it."""
-        step = self._evaluate if batch.indices.shape[0] else self._join
+        step = self._evaluate if batch.indices.shape[0] or self._needs_every_rank else self._join
         sums = step(batch, tf.constant(is_stop_wanted, tf.float64)).numpy()
         self.was_called = True
         return sums

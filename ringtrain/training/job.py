@@ -139,7 +139,7 @@ def create_job(
     step, eval_step = raise_on_all_ranks(collective, trace, name="step")
     warn_of_python(step.python_operations, print_line)
     warn_of_own_step(model, print_line)
-    warn_of_settings(config, step, print_line, is_parallel=collective.world.size > 1)
+    warn_of_settings(workload, config, step, print_line, is_parallel=collective.world.size > 1)
     job = Job(
         workload=workload,
         config=config,

@@ -145,7 +145,8 @@ def describe_findings(step: int, ranks: Sequence[RankReport]) -> str:
 def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:
     """The numbers of a batch's samples whose x or y is not finite; where all are, those whose loss is not.
 
-    The model runs as in inference: each sample by itself, and without any collective.
+    The model runs as in inference: each sample by itself, and without any collective; a loss that asks the other ranks
+    is not computed.
     """
     if not batch.indices.shape[0]:
         return []
@@ -153,7 +154,7 @@ def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:
     are_bad = np.zeros(batch.indices.shape[0], bool)
     for array in arrays:
         are_bad |= ~np.isfinite(array.astype(np.float64)).all(axis=tuple(range(1, array.ndim)))
-    if not are_bad.any():
+    if not are_bad.any() and not job.workload.needs_every_rank:
         losses, _ = per_sample(job.workload, batch.y, job.step.model(batch.x, training=False))
         are_bad = ~np.isfinite(losses.numpy().astype(np.float64))
     return [int(number) for number in batch.indices.numpy()[are_bad]]

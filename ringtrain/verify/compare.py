@@ -55,6 +55,11 @@ MODEL_SHARE = 1e-4  # of the largest value of a kind in the model, where those o
 KINDS = {"weights": ("weights/",), "slots": ("slots/", "averages/")}
 MIN_COMPARED_ORDER = 20  # samples whose order two epochs do not share by chance
 MAX_NAMED_LAYERS = 3
+COMPANY = (
+    "  likely cause: the loss of a sample depends on the other samples of its batch. Tested: the gradients of a batch "
+    "are not the sum of those of its halves. A rank sees its own samples alone; give it those of all ranks by "
+    "ringtrain.all_gather (docs/workloads.md)."
+)
 PARTS = ("-perturbed", "-beginning")  # of names of records that are parts of others
 NEVER_COMPARED = (
     "the speed, and what other devices, their libraries and their compilers (XLA) round",
@@ -262,6 +267,8 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
         for which, findings in tables.items():
             lines += describe_all(which, findings)
             passed = passed and all(finding.passes for finding in findings)
+    if not passed and of_reference["float64"].get("company", False):
+        lines.insert(0, COMPANY)
     skipped = [f"{record['words']}: {record['skipped']}" for record in of_first.values() if "skipped" in record]
     notes = [*of_reference["float64"]["notes"].tolist(), *skipped]
     lines += ["compared:", *(f"  {describe_trial(of_first[name])}" for name in found[others[0]])]

@@ -16,6 +16,31 @@ from ringtrain.training.job import Job
 HUGE_SCALE = 2.0**127  # of a loss, whose gradients in half precision are infinite
 
 
+def depends_on_company(job: Job, tolerance: float) -> bool:
+    """Test if the loss of a sample depends on the other samples of its batch, by the first batch of a lone process.
+
+    If not, the gradients and sums of a batch are those of its halves, added. Nothing is trained.
+    """
+    gradients, batch = job.step.local_gradients, next(iter(job.batches))
+    count = int(batch.indices.shape[0])
+    if gradients.needs_every_rank or count < 2 or job.batches.is_counted:
+        return False
+
+    def compute(start: int, end: int) -> list[tf.Tensor]:
+        part = batch._replace(**tf.nest.map_structure(lambda rows: rows[start:end], {"x": batch.x, "y": batch.y}))
+        forward = gradients(part._replace(indices=batch.indices[start:end]), tf.constant(end - start, tf.int64))
+        return [*map(tf.convert_to_tensor, forward.gradients), forward.sums]
+
+    @tf.function(autograph=False)
+    def compute_all() -> list[list[tf.Tensor]]:
+        return [compute(0, count), compute(0, count // 2), compute(count // 2, count)]
+
+    whole, first, second = ([tensor.numpy() for tensor in part] for part in compute_all())
+    largest = max(float(np.max(np.abs(tensor), initial=0.0)) for tensor in whole)
+    differences = [np.max(np.abs(a - b - c), initial=0.0) for a, b, c in zip(whole, first, second, strict=True)]
+    return max(differences) > 100 * tolerance * largest
+
+
 def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
     """Try a step that is not finite on the last rank that has samples; what is wrong after it, on any rank.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import re
@@ -30,14 +31,22 @@ from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.verify.compare import ROUNDING
 from ringtrain.verify.precision import find_narrow, keep_narrow_layers, widened
-from ringtrain.verify.probes import digest, try_nonfinite
-from ringtrain.verify.trials import BEGINNING, BEGINNING_STEPS, Trial, lossy_type, plan_trials
+from ringtrain.verify.probes import depends_on_company, digest, try_nonfinite
+from ringtrain.verify.trials import (
+    BEGINNING,
+    BEGINNING_STEPS,
+    MICRO_BATCHES,
+    Trial,
+    lossy_type,
+    plan_trials,
+    without_micro_batches,
+)
 from ringtrain.workloads.base import Workload
 
 # Rank 0's first values must reach every rank: the others start from noise of this size.
 NOISE = 1.0
+OWN_MICRO_BATCHES = "compares the samples of a micro-batch, so that with --accumulate world sizes may differ"
 NEVER_CALLED = "never called; a step here is the workload's loss, metrics and optimizer (train such a model by fit)"
-NOT_TRIED = "Without such state it is compared."
 HELD_TO_NARROW = "computes in {}, so that all values are compared within the rounding of that type"
 
 
@@ -72,13 +81,11 @@ def record(
     A reference also trains each from first weights that differ in their last bit, and ``NAME-perturbed.npz`` shows what
     came of that: how far rounding alone moves what is compared.
     """
-    may_accumulate = True
+    why_no_micro_batches = ""
     for trial in plan_trials(config, is_reference=is_reference):
-        if trial.config.accumulate != config.accumulate and not may_accumulate:
-            write_skipped(
-                trial, f"each micro-batch would update state of the model. {NOT_TRIED}", collective, directory
-            )
-            continue
+        if trial.config.accumulate != config.accumulate and why_no_micro_batches:
+            write_skipped(dataclasses.replace(trial, name=MICRO_BATCHES), why_no_micro_batches, collective, directory)
+            trial = without_micro_batches(trial, config)
         try:
             step = record_trial(workload, trial, collective, directory, is_reference=is_reference)
         except UsageError as error:  # of all ranks: such as an optimizer whose update cannot be sharded
@@ -86,7 +93,10 @@ def record(
                 raise
             write_skipped(trial, str(error), collective, directory)
             continue
-        may_accumulate = may_accumulate and not [v for v in step.state if not is_integer_or_bool(v)]
+        if step.local_gradients.needs_every_rank:
+            why_no_micro_batches = "the samples of a micro-batch are compared with each other, and with no others"
+        elif [v for v in step.state if not is_integer_or_bool(v)]:
+            why_no_micro_batches = "each micro-batch would update state of the model"
 
 
 def record_trial(
@@ -144,6 +154,8 @@ def create_recorded_job(
         )
     if trial.lossy:
         notes.append(f"{trial.lossy}: what it rounds grows from step to step, so that one step of it is compared")
+    if config.accumulate > 1 and workload.needs_every_rank:
+        notes.append(f"{type(workload).__name__}.loss: {OWN_MICRO_BATCHES}")
     notes += [
         f"{path}: each micro-batch of --accumulate updates it, and these differ between world sizes, so that weights "
         "and losses may differ as well"
@@ -196,6 +208,8 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
         "words": np.array(describe_path(job.step, trial)),
         "reference": np.array(trial.reference),
     }
+    if is_reference and trial.name == "float64":
+        facts["company"] = np.array(depends_on_company(job, ROUNDING[computed_in].tolerance))
     train_recorded(job, facts, directory / f"{trial.name}.npz", trial)
     if is_reference and not job.batches.is_counted:
         for variable, value in zip(job.step.variables, first, strict=True):

@@ -14,6 +14,8 @@ from ringtrain.config import Config
 BEGINNING = "float64-beginning"  # the record of the first steps of the reference in float64
 BEGINNING_STEPS = 2
 OWN = "own"
+AS_VECTOR = "gradients as one vector"
+MICRO_BATCHES = "micro-batches"  # the name of what is skipped of a trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ def plan_other_paths(exact: Config) -> list[Trial]:
         ),
         Trial(
             name="float64-accumulated",
-            words=f"gradients as one vector, of {accumulating.accumulate} micro-batch"
+            words=f"{AS_VECTOR}, of {accumulating.accumulate} micro-batch"
             + ("es" if accumulating.accumulate > 1 else ""),
             config=accumulating,
             reference=BEGINNING,
@@ -100,6 +102,13 @@ def plan_other_paths(exact: Config) -> list[Trial]:
             max_steps=BEGINNING_STEPS,
         ),
     ]
+
+
+def without_micro_batches(trial: Trial, config: Config) -> Trial:
+    """The trial with as many micro-batches as the settings have."""
+    return dataclasses.replace(
+        trial, words=AS_VECTOR, config=dataclasses.replace(trial.config, accumulate=config.accumulate)
+    )
 
 
 def lossy_type(config: Config) -> str:

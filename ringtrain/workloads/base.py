@@ -55,6 +55,10 @@ class Workload(abc.ABC):
     ``--options.width 32``; a method reads ``self.options["width"]``. A value must be of its default's type; where the
     default is None it may be any."""
 
+    needs_every_rank: ClassVar[bool] = False
+    """True if ``loss`` or ``metrics`` call ``ringtrain.all_gather``. Every rank then computes them in every step, also
+    without samples, x and y being [0, ...]."""
+
     @abc.abstractmethod
     def create_model(self) -> keras.Model:
         """A built Keras model. Every rank builds one; rank 0's first weights are the ones that count."""

@@ -22,6 +22,13 @@ RESERVED_NAMES = {
 FORGOTTEN = "None: is a return missing?"
 
 
+def needs_every_rank(workload: Workload, model: keras.Model) -> bool:
+    """True if what is computed of a rank's samples asks the other ranks, such as SyncBatchNormalization does."""
+    return workload.needs_every_rank or any(
+        getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers()
+    )
+
+
 def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool) -> Any:
     """The model's outputs for the samples x. An error of a layer of the user's own is raised as it is."""
     try:

@@ -22,6 +22,7 @@ from ringtrain.collectives import (
     run_on_rank0,
     with_native_sums,
 )
+from ringtrain.collectives.differentiable import all_gather
 from ringtrain.collectives.gradients import (
     ONE_MESSAGE_BYTES,
     GradientReduction,
@@ -29,6 +30,7 @@ from ringtrain.collectives.gradients import (
     merge_rows,
 )
 from ringtrain.collectives.horovod import LOWEST_PRIORITY, HorovodCollective
+from ringtrain.collectives.joined import having_joined
 from ringtrain.collectives.native.backend import Native
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.run.variables import broadcast_variables
@@ -43,6 +45,33 @@ def values_of_rank(rank: int, shape: tuple[int, ...], dtype: str = "float64") ->
 
 def values_of_all(size: int, shape: tuple[int, ...], dtype: str = "float64") -> list[np.ndarray]:
     return [values_of_rank(rank, shape, dtype) for rank in range(size)]
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+@on_ranks(1, 2, 3)
+def test_gradients_of_a_public_gather_are_those_of_all_ranks(collective: Collective, in_graph: bool) -> None:
+    """Rank r has r rows; each rank does something else with all of them."""
+    rank, size = collective.world.rank, collective.world.size
+    rows = tf.constant([rank * 10.0 + i for i in range(rank)], tf.float64)
+    number = size * (size - 1) // 2
+
+    def factors(of: int) -> np.ndarray:
+        return np.arange(1.0, number + 1) ** (of + 1)
+
+    def compute(rows: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            whole = all_gather(rows)
+            objective = tf.reduce_sum(whole * factors(rank))
+        return whole, tape.gradient(objective, rows)
+
+    with having_joined(collective):
+        whole, gradient = (tf.function(compute) if in_graph else compute)(rows)
+        numbers = all_gather(tf.constant([rank], tf.int32))
+    np.testing.assert_array_equal(whole, [r * 10.0 + i for r in range(size) for i in range(r)])
+    mine = slice(rank * (rank - 1) // 2, rank * (rank - 1) // 2 + rank)
+    np.testing.assert_allclose(gradient, np.sum([factors(r) for r in range(size)], axis=0)[mine])
+    np.testing.assert_array_equal(numbers, range(size))
 
 
 @on_ranks(1, 2, 3, GLOO, BY_MPI)

@@ -91,6 +91,13 @@ def test_the_smallest_workload(folder: Path, example: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_loss_that_compares_samples(folder: Path) -> None:
+    command = command_of("contrastive.py")
+    losses = re.findall(r"\bstep \d+, loss = (\S+)", run(f"{command} --log_every 1", folder).stdout)
+    assert float(losses[-1]) < 0.5 * float(losses[0])
+
+
+@pytest.mark.slow
 def test_a_script_of_your_own(folder: Path) -> None:
     found = re.findall(r"{'accuracy': ([\d.]+)}", run(command_of("train_moons.py"), folder).stdout)
     assert len(found) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -212,6 +213,58 @@ def test_what_is_not_compared_is_listed(collective: Any) -> None:
         assert "2 steps, float64, gradients in groups, updates sharded" in compared
         assert "OwnModel.train_step: never called" in left_out
         assert "--compression fp16: what it rounds" in left_out
+
+
+@on_ranks(2)
+def test_samples_that_are_compared_with_each_other_are_the_named_cause(collective: Any) -> None:
+    from ringtrain.verify.compare import COMPANY, describe_findings
+    from tests.world.workloads.company import Centred
+    from tests.world.workloads.small import Small
+
+    centred = records_of(Centred(), collective, trials=("float64",), steps=2)
+    wrong = records_of(Small(), collective, trials=("float64",), defect="a mean of means")
+    if collective.world.is_rank0:
+        lines, passed = describe_findings([1, 2], centred)
+        assert not passed
+        assert lines[0] == COMPANY
+        lines, passed = describe_findings([1, 2], wrong)
+        assert not passed
+        assert COMPANY not in lines
+
+
+@on_ranks(2, slow=(3,))
+def test_the_contrastive_example_trains_on_ranks_as_on_one(collective: Any) -> None:
+    """Steps of 505 samples, which 2 does not divide."""
+    pairs = runpy.run_path(str(REPOSITORY / "examples/contrastive.py"))["Pairs"]()
+    adam = {"name": "adam", "lr": 0.01}
+    findings, _ = findings_of(pairs, collective, trials=("float64",), global_batch_size=505, steps=4, optimizer=adam)
+    assert all(finding.passes for finding in findings), findings
+    if collective.world.is_rank0:
+        assert findings[0].tolerance == 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["CentredTogether", "CentredInside"])
+@on_ranks(2, 3)
+def test_ranks_compare_samples_with_those_of_all_ranks_as_one_does(collective: Any, name: str) -> None:
+    """106 samples and one left: the second rank has none in each second step."""
+    from tests.world.workloads import company
+
+    every = ("float64", "float32", "float64-sharded", "float64-accumulated")
+    workload = getattr(company, name)()
+    findings, _ = findings_of(workload, collective, trials=every, global_batch_size=106, steps=4)
+    assert all(finding.passes for finding in findings), findings
+    if collective.world.is_rank0:
+        assert findings[0].tolerance == 1e-10
+
+
+@on_ranks(1)
+def test_a_loss_that_asks_other_ranks_without_saying_so_is_refused(collective: Any) -> None:
+    from ringtrain.errors import UsageError
+    from tests.world.workloads.company import Undeclared
+
+    with pytest.raises(UsageError, match=r"Undeclared calls ringtrain\.all_gather, but its needs_every_rank is False"):
+        findings_of(Undeclared(), collective)
 
 
 @pytest.mark.parametrize("defect", SHARED_DEFECTS)
@@ -465,6 +518,7 @@ def _record_trials(
     workload: Any, config: Any, collective: Any, directory: str, names: Collection[str] = (), **options: Any
 ) -> None:
     """Record some trials, or all."""
+    from ringtrain.collectives.joined import having_joined
     from ringtrain.verify import record
     from ringtrain.verify.trials import plan_trials
 
@@ -473,7 +527,7 @@ def _record_trials(
         assert set(names) <= {trial.name for trial in planned}, (names, planned)
         return [trial for trial in planned if not names or trial.name in names]
 
-    with mock.patch.object(record, "plan_trials", plan_some):
+    with mock.patch.object(record, "plan_trials", plan_some), having_joined(collective):
         record.record(workload, config, collective, Path(directory), **options)
 
 
@@ -482,14 +536,12 @@ _references: dict[Any, dict[str, Any]] = {}
 
 def _record_reference(workload: Any, config: Any, defect: str | None) -> dict[str, Any]:
     """Records of one process: computed once in this process for each workload, config and defect."""
-    from ringtrain.collectives import normalization
     from ringtrain.collectives.base import Solo
 
     key = (type(workload), repr(getattr(workload, "options", None)), repr(config), defect)
     if key not in _references:
         with tempfile.TemporaryDirectory() as directory, planted(defect, 0):
-            with mock.patch.object(normalization, "ranks_for", return_value=None):  # sees no other rank
-                _record_trials(workload, config, Solo(alone()), directory, is_reference=True)
+            _record_trials(workload, config, Solo(alone()), directory, is_reference=True)
             _references[key] = _load_records(directory)
     return _references[key]
 

@@ -56,7 +56,7 @@ KINDS = {"weights": ("weights/",), "slots": ("slots/", "averages/")}
 MIN_COMPARED_ORDER = 20  # samples whose order two epochs do not share by chance
 MAX_NAMED_LAYERS = 3
 COMPANY = (
-    "  likely cause: the loss of a sample depends on the other samples of its batch. Tested: the gradients of a batch "
+    "likely cause: the loss of a sample depends on the other samples of its batch. Tested: the gradients of a batch "
     "are not the sum of those of its halves. A rank sees its own samples alone; give it those of all ranks by "
     "ringtrain.all_gather (docs/workloads.md)."
 )

@@ -96,7 +96,7 @@ def is_narrower(dtype: Any, other: Any) -> bool:
 
 
 def find_narrow(job: Job) -> list[Narrow]:
-    """Where the model or the loss makes narrower floats of what depends on a weight, by a trace of their own."""
+    """Find, in a trace of their own, where the model and the loss make narrower floats of what depends on a weight."""
     workload, model, spec = job.workload, job.step.model, job.batches.element_spec
 
     def compute(x: Any, y: Any) -> Any:
@@ -112,7 +112,7 @@ def find_narrow(job: Job) -> list[Narrow]:
         for operation in graph.get_operations()
         if operation.name in needed and (dtype := _find_narrowed(operation, depending, precision))
     ]
-    for function in graph.as_graph_def().library.function:  # called by them, such as a tf.function of the user's
+    for function in graph.as_graph_def().library.function:  # called by them, such as a user-defined tf.function
         for node in function.node_def:
             if node.op == "Cast" and is_narrower(node.attr["DstT"].type, node.attr["SrcT"].type):
                 found.append(Narrow(_describe_place(node.name, layers), tf.as_dtype(node.attr["DstT"].type).name))

@@ -21,9 +21,12 @@ def depends_on_company(job: Job, tolerance: float) -> bool:
 
     If not, the gradients and sums of a batch are those of its halves, added. Nothing is trained.
     """
-    gradients, batch = job.step.local_gradients, next(iter(job.batches))
+    gradients = job.step.local_gradients
+    if gradients.needs_every_rank or job.batches.is_counted or job.collective.world.size > 1:
+        return False
+    batch = next(iter(job.batches))
     count = int(batch.indices.shape[0])
-    if gradients.needs_every_rank or count < 2 or job.batches.is_counted:
+    if count < 2:
         return False
 
     def compute(start: int, end: int) -> list[tf.Tensor]:

@@ -98,7 +98,8 @@ def gather(part: tf.Tensor, collective: Collective, name: str) -> tf.Tensor:
             return take(tf.convert_to_tensor(upstream), start, counts[rank], collective, name)
 
         whole = collective.all_gather(hide(part), name=name)
-        return tf.ensure_shape(whole, [None, *part.shape[1:]]), gradient
+        shape = [None, *part.shape[1:]] if part.shape.rank is not None else None
+        return tf.ensure_shape(whole, shape), gradient
 
     return tf.custom_gradient(forward)(part) if is_differentiable(part) else forward(part)[0]
 

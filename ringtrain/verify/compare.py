@@ -177,10 +177,9 @@ def compare_series(name: str, reference: Record, other: Record, noise: Record, r
     worst = int(np.argmax(differences))
     where = f"step {worst + 1}" if name == "losses" else f"value {worst + 1}"
     if differences[worst] > allowed and rounding.noise_factor * moved > allowed:
-        where += (
-            f"; the run itself moves by {moved:.1e} when its first weights change in their last bit. Its random "
-            "numbers have no seed, or its learning rate is too high."
-        )
+        where += f"; the run itself moves by {moved:.1e} when its first weights change in their last bit."
+        if rounding is ROUNDING["float64"]:  # of narrower types that may be nothing but rounding
+            where += " Its random numbers have no seed, or its learning rate is too high."
     undetermined = (name,) if tolerance < differences[worst] <= allowed else ()
     return Comparison(
         name=name, difference=differences[worst], tolerance=allowed, where=where, undetermined=undetermined

@@ -287,7 +287,7 @@ def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
             call_without_training(layer)
             notes.append(f"{layer.name}: its random draws differ by rank; switched off for the comparison")
         is_local_norm = isinstance(layer, keras.layers.BatchNormalization) and not hasattr(layer, "needs_every_rank")
-        if freezes and is_local_norm:
+        if freezes and is_local_norm and layer.trainable:  # a frozen one uses its moving statistics
             layer.trainable = False
             notes.append(
                 f"{layer.name}: local BatchNorm normalises each rank's samples by themselves; frozen for the "

@@ -61,6 +61,23 @@ def test_the_result_is_the_function_s(collective: Collective, form: str) -> None
         check(lambda x: tf.cast(tf.repeat(x, 2, axis=0) > 0, tf.int32), "concat", form, collective, count=count)
 
 
+@on_ranks(2)
+def test_an_input_of_unknown_rank_is_divided_like_any_other(collective: Collective) -> None:
+    parallel = make_parallel(tf.tanh, collective=collective)
+
+    @tf.function(input_signature=[tf.TensorSpec(None, tf.float64)], autograph=False)
+    def both(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = parallel(x)
+        return y, tape.gradient(y, x)
+
+    x = samples(5)
+    result, gradient = both(x)
+    assert_close(result, tf.tanh(x), "result")
+    assert_close(gradient, 1 - tf.tanh(x) ** 2, "gradient")
+
+
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2, slow=[3])
 def test_structures_go_in_and_out(collective: Collective, form: str) -> None:

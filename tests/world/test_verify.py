@@ -408,6 +408,19 @@ def test_a_reference_whose_update_is_shared_out_measures_rounding_alone(collecti
             assert 0 < max(noise.values()) < 1e-12, noise
 
 
+def test_a_missing_seed_is_named_as_the_cause_in_float64_alone() -> None:
+    """In narrower types the noise may be nothing but rounding."""
+    import numpy as np
+
+    from ringtrain.verify.compare import ROUNDING, compare_series
+
+    reference, other, noise = ({"losses": np.array([loss])} for loss in (1.0, 1.5, 0.9))
+    for dtype, is_named in (("float64", True), ("float32", False)):
+        found = compare_series("losses", reference, other, noise, ROUNDING[dtype])
+        assert "moves by 9.0e-01" in found.where
+        assert ("no seed" in found.where) == is_named
+
+
 @on_ranks(1)
 def test_every_layer_of_keras_that_draws_draws_nothing_in_the_comparison(collective: Any) -> None:
     import keras
@@ -433,6 +446,9 @@ def test_every_layer_of_keras_that_draws_draws_nothing_in_the_comparison(collect
             notes = make_comparable(model)
             assert notes or not [v for v in model.variables if v.name == "seed_generator_state"], name
             np.testing.assert_array_equal(model(x, training=True), model(x, training=True), err_msg=name)
+
+    frozen = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(trainable=False)])
+    assert make_comparable(frozen) == [], "its statistics are the same on all ranks as it is"
 
     class Sampling(keras.layers.Layer):
         def __init__(self) -> None:

@@ -129,9 +129,41 @@ class _Sum:
         return gradients if self.is_native else [scaled(total, self.scale) for total in gradients]
 
 
+class _StepSums:
+    """The sums of a step of ``fit``, in order, of all optimizers and tapes that take part in it.
+
+    Those of a traced step are kept as long as its graph; those of a step outside of a graph until the next one.
+    """
+
+    def __init__(self) -> None:
+        self._of_graphs: weakref.WeakKeyDictionary[Any, list[_Sum]] = weakref.WeakKeyDictionary()
+        self._outside: list[_Sum] = []
+        self._graph: Callable[[], Any] = lambda: None  # in which the model's optimizer has summed last
+        self.is_new = False  # True until the first sum of a step
+        self.is_of_graph = False
+
+    def add(self, one: _Sum, graph: Any, *, is_owner: bool) -> None:
+        """Add a sum; ``is_owner`` is True for the optimizer of the model, in whose graph the step is."""
+        if graph is None and self.is_new:
+            self._outside = []
+        self.is_new = False
+        (self._outside if graph is None else self._of_graphs.setdefault(graph, [])).append(one)
+        if is_owner:
+            self.is_of_graph = graph is not None
+            self._graph = weakref.ref(graph) if graph is not None else lambda: None
+
+    def read(self) -> list[_Sum]:
+        """Those of the last step; none if its graph has gone."""
+        if not self.is_of_graph:
+            return self._outside
+        graph = self._graph()
+        return [] if graph is None else self._of_graphs.get(graph, [])
+
+
 class Exchange:
     """Reduces the gradients of one optimizer or tape."""
 
+    _fit: ClassVar[_StepSums | None] = None  # of the fit that is under way, with a distributed optimizer
     spans_world: ClassVar[bool] = True  # all that were made
     _local_somewhere: ClassVar[set[Hashable]] = set()
     votes: ClassVar[Votes | None] = None  # what each step of a fit with callbacks.Run sums as well
@@ -143,9 +175,7 @@ class Exchange:
         self._last: Gradients = []
         # Where all ranks are in a fit, about to take as many steps: there a rank that ends early can join.
         self.may_sum_natively = False
-        self._sums: list[_Sum] = []  # of the graph that was traced last, or of the last step outside of one, in order
-        self._graph: Callable[[], Any] = lambda: None
-        self._is_in_fit = self._is_new_step = self._is_of_graph = False
+        self._step = _StepSums()  # of the fits of a model with this optimizer
         self._traced_natively: bool | None = None  # whether the step that was traced last might sum natively
 
     def register_local(self, variable: Any) -> None:
@@ -211,10 +241,7 @@ class Exchange:
         return reduced
 
     def _sum(self, gradients: Gradients, variables: Sequence[Any], *, scale: float | tf.Tensor) -> Gradients:
-        graph = _whole_graph()
-        if (graph is None and self._is_new_step) or graph is not self._graph():
-            self._sums, self._graph = [], weakref.ref(graph) if graph is not None else lambda: None
-        self._is_new_step, self._is_of_graph = False, graph is not None
+        graph, fit = _whole_graph(), Exchange._fit
         if graph is not None:
             self._traced_natively = self.may_sum_natively
             if hvd.rank() == 0:
@@ -226,9 +253,9 @@ class Exchange:
         of_variables = zip(given, [*(variable.shape for variable in variables), None, None], strict=False)
         nothing = [_nothing_like(tensor, shape) for tensor, shape in of_variables]
         one = _Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
-        if self._is_in_fit:  # where a rank may join
-            self._sums.append(one)
-        may_travel_alone = self._is_in_fit and self._is_of_graph and not one.is_native
+        if fit is not None:  # where a rank may join
+            fit.add(one, graph, is_owner=fit is self._step)
+        may_travel_alone = fit is not None and graph is not None and not one.is_native
         if may_travel_alone:
             given[-1] = hide(given[-1])
         sums = one.act(given)
@@ -241,7 +268,7 @@ class Exchange:
 
     def begin_batch(self) -> None:
         """A step begins; where it is no graph, its sums are those that come now."""
-        self._is_new_step = True
+        self._step.is_new = True
 
     def join(self, *, had_batch: bool) -> None:
         """Add nothing to the other ranks' sums until all have come here.
@@ -252,9 +279,8 @@ class Exchange:
         Raises:
             UsageError: this rank had no batch at all, and does not know what the others sum.
         """
-        if self._is_of_graph and self._graph() is None:
-            self._sums = []
-        if not had_batch and not self._sums:
+        sums, is_of_graph = self._step.read(), self._step.is_of_graph
+        if not had_batch and not sums:
             raise UsageError(
                 f"rank {hvd.rank()} had no batch in this epoch, of which all ranks were to have as many. Give each "
                 "as many, such as by shards of one size and batch(..., drop_remainder=True).",
@@ -262,7 +288,7 @@ class Exchange:
             )
         # Outside of a graph Horovod does not see the names by which the ranks meet. What is added comes from outside of
         # it, or TensorFlow would compute the sum once, as that of constants.
-        joining = [(one.traced if self._is_of_graph else one.act, one.nothing) for one in self._sums]
+        joining = [(one.traced if is_of_graph else one.act, one.nothing) for one in sums]
         is_anyone_training = bool(joining)
         while is_anyone_training:
             for act, nothing in joining:
@@ -273,16 +299,16 @@ class Exchange:
     @property
     def sums_natively(self) -> bool:
         """Whether the step that was traced last does."""
-        return any(one.is_native for one in self._sums)
+        return any(one.is_native for one in self._step.read())
 
     def begin_fit(self, *, may_sum_natively: bool) -> bool:
         """Say whether the steps of a fit may sum natively; whether one was traced for the contrary."""
-        self._is_in_fit, self.may_sum_natively = True, may_sum_natively
+        Exchange._fit, self.may_sum_natively = self._step, may_sum_natively
         return self._traced_natively is not None and self._traced_natively != may_sum_natively
 
     def end_fit(self) -> None:
         """What is traced from now on is the user's own loop, of which nobody knows how long it is on each rank."""
-        self._is_in_fit = self.may_sum_natively = False
+        Exchange._fit, self.may_sum_natively = None, False
 
     def _reduction(self, gradients: Gradients, variables: Sequence[Any], *, natively: bool) -> GradientReduction:
         settings = self.settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -439,8 +440,9 @@ class KeptFit:
         stands = run_on_rank0(self._collective, lambda: self._writer.last_step if self._writer else 0, name="fit/last")
         saved = f"The checkpoint of step {stands} stands." if stands else "Nothing is saved."
         within = f"within the {num_steps} steps up to step {self._step}"
-        if first and not self._accumulation:
-            within = f"in step {self._start.step + first}"
+        if first:  # a step may have several reductions, or a reduction several steps
+            steps = first * (self._step - self._start.step) / self._votes.num_reductions()
+            within = f"in step {self._start.step + math.ceil(steps)}"
         raise DivergedError(f"the loss of {who} is not finite, {within}. {saved} {REMEDY}.")
 
     def _note_validation(self, logs: Mapping[str, Any]) -> bool:

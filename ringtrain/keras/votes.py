@@ -55,6 +55,10 @@ class Votes:
         """True if this rank has the gradients of its present step; any thread may ask."""
         return int(self._begun.numpy()) > int(self._all.numpy()[2])
 
+    def num_reductions(self) -> int:
+        """The reductions that this rank has begun."""
+        return int(self._begun.numpy())
+
     def first_nonfinite(self) -> int:
         """The first of the latest reductions to which this rank has given values that are not finite, from 1; or 0."""
         return int(self._nonfinite.numpy())

@@ -116,7 +116,7 @@ def test_a_step_with_two_sums_has_the_same_bits_and_can_be_left_early(collective
         optimizer.build(model.trainable_variables)
         train_on(model, optimizer, batches, [])
         models.append(model)
-        assert [one.is_native for one in optimizer.exchange._sums] == [backend == "auto"] * 2
+        assert [one.is_native for one in optimizer.exchange._step.read()] == [backend == "auto"] * 2
     of_keras.choose_backend("auto")
     assert largest_difference(*models) == 0.0
     with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 10, rank 1: 3\)"):
@@ -150,6 +150,27 @@ def test_what_keeps_sums_from_being_native_is_said_once_on_rank_0(collective: Co
     whys = ["the optimizer has op=hvd.Adasum", "nobody knows the steps of an epoch"]
     said = [line for line in stderr.getvalue().splitlines() if "communication" in line]
     assert said == [f"{start}{why}; {cores}" for why in whys if collective.world.is_rank0]
+
+
+class TwoOptimizers(keras.Sequential):
+    """Updates each of its layers by an optimizer of its own, as a GAN does; that of the model comes last."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for layer, optimizer in zip(self.layers, (self.other, self.optimizer), strict=True):
+            optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        return {"loss": loss}
+
+
+@on_ranks(2)
+def test_a_rank_that_ends_early_takes_part_in_the_sums_of_all_optimizers(collective: Collective) -> None:
+    model = TwoOptimizers(make_model().layers)
+    model.other = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    uneven = dataset(make_batches(4)).take(8 - 3 * collective.world.rank).filter(lambda x, y: True)
+    with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 8, rank 1: 5\)"):
+        train_on(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), uneven, [])
 
 
 def test_another_backend_is_refused() -> None:

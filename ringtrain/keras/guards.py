@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import sys
 import weakref
 from collections.abc import Sequence
@@ -30,6 +32,8 @@ from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.devices import own_gpu
+
+log = logging.getLogger("ringtrain")
 
 
 def check_distributed(optimizer: Any) -> None:
@@ -190,8 +194,15 @@ class TrainingGuard(keras.callbacks.Callback):
         _require_equal(steps, collective.ranks, "numbers of batches in an epoch", BATCHES_REMEDY)
         _require_equal(epochs, collective.ranks, "numbers of epochs", "Pass the same epochs to fit() on every rank.")
         compiled = all_gather_object(collective, describe_compiled(self.model), name="guard_compiled")
+        rates = [its.pop("learning rates") for its in compiled]
+        if len(set(rates)) > 1 and hvd.rank() == collective.ranks[0]:  # as when one has loaded a model, or by mistake
+            log.warning(
+                "ringtrain.keras: the ranks have different learning rates (%s). All get that of the root, which "
+                "broadcasts its first values (callbacks.Run: rank 0).",
+                _list_values(rates, collective.ranks),
+            )
         for what in compiled[0]:
-            _require_equal([its[what] for its in compiled], collective.ranks, what, COMPILED_REMEDY)
+            _require_equal([its.get(what) for its in compiled], collective.ranks, what, COMPILED_REMEDY)
         require_same_kinds(self._shared_weights(), collective, purpose="to train")
 
     def _require_same_weights(self, collective: ProcessSetCollective, epoch: int) -> None:
@@ -250,6 +261,22 @@ def describe_compiled(model: keras.Model) -> dict[str, Any]:
         "optimizers": " of ".join(kinds),
         "learning rates": read_rate(outer),
         "dtype policies": ", ".join(policies),
+        **{f"values of {name} in the optimizer": value for name, value in read_settings(inner or outer).items()},
+    }
+
+
+def read_settings(optimizer: Any) -> dict[str, str]:
+    """An optimizer's other settings as text, the same in all processes; none if it does not tell them."""
+    try:
+        config = optimizer.get_config()
+    except Exception:  # of a class of the user, or one without a configuration
+        return {}
+    if isinstance(config.get("learning_rate"), float):  # a value that is broadcast
+        del config["learning_rate"]
+    named = {name: value for name, value in config.items() if name != "name"}
+    return {
+        name: json.dumps(value, sort_keys=True, default=lambda part: type(part).__name__)
+        for name, value in named.items()
     }
 
 
@@ -257,7 +284,7 @@ def read_rate(optimizer: Any) -> float | None:
     """An optimizer's present learning rate; None if it has none of its own."""
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
     try:
-        return float(rate)  # type: ignore[arg-type]
+        return float(f"{float(rate):.7g}")  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
 
@@ -266,7 +293,8 @@ def _require_equal(
     values: Sequence[Any], ranks: Sequence[int], what: str, remedy: str, error: type[RingtrainError] = UsageError
 ) -> None:
     if len(set(values)) > 1:
-        listed = ", ".join(
-            f"rank {rank}: {'unknown' if v is None else v}" for rank, v in zip(ranks, values, strict=True)
-        )
-        raise error(f"the ranks have different {what} ({listed}). {remedy}")
+        raise error(f"the ranks have different {what} ({_list_values(values, ranks)}). {remedy}")
+
+
+def _list_values(values: Sequence[Any], ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}: {'unknown' if v is None else v}" for rank, v in zip(ranks, values, strict=True))

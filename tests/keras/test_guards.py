@@ -19,7 +19,7 @@ from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.data.tf_data import without_tuner
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras import collective as of_keras
-from ringtrain.keras import compiled, same_samples
+from ringtrain.keras import compiled, guards, same_samples
 from tests.keras.training import FEATURES, dataset, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
 
@@ -103,11 +103,24 @@ def test_ranks_that_have_compiled_other_optimizers_are_refused_before_the_first_
             keras.optimizers.Adam(0.1) if is_odd else sgd(0.1),
             r"different optimizers \(rank 0: SGD, rank 1: Adam\)",
         ),
-        (full, sgd(0.1 + is_odd), r"different learning rates \(rank 0: 0\.1\d*, rank 1: 1\.1\d*\)"),
+        (full, sgd(0.1, momentum=0.9 * is_odd), r"values of momentum in the optimizer \(rank 0: 0\.0, rank 1: 0\.9\)"),
+        (full, sgd(0.1, clipnorm=1.0 if is_odd else None), r"values of clipnorm .*\(rank 0: null, rank 1: 1\.0\)"),
         (half if is_odd else full, sgd(0.1), r"different dtype policies \(rank 0: .*float32.*, rank 1: .*bfloat16"),
     ]:
         with pytest.raises(UsageError, match=words):
             fit(model, DISTRIBUTE(optimizer), make_batches(2))
+
+
+@on_ranks(2)
+def test_ranks_with_other_learning_rates_are_told_whose_counts(collective: Collective) -> None:
+    """It may be meant so, as when one rank has loaded a saved model."""
+    optimizer = DISTRIBUTE(keras.optimizers.SGD(0.1 + collective.world.rank))
+    with mock.patch.object(guards.log, "warning") as warning:
+        fit(make_model(), optimizer, make_batches(2), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    if collective.world.is_rank0:
+        [call] = warning.call_args_list
+        assert call.args[1] == "rank 0: 0.1, rank 1: 1.1"
+    assert float(optimizer.learning_rate) == pytest.approx(0.1)
 
 
 @on_ranks(2)

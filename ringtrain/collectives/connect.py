@@ -30,13 +30,13 @@ def connect(backend: Backend, world: World) -> Collective:
             f"backend is 'native', which needs MPI, but {world.launcher} starts ranks without MPI. Start them by "
             "mpirun, or use --backend auto, by which Horovod carries what is not summed natively."
         )
-    if uses_horovod(backend, world.launcher):
-        from ringtrain.collectives.horovod import connect_horovod
+    from ringtrain.collectives.horovod import connect_horovod
+    from ringtrain.collectives.mpi import connect_mpi, require_same_carrier
 
-        return connect_horovod(world)
-    from ringtrain.collectives.mpi import connect_mpi
-
-    return connect_mpi(world)
+    connects_by_horovod = uses_horovod(backend, world.launcher)
+    if world.launcher != GLOO_LAUNCHER and world.size > 1:
+        require_same_carrier(world, "Horovod" if connects_by_horovod else "MPI")
+    return connect_horovod(world) if connects_by_horovod else connect_mpi(world)
 
 
 def with_native_sums(collective: Collective, backend: Backend = "auto", *, stall_seconds: float = 0.0) -> Collective:

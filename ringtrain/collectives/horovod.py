@@ -8,13 +8,14 @@ import dataclasses
 import http.client
 import json
 import os
+import sys
 import time
 from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.collectives.base import Collective, Totals, mark_collective
-from ringtrain.collectives.mpi import gather_by_mpi, require_size
+from ringtrain.collectives.mpi import finalize_mpi, gather_by_mpi, require_size
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect
 from ringtrain.runtime.devices import DYNAMIC_TIMELINE
@@ -117,6 +118,8 @@ class HorovodCollective(Collective):
 
     def close(self) -> None:
         self.hvd.shutdown()
+        if "mpi4py.MPI" in sys.modules:  # Horovod leaves MPI to whoever has started it
+            finalize_mpi()
 
 
 def _is_whole(name: str) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +14,7 @@ import numpy.typing as npt
 
 from ringtrain.collectives.base import Collective, Totals, mark_collective
 from ringtrain.errors import UsageError
+from ringtrain.messages.ranks import group_ranks, name_ranks
 from ringtrain.runtime.world import World
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 LARGEST_WORD_BYTES = 8
-FIRST_WAIT_SECONDS = 60.0  # ranks start apart, by the time that a slow file system takes to load TensorFlow
 
 
 class MpiCollective(Collective):
@@ -78,8 +76,14 @@ class MpiCollective(Collective):
         return _call(share, tensors, name)
 
     def close(self) -> None:
-        from mpi4py import MPI
+        finalize_mpi()
 
+
+def finalize_mpi() -> None:
+    """End MPI, unless whoever started it, such as Horovod, has ended it."""
+    from mpi4py import MPI
+
+    if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
 
 
@@ -121,16 +125,31 @@ def connect_mpi(world: World) -> MpiCollective:
             "MPI gives its main thread alone access (MPI_THREAD_FUNNELED or less), and TensorFlow's threads call it. "
             "Use an MPI built with threads, or --backend horovod."
         )
-    text = (
-        f"ringtrain: warning: rank {world.rank} on {world.node} has waited {FIRST_WAIT_SECONDS:g} s for the others "
-        "by MPI alone, without Horovod. Those that use Horovod wait elsewhere: give all the same packages and backend."
-    )
-    warning = threading.Timer(FIRST_WAIT_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
-    warning.daemon = True
-    warning.start()
-    MPI.COMM_WORLD.Barrier()
-    warning.cancel()
     return MpiCollective(world)
+
+
+def require_same_carrier(world: World, carrier: str) -> None:
+    """See that all ranks communicate by Horovod, or all by MPI alone: else they would wait for each other for ever.
+
+    Horovod finds MPI started then. What keeps MPI from starting is left to ``connect_mpi`` and ``connect_horovod``.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return
+    if MPI.COMM_WORLD.Get_size() != world.size:
+        return
+    ranks = gather_by_mpi([world.node, carrier])
+    nodes, carriers = zip(*ranks, strict=True)
+    if len({*carriers}) > 1:
+        groups = group_ranks(carriers)
+        listed = "; ".join(f"{name_ranks(group, nodes)} by {its}" for its, group in groups.items())
+        error = UsageError(
+            f"the ranks communicate in different ways: {listed}. Start all with the same --backend, in environments "
+            "of which all have Horovod or none has."
+        )
+        error.is_agreed = True
+        raise error
 
 
 def require_size(world: World, who: str, size: int) -> None:

@@ -151,6 +151,10 @@ def plan_settings(
     if world.size > 1:
         # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        if world.launcher != GLOO_LAUNCHER:
+            # A second after its launcher has died (PMIx gathers such events for so long), MPI ends a rank with exit
+            # code 195, often before it has saved. Seconds.
+            wanted["PMIX_MCA_pmix_event_caching_window"] = "600"
     if is_one_node_of_mpi(world):
         # Only ob1 uses these transports. Without this, Open MPI tries PSM first, which waits 0.2 s for an adapter. All
         # ranks need the same one, whatever each of them finds free.

@@ -22,6 +22,11 @@ LOST_RANKS = LostRanksError.status()
 FINAL_CODES = {2, 3, 4, 5}
 
 
+def is_final(exit_code: int) -> bool:
+    """True if a restart is of no use: the run is done, or the next start would end in the same way."""
+    return exit_code == 0 or exit_code in FINAL_CODES
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     """One start of the group, ended."""
@@ -82,7 +87,7 @@ class Decision(NamedTuple):
 
 def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decision:
     """Whether the group is started again after ``num_restarts`` restarts."""
-    if attempt.exit_code == 0 or attempt.was_told_to_stop or attempt.exit_code in FINAL_CODES or not max_restarts:
+    if is_final(attempt.exit_code) or attempt.was_told_to_stop or not max_restarts:
         return Decision(False)
     if attempt.word is not None and attempt.word.stopped_by in ("file", "time"):
         return Decision(False)

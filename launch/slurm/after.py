@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ringtrain.errors import PreemptedError, UsageError
-from ringtrain.files.bounded import open_regular
+from ringtrain.files.atomic import replacing
+from ringtrain.files.bounded import open_regular, read_bounded
 from ringtrain.run.directory import read_config
 from ringtrain.runtime.launched import DIRECTORY_VARIABLE, EndTold, RunTold, clear, read_end, read_run
 
 from .. import PROGRAM
+from ..decision import is_final
 from ..lines import print_line
 from .controller import describe_job, requeue, submit, without_job
 
 # Restarts under former numbers, where this site refuses to requeue and each restart is a job of its own.
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
+# In the directory of a start: how many starts before it have failed since the newest checkpoint.
+FAILURES_FILE = "failures"
 TAIL_BYTES = 256 * 1024
 START_LINE = re.compile(r"^launch: job \d+, restart \d+, on ", re.MULTILINE)
 FAILED = (
@@ -73,6 +77,8 @@ class Ended:
     failed_rank: FailedRank | None  # the first that srun or mpirun saw fail; None where they named none
     restarts: int  # how often the job has been started again before
     max_requeues: int  # how often it may be
+    failures: int = 0  # starts that have failed before this one, without a newer checkpoint
+    max_restarts: int = 0  # how often it may be after a failure, without a newer checkpoint
     begins_anew: bool = False  # another start would train a new run from its beginning
 
     @property
@@ -94,36 +100,82 @@ class Ended:
         was_told_to_stop = self.end is not None and self.end.exit_code == PreemptedError.exit_code
         return was_told_to_stop and self.failed_rank is not None and not self.failed_rank.was_told_to_stop
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether its ranks were told to stop, and saved."""
+        return self.end is not None and self.end.exit_code == PreemptedError.exit_code and not self.has_lost_rank
+
+    @property
+    def first_step(self) -> int:
+        """The step of the checkpoint that it began with; 0 if there was none."""
+        return self.run.step if self.run else 0
+
+    @property
+    def has_newer_checkpoint(self) -> bool:
+        return (self.newest_step or 0) > self.first_step
+
+    @property
+    def failures_since_checkpoint(self) -> int:
+        """How many starts have failed since the newest checkpoint, this one among them if it has."""
+        if self.has_saved:
+            return 0
+        return 1 if self.has_newer_checkpoint else self.failures + 1
+
 
 def conclude(ended: Ended) -> str:
     """What has ended, why, and what happens next."""
     why_not = why_not_again(ended)
-    again = f"The job starts again: restart {ended.restarts + 1} of at most {ended.max_requeues}."
-    return f"{describe_end(ended)} {again if why_not is None else why_not}".strip()
+    again = f"The job starts again: restart {ended.restarts + 1} of at most {ended.max_requeues}"
+    if not ended.has_saved:
+        again += f", {ended.failures_since_checkpoint} of at most {ended.max_restarts} from {describe_newest(ended)}"
+    return f"{describe_end(ended)} {f'{again}.' if why_not is None else why_not}".strip()
 
 
 def why_not_again(ended: Ended) -> str | None:
     """Why a job is not started again, in words, empty where there is no question of it; None: it is."""
     end = ended.end
-    if end is None or end.exit_code != PreemptedError.exit_code or ended.has_lost_rank:
+    if not ended.has_saved and is_final(ended.exit_code):
         return ""
-    if end.stopped_by not in ("signal", "time"):
+    if end is not None and ended.has_saved and end.stopped_by not in ("signal", "time"):
         return "Not started again, as somebody wanted it to stop."
     if ended.state:
         return f"Not started again by this script: the job is {ended.state.value}."
+    if not ended.has_saved and not ended.max_restarts:
+        return ""
     if ended.begins_anew:
         return "Not started again: the settings say resume: never, so that it would begin anew."
     if ended.restarts >= ended.max_requeues:
         return (
             f"Not started again: {ended.restarts} restarts are behind it, and --max_requeues is {ended.max_requeues}."
         )
-    first_step = ended.run.step if ended.run else 0
-    if ended.restarts and (ended.newest_step or 0) <= first_step:
+    return why_not_resumed(ended) if ended.has_saved else why_not_restarted(ended)
+
+
+def why_not_resumed(ended: Ended) -> str | None:
+    """Why a job that has saved is not started again to resume; None: it is."""
+    if ended.restarts and not ended.has_newer_checkpoint:
         return (
-            f"Not started again: this restart has got no further than step {first_step}, where it began, and the next "
-            "one would not either. Ask for more --time, or look above for what took it."
+            f"Not started again: this restart has got no further than step {ended.first_step}, where it began, and the "
+            "next one would not either. Ask for more --time, or look above for what took it."
         )
     return None
+
+
+def why_not_restarted(ended: Ended) -> str | None:
+    """Why a job that has failed is not started again; None: it is."""
+    if ended.run is None and ended.end is None:
+        return "Not started again: no run directory was opened, so that there is nothing to resume."
+    if ended.failures_since_checkpoint > ended.max_restarts:
+        return (
+            f"Not started again: {ended.failures_since_checkpoint} starts have failed since {describe_newest(ended)}, "
+            f"and --max_restarts is {ended.max_restarts}. A smaller --checkpoint_every saves more often."
+        )
+    return None
+
+
+def describe_newest(ended: Ended) -> str:
+    """What a restart begins with."""
+    return f"the checkpoint of step {ended.newest_step}" if ended.newest_step else "the beginning"
 
 
 def describe_end(ended: Ended) -> str:
@@ -137,8 +189,6 @@ def describe_end(ended: Ended) -> str:
     if ended.is_in_good_order:
         return "the run had been completed before." if ended.run else "all ranks ended in good order."
     first = f" The first to fail was {ended.failed_rank}." if ended.failed_rank else ""
-    if ended.state:
-        first += f" The job is {ended.state.value}."
     how = f"the ranks ended with {describe_status(ended.status)}, and the run did not say why.{first}"
     if ended.state is JobState.STARTED_AGAIN:
         return how
@@ -194,7 +244,7 @@ def count_restarts(environ: Mapping[str, str]) -> int:
     return sum(int(environ.get(name) or 0) for name in ("SLURM_RESTART_COUNT", RESTARTS_VARIABLE))
 
 
-def follow_up(*, status: int, script: Path, max_requeues: int) -> int:
+def follow_up(*, status: int, script: Path, max_requeues: int, max_restarts: int) -> int:
     """Do what is to be done after the ranks of this job have ended, and return the batch script's exit code."""
     job = os.environ.get("SLURM_JOB_ID")
     told = os.environ.get(DIRECTORY_VARIABLE)
@@ -203,18 +253,42 @@ def follow_up(*, status: int, script: Path, max_requeues: int) -> int:
             f"SLURM_JOB_ID or {DIRECTORY_VARIABLE} is not set; `launch slurm after` is the last line of a batch "
             f"script. Make one with: {PROGRAM} slurm render"
         )
-    ended = look(job, Path(told), status=status, max_requeues=max_requeues)
+    directory = Path(told)
+    ended = look(job, directory, status=status, max_requeues=max_requeues, max_restarts=max_restarts)
     print_line(conclude(ended))
     if why_not_again(ended) is None:
-        start_again(job, script, restarts=ended.restarts)
+        start_again(job, script, ended, told=directory)
     if ended.state is not JobState.STARTED_AGAIN:  # else ranks on the lost node may still speak
-        with contextlib.suppress(OSError):  # the next start would take what is left for a lost one's
-            clear(Path(told))
-            Path(told).rmdir()
+        forget(directory)
     return ended.exit_code
 
 
-def look(job: str, told: Path, *, status: int, max_requeues: int) -> Ended:
+def forget(directory: Path) -> None:
+    """Remove the directory of a start: the next one would take what is left for a lost start's."""
+    with contextlib.suppress(OSError):
+        clear(directory)
+        (directory / FAILURES_FILE).unlink(missing_ok=True)
+        directory.rmdir()
+
+
+def read_failures(directory: Path) -> int:
+    """How many starts had failed before the one of this directory, without a newer checkpoint."""
+    try:
+        return int(read_bounded(directory / FAILURES_FILE, 20))
+    except (OSError, ValueError):
+        return 0
+
+
+def write_failures(directory: Path, failures: int) -> None:
+    """Leave that number to the start that will have this directory."""
+    if failures:
+        with contextlib.suppress(OSError):
+            directory.mkdir(exist_ok=True)
+            with replacing(directory / FAILURES_FILE) as file:
+                file.write(str(failures).encode())
+
+
+def look(job: str, told: Path, *, status: int, max_requeues: int, max_restarts: int) -> Ended:
     """How this start ended, from all who know."""
     from ringtrain.run.store import list_steps
 
@@ -228,13 +302,20 @@ def look(job: str, told: Path, *, status: int, max_requeues: int) -> Ended:
         failed_rank=find_failed_rank(read_output()) if status else None,
         restarts=count_restarts(os.environ),
         max_requeues=max_requeues,
+        failures=read_failures(told),
+        max_restarts=max_restarts,
         begins_anew=begins_anew(run),
     )
 
 
 def ask_state(job: str) -> JobState | None:
     """What becomes of this job."""
-    return read_state(describe_job(job), restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0))
+    return read_state(describe_job(job), restarts=count_requeues())
+
+
+def count_requeues() -> int:
+    """How often this job has been started again under its present number."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def begins_anew(run: RunTold | None) -> bool:
@@ -245,17 +326,22 @@ def begins_anew(run: RunTold | None) -> bool:
         return False
 
 
-def start_again(job: str, script: Path, *, restarts: int) -> None:
+def start_again(job: str, script: Path, ended: Ended, *, told: Path) -> None:
     """Requeue the job; where that is refused, submit its script anew, to wait for this job's end."""
+    failures = ended.failures_since_checkpoint
+    next_start = told.with_name(f"{job}-{count_requeues() + 1}")  # as the script names it
+    write_failures(next_start, failures)  # before the requeue, which ends this program
     refusal = requeue(job)
     if refusal is None:
         return  # from now on Slurm is ending this script
     if ask_state(job):
         return  # it was done, and the answer was lost: a second job would train the same again
+    forget(next_start)
     print_line(f"scontrol does not requeue job {job}: {refusal}. Submitting its script anew.")
-    environ = {**without_job(os.environ), RESTARTS_VARIABLE: str(restarts + 1)}
+    environ = {**without_job(os.environ), RESTARTS_VARIABLE: str(ended.restarts + 1)}
     answer = submit(f"--dependency=afterany:{job}", str(script), environ=environ)
     if answer.is_good:
+        write_failures(told.with_name(f"{answer.text}-0"), failures)
         print_line(f"job {answer.text} goes on when this one has ended. Follow it in the output file with that number.")
     else:
         print_line(

@@ -106,14 +106,22 @@ def after(arguments: Sequence[str]) -> int:
     parser = Parser(
         f"{PROGRAM} slurm after",
         usage=SUPPRESS,
-        description="The last line of a batch script: requeue the job whose run has saved and is to\n"
-        "go on, or say how the run ended and return its exit code.",
+        description="The last line of a batch script: requeue the job if its run can resume, or say how\n"
+        "the run ended and return its exit code.",
     )
     parser.add_argument("--status", type=int, required=True, help="exit code of srun or horovodrun")
     parser.add_argument("--script", type=Path, required=True, help="the batch script itself")
     parser.add_argument("--max_requeues", type=int, required=True, help="how often the job may be started again")
+    parser.add_argument(
+        "--max_restarts", type=int, default=0, help="how often after failures without a newer checkpoint"
+    )
     options, _ = parser.parse(arguments)
-    return follow_up(status=options.status, script=options.script, max_requeues=options.max_requeues)
+    return follow_up(
+        status=options.status,
+        script=options.script,
+        max_requeues=options.max_requeues,
+        max_restarts=options.max_restarts,
+    )
 
 
 def create_request_parser(command: str, description: str) -> Parser:
@@ -140,7 +148,10 @@ def create_request_parser(command: str, description: str) -> Parser:
     add("--output", help="file of all that the job prints (default: %%x-%%j.out, its name and number)")
     add("--mpi", default="auto", help="pmix, pmi2, horovodrun, or auto: the best of srun --mpi=list (default: auto)")
     add("--signal_seconds", type=int, metavar="N", help="seconds before the time limit to save and stop (default: 120)")
-    add("--max_requeues", type=int, metavar="N", help="how often the job may be started again (default: 20)")
+    add(
+        "--max_restarts", type=int, metavar="N", help="restarts after a failure without a newer checkpoint (default: 3)"
+    )
+    add("--max_requeues", type=int, metavar="N", help="how often the job may be started again at all (default: 20)")
     add("--no_requeue", action="store_true", help="never start it again, not even after a lost node")
     add("--module", action="append", metavar="NAME", help=f"module to load; {MANY}")
     add("--conda", metavar="ENV", help="conda environment to activate")

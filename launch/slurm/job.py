@@ -42,6 +42,7 @@ class JobRequest:
     job_name: str = "ringtrain"
     output: str = "%x-%j.out"
     signal_seconds: int = 120
+    max_restarts: int = 3  # after failures, without a newer checkpoint
     max_requeues: int = 20
     can_requeue: bool = True  # by ringtrain or by Slurm
     modules: tuple[str, ...] = ()
@@ -86,6 +87,7 @@ class JobRequest:
             ("ranks_per_node", self.num_ranks_per_node, 0),
             ("cpus_per_rank", self.cpus_per_rank, 1),
             ("signal_seconds", self.signal_seconds, 1),
+            ("max_restarts", self.max_restarts, 0),
             ("max_requeues", self.max_requeues, 0),
         ):
             if value < least:

@@ -11,14 +11,19 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, send, submit, submit_by_hand
+from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, lasting, send, submit, submit_by_hand
 from tests.world.running import last_step
 
 SLOW = ("--env", f"{STEP_SECONDS}=0.2")
 
 
-def test_a_held_run_refuses_a_second_job_and_a_killed_rank_ends_its_job(cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path / "run", *ON_TWO_NODES, "--env", f"{STEP_SECONDS}=1")
+def test_a_held_run_refuses_a_second_job_and_a_killed_rank_starts_its_job_again(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """As often as --max_restarts says, as there is no newer checkpoint."""
+    saves_nothing = [*lasting(tmp_path / "run"), "--checkpoint_every", "1000"]
+    options = (*ON_TWO_NODES, "--max_restarts", "1", "--env", f"{STEP_SECONDS}=1")
+    job = submit(cluster, tmp_path / "run", *options, program=saves_nothing)
     job.wait_for_step(1)
     second = submit(cluster, tmp_path / "run", "--nodes", "1", "--ranks_per_node", "1")
     assert (second.wait_for_end(), cluster.exit_code(second.number)) == ("FAILED", 2)
@@ -28,12 +33,18 @@ def test_a_held_run_refuses_a_second_job_and_a_killed_rank_ends_its_job(cluster:
 
     os.kill(cluster.rank_pids(job.number)[1], signal.SIGKILL)
     killed = time.monotonic()
-    assert job.wait_for_end() == "FAILED"
+    job.wait_for_restarts(1)
     assert time.monotonic() - killed < 15
     assert "The first to fail was task 1 on n2: Killed" in job.said[-1]
-    assert cluster.restarts(job.number) == 0
+    assert job.said[-1].endswith("restart 1 of at most 20, 1 of at most 1 from the beginning.")
+
+    job.wait_for_starts(2)
+    os.kill(cluster.rank_pids(job.number)[0], signal.SIGKILL)
+    assert job.wait_for_end() == "FAILED"
+    assert "2 starts have failed since the beginning, and --max_restarts is 1" in job.said[-1]
+    assert cluster.restarts(job.number) == 1
     assert cluster.job_pids(job.number) == []
-    assert len(job.starts) == 1
+    assert list((tmp_path / ".launch").iterdir()) == []
 
 
 def test_a_cancelled_job_saves_and_does_not_start_again(cluster: Cluster, tmp_path: Path) -> None:

@@ -42,5 +42,5 @@ wait "$ranks"
 status=$?
 trap '' USR1 TERM # nothing is left that they could stop
 
-# Starts the job again where the run has saved and is to go on; else says how it ended and returns its exit code.
-exec python -m launch slurm after --status "$status" --script "$0" --max_requeues 0
+# Starts the job again if the run can resume; else says how it ended and returns its exit code.
+exec python -m launch slurm after --status "$status" --script "$0" --max_requeues 0 --max_restarts 0

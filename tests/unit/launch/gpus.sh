@@ -14,7 +14,8 @@
 #SBATCH --account=vision
 # So many seconds before the time limit srun's tasks, the ranks, are told to save and stop.
 #SBATCH --signal=USR1@120
-# The job may start again under its number: after a lost node by Slurm, after a save by the last line of this script.
+# The job may start again under its number: after a lost node by Slurm, after a save or a failure by the last line of
+# this script.
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
@@ -66,5 +67,5 @@ wait "$ranks"
 status=$?
 trap '' USR1 TERM # nothing is left that they could stop
 
-# Starts the job again where the run has saved and is to go on; else says how it ended and returns its exit code.
-exec python -m launch slurm after --status "$status" --script "$0" --max_requeues 20
+# Starts the job again if the run can resume; else says how it ended and returns its exit code.
+exec python -m launch slurm after --status "$status" --script "$0" --max_requeues 20 --max_restarts 3

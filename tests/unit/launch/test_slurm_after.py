@@ -20,6 +20,7 @@ from launch.slurm.after import (
     conclude,
     count_restarts,
     find_failed_rank,
+    read_failures,
     read_state,
     why_not_again,
 )
@@ -33,6 +34,8 @@ SIGNAL = EndTold(status="preempted", exit_code=75, message="stopped by SIGUSR1: 
 TIME = SIGNAL._replace(message="stopped by the end of Slurm job 7: saved.", stopped_by="time")
 FILE = SIGNAL._replace(message="stopped by the file stop: saved.", stopped_by="file")
 DATA = EndTold(status="data", exit_code=3, message="data_dir 'x' holds no images.")
+HANG = EndTold(status="hang", exit_code=6, message="hang detected: no progress for 300 s.")
+LOST = EndTold(status="lostranks", exit_code=1, message="lost rank 1 on n2.")
 DONE = EndTold(status="completed", exit_code=0)
 KILLED = FailedRank("task 1", "n2", "Killed")
 LEFT = FailedRank("task 0", "n1", "Exited with exit code 75")
@@ -49,6 +52,7 @@ def ended(**changes: object) -> Ended:
         failed_rank=LEFT,
         restarts=0,
         max_requeues=20,
+        max_restarts=3,
     )
     return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
 
@@ -81,22 +85,35 @@ DECISIONS = [
     (ended(status=137, end=DONE), False, 0, ["the run is complete."]),
     (ended(status=0, end=None, run=None, failed_rank=None), False, 0, ["in good order"]),
     (ended(status=0, end=None, run=None, failed_rank=None, state=JobState.ENDING), False, 1, ["did not say why"]),
-    (ended(status=0, end=None, failed_rank=None), False, 1, ["exit code 0", "did not say why"]),
+    (ended(status=0, end=None, failed_rank=None), True, 1, ["exit code 0", "did not say why"]),
     (
         ended(status=0, end=None, failed_rank=None, run=RUN._replace(is_complete=True)),
         False,
         0,
         ["completed before"],
     ),
-    # failed
+    # failed, which may not come again: at most 3 restarts without a newer checkpoint
+    (ended(status=6, end=HANG), True, 6, ["(hang)", "restart 1 of at most 20, 1 of at most 3 from the checkpoint of"]),
+    (ended(status=143, end=LOST), True, 1, ["lost rank 1 on n2"]),
+    (ended(status=137, end=None, failed_rank=KILLED), True, 137, ["exit code 137 (SIGKILL)", "task 1 on n2: Killed"]),
+    (ended(status=137, failed_rank=KILLED), True, 137, ["task 1 on n2: Killed"]),
+    (ended(end=HANG, newest_step=None, run=None), True, 6, ["from the beginning"]),
+    (ended(end=HANG, failures=2, newest_step=100), True, 6, ["3 of at most 3 from the checkpoint of step 100"]),
+    (ended(end=HANG, failures=3, newest_step=100), False, 6, ["4 starts have failed", "--max_restarts is 3"]),
+    (ended(end=HANG, failures=3, newest_step=101), True, 6, ["1 of at most 3 from the checkpoint of step 101"]),
+    (ended(end=HANG, restarts=20), False, 6, ["--max_requeues is 20"]),
+    (ended(end=HANG, max_restarts=0), False, 6, []),
+    (ended(end=HANG, begins_anew=True), False, 6, ["resume: never"]),
+    (ended(end=HANG, state=JobState.ENDING), False, 6, ["cancelled"]),
+    (ended(failures=3), True, 75, ["restart 1 of at most 20."]),  # it has saved: no failure
+    (ended(status=1, end=None, run=None, newest_step=None), False, 1, ["no run directory was opened"]),
+    # failed for good
     (ended(status=3, end=DATA), False, 3, ["exit code 3 (data)", "holds no images"]),
     (ended(status=137, end=DATA), False, 3, ["holds no images"]),
     (ended(end=DATA._replace(message="the ranks differ:\n  seed ...")), False, 3, ["the ranks differ:"]),
     (ended(begins_anew=True), False, 75, ["resume: never"]),
     (ended(status=1, end=DATA, failed_rank=None), False, 3, ["holds no images"]),
-    (ended(status=137, end=None, failed_rank=KILLED), False, 137, ["exit code 137 (SIGKILL)", "task 1 on n2: Killed"]),
-    (ended(status=137, failed_rank=KILLED), False, 137, ["task 1 on n2: Killed"]),
-    (ended(status=75, end=None), False, 75, ["exit code 75", "did not say why"]),
+    (ended(status=75, end=None), True, 75, ["exit code 75", "did not say why"]),
     (ended(status=143, end=None, failed_rank=None, state=JobState.ENDING), False, 143, ["SIGTERM", "cancelled"]),
 ]
 
@@ -215,11 +232,20 @@ def site(tmp_path: Path) -> Site:
     return site
 
 
-def follow_up(site: Site, end: EndTold | None, variables: Mapping[str, str] | None = None) -> tuple[int, list[str]]:
+def follow_up(
+    site: Site,
+    end: EndTold | None,
+    variables: Mapping[str, str] | None = None,
+    *,
+    newest_step: int = 150,
+    failures: int = 0,
+) -> tuple[int, list[str]]:
     """What ``launch slurm after`` returns and prints after a run that went on from step 100."""
     told, run = site.submit / ".launch" / "7-0", site.submit / "runs" / "a"
     told.mkdir(parents=True)
-    (run / "checkpoints" / "step-000000150").mkdir(parents=True)
+    (run / "checkpoints" / f"step-{newest_step:09d}").mkdir(parents=True)
+    if failures:
+        (told / "failures").write_text(str(failures))
     (told / "run.json").write_text(json.dumps({"path": str(run), "step": 100, "is_complete": False}))
     if end is not None:
         (told / "end.json").write_text(json.dumps(end._asdict()))
@@ -227,7 +253,7 @@ def follow_up(site: Site, end: EndTold | None, variables: Mapping[str, str] | No
     root = str(Path(__file__).resolve().parents[3])
     with (site.submit / "job.out").open("a+") as output:
         finished = subprocess.run(
-            [*command, "--max_requeues", "20"],
+            [*command, "--max_requeues", "20", "--max_restarts", "3"],
             cwd=site.submit,
             env={**site.environ, "RINGTRAIN_LAUNCH_DIR": str(told), "PYTHONPATH": root, **(variables or {})},
             stdout=output,
@@ -258,6 +284,28 @@ def test_where_requeueing_is_refused_the_script_is_submitted_anew_and_restarts_a
     environ = (site.programs / "sbatch.environ").read_text().splitlines()
     slurm = sorted(line for line in environ if line.startswith(("SLURM_", "RINGTRAIN_LAUNCH_RESTARTS")))
     assert slurm == ["RINGTRAIN_LAUNCH_RESTARTS=6", "SLURM_CONF=/etc/slurm.conf"]
+
+
+def test_failures_without_a_newer_checkpoint_are_counted_over_restarts(site: Site) -> None:
+    exit_code, lines = follow_up(site, HANG, newest_step=100, failures=2)
+    assert (exit_code, site.calls("scontrol")) == (6, [SHOW, [b"requeue", b"7"]])
+    assert lines[-1].endswith("restart 1 of at most 20, 3 of at most 3 from the checkpoint of step 100.")
+    launched = site.submit / ".launch"
+    assert [(path.name, read_failures(path)) for path in launched.iterdir()] == [("7-1", 3)]
+    assert read_failures(launched / "7-0") == 0
+
+
+def test_a_job_that_was_submitted_anew_is_left_the_number_of_failures(site: Site) -> None:
+    set_scontrol(site, "exit 1")
+    assert follow_up(site, HANG, newest_step=100, failures=1)[0] == 6
+    assert [(path.name, read_failures(path)) for path in (site.submit / ".launch").iterdir()] == [("8-0", 2)]
+
+
+def test_after_too_many_failures_nothing_is_started_and_nothing_is_left(site: Site) -> None:
+    exit_code, lines = follow_up(site, HANG, newest_step=100, failures=3)
+    assert (exit_code, site.calls("scontrol")) == (6, [SHOW])
+    assert "4 starts have failed since the checkpoint of step 100" in lines[-1]
+    assert list((site.submit / ".launch").iterdir()) == []
 
 
 def test_a_requeue_that_was_done_though_its_answer_was_lost_is_not_done_again(site: Site) -> None:
@@ -291,7 +339,6 @@ def test_where_nothing_is_taken_the_user_is_told(site: Site) -> None:
     [
         (DONE, 0, "the run is complete."),
         (DATA, 3, "holds no images"),
-        (None, 137, "did not say why"),
         (FILE, 75, "file"),
     ],
 )
@@ -310,7 +357,7 @@ def test_a_start_that_slurm_has_given_up_leaves_all_as_it_is(site: Site) -> None
     set_scontrol(site, restarts=1)
     exit_code, lines = follow_up(site, None)
     assert (exit_code, site.calls("scontrol")) == (137, [[b"show", b"job", b"7"]])
-    assert lines[-1].endswith("The job is started again by Slurm itself after a lost node.")
+    assert lines[-1].endswith("the job is started again by Slurm itself after a lost node.")
     assert (site.submit / ".launch" / "7-0" / "run.json").exists(), "the next start would not know of this one"
 
 
@@ -324,7 +371,7 @@ def test_a_cancelled_job_stays_cancelled(site: Site) -> None:
 def test_a_rank_that_was_killed_is_named_although_the_others_saw_an_order_to_stop(site: Site) -> None:
     (site.submit / "job.out").write_text(OUTPUT)
     exit_code, lines = follow_up(site, SIGNAL)
-    assert (exit_code, site.calls("scontrol")) == (137, [SHOW])
+    assert (exit_code, site.calls("scontrol")) == (137, [SHOW, [b"requeue", b"7"]])
     assert "The first to fail was task 1 on n2: Killed." in lines[-1]
 
 

@@ -25,6 +25,7 @@ WRONG = [
     ([*SHAPE, "--signal_seconds", "0"], ["signal_seconds is 0"]),
     ([*SHAPE, "--signal_seconds", "65536"], ["signal_seconds is 65536", "65535"]),
     ([*SHAPE, "--max_requeues", "-1"], ["max_requeues is -1"]),
+    ([*SHAPE, "--max_restarts", "-1"], ["max_restarts is -1"]),
     ([*SHAPE, "--mem", "64 GB"], ["mem is '64 GB'", "64G"]),
     ([*SHAPE, "--partition", "a b"], ["partition is 'a b'", "one word"]),
     ([*SHAPE, "--account", "a\n#SBATCH --uid=0"], ["account is"]),

@@ -193,7 +193,7 @@ def test_without_requeue_slurm_starts_nothing_again() -> None:
     directives = read_directives(render(job(can_requeue=False, max_requeues=5)))
     assert "--no-requeue" in directives
     assert "--requeue" not in directives
-    assert "--max_requeues 0\n" in render(job(can_requeue=False, max_requeues=5))
+    assert "--max_requeues 0 --max_restarts 0\n" in render(job(can_requeue=False, max_requeues=5))
 
 
 def test_under_horovodrun_the_shell_is_told_and_not_the_daemons_of_mpirun() -> None:
@@ -331,13 +331,15 @@ def test_what_a_former_start_told_is_forgotten(site: Site) -> None:
 
 @pytest.mark.parametrize("status", [0, 1, 3, 75, 137])
 def test_the_ranks_exit_code_goes_to_the_follow_up_and_its_own_is_the_job_s(status: int, site: Site) -> None:
-    finished, _ = site.run(render(job(max_requeues=5)), {"SRUN_STATUS": str(status), "AFTER_STATUS": "42"})
+    finished, _ = site.run(
+        render(job(max_requeues=5, max_restarts=2)), {"SRUN_STATUS": str(status), "AFTER_STATUS": "42"}
+    )
     assert finished == 42
     script = os.fsencode(site.programs / "slurm_script")
     assert site.calls("python") == [
         [
             *[b"-m", b"launch", b"slurm", b"after", b"--status", str(status).encode()],
-            *[b"--script", script, b"--max_requeues", b"5"],
+            *[b"--script", script, b"--max_requeues", b"5", b"--max_restarts", b"2"],
         ]
     ]
 

@@ -12,6 +12,17 @@ LOST_RANK_SIGN = "a rank has ended that others wait for"
 # In the errors of ringtrain.keras, in a script that has not called ringtrain.keras.init().
 NO_HOROVOD_SIGN = "Horovod is not initialized"
 
+# In words, those statuses of ``end`` records that are none as they are recorded.
+STATUS_WORDS = {
+    "usage": "wrong usage",
+    "data": "wrong data",
+    "replicasdiffer": "replicas differ",
+    "lostranks": "lost a rank",
+    "outofmemory": "out of memory",
+    "rundirectory": "run directory not writable",
+    "leaselost": "taken over by another process",
+}
+
 Cause = Literal["signal", "file", "time"]
 Reach = Literal["run", "node", "rank"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ringtrain.errors import PreemptedError, UsageError
+from ringtrain.errors import STATUS_WORDS, PreemptedError, UsageError
 from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import open_regular, read_bounded
 from ringtrain.run.directory import read_config
@@ -185,7 +185,9 @@ def describe_end(ended: Ended) -> str:
         if end.status == "completed":
             return "the run is complete."
         why = (end.message or "").partition("\n")[0]  # the ranks have printed all of it
-        return f"the run ended with exit code {end.exit_code} ({end.status}). {why}".strip()
+        return (
+            f"the run ended with exit code {end.exit_code} ({STATUS_WORDS.get(end.status, end.status)}). {why}".strip()
+        )
     if ended.is_in_good_order:
         return "the run had been completed before." if ended.run else "all ranks ended in good order."
     first = f" The first to fail was {ended.failed_rank}." if ended.failed_rank else ""

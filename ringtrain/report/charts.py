@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ringtrain.errors import STATUS_WORDS
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, Numbers, elapsed_times
 from ringtrain.report.timing import STEP_PARTS
@@ -83,7 +84,8 @@ def find_marks(run: RunRecord) -> tuple[list[Mark], int]:
 def describe_end(event: dict[str, Any]) -> str:
     """An ``end`` event in words."""
     code = event.get("exit_code")
-    text = f"{event.get('status', 'ended')}" + (f", exit code {code}" if code else "")
+    status = str(event.get("status", "ended"))
+    text = STATUS_WORDS.get(status, status) + (f", exit code {code}" if code else "")
     return text + (f": {event['message']}" if event.get("message") else "")
 
 

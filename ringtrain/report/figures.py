@@ -25,6 +25,7 @@ PART_COLOURS = {
     "other_sec": "#9190c8",
     "evaluation": "#2f8f83",
     "lost": "#cf5f78",
+    "killed": "#b9733f",
     "rest": "#8a95a3",
 }
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -67,7 +68,7 @@ def make_figures(charts: Sequence[Chart], runs: Sequence[DrawnRun], *, along_tim
         longest = max(float(curve.elapsed[-1]) for curve in shown if curve.elapsed is not None)
         size, unit = next((unit for unit in UNITS if longest >= 2 * unit[0]), UNITS[-1])
         runs = [_along_time(run, size) for run in runs]
-        title["text"] = f"time since the start ({unit})"
+        title["text"] = f"running time ({unit})"
         axis |= {"unifiedhovertitle": {"text": f"%{{x}} {unit}"}, "hoverformat": ",.4~r"}
     every = [curve.steps for run in runs for curve in run.curves.values()]
     low, high = min(0.0, *map(np.nanmin, every)), max(map(np.nanmax, every))  # NaN: a pause of a run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,16 @@ from ringtrain.config import flatten_settings
 from ringtrain.errors import DataError, UsageError
 from ringtrain.report.event_files import ImageSet, read_images
 from ringtrain.run.checkpoint import read_facts
-from ringtrain.run.directory import CONFIG_FILE, MAX_LINE_BYTES, METRICS_FILE, parse_event, read_config, read_lines
+from ringtrain.run.directory import (
+    CONFIG_FILE,
+    FIT_OF,
+    FIT_SETTINGS,
+    MAX_LINE_BYTES,
+    METRICS_FILE,
+    parse_event,
+    read_config,
+    read_lines,
+)
 from ringtrain.run.store import list_steps, step_name
 
 
@@ -53,12 +62,18 @@ def read_run(path: Path) -> RunRecord:
         )
     return RunRecord(
         path=path,
-        settings=flatten_settings(config),
+        settings=flatten_settings(choose_settings(config)),
         events=events,
         num_unreadable=num_unreadable,
         facts=read_newest_facts(path / "checkpoints"),
         images=read_images(sorted((path / "tensorboard").glob("*tfevents*"))),
     )
+
+
+def choose_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that apply to a run."""
+    is_fit = str(config.get("workload")).startswith(FIT_OF)
+    return {name: value for name, value in config.items() if not is_fit or name in FIT_SETTINGS}
 
 
 def parse_events(lines: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:

@@ -29,7 +29,7 @@ class Curve:
     """
 
     steps: Numbers  # the last of each point
-    elapsed: Numbers | None  # seconds from the run's first start to each point; None where the events have no times
+    elapsed: Numbers | None  # seconds that the run had taken at each point; None where the events have no times
     means: Numbers
     lows: Numbers
     highs: Numbers
@@ -65,13 +65,17 @@ def make_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def elapsed_times(events: Sequence[Mapping[str, Any]]) -> Numbers | None:
-    """Seconds from a run's first event to each, [n]; None where one has no time. They never fall, as clocks may."""
+    """Seconds that a run had taken at each event, [n]; None where one has no time. They never fall, as clocks may.
+
+    Pauses, from an ``end`` event to the next start, do not count.
+    """
     times = [event.get("time") for event in events]
     if not times or not all(type(time) in (int, float) and math.isfinite(time) for time in times):  # type: ignore[arg-type]
         return None
     values = np.maximum.accumulate(np.array(times, np.float64))
-    elapsed: Numbers = values - values[0]
-    return elapsed
+    has_ended = np.array([event["event"] == "end" for event in events], bool)
+    elapsed: Numbers = np.cumsum(np.where(has_ended[:-1], 0.0, np.diff(values)))
+    return np.concatenate([[0.0], elapsed])
 
 
 def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points: int = MAX_POINTS) -> Curve:

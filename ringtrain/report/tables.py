@@ -13,6 +13,7 @@ from typing import Any
 from ringtrain.report.charts import describe_end
 from ringtrain.report.figures import DrawnRun
 from ringtrain.report.reading import RunRecord
+from ringtrain.report.series import elapsed_times
 from ringtrain.report.timing import attempts, split_time
 
 MISSING = "\N{EN DASH}"
@@ -65,7 +66,9 @@ def list_facts(run: RunRecord) -> list[Fact]:
     """The summary of a run."""
     starts, training, evaluations = run.of_kind("start"), run.of_kind("train"), run.of_kind("eval")
     start = starts[-1] if starts else {}
-    last = max((event["step"] for event in training + evaluations), default=0)
+    reached = [event["step"] for event in training + evaluations + run.of_kind("checkpoint")]
+    reached += [event["first_step"] for event in starts if type(event.get("first_step")) is int]
+    last = max(reached, default=0)
     total = start.get("total_steps")
     facts = [Fact("Steps", format_value(last), f"of {format_value(total)}" if total else "")]
     facts += _best_evaluation(run, evaluations)
@@ -77,15 +80,19 @@ def list_facts(run: RunRecord) -> list[Fact]:
     facts.append(Fact("Ranks", format_value(start.get("size"))))
     batch = f"global batch {format_value(start.get('global_batch_size'))}"
     samples, steps = start.get("samples"), start.get("steps_per_epoch")
-    if samples is not None or steps is None:
+    if samples is not None:
         facts.append(Fact("Samples", format_value(samples), batch))
-    else:
+    elif steps is not None:
         facts.append(Fact("Steps per epoch", format_value(steps), batch))
+    elif training:
+        facts.append(Fact("Samples trained on", format_value(training[-1].get("samples_seen")), "with repetitions"))
     facts.append(Fact("Parameters", format_value(start.get("parameters"))))
-    times = [event["time"] for event in run.events if type(event.get("time")) in (int, float)]
-    if times:
+    elapsed = elapsed_times(run.events)
+    if elapsed is not None:
         number = len(attempts(run.events))
-        facts.append(Fact("Time", format_seconds(times[-1] - times[0]), f"{number} starts" if number > 1 else ""))
+        facts.append(
+            Fact("Time", format_seconds(float(elapsed[-1])), f"{number} starts, without pauses" if number > 1 else "")
+        )
     return facts
 
 
@@ -100,7 +107,9 @@ def _best_evaluation(run: RunRecord, evaluations: Sequence[Mapping[str, Any]]) -
     title = "Best evaluation loss" if metric == "loss" else f"Best {metric}"
     facts = [Fact(title, format_value(best[metric]), f"at step {format_value(best['step'])}")]
     others = [name for name in best if name not in _NOT_METRICS | {metric} and type(best[name]) in (int, float)]
-    return facts + [Fact(f"{name.replace('_', ' ').capitalize()} there", format_value(best[name])) for name in others]
+    return facts + [
+        Fact(name.replace("_", " ").capitalize(), format_value(best[name]), facts[0].note) for name in others
+    ]
 
 
 _NOT_METRICS = {"event", "step", "epoch", "samples", "seconds", "time", "loss", "data_loss"}
@@ -123,14 +132,14 @@ def describe_environment(run: RunRecord) -> list[Fact]:
 
 
 def compare_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[str]]], list[Fact]]:
-    """Settings with each run's value where they differ, and those that all runs have alike."""
+    """Settings with each run's value where they differ, and those that all runs have alike and are set."""
     names = dict.fromkeys(name for settings in runs for name in settings)
     differing, same = [], []
     for name in names:
         values = [format_setting(settings[name]) if name in settings else "not set" for settings in runs]
         if len(set(values)) > 1:
             differing.append((name, values))
-        else:
+        elif values[0] != "null":
             same.append(Fact(name, values[0]))
     return differing, same
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ringtrain.report.series import Numbers, elapsed_times
 
 Events = Sequence[Mapping[str, Any]]
 
@@ -19,30 +20,32 @@ PARTS = {
     **STEP_PARTS,
     "training": "training steps",
     "evaluation": "evaluation",
-    "lost": "lost and between starts",
+    "lost": "lost by a failure",
+    "killed": "from a kill to the next start",
     "rest": "start-up, saves, the rest",
 }
 SAVED_ALL = ("completed", "preempted")
 
 
 def split_time(events: Events) -> dict[str, float]:
-    """The known seconds of each of ``PARTS``, from the run's first ``start`` event to its last event.
+    """The known seconds of each of ``PARTS``, from the run's first event to its last, without pauses.
 
-    Steps that were trained again after a restart, and the time when nothing ran, are one part: of a process that was
-    killed nobody knows when.
+    A pause lasts from an ``end`` event to the next start. Of a process that was killed nobody knows when that was: the
+    time from its last event to the next start is a part of its own.
     """
     known = _training(events) | {"evaluation": sum(_seconds(event.get("seconds")) for event in _of(events, "eval"))}
-    if all("time" in event for event in events):
-        known["lost"] = sum(_gaps(events))
-        known["rest"] = _seconds(events[-1]["time"]) - _seconds(events[0]["time"]) - sum(known.values())
+    elapsed = elapsed_times(events)
+    if elapsed is not None:
+        known |= _interrupted(events, elapsed)
+        known["rest"] = float(elapsed[-1]) - sum(known.values())
     return {kind: seconds for kind, seconds in known.items() if seconds > 0}
 
 
 def attempts(events: Events) -> list[list[Mapping[str, Any]]]:
-    """A run's events by the start that they follow."""
+    """A run's events by the start that they follow, or that failed before it was logged."""
     parts: list[list[Mapping[str, Any]]] = []
     for event in events:
-        if event["event"] == "start" or not parts:
+        if not parts or event["event"] == "start" or parts[-1][-1]["event"] == "end":
             parts.append([])
         parts[-1].append(event)
     return parts
@@ -64,14 +67,20 @@ def _training(events: Events) -> dict[str, float]:
     return {"training": total}
 
 
-def _gaps(events: Events) -> Iterator[float]:
-    """From where each start's work was kept to the next start."""
-    parts = attempts(events)
-    for attempt, following in itertools.pairwise(parts):
-        end = attempt[-1]
-        if end["event"] != "end" or end.get("status") not in SAVED_ALL:
-            end = next((event for event in reversed(attempt) if event["event"] != "end"), end)
-        yield max(0.0, _seconds(following[0]["time"]) - _seconds(end["time"]))
+def _interrupted(events: Events, elapsed: Numbers) -> dict[str, float]:
+    """From where each start's work was kept to its end by a failure, or to the next start if it was killed."""
+    known = {"lost": 0.0, "killed": 0.0}
+    first = 0
+    for attempt in attempts(events):
+        following = first + len(attempt)
+        has_end = attempt[-1]["event"] == "end"
+        if has_end and attempt[-1].get("status") not in SAVED_ALL:
+            kept = max((place for place, event in enumerate(attempt) if event["event"] != "end"), default=0)
+            known["lost"] += float(elapsed[following - 1] - elapsed[first + kept])
+        elif not has_end and following < len(events):
+            known["killed"] += float(elapsed[following] - elapsed[following - 1])
+        first = following
+    return known
 
 
 def _of(events: Events, kind: str) -> list[Mapping[str, Any]]:

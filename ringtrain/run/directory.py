@@ -33,6 +33,11 @@ from ringtrain.run.identity import IDENTITY_FILE, read_identity
 
 METRICS_FILE = "metrics.jsonl"
 FIT_OF = "fit of "  # how the name of a run begins that callbacks.Run has kept; a script's name follows
+# The settings of such a run; the others are those of a training by ringtrain itself.
+FIT_SETTINGS = (
+    "workload", "options", "out", "epochs", "log_every", "best_metric", "best_direction", "checkpoint_every", "keep",
+    "resume", "hang_timeout", "max_hours",
+)  # fmt: skip
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
 MAX_CONFIG_BYTES = 64 * 2**10  # a run's has about two

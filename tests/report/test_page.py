@@ -226,11 +226,12 @@ def test_time_instead_of_steps_along_the_axis(browser: Page, run: Path, compared
     browser.press("End")
     first = events_of(run, "start")[0]["time"]
     [trained, evaluated] = browser.evaluate(CURVES.replace("TITLE", "'Loss'"))
-    restart = events_of(run, "start")[1]["first_step"]
-    times = [event["time"] - first for event in events_of(run, "train")]
+    second = events_of(run, "start")[1]
+    restart, pause = second["first_step"], second["time"] - events_of(run, "end")[0]["time"]
+    times = [event["time"] - first - pause * (event["step"] > restart) for event in events_of(run, "train")]
     assert [at and round(at, 2) for at in trained["x"]] == [*times[:restart], None, *times[restart:]]  # a pause
     wait_for(browser, f"{SPOKEN}.startsWith('Loss, {evaluated['x'][-1]:.4g} s, ')")
-    assert "time since the start (s)" in browser.evaluate("document.querySelector('.plot').textContent")
+    assert "running time (s)" in browser.evaluate("document.querySelector('.plot').textContent")
     browser.show(compared)  # of one of its runs the times are not known
     assert browser.evaluate("document.querySelector('input[value=elapsed]').disabled")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -13,13 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ringtrain
 from ringtrain.cli import main
-from ringtrain.report.charts import find_marks, plan_charts
+from ringtrain.errors import STATUS_WORDS, RingtrainError
+from ringtrain.report.charts import describe_end, find_marks, plan_charts
 from ringtrain.report.page import make_page
-from ringtrain.report.reading import RunRecord, parse_events, read_run
+from ringtrain.report.reading import RunRecord, choose_settings, parse_events, read_run
 from ringtrain.report.series import make_curves, thin
-from ringtrain.report.tables import compare_settings, format_seconds
+from ringtrain.report.tables import compare_settings, format_seconds, list_facts
 from ringtrain.report.timing import split_time
+from ringtrain.run.directory import FIT_SETTINGS
 from tests.report.made_run import START, eval_event, make_run, timed, train_event, usual_events
 
 # --- What cannot be reported is said in one line ---
@@ -138,7 +142,10 @@ def test_curves_hold_the_values_of_the_events() -> None:
     assert loss.means.tolist() == loss.lows.tolist() == loss.highs.tolist() == [e["loss"] for e in trained]
     assert loss.steps.tolist() == [e["step"] for e in trained]
     assert loss.elapsed is not None
-    np.testing.assert_allclose(loss.elapsed, [e["time"] - events[0]["time"] for e in trained])
+    pause = 0.25  # from the stop to the next start
+    np.testing.assert_allclose(
+        loss.elapsed, [e["time"] - events[0]["time"] - pause * (e["step"] > 20) for e in trained]
+    )
     assert curves["eval/accuracy"].means.tolist() == [e["accuracy"] for e in events if e["event"] == "eval"]
     assert not any(name.endswith(("/time", "/seconds", "/samples", "/epoch")) for name in curves)
 
@@ -241,17 +248,20 @@ KILLED = [at(0, START), at(3, train_event(20)), at(100, START | {"first_step": 2
     [
         ([at(0, START), at(3, train_event(20)), at(4, eval_event(20)), at(5, END)],
          {"training": 2, "evaluation": 0.5, "rest": 2.5}),
-        ([*KILLED, at(105, END)], {"training": 4, "lost": 97, "rest": 4}),
+        ([*KILLED, at(105, END)], {"training": 4, "killed": 97, "rest": 4}),
         ([*KILLED[:2], at(6, {"event": "end", "status": "preempted", "exit_code": 75}), *KILLED[2:]],
-         {"training": 4, "lost": 94, "rest": 6}),
+         {"training": 4, "rest": 6}),
         ([*KILLED[:2], at(6, {"event": "end", "status": "diverged", "exit_code": 4}), *KILLED[2:]],
-         {"training": 4, "lost": 97, "rest": 3}),
+         {"training": 4, "lost": 3, "rest": 3}),
+        ([at(0, {"event": "end", "status": "usage", "exit_code": 2}), at(3600, START), at(3603, train_event(20))],
+         {"training": 2, "rest": 1}),
+        ([at(0, START), at(9, {"event": "end", "status": "hang", "exit_code": 6})], {"lost": 9}),
         ([at(0, START), at(3, train_event(20, input_sec=0.01, compute_sec=0.06, communication_sec=0.02))],
          {"input_sec": 0.2, "compute_sec": 1.2, "communication_sec": 0.4, "other_sec": 0.2, "rest": 1}),
         ([START, train_event(20), eval_event(20), END], {"training": 2, "evaluation": 0.5}),
         ([START, END], {}),
     ],
-    ids=["whole", "killed", "preempted", "diverged", "split", "no times", "no steps"],
+    ids=["whole", "killed", "preempted", "diverged", "mistyped", "hung", "split", "no times", "no steps"],
 )  # fmt: skip
 def test_the_time_is_split_into_what_it_went_to(events: list[dict[str, Any]], expected: dict[str, float]) -> None:
     assert split_time(events) == pytest.approx(expected)
@@ -264,6 +274,50 @@ def test_the_time_is_split_into_what_it_went_to(events: list[dict[str, Any]], ex
 )  # fmt: skip
 def test_durations_are_written_in_their_two_largest_units(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_a_fit_has_the_settings_of_its_callback_alone() -> None:
+    source = (Path(ringtrain.__file__).parent / "keras/run.py").read_text()
+    [run] = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.name == "Run"]
+    [init] = [node for node in run.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    assert {argument.arg for argument in init.args.kwonlyargs} <= set(FIT_SETTINGS)
+    config = {
+        "workload": "fit of a.py",
+        "options": {"optimizer": "Adam"},
+        "epochs": 3,
+        "optimizer": {},
+        "cache": "none",
+    }
+    assert list(choose_settings(config)) == ["workload", "options", "epochs"]
+    assert choose_settings(config | {"workload": "digits"})["cache"] == "none"
+
+
+def summarize(run: RunRecord) -> dict[str, str]:
+    return {fact.name: f"{fact.value} {fact.note}".strip() for fact in list_facts(run)}
+
+
+def test_the_summary_of_a_run_that_stopped_between_lines_has_the_step_that_it_saved(tmp_path: Path) -> None:
+    saved = {"event": "checkpoint", "step": 37, "path": "checkpoints/step-000000037"}
+    assert summarize(RunRecord(path=tmp_path, events=[START, train_event(30), saved]))["Steps"] == "37 of 40"
+    resumed = [START | {"first_step": 37}]
+    assert summarize(RunRecord(path=tmp_path, events=resumed))["Steps"] == "37 of 40"
+
+
+def test_the_summary_of_a_fit_leaves_out_what_it_does_not_know(tmp_path: Path) -> None:
+    start = {"event": "start", "workload": "fit of a.py", "size": 2, "first_step": 0, "parameters": 227}
+    facts = summarize(RunRecord(path=tmp_path, events=[start, train_event(2), eval_event(2)]))
+    assert facts["Samples trained on"].startswith("128")
+    assert (facts["Best evaluation loss"], facts["Accuracy"]) == ("1.5 at step 2", "0.5 at step 2")
+    assert not {"Samples", "Steps per epoch"} & set(facts)
+
+
+def test_an_end_is_named_in_plain_words() -> None:
+    assert describe_end({"status": "lostranks", "exit_code": 1, "message": "why"}) == "lost a rank, exit code 1: why"
+    kinds = [RingtrainError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    one_word = {"failed", "diverged", "hang", "preempted", "damaged"}
+    assert {kind.status() for kind in kinds if kind.__module__.startswith("ringtrain.")} - one_word <= set(STATUS_WORDS)
 
 
 def test_settings_that_differ_are_told_apart_from_those_that_do_not() -> None:

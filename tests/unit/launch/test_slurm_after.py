@@ -94,7 +94,7 @@ DECISIONS = [
     ),
     # failed, which may not come again: at most 3 restarts without a newer checkpoint
     (ended(status=6, end=HANG), True, 6, ["(hang)", "restart 1 of at most 20, 1 of at most 3 from the checkpoint of"]),
-    (ended(status=143, end=LOST), True, 1, ["lost rank 1 on n2"]),
+    (ended(status=143, end=LOST), True, 1, ["exit code 1 (lost a rank). lost rank 1 on n2"]),
     (ended(status=137, end=None, failed_rank=KILLED), True, 137, ["exit code 137 (SIGKILL)", "task 1 on n2: Killed"]),
     (ended(status=137, failed_rank=KILLED), True, 137, ["task 1 on n2: Killed"]),
     (ended(end=HANG, newest_step=None, run=None), True, 6, ["from the beginning"]),
@@ -108,7 +108,7 @@ DECISIONS = [
     (ended(failures=3), True, 75, ["restart 1 of at most 20."]),  # it has saved: no failure
     (ended(status=1, end=None, run=None, newest_step=None), False, 1, ["no run directory was opened"]),
     # failed for good
-    (ended(status=3, end=DATA), False, 3, ["exit code 3 (data)", "holds no images"]),
+    (ended(status=3, end=DATA), False, 3, ["exit code 3 (wrong data)", "holds no images"]),
     (ended(status=137, end=DATA), False, 3, ["holds no images"]),
     (ended(end=DATA._replace(message="the ranks differ:\n  seed ...")), False, 3, ["the ranks differ:"]),
     (ended(begins_anew=True), False, 75, ["resume: never"]),

@@ -55,6 +55,7 @@ from ringtrain.runtime.world import read_world
 from ringtrain.terminal.console import Console
 from ringtrain.training.creation import warn_of_best
 from ringtrain.training.loop import find_requests
+from ringtrain.training.rank_records import describe_ranks, gather_usage
 from ringtrain.training.saving import CheckpointWriter, describe_run, set_values, take_snapshot
 
 REMEDY = "Lower the learning rate, clip the gradients (clipnorm=1.0), or look at the data"
@@ -307,10 +308,13 @@ class KeptFit:
     def _finish(self) -> str:
         """The last save of this process; returns its directory."""
         snapshot = self._take_snapshot()
+        usage = gather_usage(self._collective, {})
 
         def save_on_rank0() -> str:
             assert self._writer is not None
+            assert self._opened is not None
             assert snapshot is not None
+            self._opened.directory.at_end["ranks"] = usage
             return self._writer.finish(snapshot)
 
         return str(run_on_rank0(self._collective, save_on_rank0, name="fit/finish"))
@@ -387,6 +391,7 @@ class KeptFit:
             )
 
     def _describe(self, checkpoint: Checkpoint | None) -> None:
+        ranks = describe_ranks(self._collective)
         if self._opened is None:
             return
         path, progress, world = self._start.path, self._progress, self._collective.world
@@ -410,6 +415,7 @@ class KeptFit:
             parameters=self.model.count_params(),
             node=world.node,
             launcher=read_world(os.environ).launcher,
+            ranks=ranks,
             versions=package_versions(),
         )
 

@@ -74,6 +74,7 @@ class RunDirectory:
         """``may_write`` raises where another process has taken over; ``on_close`` lets go of the directory."""
         self.path, self.may_write = path, may_write
         self.checkpoints, self.tensorboard = path / "checkpoints", path / "tensorboard"
+        self.at_end: dict[str, Any] = {}  # what the ``end`` event holds besides the end
         self._on_close = on_close
         self._lock = threading.Lock()
         self._is_cut_off = self._has_ended = False

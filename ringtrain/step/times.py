@@ -20,6 +20,7 @@ class StepTimes:
     def __init__(self, *, times_communication: bool) -> None:
         self._times_communication = times_communication
         self._input = self._steps = self._communication = 0.0
+        self._taken: dict[str, float] = {}
         self._lap_begin = time.perf_counter()
 
     def lap(self) -> float:
@@ -53,16 +54,21 @@ class StepTimes:
         """So much of a step passed between this rank's last gradient and the last of the sums over all ranks."""
         self._communication += seconds
 
+    def totals(self) -> dict[str, float]:
+        """The parts of all steps so far, in seconds."""
+        known = {"input_sec": self._input}
+        if self._times_communication:
+            known["compute_sec"] = max(0.0, self._steps - self._communication)
+            known["communication_sec"] = self._communication
+        return known
+
     def take(self, num_steps: int, sec_per_step: float) -> dict[str, float]:
         """The parts of ``sec_per_step``, seconds a step, since this was called last, and begin anew.
 
         ``communication_sec`` is what no computation hid; it includes the wait for slower ranks. ``other_sec`` is what
         is left: checks, the log, the copies of saves.
         """
-        known = {"input_sec": self._input}
-        if self._times_communication:
-            known["compute_sec"] = max(0.0, self._steps - self._communication)
-            known["communication_sec"] = self._communication
-        self._input = self._steps = self._communication = 0.0
+        before, self._taken = self._taken, self.totals()
+        known = {name: max(0.0, seconds - before.get(name, 0.0)) for name, seconds in self._taken.items()}
         parts = {name: round(seconds / num_steps, 6) for name, seconds in known.items()}
         return {**parts, "other_sec": round(max(0.0, sec_per_step - sum(parts.values())), 6)}

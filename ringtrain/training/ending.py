@@ -81,7 +81,7 @@ def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], N
     """
     tell_end(end)
     with contextlib.suppress(RingtrainError):
-        run.write_event(**end)
+        run.write_event(**run.at_end, **end)
         then()
     run.close()
 

@@ -45,6 +45,7 @@ from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.joining import Prepared
 from ringtrain.training.nonfinite import NonfiniteGuard
+from ringtrain.training.rank_records import describe_ranks, gather_usage
 from ringtrain.training.saving import restore, take_snapshot, take_weights
 
 
@@ -146,6 +147,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
     )
     if job.plan.first_step:
         console.line(f"going on from the checkpoint of step {job.plan.first_step}")
+    ranks = describe_ranks(job.collective)
     if opened is not None:
         data = digest_contents(job.contents)
         warn_of_other_data(job, data, opened, console)
@@ -162,6 +164,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
             jit_compile=job.step.compiled is not None,
             node=job.collective.world.node,
             launcher=job.collective.world.launcher,
+            ranks=ranks,
             versions=package_versions(),
             data=data,
         )
@@ -293,9 +296,11 @@ def finish(training: Training, step: int, ending: Ending) -> None:
     require_finite_values(job.step.named_variables | job.step.named_pieces, job.collective, step=step)
     note_places(training, step)
     gathered = job.step.gather_shared_out()
+    usage = gather_usage(job.collective, job.times.totals())
 
     def save_on_rank0() -> str:
         assert records is not None
+        records.run.at_end["ranks"] = usage
         return records.writer.finish(
             take_snapshot(job.step.named_variables, step, training.progress, records.run_facts, gathered)
         )

@@ -271,6 +271,7 @@ def test_the_file_stop_and_the_limit_of_time_end_it(collective: Collective, caus
     assert fit(str(out), stop_at=1, ask=ask, max_hours=limit).code == 75
     [end] = events(out, "end")
     assert (end["status"], end["exit_code"], end["stopped_by"]) == ("preempted", 75, cause)
+    assert [rank["peak_memory_mib"] > 100 for rank in end["ranks"]] == [True]
     assert not (out / "stop").exists(), "it would end the next run, too"
     assert fit(str(out)).code is None
     assert [event["first_step"] for event in events(out, "start")] == [0, 1]

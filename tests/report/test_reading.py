@@ -19,6 +19,7 @@ from ringtrain.cli import main
 from ringtrain.errors import STATUS_WORDS, RingtrainError
 from ringtrain.report.charts import describe_end, find_marks, plan_charts
 from ringtrain.report.page import make_page
+from ringtrain.report.ranks import list_ranks
 from ringtrain.report.reading import RunRecord, choose_settings, parse_events, read_run
 from ringtrain.report.series import make_curves, thin
 from ringtrain.report.tables import compare_settings, format_seconds, list_facts
@@ -274,6 +275,21 @@ def test_the_time_is_split_into_what_it_went_to(events: list[dict[str, Any]], ex
 )  # fmt: skip
 def test_durations_are_written_in_their_two_largest_units(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_the_ranks_of_the_last_start_are_listed_with_what_they_used(tmp_path: Path) -> None:
+    places = [{"node": f"n{rank}", "pid": 7, "device": "CPU", "cores": "0-3"} for rank in range(2)]
+    usage = [{"input_sec": 2.0, "peak_memory_mib": 1500 + rank} for rank in range(2)]
+    events = [START | {"ranks": places[:1]}, END, START | {"ranks": places}, END | {"ranks": usage}]
+    assert list_ranks(RunRecord(path=tmp_path, events=events)) == (
+        ["node", "device", "cores", "process ID", "waiting for data", "peak memory"],
+        [["n0", "CPU", "0-3", "7", "2.0 s", "1,500 MiB"], ["n1", "CPU", "0-3", "7", "2.0 s", "1,501 MiB"]],
+        0,
+    )
+    assert list_ranks(RunRecord(path=tmp_path, events=events[:3])).rows[1] == ["n1", "CPU", "0-3", "7"]
+    assert list_ranks(RunRecord(path=tmp_path, events=[START, END])).rows == []
+    many = RunRecord(path=tmp_path, events=[START | {"ranks": places * 100}])
+    assert (len(list_ranks(many).rows), list_ranks(many).num_left_out) == (128, 72)
 
 
 def test_a_fit_has_the_settings_of_its_callback_alone() -> None:

@@ -46,7 +46,8 @@ def parse_page(page: str) -> Elements:
 
 def test_what_files_say_is_shown_as_text(tmp_path: Path) -> None:
     hostile_events = timed([
-        START | {"node": HOSTILE, "launcher": HOSTILE, "size": HOSTILE, "versions": {HOSTILE: HOSTILE}},
+        START | {"node": HOSTILE, "launcher": HOSTILE, "size": HOSTILE, "versions": {HOSTILE: HOSTILE},
+                 "ranks": [{"node": HOSTILE}]},
         train_event(1, **{HOSTILE: 1.0}),
         eval_event(1, **{HOSTILE: 1.0}),
         {"event": "warning", "step": 1, "message": HOSTILE},
@@ -75,7 +76,17 @@ ANY = st.recursive(
     max_leaves=5,
 )
 FIELDS = ["step", "loss", "accuracy", "time", "seconds", "first_step", "size", "message", "status", "exit_code"]
-FIELDS += ["sec_per_step", "input_sec", "examples_per_sec", "total_steps", "versions", "data_loss", "lr", "samples"]
+FIELDS += [
+    "sec_per_step",
+    "input_sec",
+    "examples_per_sec",
+    "total_steps",
+    "versions",
+    "data_loss",
+    "lr",
+    "samples",
+    "ranks",
+]
 EVENTS = st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=8).flatmap(
     lambda values: st.sampled_from(["start", "train", "eval", "checkpoint", "warning", "end", "other"]).map(
         lambda kind: values | {"event": kind}

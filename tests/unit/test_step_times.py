@@ -29,6 +29,9 @@ def test_the_parts_of_a_step_add_up_to_its_time() -> None:
     assert parts["input_sec"] >= 0.05
     assert parts["compute_sec"] >= 0.03
     assert times.take(1, sec_per_step=0.5)["other_sec"] == 0.5, "it begins anew"
+    totals = times.totals()
+    assert totals["communication_sec"] == pytest.approx(0.02)
+    assert totals["input_sec"] >= 0.1
 
 
 def test_a_device_that_works_on_its_own_tells_no_parts_but_the_wait_for_data() -> None:

@@ -120,6 +120,10 @@ def test_all_launchers_train_alike(digits_runs: dict[str | None, tuple[Finished,
     assert {events(out, "start")[0]["size"] for _, out, _ in digits_runs.values()} == {1, 2}
     assert not any(events(out, "start")[0]["jit_compile"] for _, out, _ in digits_runs.values())  # on cores, by itself
     assert all(events(out, "eval")[0]["samples"] == 450 for _, out, _ in digits_runs.values())
+    for lines in (first, *others):
+        start, end = lines[0], lines[-1]
+        assert len({rank["pid"] for rank in start["ranks"]}) == len(end["ranks"]) == start["size"]
+        assert all(rank["peak_memory_mib"] > 100 and rank["input_sec"] > 0 for rank in end["ranks"])
 
 
 @pytest.mark.slow
@@ -139,6 +143,8 @@ def test_the_log_tells_where_the_time_of_a_step_goes(run_ringtrain: RunRingtrain
     assert lines[-1]["communication_sec"] > lines[-1]["sec_per_step"] / 2
     assert lines[-1]["communication_sec"] > 0.03
     assert lines[-1]["input_sec"] < lines[-1]["sec_per_step"] / 4
+    [end] = events(tmp_path / "out", "end")
+    assert end["ranks"][1]["input_sec"] > 2 * end["ranks"][0]["input_sec"]
 
 
 @pytest.fixture

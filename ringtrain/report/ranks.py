@@ -1,0 +1,51 @@
+"""The ranks of a run's last start: where each computed, and what it used."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ringtrain.report.reading import RunRecord
+from ringtrain.report.tables import format_seconds, format_value
+from ringtrain.report.timing import STEP_PARTS, attempts
+
+MAX_ROWS = 128
+TITLES = {
+    "node": "node", "device": "device", "cores": "cores", "pid": "process ID", **STEP_PARTS,
+    "peak_memory_mib": "peak memory", "peak_gpu_memory_mib": "peak GPU memory",
+}  # fmt: skip
+
+
+class RanksTable(NamedTuple):
+    """A table with a row for each rank."""
+
+    columns: list[str]  # behind the rank's number
+    rows: list[list[str]]  # of cells
+    num_left_out: int  # ranks
+
+
+def list_ranks(run: RunRecord) -> RanksTable:
+    """The table of a run; without rows if its events do not describe the ranks."""
+    starts = [attempt for attempt in attempts(run.events) if attempt[0]["event"] == "start"]
+    first, last = (starts[-1][0], starts[-1][-1]) if starts else ({}, {})
+    places, usages = _of_ranks(first), _of_ranks(last if last.get("event") == "end" else {})
+    size = max(len(places), len(usages))
+    ranks: list[dict[str, Any]] = [{} for _ in range(size)]
+    for values in (places, usages):
+        for rank, of_rank in zip(ranks, values, strict=False):
+            rank.update(of_rank)
+    names = [name for name in TITLES if any(name in rank for rank in ranks)]
+    rows = [[_cell(name, rank.get(name)) for name in names] for rank in ranks[:MAX_ROWS]]
+    return RanksTable([TITLES[name] for name in names], rows, max(0, size - MAX_ROWS))
+
+
+def _of_ranks(event: Any) -> list[dict[str, Any]]:
+    ranks = event.get("ranks")
+    return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
+
+
+def _cell(name: str, value: Any) -> str:
+    if type(value) in (int, float) and name in STEP_PARTS:
+        return format_seconds(value)
+    if type(value) in (int, float) and name.endswith("_mib"):
+        return f"{format_value(value)} MiB"
+    return str(value) if type(value) is int else format_value(value)

@@ -1,0 +1,42 @@
+"""What each rank computes on and what it used, for the events of a run directory."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from ringtrain.collectives import Collective, all_gather_object
+from ringtrain.runtime.machine import format_cores
+
+MAX_RANKS = 2000  # of a record: a line of metrics.jsonl has a limit
+
+
+def describe_ranks(collective: Collective) -> list[dict[str, Any]]:
+    """Node, process, device and cores of each rank, in the order of the ranks. Every rank must call it."""
+    gpus = tf.config.get_visible_devices("GPU")
+    mine = {
+        "node": collective.world.node,
+        "pid": os.getpid(),
+        "device": gpus[0].name.removeprefix("/physical_device:") if gpus else "CPU",
+        "cores": format_cores(tuple(os.sched_getaffinity(0))),
+    }
+    return all_gather_object(collective, mine, name="ranks")[:MAX_RANKS]
+
+
+def gather_usage(collective: Collective, seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Seconds and peak memory of each rank since it was started. Every rank must call it.
+
+    Args:
+        seconds: what this rank's steps took, in parts.
+    """
+    mine = {
+        **{name: round(value, 3) for name, value in seconds.items()},
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,  # Linux counts KiB
+    }
+    if tf.config.get_visible_devices("GPU"):
+        mine["peak_gpu_memory_mib"] = tf.config.experimental.get_memory_info("GPU:0")["peak"] // 2**20
+    return all_gather_object(collective, mine, name="usage")[:MAX_RANKS]

@@ -5,7 +5,8 @@ A message names the thing, its value, the rule and the remedy. Such an error lea
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 # In the errors of native sums, which pass through TensorFlow and lose their type there.
 LOST_RANK_SIGN = "a rank has ended that others wait for"
@@ -82,6 +83,7 @@ class HangError(RingtrainError):
     """Nothing moved for longer than ``--hang_timeout`` allows, or a rank was silent for so long."""
 
     exit_code = 6
+    stacks: Sequence[Mapping[str, Any]] = ()  # of ranks, for the ``end`` record
 
 
 class PreemptedError(RingtrainError):

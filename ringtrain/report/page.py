@@ -15,7 +15,7 @@ from typing import Any
 from ringtrain import __version__
 from ringtrain.report.charts import find_marks, plan_charts
 from ringtrain.report.figures import MARKS, PART_COLOURS, RUN_COLOURS, DrawnRun, make_figures
-from ringtrain.report.ranks import list_ranks
+from ringtrain.report.ranks import list_ranks, list_stacks
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, make_curves
 from ringtrain.report.tables import compare_settings, describe_run, format_seconds
@@ -38,7 +38,10 @@ def make_page(runs: Sequence[RunRecord]) -> str:
         },
         "images": [{name: {"steps": s.steps, "images": s.images} for name, s in run.images.items()} for run in runs],
     }
-    tables = [{**describe_run(run, shown), "ranks": list_ranks(run)} for run, shown in zip(runs, drawn, strict=True)]
+    tables = [
+        {**describe_run(run, shown), "ranks": list_ranks(run), "stacks": list_stacks(run)}
+        for run, shown in zip(runs, drawn, strict=True)
+    ]
     style, programs = _own_files()
     differing, same = compare_settings([run.settings for run in runs])
     return _template().render(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ringtrain.messages.ranks import name_ranks
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.tables import format_seconds, format_value
 from ringtrain.report.timing import STEP_PARTS, attempts
@@ -36,6 +37,20 @@ def list_ranks(run: RunRecord) -> RanksTable:
     names = [name for name in TITLES if any(name in rank for rank in ranks)]
     rows = [[_cell(name, rank.get(name)) for name in names] for rank in ranks[:MAX_ROWS]]
     return RanksTable([TITLES[name] for name in names], rows, max(0, size - MAX_ROWS))
+
+
+def list_stacks(run: RunRecord) -> list[tuple[str, str]]:
+    """The stacks of ranks at a hang by which the run ended: whose they are, and their text."""
+    last = run.events[-1]
+    groups = last.get("stacks") if last["event"] == "end" else None
+    found = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return [
+        (name_ranks(ranks), str(group.get("text", ""))) for group in found if (ranks := _numbers(group.get("ranks")))
+    ]
+
+
+def _numbers(value: Any) -> list[int]:
+    return [number for number in value if type(number) is int] if isinstance(value, list) else []
 
 
 def _of_ranks(event: Any) -> list[dict[str, Any]]:

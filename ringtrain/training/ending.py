@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringtrain.errors import PreemptedError, RingtrainError
+from ringtrain.errors import HangError, PreemptedError, RingtrainError
 from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.escaping import escape_message
 from ringtrain.runtime import activity, streams
@@ -132,6 +132,8 @@ def end_values(status: str, exit_code: int, message: str | None = None) -> dict[
 def end_of(error: RingtrainError) -> dict[str, Any]:
     """The ``end`` event of a run that an error ends."""
     values = end_values(error.status(), error.exit_code, str(error))
+    if isinstance(error, HangError) and error.stacks:
+        values["stacks"] = error.stacks
     return values | ({"stopped_by": error.stopped_by} if isinstance(error, PreemptedError) else {})
 
 

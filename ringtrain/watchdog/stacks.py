@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
+from typing import Any
 
 from ringtrain.messages.defects import is_users_own
+from ringtrain.messages.escaping import escape
+from ringtrain.messages.ranks import group_ranks
 from ringtrain.runtime.world import World
 
 # Threads of our own that are still when all is well.
 OUR_THREADS = frozenset({"watchdog", "last words", "stop requests", "lease", "failing", "end"})
 MAX_FRAME_LENGTH = 300  # characters
+MAX_STACKS_BYTES = 6000  # of a rank in a record; a message of the hub has 8192 at most
+MAX_GROUPS = 8  # of ranks with the same stacks, in a record
 
 
 def write_stacks(world: World) -> None:
-    """Write the stacks of this process' threads to stderr, except those of our own threads.
-
-    Source lines are left out: reading them may hang as well.
-    """
+    """Write the stacks of this process to stderr."""
     who = f"ringtrain: rank {world.rank} on {world.node}"
-    lines = [f"{who} is here:"]
-    for name, frame in _threads():
-        lines.append(f"Thread {name} (most recent call first):")
-        lines += [
-            f'  File "{part.f_code.co_filename}", line {number} in {part.f_code.co_name}'
-            for part, number in traceback.walk_stack(frame)
-        ]
-    data = "\n".join([*lines, f"{who} ends.", ""])
+    data = "\n".join([f"{who} is here:", *_describe_stacks(), f"{who} ends.", ""])
     os.write(2, data.encode(errors="backslashreplace"))
+
+
+def read_stacks() -> str:
+    """The first lines of this process' stacks, as many as fit into a message between ranks."""
+    lines: list[str] = []
+    size = 0
+    for line in map(escape, _describe_stacks()):
+        size += len(json.dumps(line))
+        if size > MAX_STACKS_BYTES:
+            return "\n".join([*lines, "  ..."])
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def group_stacks(stacks: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Stacks of ranks for an ``end`` record, identical ones once; those that fewer ranks have come first."""
+    ranks = sorted(stacks)
+    groups = group_ranks([stacks[rank] for rank in ranks], ranks)
+    return [{"ranks": of_text, "text": text} for text, of_text in reversed(groups.items())][:MAX_GROUPS]
 
 
 def find_user_frame() -> str:
@@ -54,6 +69,17 @@ def find_user_frame() -> str:
             if is_called_back:
                 break
     return found
+
+
+def _describe_stacks() -> Iterator[str]:
+    """The stacks of all threads except our own, in lines.
+
+    Source lines are left out: reading them may hang as well.
+    """
+    for name, frame in _threads():
+        yield f"Thread {name} (most recent call first):"
+        for part, number in traceback.walk_stack(frame):
+            yield f'  File "{part.f_code.co_filename}", line {number} in {part.f_code.co_name}'
 
 
 def _threads() -> Iterator[tuple[str, FrameType]]:

@@ -29,7 +29,7 @@ from ringtrain.runtime.processes import list_threads
 from ringtrain.runtime.world import World
 from ringtrain.watchdog.hub import Message, Star, draw_token, listen
 from ringtrain.watchdog.outside import Outside
-from ringtrain.watchdog.stacks import find_user_frame, write_stacks
+from ringtrain.watchdog.stacks import find_user_frame, group_stacks, read_stacks, write_stacks
 from ringtrain.watchdog.states import RankState, find_hang, find_long_wait, read_state
 from ringtrain.watchdog.stragglers import Looks, Stragglers, describe_slow
 
@@ -63,6 +63,7 @@ class Watchdog:
         self._has_met = False
         self._states: dict[int, RankState] = {}  # of the other ranks, from their first word until they take leave
         self._unheard: set[int] = set()
+        self._stacks: dict[int, str] = {}  # of the other ranks, which they send before they end
         self._unheard_seconds = 0.0
         self._looks, self._threads_before = Looks(), set[int]()
         self._looks_at: dict[int, tuple[int, int]] = {}
@@ -302,13 +303,18 @@ class Watchdog:
             reach="run" if is_rank0 else "rank",
         )
         self._outside.tell(ENDING_SECONDS, "ends")
-        record = start_bounded(lambda: self._write_end(error)) if judges else None
+        # Rank 0 writes it with the stacks of all; who writes in its stead does not get to know those.
+        record = start_bounded(lambda: self._write_end(error)) if judges and not is_rank0 else None
         if is_rank0 or judges:
             self._star.send({"hang": hang})
+        else:
+            self._star.send({"stacks": read_stacks()})
         if judges or not is_rank0:  # else this rank alone was missing, and has come back when the others had left
             run_bounded(lambda: write_stacks(self._world), STACKS_SECONDS)
         if is_rank0:
             self._wait_for(set(self._star.peers), STACKS_SECONDS)  # the launcher ends them once this process ends
+            error.stacks = group_stacks({**self._stacks, self._world.rank: read_stacks()})
+            record = start_bounded(lambda: self._write_end(error)) if judges else None
         elif judges:
             self._wait_for({0}, 2 * self._tick)  # so that the others, which judge by themselves, come to their stacks
         else:
@@ -331,6 +337,8 @@ class Watchdog:
             waited = set(ranks)
         while waited and time.monotonic() < end:
             for rank, message in self._star.receive(min(0.1, seconds)):
+                if message is not None and "stacks" in message:
+                    self._stacks[rank] = str(message["stacks"])
                 if message is None or (self._world.is_rank0 and "hang" in message):
                     waited.discard(rank)
 

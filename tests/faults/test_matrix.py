@@ -131,6 +131,9 @@ def assert_answered(case: Case, run: Run, code: int) -> None:
     if case.what.status:
         end = events(run.out, "end")[-1]
         assert (end["status"], end["exit_code"]) == (case.what.status, case.what.exit_code)
+        if case.fault == "sleep" and end["status"] == "hang":
+            [stacks] = [group["text"] for group in end["stacks"] if group["ranks"] == [case.rank]]
+            assert "tests/faults/faulty.py" in stacks
     if case.fault != "raise":
         assert "Traceback" not in text
     assert "Missing ranks" not in text  # Horovod's own word for a stall

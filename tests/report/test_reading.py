@@ -18,8 +18,9 @@ import ringtrain
 from ringtrain.cli import main
 from ringtrain.errors import STATUS_WORDS, RingtrainError
 from ringtrain.report.charts import describe_end, find_marks, plan_charts
+from ringtrain.report.figures import DrawnRun, make_figures
 from ringtrain.report.page import make_page
-from ringtrain.report.ranks import list_ranks
+from ringtrain.report.ranks import list_ranks, list_stacks
 from ringtrain.report.reading import RunRecord, choose_settings, parse_events, read_run
 from ringtrain.report.series import make_curves, thin
 from ringtrain.report.tables import compare_settings, format_seconds, list_facts
@@ -233,6 +234,16 @@ def test_restarts_warnings_and_ends_are_marked_at_their_steps(tmp_path: Path) ->
     assert (mark.kind, mark.step, mark.elapsed, mark.text) == ("failure", 3, None, "diverged, exit code 4: step 4: nan")
 
 
+def test_charts_reach_to_the_last_mark(tmp_path: Path) -> None:
+    saved = {"event": "checkpoint", "step": 48}
+    run = RunRecord(path=tmp_path, events=timed([START, train_event(40), saved, {"event": "end", "exit_code": 75}]))
+    curves = make_curves(run.events)
+    drawn = DrawnRun("run", curves, *find_marks(run))
+    for along_time, end in ((False, 48), (True, 0.75)):
+        figure, *_ = make_figures(plan_charts([curves]), [drawn], along_time=along_time)
+        assert figure["layout"]["xaxis"]["range"] == [0, end]
+
+
 # --- Where the time went ---
 
 
@@ -290,6 +301,16 @@ def test_the_ranks_of_the_last_start_are_listed_with_what_they_used(tmp_path: Pa
     assert list_ranks(RunRecord(path=tmp_path, events=[START, END])).rows == []
     many = RunRecord(path=tmp_path, events=[START | {"ranks": places * 100}])
     assert (len(list_ranks(many).rows), list_ranks(many).num_left_out) == (128, 72)
+
+
+def test_the_stacks_of_a_hang_are_listed_by_their_ranks(tmp_path: Path) -> None:
+    stacks = [{"ranks": [1], "text": "sleeps"}, {"ranks": [0, 2], "text": "waits"}, {"ranks": "all"}, "x"]
+    hang = {"event": "end", "status": "hang", "exit_code": 6, "stacks": stacks}
+    assert list_stacks(RunRecord(path=tmp_path, events=[START, hang])) == [
+        ("rank 1", "sleeps"),
+        ("ranks 0, 2", "waits"),
+    ]
+    assert list_stacks(RunRecord(path=tmp_path, events=[START, hang, START])) == []
 
 
 def test_a_fit_has_the_settings_of_its_callback_alone() -> None:

@@ -51,7 +51,8 @@ def test_what_files_say_is_shown_as_text(tmp_path: Path) -> None:
         train_event(1, **{HOSTILE: 1.0}),
         eval_event(1, **{HOSTILE: 1.0}),
         {"event": "warning", "step": 1, "message": HOSTILE},
-        {"event": "end", "status": HOSTILE, "exit_code": 1, "message": HOSTILE},
+        {"event": "end", "status": HOSTILE, "exit_code": 1, "message": HOSTILE,
+         "stacks": [{"ranks": [1], "text": HOSTILE}]},
     ])  # fmt: skip
     hostile = make_run(tmp_path / HOSTILE.replace("/", "\\"), hostile_events, options={HOSTILE: HOSTILE})
     plain = make_run(tmp_path / "plain", timed([START, train_event(1, plain=1.0), eval_event(1, plain=1.0)]))
@@ -76,17 +77,8 @@ ANY = st.recursive(
     max_leaves=5,
 )
 FIELDS = ["step", "loss", "accuracy", "time", "seconds", "first_step", "size", "message", "status", "exit_code"]
-FIELDS += [
-    "sec_per_step",
-    "input_sec",
-    "examples_per_sec",
-    "total_steps",
-    "versions",
-    "data_loss",
-    "lr",
-    "samples",
-    "ranks",
-]
+FIELDS += ["sec_per_step", "input_sec", "examples_per_sec", "total_steps", "versions", "data_loss", "lr", "samples"]
+FIELDS += ["ranks", "stacks"]
 EVENTS = st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=8).flatmap(
     lambda values: st.sampled_from(["start", "train", "eval", "checkpoint", "warning", "end", "other"]).map(
         lambda kind: values | {"event": kind}

@@ -26,7 +26,8 @@ from ringtrain.runtime.activity import (
     when_it_may_not_take_long,
 )
 from ringtrain.runtime.world import World
-from ringtrain.watchdog.stacks import find_user_frame, write_stacks
+from ringtrain.watchdog.hub import MAX_LINE_BYTES
+from ringtrain.watchdog.stacks import MAX_GROUPS, find_user_frame, group_stacks, read_stacks, write_stacks
 from tests.world.processes import REPOSITORY
 
 PROGRAM = """
@@ -40,7 +41,7 @@ world = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="n
 watchdog = Watchdog(
     world, LIMIT, report=lambda error: print(error, flush=True), warn=lambda text: print("WARNED", text, flush=True)
 )
-watchdog.write_by(write_end=lambda error: print("RECORDED", flush=True), warn=None)
+watchdog.write_by(write_end=lambda error: print("RECORDED", list(error.stacks), flush=True), warn=None)
 watchdog.start()
 activity.note(Phase.STEP, 7)
 
@@ -110,9 +111,28 @@ def test_what_hangs_ends_with_its_stacks_and_its_name(run: Start) -> None:
     assert code == 6
     assert re.search(r"nothing has moved for 1 s: rank 0 on n1 stands in step 7 since 1 s\.", out)
     assert "raise --hang_timeout (1 s)" in out
-    assert out.startswith("RECORDED")
+    assert out.startswith("RECORDED [{'ranks': [0], 'text': 'Thread MainThread (most recent call first):")
     assert "ringtrain: rank 0 on n1 is here:" in err
     assert 'File "<string>"' in err
+
+
+def test_stacks_for_a_record_are_bounded_and_grouped() -> None:
+    def read(depth: int) -> str:
+        if depth:
+            return read(depth - 1)
+        found: list[str] = []
+        watchdog = threading.Thread(target=lambda: found.append(read_stacks()), name="watchdog")
+        watchdog.start()
+        watchdog.join()
+        return found[0]
+
+    whole, cut = read(0), read(200)
+    assert whole.startswith("Thread MainThread (most recent call first):\n  File ")
+    assert cut.endswith("\n  ...")
+    assert len(json.dumps({"stacks": cut})) < MAX_LINE_BYTES
+    groups = group_stacks({2: "waits", 0: "waits", 1: "sleeps"})
+    assert groups == [{"ranks": [1], "text": "sleeps"}, {"ranks": [0, 2], "text": "waits"}]
+    assert len(group_stacks({rank: f"at {rank}" for rank in range(50)})) == MAX_GROUPS
 
 
 def test_a_rank_that_never_heard_of_rank_0_ends_by_itself(run: Start) -> None:

@@ -102,7 +102,7 @@ class Ended:
 
     @property
     def has_saved(self) -> bool:
-        """Whether its ranks were told to stop, and saved."""
+        """True if its ranks stopped on request, after saving."""
         return self.end is not None and self.end.exit_code == PreemptedError.exit_code and not self.has_lost_rank
 
     @property
@@ -116,7 +116,7 @@ class Ended:
 
     @property
     def failures_since_checkpoint(self) -> int:
-        """How many starts have failed since the newest checkpoint, this one among them if it has."""
+        """Number of starts that failed since the newest checkpoint, including this one if it failed."""
         if self.has_saved:
             return 0
         return 1 if self.has_newer_checkpoint else self.failures + 1
@@ -152,7 +152,7 @@ def why_not_again(ended: Ended) -> str | None:
 
 
 def why_not_resumed(ended: Ended) -> str | None:
-    """Why a job that has saved is not started again to resume; None: it is."""
+    """Return the reason not to resume a job that has saved; None if it is resumed."""
     if ended.restarts and not ended.has_newer_checkpoint:
         return (
             f"Not started again: this restart has got no further than step {ended.first_step}, where it began, and the "
@@ -162,7 +162,7 @@ def why_not_resumed(ended: Ended) -> str | None:
 
 
 def why_not_restarted(ended: Ended) -> str | None:
-    """Why a job that has failed is not started again; None: it is."""
+    """Return the reason not to restart a job that has failed; None if it is restarted."""
     if ended.run is None and ended.end is None:
         return "Not started again: no run directory was opened, so that there is nothing to resume."
     if ended.failures_since_checkpoint > ended.max_restarts:
@@ -174,7 +174,7 @@ def why_not_restarted(ended: Ended) -> str | None:
 
 
 def describe_newest(ended: Ended) -> str:
-    """What a restart begins with."""
+    """Name the point at which the next start begins."""
     return f"the checkpoint of step {ended.newest_step}" if ended.newest_step else "the beginning"
 
 
@@ -274,7 +274,7 @@ def forget(directory: Path) -> None:
 
 
 def read_failures(directory: Path) -> int:
-    """How many starts had failed before the one of this directory, without a newer checkpoint."""
+    """Read the number of starts that failed before the one of this directory, without a newer checkpoint."""
     try:
         return int(read_bounded(directory / FAILURES_FILE, 20))
     except (OSError, ValueError):
@@ -282,7 +282,7 @@ def read_failures(directory: Path) -> int:
 
 
 def write_failures(directory: Path, failures: int) -> None:
-    """Leave that number to the start that will have this directory."""
+    """Write that number for the start that will use this directory."""
     if failures:
         with contextlib.suppress(OSError):
             directory.mkdir(exist_ok=True)
@@ -316,7 +316,7 @@ def ask_state(job: str) -> JobState | None:
 
 
 def count_requeues() -> int:
-    """How often this job has been started again under its present number."""
+    """Count the restarts of this job under its present number."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 

@@ -68,7 +68,7 @@ def _training(events: Events) -> dict[str, float]:
 
 
 def _interrupted(events: Events, elapsed: Numbers) -> dict[str, float]:
-    """From where each start's work was kept to its end by a failure, or to the next start if it was killed."""
+    """Seconds from the last event of each start to its end by a failure, or to the next start if it was killed."""
     known = {"lost": 0.0, "killed": 0.0}
     first = 0
     for attempt in attempts(events):

@@ -1,7 +1,8 @@
-"""What each rank computes on and what it used, for the events of a run directory."""
+"""Placement and resource use of each rank, for the events of a run directory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Mapping
@@ -31,12 +32,13 @@ def gather_usage(collective: Collective, seconds: Mapping[str, float]) -> list[d
     """Seconds and peak memory of each rank since it was started. Every rank must call it.
 
     Args:
-        seconds: what this rank's steps took, in parts.
+        seconds: the parts of the time of this rank's steps.
     """
     mine = {
         **{name: round(value, 3) for name, value in seconds.items()},
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,  # Linux counts KiB
     }
     if tf.config.get_visible_devices("GPU"):
-        mine["peak_gpu_memory_mib"] = tf.config.experimental.get_memory_info("GPU:0")["peak"] // 2**20
+        with contextlib.suppress(Exception):  # not every device reports it, and a figure must end no run
+            mine["peak_gpu_memory_mib"] = tf.config.experimental.get_memory_info("GPU:0")["peak"] // 2**20
     return all_gather_object(collective, mine, name="usage")[:MAX_RANKS]

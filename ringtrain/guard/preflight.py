@@ -26,6 +26,7 @@ from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.data.sources import ArraySource, Feed, Source
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.guard.code import PACKAGES, describe_loaded_code, package_version
+from ringtrain.guard.layers import describe_layers, plain
 from ringtrain.messages.ranks import group_ranks, name_ranks
 
 if TYPE_CHECKING:
@@ -202,6 +203,7 @@ def describe_source(name: str, source: Source | Feed | None) -> dict[str, str | 
 
 
 def describe_training(
+    model: keras.Model,
     variables: Mapping[str, keras.Variable],
     optimizer: keras.optimizers.Optimizer,
     batch_spec: Any,
@@ -223,8 +225,9 @@ def describe_training(
         "metric": list(metrics),
         "metric of the evaluation": list(evaluation_metrics),
         "optimizer": type(optimizer).__name__,
-        "setting of the optimizer": [f"{name}={_plain(value)}" for name, value in settings.items()],
+        "setting of the optimizer": [f"{name}={plain(value)}" for name, value in settings.items()],
         "variable": [f"{name} {v.dtype} {list(v.shape)}" for name, v in variables.items()],
+        "setting of the layers": describe_layers(model),
     }
 
 
@@ -261,12 +264,3 @@ def _first_place(said: Sequence[Sequence[str]], speakers: Sequence[int]) -> int:
     """Where the lists of those who speak first differ."""
     places = itertools.zip_longest(*(said[speaker] for speaker in dict.fromkeys(speakers)))
     return next(number for number, values in enumerate(places) if len(set(values)) > 1)
-
-
-def _plain(value: Any) -> str:
-    """A value in words that are alike on all ranks: of an object without such words, its type."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return str(value)
-    if isinstance(value, (list, tuple)):
-        return str([_plain(item) for item in value])
-    return type(value).__name__

@@ -164,6 +164,7 @@ def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], Non
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have loaded by now
     spec, order = job.batches.element_spec, job.plan.order
     facts = describe_training(
+        job.step.model,
         job.step.named_variables,
         job.step.optimizer,
         (spec.x, spec.y),

@@ -215,7 +215,11 @@ class ByRank(Digits):
         units = 5 if self.is_odd and self.what == "shape" else 4
         name = "other" if self.is_odd and self.what == "name" else "hidden"
         more = [layers.Dense(4, name="more")] if self.is_odd and self.what == "number" else []
-        hidden = layers.Dense(units, name=name, dtype="float16" if self.is_odd and self.what == "dtype" else "float32")
+        dtype = {"dtype": "float16", "policy": "mixed_bfloat16"}.get(self.what if self.is_odd else "", "float32")
+        activation = "tanh" if self.is_odd and self.what == "activation" else "relu"
+        seed = 1 + self.is_odd  # rank 0's first weights are those of every rank
+        first = keras.initializers.GlorotUniform(seed)
+        hidden = layers.Dense(units, activation, kernel_initializer=first, name=name, dtype=dtype)
         return keras.Sequential(
             [keras.Input((8, 8, 1)), layers.Flatten(), hidden, *more, layers.Dense(10, name="last")], name="model"
         )
@@ -236,6 +240,8 @@ MODELS = {
     "number": "variable 3: rank 1 on node1 has weights/model/more/kernel float32 [4, 4], ",
     "optimizer": "momentum=0.5, ",
     "metric": "metric 2: rank 1 on node1 has odd, rank 0 on node0 has nothing",
+    "activation": "rank 1 on node1 has Dense (layer 2): activation=tanh, rank 0 on node0 has Dense ",
+    "policy": "Dense (layer 2): dtype.config.name=mixed_bfloat16, rank 0 on node0 has Dense ",
 }
 
 

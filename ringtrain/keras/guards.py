@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import sys
@@ -17,6 +18,8 @@ from ringtrain.collectives import all_gather_object
 from ringtrain.collectives.connect import require_working_sums
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import ReplicasDifferError, RingtrainError, UsageError
+from ringtrain.guard.layers import describe_layers
+from ringtrain.guard.preflight import digest
 from ringtrain.guard.replicas import describe_drift, hash_bits
 from ringtrain.keras.collective import (
     ProcessSetCollective,
@@ -203,7 +206,16 @@ class TrainingGuard(keras.callbacks.Callback):
             )
         for what in compiled[0]:
             _require_equal([its.get(what) for its in compiled], collective.ranks, what, COMPILED_REMEDY)
+        self._require_same_layers(collective)
         require_same_kinds(self._shared_weights(), collective, purpose="to train")
+
+    def _require_same_layers(self, collective: ProcessSetCollective) -> None:
+        mine = describe_layers(self.model, self._is_own)
+        if len(set(all_gather_object(collective, digest(mine), name="guard_layers"))) == 1:
+            return
+        settings = all_gather_object(collective, mine, name="guard_settings")
+        for values in itertools.zip_longest(*settings, fillvalue="nothing"):
+            _require_equal(values, collective.ranks, "settings of layers", COMPILED_REMEDY)
 
     def _require_same_weights(self, collective: ProcessSetCollective, epoch: int) -> None:
         weights, ranks, node = self._shared_weights(), collective.ranks, collective.world.node
@@ -221,8 +233,13 @@ class TrainingGuard(keras.callbacks.Callback):
             )
 
     def _shared_weights(self) -> list[keras.Variable]:
-        is_local = self._distributed.exchange.is_local if self._distributed else Exchange.is_local_somewhere
-        return [weight for weight in self.model.trainable_variables if not is_local(weight)]
+        return [weight for weight in self.model.trainable_variables if not self._is_local(weight)]
+
+    def _is_local(self, weight: keras.Variable) -> bool:
+        return (self._distributed.exchange.is_local if self._distributed else Exchange.is_local_somewhere)(weight)
+
+    def _is_own(self, layer: keras.Layer) -> bool:
+        return any(self._is_local(weight) for weight in layer.trainable_variables)
 
 
 @functools.cache

@@ -93,10 +93,12 @@ def test_a_second_compile_without_the_wrapper_is_named(collective: Collective) -
 
 
 @on_ranks(2)
-def test_ranks_that_have_compiled_other_optimizers_are_refused_before_the_first_step(collective: Collective) -> None:
+def test_ranks_that_have_compiled_another_model_are_refused_before_the_first_step(collective: Collective) -> None:
     sgd, is_odd = keras.optimizers.SGD, collective.world.rank == 1
-    half = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1, dtype="mixed_bfloat16")])
-    full = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+    half, relu, full = (
+        keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1, **settings)])
+        for settings in ({"dtype": "mixed_bfloat16"}, {"activation": "relu"}, {})
+    )
     for model, optimizer, words in [
         (
             full,
@@ -106,6 +108,11 @@ def test_ranks_that_have_compiled_other_optimizers_are_refused_before_the_first_
         (full, sgd(0.1, momentum=0.9 * is_odd), r"values of momentum in the optimizer \(rank 0: 0\.0, rank 1: 0\.9\)"),
         (full, sgd(0.1, clipnorm=1.0 if is_odd else None), r"values of clipnorm .*\(rank 0: null, rank 1: 1\.0\)"),
         (half if is_odd else full, sgd(0.1), r"different dtype policies \(rank 0: .*float32.*, rank 1: .*bfloat16"),
+        (
+            relu if is_odd else full,
+            sgd(0.1),
+            r"settings of layers \(rank 0: Dense \(layer 1\): activation=linear, rank 1: .*=relu",
+        ),
     ]:
         with pytest.raises(UsageError, match=words):
             fit(model, DISTRIBUTE(optimizer), make_batches(2))

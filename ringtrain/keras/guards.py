@@ -149,7 +149,8 @@ class TrainingGuard(keras.callbacks.Callback):
             return
         if self.params.get("steps") is None or self._spans_world():
             if self._distributed is not None:
-                self._distributed.exchange.join(had_batch=self._num_batches > 0)
+                with activity.meeting():
+                    self._distributed.exchange.join(had_batch=self._num_batches > 0)
             mine = [self._num_batches, first_batches().hashes]
             numbers, hashes = zip(*all_gather_object(self._collective, mine, name="guard_batches"), strict=True)
             _require_equal(numbers, self._collective.ranks, f"numbers of batches in epoch {epoch + 1}", BATCHES_REMEDY)

@@ -112,6 +112,7 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
         listed.remove(last)
         if isinstance(last, Run):
             last.note_others(listed)
+            listed.insert(0, last.before_others())
         listed.append(last)
     if _has_ranks():
         guard = TrainingGuard()

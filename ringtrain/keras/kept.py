@@ -182,6 +182,11 @@ class KeptFit:
             return note._replace(doing=Phase.GRADIENTS)
         return note
 
+    @property
+    def step(self) -> int:
+        """The steps that are done."""
+        return self._step
+
     def begin_batch(self) -> None:
         activity.note(Phase.STEP, self._step + 1, takes_long=self._is_first_batch)
         self._is_first_batch = False

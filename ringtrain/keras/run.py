@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -133,6 +134,7 @@ class Run(keras.callbacks.Callback):
                 ):
                     Run.current = kept = KeptFit(model, config, collective, requests, console, start, opened)
                     watchdog.refine_by(kept.refine)
+                    activity.note(Phase.PREPARE, takes_long=True)  # Keras looks at the first batch
                     try:
                         yield
                     finally:
@@ -150,6 +152,17 @@ class Run(keras.callbacks.Callback):
     def note_others(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Which callbacks take part besides this one."""
         self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
+
+    def before_others(self) -> keras.callbacks.Callback:
+        """A callback that tells the watchdog that those after it run."""
+
+        def begin(*_: Any, takes_long: bool = False) -> None:
+            activity.note(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
+
+        begin_or_end = functools.partial(begin, takes_long=True)
+        return keras.callbacks.LambdaCallback(
+            on_train_begin=begin_or_end, on_epoch_end=begin, on_train_end=begin_or_end
+        )
 
     def _check_use(self, initial_epoch: int, *, is_alone: bool) -> None:
         if self._was_used or Run.current is not None or not is_alone:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
+from ringtrain.keras.exchange import Exchange
 from ringtrain.run.checkpoint import read_checkpoint
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
@@ -334,6 +335,32 @@ def test_a_step_without_data_is_told_from_one_that_waits_for_other_ranks(
         assert fit(f"{directory}/run", epochs=1).code is None
     looks.join()
     assert seen == [True]
+
+
+@on_ranks(2)
+def test_the_watchdog_knows_of_callbacks_and_of_the_first_batch(collective: Collective, directory: str) -> None:
+    phases: list[tuple[str, Phase]] = []
+
+    def note(name: str) -> None:
+        phases.append((name, activity.current()[0].doing))
+
+    names = ["on_train_begin", "on_epoch_end", "on_train_end"]
+    callback = keras.callbacks.LambdaCallback(**{name: lambda *_, name=name: note(name) for name in names})
+
+    def look(*args: Any, plain: Any = generate) -> Any:
+        note("first batch")
+        yield from plain(*args)
+
+    joins = mock.patch.object(Exchange, "join", side_effect=lambda **_: note("join"))
+    with mock.patch(f"{__name__}.generate", look), joins:
+        fit(f"{directory}/run", "generator", epochs=1, others=[callback])
+    begin, *callbacks = names
+    assert phases == [
+        ("first batch", Phase.PREPARE),
+        (begin, Phase.CALLBACKS),
+        ("join", Phase.MEET),
+        *((name, Phase.CALLBACKS) for name in callbacks),
+    ]
 
 
 @on_ranks(1)

@@ -136,7 +136,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     first_batches().begin()
     try:
         with contextlib.ExitStack() as kept:
-            for run in runs[:1]:
+            for run in runs[:1] if model.compiled else ():  # else Keras names what is missing
                 around = run.around(model, epochs=epochs, initial_epoch=initial_epoch, is_alone=len(runs) == 1)
                 kept.enter_context(around)
             return plain(*args, **kwargs)

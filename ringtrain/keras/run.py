@@ -79,6 +79,8 @@ class Run(keras.callbacks.Callback):
             UsageError: one of them cannot be.
         """
         super().__init__()
+        if not isinstance(out, str | os.PathLike):
+            raise UsageError(f"out is {out!r}; it must be a path, such as 'runs/mine'.")
         self._config = Config(
             workload=FIT_OF + (Path(sys.argv[0]).name or "a script"),
             out=Path(os.path.expanduser(out)),
@@ -192,6 +194,9 @@ class Run(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._fit.end_batch(batch, logs or {})
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._fit  # noqa: B018 - evaluate() alone has none
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         activity.note(Phase.EVALUATION_DATA, batch + 1)

@@ -53,7 +53,9 @@ def at_most(name: str, value: float, most: float) -> None:
 
 
 def utf8(name: str, path: Path | None) -> None:
-    """See that TensorFlow, the settings and the code that a path is written into can hold it."""
+    """See that the system, TensorFlow, the settings and the code that a path is written into can hold it."""
+    if "\0" in str(path):
+        raise UsageError(f"{name} is {str(path)!r}, and no path has a null character. Give another path.")
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -101,6 +103,9 @@ def check_types(settings: Any, prefix: str = "") -> None:
     """See that values of a dataclass that no parser has read, such as a workload's, are of their fields' types."""
     for name, hint in get_type_hints(type(settings)).items():
         value, (kind, may_be_none) = getattr(settings, name), kind_of(hint)
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of NumPy's
+            value = value.item()
+            object.__setattr__(settings, name, value)
         if value is None and may_be_none:
             continue
         kinds = (int, float) if kind is float else kind

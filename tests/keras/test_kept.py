@@ -19,6 +19,7 @@ import tensorflow as tf
 
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
+from ringtrain.errors import UsageError
 from ringtrain.keras.exchange import Exchange
 from ringtrain.run.checkpoint import read_checkpoint
 from ringtrain.runtime import activity
@@ -361,6 +362,20 @@ def test_the_watchdog_knows_of_callbacks_and_of_the_first_batch(collective: Coll
         ("join", Phase.MEET),
         *((name, Phase.CALLBACKS) for name in callbacks),
     ]
+
+
+@on_ranks(1)
+def test_a_run_that_keeps_no_fit_is_refused(collective: Collective, directory: str) -> None:
+    hvd.init()
+    with pytest.raises(UsageError, match="out is 3; it must be a path"):
+        hvd.callbacks.Run(3)  # type: ignore[arg-type]
+    model, x = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), np.zeros((4, 1))
+    run = hvd.callbacks.Run(f"{directory}/run")
+    with pytest.raises(ValueError, match="compile"):
+        model.fit(x, x, callbacks=[run])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    with pytest.raises(UsageError, match=r"callbacks.Run is a callback of fit\(\)"):
+        model.evaluate(x, x, callbacks=[run])
 
 
 @on_ranks(1)

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ringtrain.config import (
@@ -53,6 +54,8 @@ from ringtrain.errors import UsageError
         ({"batch_size": 10**30}, f"batch_size is {10**30}; it must be at most 2,147,483,647"),
         ({"keep": 10**30}, f"keep is {10**30}; it must be at most 2,147,483,647"),
         ({"seed": 2**32}, "seed is 4294967296; it must be at most 4,294,967,295"),
+        ({"out": Path("a\0b")}, r"out is 'a\x00b', and no path has a null character"),
+        ({"epochs": np.float32(1.5)}, "epochs is 1.5; it must be a whole number"),
         ({"epochs": "3"}, "epochs is '3'; it must be a whole number"),
         ({"epochs": True}, "epochs is True; it must be a whole number"),
         ({"out": "runs/x"}, "out is 'runs/x'; it must be a path"),
@@ -249,3 +252,8 @@ def test_words_exclude_weights_from_weight_decay() -> None:
     weights = [keras.Variable([1.0], name=name) for name in ("kernel", "bias", "gamma")]
     optimizer.build(weights)
     assert [optimizer._use_weight_decay(weight) for weight in weights] == [True, False, False]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = Config(epochs=np.int64(3), hang_timeout=np.float32(5.0), deterministic=np.bool_(True))
+    assert [type(value) for value in (config.epochs, config.hang_timeout, config.deterministic)] == [int, float, bool]

@@ -248,9 +248,14 @@ def _mpi4py_size(hvd: ModuleType, world: World) -> int:
     """The size that mpi4py sees, where MPI is in use at all."""
     if not hvd.mpi_enabled():
         return world.size
-    import mpi4py
+    try:
+        import mpi4py
 
-    mpi4py.rc.initialize = False  # Horovod has started MPI, and ends it
-    from mpi4py import MPI
-
+        mpi4py.rc.initialize = False  # Horovod has started MPI, and ends it
+        from mpi4py import MPI
+    except (Exception, SystemExit) as error:  # whatever a broken or half installed package raises
+        raise UsageError(
+            f"mpi4py cannot be loaded: {describe_defect(error).rstrip('.')}. Install it built against Horovod's MPI: "
+            "run `make setup`, or see python -m ringtrain doctor."
+        ) from error
     return MPI.COMM_WORLD.Get_size() if MPI.Is_initialized() else 1

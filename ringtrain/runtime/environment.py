@@ -77,7 +77,7 @@ def explaining_import() -> Iterator[None]:
     """Say in one line that TensorFlow cannot be loaded, and what helps."""
     try:
         yield
-    except (ImportError, MemoryError, AttributeError, TypeError) as error:
+    except (Exception, SystemExit) as error:  # whatever a broken or half installed package raises
         stripped = " Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which TensorFlow may need: unset that."
         raise UsageError(
             f"TensorFlow cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}."

@@ -255,5 +255,6 @@ def test_words_exclude_weights_from_weight_decay() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    config = Config(epochs=np.int64(3), hang_timeout=np.float32(5.0), deterministic=np.bool_(True))
+    values: dict[str, Any] = {"epochs": np.int64(3), "hang_timeout": np.float32(5.0), "deterministic": np.bool_(True)}
+    config = Config(**values)
     assert [type(value) for value in (config.epochs, config.hang_timeout, config.deterministic)] == [int, float, bool]

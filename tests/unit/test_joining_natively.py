@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from ringtrain.collectives.connect import connect
+from ringtrain.collectives.horovod import _mpi4py_size
 from ringtrain.collectives.native import library
 from ringtrain.collectives.native.backend import why_no_nodes
 from ringtrain.collectives.native.memory import NAME, share_memory
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
+from ringtrain.runtime.environment import explaining_import
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
 from ringtrain.training.joining import needs_of
 
@@ -57,6 +60,28 @@ def test_a_horovod_that_does_not_load_is_refused_whatever_it_raises(
         for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
             del sys.modules[name]
     assert str(raised.value).startswith(f"Horovod cannot be loaded: {words}. It must be built against")
+
+
+def test_an_mpi4py_that_does_not_load_is_refused_whatever_it_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise RuntimeError('cannot load MPI library')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    uses_mpi: Any = SimpleNamespace(mpi_enabled=lambda: True)
+    alone = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
+    with pytest.raises(UsageError, match="mpi4py cannot be loaded: RuntimeError: cannot load MPI library"):
+        _mpi4py_size(uses_mpi, alone)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit("broken"), OSError("broken")])
+def test_a_tensorflow_that_does_not_load_is_refused_whatever_it_raises(error: BaseException) -> None:
+    with (
+        pytest.raises(UsageError, match=f"TensorFlow cannot be loaded: {type(error).__name__}: broken"),
+        explaining_import(),
+    ):
+        raise error
 
 
 def test_it_is_open_in_all_and_gone_with_the_last() -> None:

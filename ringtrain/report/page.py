@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain import __version__
+from ringtrain.messages.defects import explaining_import
 from ringtrain.report.charts import find_marks, plan_charts
 from ringtrain.report.figures import MARKS, PART_COLOURS, RUN_COLOURS, DrawnRun, make_figures
 from ringtrain.report.ranks import list_ranks, list_stacks
@@ -93,7 +94,8 @@ def embed_json(value: Any) -> str:
 
 
 def _template() -> Any:
-    import jinja2
+    with explaining_import("report"):
+        import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE),

@@ -361,3 +361,12 @@ def test_settings_that_differ_are_told_apart_from_those_that_do_not() -> None:
     differing, same = compare_settings([{"seed": 0, "lr": 0.1, "steps": None}, {"seed": 0, "lr": 0.2}])
     assert differing == [("lr", ["0.1", "0.2"]), ("steps", ["null", "not set"])]
     assert [(fact.name, fact.value) for fact in same] == [("seed", "0")]
+
+
+def test_a_package_that_does_not_load_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert "what report needs cannot be loaded: ModuleNotFoundError: import of jinja2" in capsys.readouterr().err

@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -144,6 +145,9 @@ class Batches:
         num, adapter = data._num_batches, data.data_adapter
         if hasattr(adapter, "py_dataset"):  # which gives its batches by number, read ahead by threads of Keras'
             for _ in range(start.epochs):
+                getattr(adapter.py_dataset, "on_epoch_begin", lambda: None)()
+                if adapter.shuffle and num:  # as Keras does, by the generator that the user's methods may draw from
+                    random.shuffle(list(range(num)))
                 adapter.py_dataset.on_epoch_end()
         elif self._is_one_for_all:
             for _ in range(start.all_batches // num if num else 0):

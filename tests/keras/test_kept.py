@@ -109,8 +109,12 @@ def fit(
         data = data.filter(lambda x, y: True)
     if kind == "generator":
         data = generate(x, y)
-    if kind in ("shuffled", "shuffled by threads", "shuffled by the user"):
-        data = Slices(x, y, is_shuffled=kind == "shuffled by the user", workers=2 if "threads" in kind else 1)
+    if kind.startswith("shuffled"):
+        by_kind: dict[str, Callable[[Any], object]] = {
+            "shuffled by the user": np.random.shuffle,
+            "shuffled twice": random_module.shuffle,  # by the user, and by Keras before
+        }
+        data = Slices(x, y, shuffle=by_kind.get(kind), workers=2 if "threads" in kind else 1)
     figure = Figure()
     run = hvd.callbacks.Run(out, **{"log_every": 1, "checkpoint_every": 0, **settings})
     callbacks = [figure, *others, *([Stop(stop_at, ask)] if stop_at else []), run]
@@ -134,9 +138,9 @@ def generate(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndar
 class Slices(keras.utils.PyDataset):
     """Batches of arrays; their order is shuffled by Keras, or by the user after each epoch."""
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, *, is_shuffled: bool, workers: int) -> None:
+    def __init__(self, x: np.ndarray, y: np.ndarray, *, shuffle: Callable[[Any], object] | None, workers: int) -> None:
         super().__init__(workers=workers)
-        self._x, self._y, self._is_shuffled, self._order = x, y, is_shuffled, np.arange(BATCHES)
+        self._x, self._y, self._shuffle, self._order = x, y, shuffle, np.arange(BATCHES)
 
     def __len__(self) -> int:
         return BATCHES
@@ -146,8 +150,8 @@ class Slices(keras.utils.PyDataset):
         return self._x[part], self._y[part]
 
     def on_epoch_end(self) -> None:
-        if self._is_shuffled:
-            np.random.shuffle(self._order)
+        if self._shuffle:
+            self._shuffle(self._order)
 
 
 @pytest.fixture
@@ -156,7 +160,13 @@ def directory(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["unknown", "unbuilt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("float16", "generator"))]
+    "kind",
+    [
+        "unknown",
+        "unbuilt",
+        "shuffled twice",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("float16", "generator")),
+    ],
 )
 @on_ranks(1)
 def test_a_fit_that_is_stopped_goes_on_bit_for_bit(collective: Collective, kind: str, directory: str) -> None:

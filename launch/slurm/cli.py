@@ -14,6 +14,7 @@ from pathlib import Path
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replacing
 from ringtrain.files.outputs import require_same_kind
+from ringtrain.messages.defects import explaining_import
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.srun import find_mpi
 from ringtrain.runtime.streams import has_lost_stdout
@@ -101,7 +102,8 @@ def refuse_directory(request: JobRequest, directory: Path) -> None:
 
 def after(arguments: Sequence[str]) -> int:
     """Start the job again, or say how its run ended."""
-    from .after import follow_up
+    with explaining_import("launch slurm after"):
+        from .after import follow_up
 
     parser = Parser(
         f"{PROGRAM} slurm after",

@@ -40,8 +40,10 @@ def all_gather(tensor: tf.Tensor) -> tf.Tensor:
     Each rank may have another n, also 0. The gradient is the sum over all ranks of what each of them did with the
     whole, so that N ranks train what one process trains. One process gets its own tensor.
 
-    Every rank must call it in every step. If a workload's ``loss`` or ``metrics`` call it, set ``needs_every_rank =
-    True`` in its class; for a layer in that of the layer, which calls it in training alone.
+    Every rank must call it in every step: in a ``fit`` of ``ringtrain.keras`` give all ranks the same number of
+    batches, for training and validation, as a rank that has none left does not answer. If a workload's ``loss`` or
+    ``metrics`` call it, set ``needs_every_rank = True`` in its class; for a layer in that of the layer, which calls it
+    in training alone.
 
     Raises:
         UsageError: a launcher has started several processes, and nothing has joined them; or ``needs_every_rank`` is

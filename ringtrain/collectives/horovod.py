@@ -8,7 +8,6 @@ import dataclasses
 import http.client
 import json
 import os
-import sys
 import time
 from collections.abc import Collection, Sequence
 from types import ModuleType
@@ -118,8 +117,7 @@ class HorovodCollective(Collective):
 
     def close(self) -> None:
         self.hvd.shutdown()
-        if "mpi4py.MPI" in sys.modules:  # Horovod leaves MPI to whoever has started it
-            finalize_mpi()
+        finalize_mpi()  # Horovod leaves MPI to whoever has started it
 
 
 def _is_whole(name: str) -> bool:
@@ -165,7 +163,7 @@ def connect_horovod(world: World) -> HorovodCollective:
 def _cannot_load(error: BaseException) -> UsageError:
     return UsageError(
         f"Horovod cannot be loaded: {describe_defect(error).rstrip('.')}. It must be built against the TensorFlow that "
-        "is installed: run `make setup`, or see `horovodrun --check-build`. On cores --backend native needs no Horovod."
+        "is installed: run `make setup`, or see `horovodrun --check-build`."
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 LARGEST_WORD_BYTES = 8
+FIRST_WAIT_SECONDS = 60.0  # ranks start apart, by the time that a slow file system takes to load TensorFlow
+_started: set[str] = set()  # "MPI" once this process has started it by ``require_same_carrier``
 
 
 class MpiCollective(Collective):
@@ -80,11 +84,12 @@ class MpiCollective(Collective):
 
 
 def finalize_mpi() -> None:
-    """End MPI, unless whoever started it, such as Horovod, has ended it."""
-    from mpi4py import MPI
+    """End MPI if ``require_same_carrier`` has started it, rather than Horovod or a script of the user."""
+    if "MPI" in _started:
+        from mpi4py import MPI
 
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()
+        if not MPI.Is_finalized():
+            MPI.Finalize()
 
 
 def _call(
@@ -133,13 +138,24 @@ def require_same_carrier(world: World, carrier: str) -> None:
 
     Horovod finds MPI started then. What keeps MPI from starting is left to ``connect_mpi`` and ``connect_horovod``.
     """
+    was_started = "mpi4py.MPI" in sys.modules
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
         return
     if MPI.COMM_WORLD.Get_size() != world.size:
         return
+    _started.update([] if was_started else ["MPI"])
+    who = f"rank {world.rank} on {world.node}"
+    text = (
+        f"ringtrain: warning: {who} has waited {FIRST_WAIT_SECONDS:g} s for the others by MPI. A rank that has not "
+        "started, or has another mpi4py or none, does not come. Look for its own error, and give all the same packages."
+    )
+    warning = threading.Timer(FIRST_WAIT_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
+    warning.daemon = True
+    warning.start()
     ranks = gather_by_mpi([world.node, carrier])
+    warning.cancel()
     nodes, carriers = zip(*ranks, strict=True)
     if len({*carriers}) > 1:
         groups = group_ranks(carriers)

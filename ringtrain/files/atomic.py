@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+WRITING = ".writing-"  # with this begin the names of files that are not complete yet
+
 
 @contextlib.contextmanager
 def replacing(target: Path, *, may_write: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
@@ -19,7 +21,7 @@ def replacing(target: Path, *, may_write: Callable[[], None] = lambda: None) -> 
     ``may_write`` is called just before it becomes visible, and raises where another process has taken over. A target
     that is no regular file, such as a link, is an OSError: it is not replaced.
     """
-    aside = target.with_name(f".writing-{secrets.token_hex(8)}-{target.name}")
+    aside = target.with_name(f"{WRITING}{secrets.token_hex(8)}-{target.name}")
     try:
         with aside.open("xb") as file:  # never through a link that another user put there
             yield file

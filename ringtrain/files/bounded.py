@@ -55,7 +55,8 @@ def open_directory(path: Path) -> Iterator[int]:
 
 def make_directory(path: Path) -> None:
     """Make a directory unless there is one. A link to one, or a missing directory above it, is an OSError."""
-    path.mkdir(exist_ok=True)
+    with _explaining_links(path):
+        path.mkdir(exist_ok=True)
     with open_directory(path):
         pass
 
@@ -65,7 +66,7 @@ def _explaining_links(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST) and path.is_symlink():
             raise OSError(errno.ELOOP, f"{path.name!r} is a link, which is not followed", str(path)) from None
         raise
 

@@ -12,7 +12,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
@@ -254,7 +254,12 @@ class Exchange:
         nothing = [_nothing_like(tensor, shape) for tensor, shape in of_variables]
         one = _Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
         if fit is not None:  # where a rank may join
-            fit.add(one, graph, is_owner=fit is self._step)
+            # The scale may be a tensor of the graph, which would keep it alive; a rank that joins reads none.
+            fit.add(
+                replace(one, scale=1.0) if graph is not None and not one.is_native else one,
+                graph,
+                is_owner=fit is self._step,
+            )
         may_travel_alone = fit is not None and graph is not None and not one.is_native
         if may_travel_alone:
             given[-1] = hide(given[-1])

@@ -270,7 +270,7 @@ COMPILED_REMEDY = "Compile the same model with the same optimizer on every rank:
 
 
 def describe_compiled(model: keras.Model) -> dict[str, Any]:
-    """What all ranks must have compiled alike, by names in the plural."""
+    """Settings of ``compile`` that must be the same on all ranks, by names in the plural."""
     outer = model.optimizer
     inner = getattr(outer, "inner_optimizer", None)
     kinds = [optimizer.__class__.__name__ for optimizer in (outer, inner) if optimizer is not None]
@@ -286,16 +286,22 @@ def describe_compiled(model: keras.Model) -> dict[str, Any]:
 def read_settings(optimizer: Any) -> dict[str, str]:
     """An optimizer's other settings as text, the same in all processes; none if it does not tell them."""
     try:
-        config = optimizer.get_config()
+        config = _without_names(optimizer.get_config())
+        if isinstance(config.get("learning_rate"), float):  # a value that is broadcast
+            del config["learning_rate"]
+        return {
+            name: json.dumps(value, sort_keys=True, default=lambda part: type(part).__name__)
+            for name, value in config.items()
+        }
     except Exception:  # of a class of the user, or one without a configuration
         return {}
-    if isinstance(config.get("learning_rate"), float):  # a value that is broadcast
-        del config["learning_rate"]
-    named = {name: value for name, value in config.items() if name != "name"}
-    return {
-        name: json.dumps(value, sort_keys=True, default=lambda part: type(part).__name__)
-        for name, value in named.items()
-    }
+
+
+def _without_names(config: Any) -> Any:
+    """A configuration without the names that Keras numbers in the order of creation."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _without_names(value) for name, value in config.items() if name != "name"}
 
 
 def read_rate(optimizer: Any) -> float | None:

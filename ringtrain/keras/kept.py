@@ -445,14 +445,16 @@ class KeptFit:
 
     def _diverge(self, num_steps: int) -> None:
         """Name the ranks whose own gradients were the first that were not finite: the sum makes those of all so."""
-        firsts = all_gather_object(self._collective, self._votes.first_nonfinite(), name="fit/diverged")
+        mine = [self._votes.first_nonfinite(), self._votes.num_reductions()]
+        firsts, numbers = zip(*all_gather_object(self._collective, mine, name="fit/diverged"), strict=True)
         first = min((number for number in firsts if number), default=0)
-        who = name_ranks([rank for rank, number in enumerate(firsts) if number == first]) if first else "the ranks"
+        ranks = [rank for rank, number in enumerate(firsts) if number == first]
+        who = name_ranks(ranks) if first else "the ranks"
         stands = run_on_rank0(self._collective, lambda: self._writer.last_step if self._writer else 0, name="fit/last")
         saved = f"The checkpoint of step {stands} stands." if stands else "Nothing is saved."
         within = f"within the {num_steps} steps up to step {self._step}"
         if first:  # a step may have several reductions, or a reduction several steps
-            steps = first * (self._step - self._start.step) / self._votes.num_reductions()
+            steps = first * (self._step - self._start.step) / max(numbers)
             within = f"in step {self._start.step + math.ceil(steps)}"
         raise DivergedError(f"the loss of {who} is not finite, {within}. {saved} {REMEDY}.")
 

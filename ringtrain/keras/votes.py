@@ -30,9 +30,11 @@ class Votes:
         with tf.control_dependencies(tf.nest.flatten(gradients[0], expand_composites=True)):
             number = self._begun.assign_add(1)
             mine = self._mine.read_value()
-        # A loss that is not finite makes the gradients of all variables so, and the smallest is the cheapest to read.
-        smallest = min(map(_values, gradients), key=lambda values: values.shape.num_elements() or math.inf)
-        is_finite = tf.reduce_all(tf.math.is_finite(smallest))
+        # A loss that is not finite makes the gradients of all variables so that it depends on. Two are enough to read:
+        # the last variable is next to the loss, as a rule, and the smallest is the cheapest.
+        values = list(map(_values, gradients))
+        smallest = min(values, key=lambda value: value.shape.num_elements() or math.inf)
+        is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in (smallest, values[-1])])
         first = tf.where(self._nonfinite > 0, self._nonfinite, number)
         self._nonfinite.assign(tf.where(is_finite, 0, first))
         return mine

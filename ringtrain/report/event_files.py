@@ -47,6 +47,11 @@ class Place:
     step: int
 
 
+def list_event_files(directory: Path) -> list[Path]:
+    """The event files in a directory, except those that a killed process left incomplete."""
+    return sorted(path for path in directory.glob("*tfevents*") if not path.name.startswith("."))
+
+
 def read_images(paths: Sequence[Path]) -> dict[str, ImageSet]:
     """The images of event files by name, the first and the last step's among them where there are many."""
     places: dict[str, dict[int, Place]] = {}

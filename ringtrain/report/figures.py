@@ -72,7 +72,7 @@ def make_figures(charts: Sequence[Chart], runs: Sequence[DrawnRun], *, along_tim
         axis |= {"unifiedhovertitle": {"text": f"%{{x}} {unit}"}, "hoverformat": ",.4~r"}
     every = [curve.steps for run in runs for curve in run.curves.values()]
     marked = [mark.step for run in runs for mark in run.marks]
-    low, high = min(0.0, *map(np.nanmin, every)), max(*map(np.nanmax, every), *marked)  # NaN: a pause of a run
+    low, high = min([0.0, *map(np.nanmin, every)]), max([*map(np.nanmax, every), *marked])  # NaN: a pause of a run
     axis["range"] = [float(low), float(high if high > low else low + 1)]
     marks = list(_marks(runs))
     figures = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from ringtrain.config import flatten_settings
 from ringtrain.errors import DataError, UsageError
-from ringtrain.report.event_files import ImageSet, read_images
+from ringtrain.report.event_files import ImageSet, list_event_files, read_images
 from ringtrain.run.checkpoint import read_facts
 from ringtrain.run.directory import (
     CONFIG_FILE,
@@ -66,7 +66,7 @@ def read_run(path: Path) -> RunRecord:
         events=events,
         num_unreadable=num_unreadable,
         facts=read_newest_facts(path / "checkpoints"),
-        images=read_images(sorted((path / "tensorboard").glob("*tfevents*"))),
+        images=read_images(list_event_files(path / "tensorboard")),
     )
 
 

@@ -13,14 +13,18 @@ from ringtrain.runtime.machine import SHARED_MEMORY
 
 # A program that has just created a segment has not mapped it yet.
 SECONDS_TO_MAP = 5.0
+FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux
 
 
 def remove_dead_segments() -> list[Path]:
     """Remove the segments of this user and host that no living process has mapped, and return their paths.
 
-    Another host of the same ``/dev/shm`` is a container, whose processes may not be visible here.
+    Containers may share ``/dev/shm``, and even the host's name: a process is known to be dead only if those of the
+    whole machine are visible here. A failure to clean up is no error.
     """
     dead = {}
+    if not sees_all_processes():
+        return []
     for path in SHARED_MEMORY.glob(f"vader_segment.{socket.gethostname()}.*"):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
@@ -29,8 +33,17 @@ def remove_dead_segments() -> list[Path]:
     mapped = find_mapped_files() if dead else set()
     removed = [path for file, path in dead.items() if file not in mapped]
     for path in removed:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
     return removed
+
+
+def sees_all_processes() -> bool:
+    """True in the first PID namespace of the machine, from which the processes of all others are visible."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == FIRST_PID_NAMESPACE
+    except OSError:
+        return False
 
 
 def find_mapped_files() -> set[tuple[int, int]]:

@@ -345,7 +345,10 @@ class Profile(Action):
             activity.note(Phase.LOG, self._last, takes_long=True)
             with self._job.times.leaving_out(), explaining(self._directory):
                 # TensorFlow would make a directory again that was moved away.
-                tf.profiler.experimental.stop(save=self._directory.is_dir())
+                is_there = self._directory.is_dir()
+                tf.profiler.experimental.stop(save=is_there)
+            if not is_there:
+                return
             timelines = sorted(path.name for path in self._directory.glob(f"*-{self._name}.json"))
             self._training.console.line(
                 f"the profile of steps {self._first} to {self._last} is in {self._directory}: see it by "

@@ -10,11 +10,11 @@ from pathlib import Path
 import tensorflow as tf
 
 from ringtrain.errors import UsageError
-from ringtrain.files.atomic import replacing
+from ringtrain.files.atomic import WRITING, replacing
 from ringtrain.files.bounded import make_directory
 from ringtrain.messages.defects import describe_defect, strip_nodes
 from ringtrain.messages.rules import shorten
-from ringtrain.report.event_files import FRAME_BYTES, iterate_records, parse_event
+from ringtrain.report.event_files import FRAME_BYTES, iterate_records, list_event_files, parse_event
 from ringtrain.run.directory import RunDirectoryError
 from ringtrain.workloads.base import Histogram, Images
 
@@ -87,7 +87,9 @@ def explaining(directory: Path) -> Iterator[None]:
 
 def forget_after(directory: Path, step: int) -> None:
     """Remove the events of later steps from the event files below ``directory``."""
-    for path in sorted(directory.glob("*tfevents*")):
+    for unfinished in directory.glob(f"{WRITING}*"):  # of a process that was killed in here
+        unfinished.unlink()
+    for path in list_event_files(directory):
         if all(is_kept for is_kept, _ in _read_records(path, step)):
             continue
         with replacing(path) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -93,4 +94,6 @@ def _threads() -> Iterator[tuple[str, FrameType]]:
 
 def _shorten(file: str) -> str:
     """Return a path relative to the working directory if it is below that."""
-    return file.removeprefix(os.getcwd() + os.sep)
+    with contextlib.suppress(OSError):  # the working directory was moved or removed
+        return file.removeprefix(os.getcwd() + os.sep)
+    return file

@@ -25,6 +25,7 @@ from ringtrain.guard.lost import note_lost
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Note, Phase, limit_seconds
+from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.processes import list_threads
 from ringtrain.runtime.world import World
 from ringtrain.watchdog.hub import Message, Star, draw_token, listen
@@ -70,7 +71,8 @@ class Watchdog:
         self._stragglers = Stragglers()
         self._seen: tuple[Any, ...] = ()
         self._still = 0.0
-        self._refine: Callable[[Note], Note] = lambda note: note
+        self._refine: Callable[[Note], Note] | None = None
+        self._refining: threading.Thread | None = None
         self._refined: Note | None = None
         self._where = ""
         self._has_said_wait = False
@@ -180,6 +182,7 @@ class Watchdog:
                     self._take(rank, message)
                 if now >= next_look:  # not where the training thread woke this one: it is at work at that moment
                     next_look = now + self._tick
+                    self._find_refined()
                     if self._world.size > 1:
                         self._looks.look()
                 self._tell()
@@ -201,21 +204,23 @@ class Watchdog:
         self._still = self._still + seconds if is_same else 0.0
         if self._still >= self._my_state.limit / 2 and is_debugged():
             self._still = 0.0
-        self._find_refined()
+        if not self._still:
+            self._where, self._refined = "", None
 
     def refine_by(self, refine: Callable[[Note], Note]) -> None:
         """Have the note of a rank that is still made more precise; the thread calls it, and waits a moment for it."""
         self._refine = refine
 
     def _find_refined(self) -> None:
-        """Look closer at a rank that has been still for a while."""
-        self._where, self._refined = "", None
+        """Look closer at this rank if it has been still for a while."""
         if self._still < self._hang_timeout / 2:
             return
         self._where = find_user_frame()
-        found: list[Note] = []
-        run_bounded(lambda: found.append(self._refine(activity.current()[0])), REFINE_SECONDS)
-        self._refined = found[0] if found else None
+        if self._refine is not None and not (self._refining and self._refining.is_alive()):
+            refine, found = self._refine, list[Note]()
+            self._refining = start_bounded(lambda: found.append(refine(activity.current()[0])))
+            self._refining.join(REFINE_SECONDS)
+            self._refined = found[0] if found else None
 
     @property
     def _my_state(self) -> RankState:
@@ -303,7 +308,10 @@ class Watchdog:
             reach="run" if is_rank0 else "rank",
         )
         self._outside.tell(ENDING_SECONDS, "ends")
-        # Rank 0 writes it with the stacks of all; who writes in its stead does not get to know those.
+        # Rank 0 records it with the stacks of all, for which it waits; a launcher is told at once.
+        if judges and is_rank0:
+            told = {"event": "end", "status": error.status(), "exit_code": error.exit_code, "message": str(error)}
+            start_bounded(lambda: tell_end(told))
         record = start_bounded(lambda: self._write_end(error)) if judges and not is_rank0 else None
         if is_rank0 or judges:
             self._star.send({"hang": hang})

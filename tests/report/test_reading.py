@@ -244,6 +244,13 @@ def test_charts_reach_to_the_last_mark(tmp_path: Path) -> None:
         assert figure["layout"]["xaxis"]["range"] == [0, end]
 
 
+def test_a_run_of_a_single_curve_is_drawn() -> None:
+    curves = make_curves([{"event": "eval", "step": 3, "loss": 0.5}, {"event": "eval", "step": 6, "loss": 0.4}])
+    assert len(curves) == 1
+    figure, *_ = make_figures(plan_charts([curves]), [DrawnRun("run", curves, [], 0)], along_time=False)
+    assert figure["layout"]["xaxis"]["range"] == [0, 6]
+
+
 # --- Where the time went ---
 
 

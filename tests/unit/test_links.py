@@ -15,7 +15,7 @@ from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text, replacing
 from ringtrain.report import write_report
-from ringtrain.report.event_files import read_images
+from ringtrain.report.event_files import list_event_files, read_images
 from ringtrain.run import lease
 from ringtrain.run.checkpoint import MANIFEST_FILE, digest_of, read_checkpoint
 from ringtrain.run.directory import REPORT_FILE, append_event
@@ -231,6 +231,16 @@ ODD_KINDS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.timeout(60)
+def test_an_event_file_that_a_killed_process_left_incomplete_is_removed_and_never_read(tmp_path: Path) -> None:
+    from ringtrain.training.summaries import forget_after  # here: it loads TensorFlow
+
+    unfinished = tmp_path / ".writing-0123-events.out.tfevents.1.vm"
+    unfinished.write_bytes(b"cut off")
+    assert list_event_files(tmp_path) == []
+    forget_after(tmp_path, 3)
+    assert not unfinished.exists()
+
+
 @pytest.mark.parametrize("kind", ODD_KINDS)
 def test_what_is_no_event_file_is_refused_by_name(kind: str, run: Path, tmp_path: Path) -> None:
     from ringtrain.training.summaries import EventFiles

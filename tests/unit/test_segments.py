@@ -27,6 +27,7 @@ def make_segment(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSegment]:
     """
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
         monkeypatch.setattr(segments, "SHARED_MEMORY", Path(directory))
+        monkeypatch.setattr(segments, "sees_all_processes", lambda: True)
 
         def make(*, host: str = socket.gethostname(), seconds_old: float = 60.0) -> Path:
             path = Path(directory) / f"vader_segment.{host}.{os.geteuid()}.{secrets.token_hex(4)}.0"

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -331,6 +332,15 @@ os._exit(0)
     assert finished.returncode == 0, finished.stderr
     num_ticks = 2 / 0.125
     assert num_ticks / 4 <= int(finished.stdout.split()[-1]) <= num_ticks + 1
+
+
+def test_the_line_of_the_user_is_found_in_a_directory_that_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getcwd", mock.Mock(side_effect=FileNotFoundError))
+    found = list[str]()
+    watchdog = threading.Thread(target=lambda: found.append(find_user_frame()), name="watchdog")
+    watchdog.start()
+    watchdog.join()
+    assert found[0].startswith(f"{Path(__file__)}:")
 
 
 def test_the_line_of_the_user_is_found_and_threads_of_ours_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:

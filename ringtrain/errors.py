@@ -13,7 +13,7 @@ LOST_RANK_SIGN = "a rank has ended that others wait for"
 # In the errors of ringtrain.keras, in a script that has not called ringtrain.keras.init().
 NO_HOROVOD_SIGN = "Horovod is not initialized"
 
-# In words, those statuses of ``end`` records that are none as they are recorded.
+# Statuses of ``end`` records in words, if they differ from what is recorded.
 STATUS_WORDS = {
     "usage": "wrong usage",
     "data": "wrong data",

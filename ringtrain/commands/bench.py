@@ -49,7 +49,7 @@ CONTENDERS = {
 MODES = tuple(PLANS)
 FORMAT = 1
 PAGE = Path("docs/benchmarks.md")
-# What is raised over a file that is missing, or holds other values than a result has.
+# Errors of reading a file that is missing or no result.
 NO_RESULT = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 

@@ -84,7 +84,9 @@ def require_module(name: str) -> None:
         importlib.import_module(name)
     except Exception as error:
         why = shorten(f"{type(error).__name__}: {error}")
-        raise UsageError(f"the package {name} does not load: {why}. Make the environment anew: make setup.") from None
+        raise UsageError(
+            f"the package {name} does not load: {why}. Install the environment again: make setup."
+        ) from None
 
 
 def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stack:

@@ -74,11 +74,11 @@ def _explaining_links(path: Path) -> Iterator[None]:
 def read_bounded(path: Path, max_bytes: int, *, follows_links: bool = False) -> bytes:
     """A file's bytes; an OSError if it is missing, larger than ``max_bytes``, or not opened by ``open_descriptor``."""
     with open_regular(path, follows_links=follows_links) as file:
-        require_size(file, max_bytes, path)
+        require_at_most(file, max_bytes, path)
         return file.read(max_bytes)
 
 
-def require_size(file: io.BufferedReader, max_bytes: int, path: Path) -> None:
+def require_at_most(file: io.BufferedReader, max_bytes: int, path: Path) -> None:
     """Raise OSError if an open file is larger, such as a sparse one, of which a read would not end."""
     if os.fstat(file.fileno()).st_size > max_bytes:
         raise OSError(errno.EFBIG, f"{path.name!r} has more than {max_bytes:,} bytes", str(path))

@@ -104,7 +104,7 @@ def note_cores(words: str) -> None:
 
 
 def describe_communication(carrier: Collective, why_not_native: str) -> str:
-    """What carries the sums of a ``fit``, and on which cores this rank computes beside them."""
+    """Describe what carries the sums of a ``fit``, and the cores of this rank if it shares them."""
     native = f"; no sum is native: {why_not_native}" if why_not_native else ""
     return f"communication: {carrier.description}{native}{f'; {_cores}' if _cores else ''}"
 

@@ -26,8 +26,8 @@ from ringtrain.files.bounded import (
     open_regular,
     parse_json,
     read_bounded,
+    require_at_most,
     require_plain,
-    require_size,
 )
 from ringtrain.run.identity import IDENTITY_FILE, read_identity
 
@@ -254,7 +254,7 @@ def _holds_something(path: Path) -> bool:
 def read_lines(file: Path) -> Iterator[bytes]:
     """The lines of a file of events; of one that is too long to be an event, its beginning."""
     with open_regular(file) as lines:
-        require_size(lines, MAX_METRICS_BYTES, file)
+        require_at_most(lines, MAX_METRICS_BYTES, file)
         while line := lines.readline(MAX_LINE_BYTES):
             yield line
             while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):

@@ -145,7 +145,7 @@ def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
 
 @contextlib.contextmanager
 def _temporary_file(directory: Path) -> Iterator[tuple[int, str]]:
-    """The descriptor of a directory, and a name in it that nobody can foresee; a file of that name is removed."""
+    """The descriptor of a directory, and an unpredictable name in it; a file of that name is removed at the end."""
     name = f".{secrets.token_hex(8)}"
     with open_directory(directory) as descriptor:
         try:

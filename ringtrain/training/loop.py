@@ -155,7 +155,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
             "start",
             workload=job.config.workload,
             size=size,
-            samples=None if isinstance(order, StreamingOrder) else order.num_samples,  # of a stream nobody knows
+            samples=None if isinstance(order, StreamingOrder) else order.num_samples,  # unknown for a stream
             global_batch_size=order.global_batch_size,
             steps_per_epoch=order.steps_per_epoch,
             first_step=job.plan.first_step,

@@ -34,7 +34,7 @@ class EventFiles:
         with explaining(self._directory):
             make_directory(directory)
             forget_after(directory, first_step)
-            # A name that nobody can foresee: TensorFlow would write through a link of that name.
+            # An unpredictable name: TensorFlow would write through a link of that name.
             ending = f".{secrets.token_hex(8)}.v2"
             self._writer = tf.summary.create_file_writer(str(directory), filename_suffix=ending)
 

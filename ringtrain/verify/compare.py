@@ -55,7 +55,7 @@ MODEL_SHARE = 1e-4  # of the largest value of a kind in the model, where those o
 KINDS = {"weights": ("weights/",), "slots": ("slots/", "averages/")}
 MIN_COMPARED_ORDER = 20  # samples whose order two epochs do not share by chance
 MAX_NAMED_LAYERS = 3
-COMPANY = (
+OTHER_SAMPLES = (
     "likely cause: the loss of a sample depends on the other samples of its batch. Tested: the gradients of a batch "
     "are not the sum of those of its halves. A rank sees its own samples alone; give it those of all ranks by "
     "ringtrain.all_gather (docs/workloads.md)."
@@ -195,7 +195,7 @@ def check_replicas(record: Record) -> Comparison:
 
 
 def check_ledger(reference: Record, other: Record) -> Comparison:
-    """Whether each step had the reference's samples, each came once in an epoch and an evaluation, in new orders.
+    """Check that each step had the reference's samples, each once in an epoch and an evaluation, in new orders.
 
     Of a pipeline the samples have no numbers but their places in the pass (``num_samples`` is 0): they tell the first.
     """
@@ -223,7 +223,7 @@ def check_ledger(reference: Record, other: Record) -> Comparison:
 
 
 def check_nonfinite(record: Record) -> Comparison:
-    """Whether a step that is not finite on one rank changed nothing on any."""
+    """Check that a step that is not finite on one rank changed nothing on any."""
     where = next(iter(record["nonfinite"].tolist()), "")
     return Comparison(name="nonfinite", difference=float(bool(where)), tolerance=0.0, where=where)
 
@@ -266,8 +266,8 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
         for which, findings in tables.items():
             lines += describe_all(which, findings)
             passed = passed and all(finding.passes for finding in findings)
-    if not passed and of_reference["float64"].get("company", False):
-        lines.insert(0, COMPANY)
+    if not passed and of_reference["float64"].get("depends_on_other_samples", False):
+        lines.insert(0, OTHER_SAMPLES)
     skipped = [f"{record['words']}: {record['skipped']}" for record in of_first.values() if "skipped" in record]
     notes = [*of_reference["float64"]["notes"].tolist(), *skipped]
     lines += ["compared:", *(f"  {describe_trial(of_first[name])}" for name in found[others[0]])]
@@ -275,7 +275,7 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
 
 
 def check_alone(record: Record) -> list[Comparison]:
-    """What a run shows without another."""
+    """Return the findings of a single run, without a reference."""
     if not record:
         return []
     return [check_ledger(record, record), *([check_nonfinite(record)] if "nonfinite" in record else [])]

@@ -1,4 +1,4 @@
-"""What ``verify`` tries with a trained job besides training."""
+"""Probes of a trained job: a step that is not finite, and a loss that depends on other samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringtrain.training.job import Job
 HUGE_SCALE = 2.0**127  # of a loss, whose gradients in half precision are infinite
 
 
-def depends_on_company(job: Job, tolerance: float) -> bool:
+def depends_on_other_samples(job: Job, tolerance: float) -> bool:
     """Test if the loss of a sample depends on the other samples of its batch, by the first batch of a lone process.
 
     If not, the gradients and sums of a batch are those of its halves, added. Nothing is trained.
@@ -69,20 +69,20 @@ def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
         for variable, number in zip(spoiled, kept, strict=True):
             variable.assign(number)
     if all(all_gather_object(collective, report.is_finite, name="nonfinite/votes")):
-        return describe_ranks(collective, find_nan(step.named_variables), "has NaN in {}")  # a loss may hide it
+        return report_by_rank(collective, find_nan(step.named_variables), "has NaN in {}")  # a loss may hide it
     changed = [
         name
         for name, variable in step.named_variables.items()
         if not name.startswith("loss_scale/") and digest(variable) != before[name]
     ]
     return [
-        *describe_ranks(collective, ["it"] if report.is_finite else [], "takes {} as finite"),
-        *describe_ranks(collective, changed, "changed {}"),
-        *describe_ranks(collective, [] if has_scale else ["loss scale"], "did not halve its {}"),
+        *report_by_rank(collective, ["it"] if report.is_finite else [], "takes {} as finite"),
+        *report_by_rank(collective, changed, "changed {}"),
+        *report_by_rank(collective, [] if has_scale else ["loss scale"], "did not halve its {}"),
     ]
 
 
-def describe_ranks(collective: Collective, mine: Sequence[str], words: str) -> list[str]:
+def report_by_rank(collective: Collective, mine: Sequence[str], words: str) -> list[str]:
     """For each rank that has any, the first of the things that it has, in words. Every rank must call it."""
     found = all_gather_object(collective, list(mine), name="nonfinite")
     return [f"rank {rank} {words.format(names[0])}" for rank, names in enumerate(found) if names]

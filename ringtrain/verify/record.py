@@ -31,7 +31,7 @@ from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.verify.compare import ROUNDING
 from ringtrain.verify.precision import find_narrow, keep_narrow_layers, widened
-from ringtrain.verify.probes import depends_on_company, digest, try_nonfinite
+from ringtrain.verify.probes import depends_on_other_samples, digest, try_nonfinite
 from ringtrain.verify.trials import (
     BEGINNING,
     BEGINNING_STEPS,
@@ -209,7 +209,7 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
         "reference": np.array(trial.reference),
     }
     if is_reference and trial.name == "float64":
-        facts["company"] = np.array(depends_on_company(job, ROUNDING[computed_in].tolerance))
+        facts["depends_on_other_samples"] = np.array(depends_on_other_samples(job, ROUNDING[computed_in].tolerance))
     train_recorded(job, facts, directory / f"{trial.name}.npz", trial)
     if is_reference and not job.batches.is_counted:
         for variable, value in zip(job.step.variables, first, strict=True):

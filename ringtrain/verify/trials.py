@@ -30,7 +30,7 @@ class Trial:
         in_groups: of the gradients' reduction.
         is_vector: True to reduce all gradients as one vector, as backends without lists of tensors do.
         is_plain: True for plain SGD: a step of Adam would divide by gradients that are nothing but rounding.
-        lossy: settings of the run that round and are left out here, as options.
+        lossy: options of the run that lose precision, without which this trial runs.
         max_steps: after which it ends; the learning rate is that of a run of all steps.
     """
 

@@ -217,7 +217,7 @@ def test_what_is_not_compared_is_listed(collective: Any) -> None:
 
 @on_ranks(2)
 def test_samples_that_are_compared_with_each_other_are_the_named_cause(collective: Any) -> None:
-    from ringtrain.verify.compare import COMPANY, describe_findings
+    from ringtrain.verify.compare import OTHER_SAMPLES, describe_findings
     from tests.world.workloads.company import Centred
     from tests.world.workloads.small import Small
 
@@ -226,10 +226,10 @@ def test_samples_that_are_compared_with_each_other_are_the_named_cause(collectiv
     if collective.world.is_rank0:
         lines, passed = describe_findings([1, 2], centred)
         assert not passed
-        assert lines[0] == COMPANY
+        assert lines[0] == OTHER_SAMPLES
         lines, passed = describe_findings([1, 2], wrong)
         assert not passed
-        assert COMPANY not in lines
+        assert OTHER_SAMPLES not in lines
 
 
 @on_ranks(2, slow=(3,))

@@ -60,8 +60,9 @@ def main(arguments: Sequence[str], world: World) -> int:
             words = ["--config", str(settings)]
             for line in verify(sizes, words, Path(directory), with_oracle=with_oracle, print_line=print_line):
                 print(escape(line))
-    except KeyboardInterrupt:
-        print("ringtrain: verify was interrupted; its processes are gone.", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except (KeyboardInterrupt, SystemExit) as end:
+        number = signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM
+        print(f"ringtrain: verify was ended by {number.name}; its processes are gone.", file=sys.stderr)
+        return 128 + number
     print("the world sizes train the same")
     return 0

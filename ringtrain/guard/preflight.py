@@ -39,6 +39,10 @@ Summary = Mapping[str, str | Mapping[str, Any]]
 
 # Nodes may keep the same data in different places; what is there is compared in their stead.
 SETTINGS_OF_A_NODE = {"data_dir"}
+# Variables by which TensorFlow computes otherwise.
+TENSORFLOW_SETTINGS = (
+    "NVIDIA_TF32_OVERRIDE", "TF_CUDNN_DETERMINISTIC", "TF_DETERMINISTIC_OPS", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS",
+)  # fmt: skip
 NOT_SET = "nothing"
 SAME_COMMAND = "nothing was trained. Start all with the same command, in the same environment, from the same files."
 OTHER_START = f"the ranks were not started alike; {SAME_COMMAND}"
@@ -143,7 +147,7 @@ def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str])
 
 
 def describe_start(config: Config, environ: Mapping[str, str]) -> dict[str, str | list[str]]:
-    """What a rank was started with: settings, versions, the kind of its device, Horovod's and Keras' settings."""
+    """Facts of a rank's start: settings, versions, kind of device; settings of Horovod, TensorFlow and Keras."""
     import keras
 
     settings = flatten_settings(to_plain(asdict(config)))
@@ -153,7 +157,7 @@ def describe_start(config: Config, environ: Mapping[str, str]) -> dict[str, str 
         **{name: version or NOT_SET for name, version in package_versions().items()},
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "device": describe_device_kind(),
-        **{name: environ.get(name, NOT_SET) for name in HOROVOD_SETTINGS},
+        **{name: environ.get(name, NOT_SET) for name in (*HOROVOD_SETTINGS, *TENSORFLOW_SETTINGS)},
         "Keras' image_data_format": keras.config.image_data_format(),
         "Keras' epsilon": str(keras.config.epsilon()),
     }

@@ -104,7 +104,7 @@ def test_every_setting_is_compared_but_where_a_node_has_its_data(tmp_path: Path)
     assert changed(facts_of(config), facts_of(replace(config, data_dir=tmp_path))) == []
 
 
-def test_of_the_environment_horovod_s_common_settings_are_compared_and_nothing_else() -> None:
+def test_of_the_environment_common_settings_of_horovod_and_tensorflow_are_compared_and_nothing_else() -> None:
     config = Config()
     own = {
         "HOROVOD_RANK": "1",
@@ -114,7 +114,7 @@ def test_of_the_environment_horovod_s_common_settings_are_compared_and_nothing_e
     }
     assert changed(facts_of(config), facts_of(config, own)) == []
     assert "secret" not in str(facts_of(config, own))
-    common = {"HOROVOD_CACHE_CAPACITY": "0", "HOROVOD_FUSION_THRESHOLD": "1024"}
+    common = {"HOROVOD_CACHE_CAPACITY": "0", "HOROVOD_FUSION_THRESHOLD": "1024", "TF_XLA_FLAGS": "--tf_xla_auto_jit=2"}
     assert changed(facts_of(config), facts_of(config, common)) == sorted(common)
 
 

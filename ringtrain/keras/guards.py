@@ -193,11 +193,12 @@ class TrainingGuard(keras.callbacks.Callback):
             )
 
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
-        plans = all_gather_object(collective, [self.params.get("steps"), self.params.get("epochs")], name="guard_plan")
-        steps, epochs = zip(*plans, strict=True)
+        layers = describe_layers(self.model, self._is_own)
+        mine = [self.params.get("steps"), self.params.get("epochs"), describe_compiled(self.model), digest(layers)]
+        plans = all_gather_object(collective, mine, name="guard_plan")
+        steps, epochs, compiled, digests = zip(*plans, strict=True)
         _require_equal(steps, collective.ranks, "numbers of batches in an epoch", BATCHES_REMEDY)
         _require_equal(epochs, collective.ranks, "numbers of epochs", "Pass the same epochs to fit() on every rank.")
-        compiled = all_gather_object(collective, describe_compiled(self.model), name="guard_compiled")
         rates = [its.pop("learning rates") for its in compiled]
         if len(set(rates)) > 1 and hvd.rank() == collective.ranks[0]:  # as when one has loaded a model, or by mistake
             log.warning(
@@ -207,16 +208,11 @@ class TrainingGuard(keras.callbacks.Callback):
             )
         for what in compiled[0]:
             _require_equal([its.get(what) for its in compiled], collective.ranks, what, COMPILED_REMEDY)
-        self._require_same_layers(collective)
+        if len(set(digests)) > 1:
+            settings = all_gather_object(collective, layers, name="guard_layers")
+            for values in itertools.zip_longest(*settings, fillvalue="nothing"):
+                _require_equal(values, collective.ranks, "settings of layers", COMPILED_REMEDY)
         require_same_kinds(self._shared_weights(), collective, purpose="to train")
-
-    def _require_same_layers(self, collective: ProcessSetCollective) -> None:
-        mine = describe_layers(self.model, self._is_own)
-        if len(set(all_gather_object(collective, digest(mine), name="guard_layers"))) == 1:
-            return
-        settings = all_gather_object(collective, mine, name="guard_settings")
-        for values in itertools.zip_longest(*settings, fillvalue="nothing"):
-            _require_equal(values, collective.ranks, "settings of layers", COMPILED_REMEDY)
 
     def _require_same_weights(self, collective: ProcessSetCollective, epoch: int) -> None:
         weights, ranks, node = self._shared_weights(), collective.ranks, collective.world.node

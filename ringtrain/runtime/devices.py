@@ -18,7 +18,7 @@ from typing import Literal
 
 from ringtrain.errors import UsageError
 from ringtrain.runtime.activity import limit_seconds
-from ringtrain.runtime.environment import check_address_space, check_environment, explaining_import
+from ringtrain.runtime.environment import check_address_space, check_environment, explaining_tensorflow
 from ringtrain.runtime.machine import Machine, format_cores
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
@@ -249,7 +249,7 @@ def set_environment(plan: DevicePlan, before: DevicePlan | None = None) -> None:
 
 def start_tensorflow(plan: DevicePlan, world: World) -> str:
     """Import TensorFlow with this rank's thread pools and GPU; says what it computes on: ``"GPU 1"``, ``"core 0"``."""
-    with explaining_import():
+    with explaining_tensorflow():
         import tensorflow as tf
 
     if not tf.executing_eagerly():

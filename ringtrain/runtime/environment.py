@@ -73,7 +73,7 @@ def check_address_space(limit: int) -> None:
 
 
 @contextlib.contextmanager
-def explaining_import() -> Iterator[None]:
+def explaining_tensorflow() -> Iterator[None]:
     """Say in one line that TensorFlow cannot be loaded, and what helps."""
     try:
         yield

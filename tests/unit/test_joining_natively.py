@@ -18,7 +18,7 @@ from ringtrain.collectives.native.backend import why_no_nodes
 from ringtrain.collectives.native.memory import NAME, share_memory
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
-from ringtrain.runtime.environment import explaining_import
+from ringtrain.runtime.environment import explaining_tensorflow
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
 from ringtrain.training.joining import needs_of
 
@@ -79,7 +79,7 @@ def test_an_mpi4py_that_does_not_load_is_refused_whatever_it_raises(
 def test_a_tensorflow_that_does_not_load_is_refused_whatever_it_raises(error: BaseException) -> None:
     with (
         pytest.raises(UsageError, match=f"TensorFlow cannot be loaded: {type(error).__name__}: broken"),
-        explaining_import(),
+        explaining_tensorflow(),
     ):
         raise error
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from ringtrain.collectives.base import Collective, Solo
 from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
-from ringtrain.runtime.devices import uses_horovod
+from ringtrain.runtime.devices import can_share_gpus, uses_horovod
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 SIZES = (3, 1000)  # of tensors that travel together, to see whether their sums are right
@@ -67,12 +68,13 @@ def with_native_sums(collective: Collective, backend: Backend = "auto", *, stall
 
 
 def require_working_sums(collective: Collective, gpu: str | None) -> None:
-    """See that no two ranks have one GPU, and that what the backend sums is right. Every rank must call it.
+    """See that no two ranks have one GPU, and that the backend sums rightly. Every rank must call it.
 
     A rank that sees one GPU alone takes it for its own, as under Slurm's ``--gpus-per-task=1``; NCCL does not sum
-    between two on one. And Horovod does not ask whether its kernels for GPUs ran: where it has none for this GPU, or
-    the driver is older than they need, tensors that travel together would come back as they were. ``gpu`` is what the
-    driver calls this rank's (``devices.own_gpu``); None on cores.
+    between two on one unless the user asks for it, nor between a GPU and cores. And Horovod does not ask whether its
+    kernels for GPUs ran: where it has none for this GPU, or the driver is older than they need, tensors that travel
+    together would come back as they were. ``gpu`` is what the driver calls this rank's (``devices.own_gpu``); None on
+    cores.
     """
     world = collective.world
     ranks = all_gather_object(collective, [world.rank, world.node, gpu], name="checks/ranks")
@@ -81,12 +83,19 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
         if its_gpu is not None:
             owners.setdefault((node, its_gpu), []).append(rank)
     for (node, its_gpu), sharing in owners.items():
-        if len(sharing) > 1:
+        if len(sharing) > 1 and not can_share_gpus(os.environ):
             raise UsageError(
                 f"ranks {', '.join(map(str, sharing))} on {node} have the same GPU ({its_gpu}), and each "
                 "rank needs its own. Start at most one rank for each GPU of a node, show each its own "
                 "(srun --gpus-per-task=1), or set CUDA_VISIBLE_DEVICES= to compute on the cores."
             )
+    on_cores = {rank: node for rank, node, its_gpu in ranks if its_gpu is None}
+    if owners and on_cores:
+        raise UsageError(
+            f"rank {', '.join(map(str, on_cores))} on {', '.join(sorted(set(on_cores.values())))} computes on cores, "
+            "the others on GPUs, and NCCL sums between GPUs alone. Run python -m ringtrain doctor there, or set "
+            "CUDA_VISIBLE_DEVICES= on all nodes to compute on cores."
+        )
     expected = sum(rank + 1.0 for rank, _, _ in ranks)
     found = all_gather_object(collective, find_wrong_sum(collective, expected), name="checks/sums")
     wrong = {rank: value for (rank, _, _), value in zip(ranks, found, strict=True) if value is not None}

@@ -28,7 +28,7 @@ from ringtrain.doctor.probes import LOAD_SECONDS, gather_facts
 from ringtrain.doctor.ranks import judge_ranks
 from ringtrain.doctor.table import exit_code, format_table
 from ringtrain.errors import RingtrainError, UsageError
-from ringtrain.runtime.devices import DevicePlan, own_gpu, start_tensorflow
+from ringtrain.runtime.devices import DevicePlan, can_share_gpus, own_gpu, start_tensorflow
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.time_limit import TimeLimit
 from ringtrain.runtime.world import World
@@ -95,7 +95,9 @@ def take_device(plan: DevicePlan, facts: Facts) -> Facts:
     import tensorflow as tf
 
     try:
-        return replace(facts, device=start_tensorflow(plan, facts.world), gpu=own_gpu())
+        return replace(
+            facts, device=start_tensorflow(plan, facts.world), gpu=None if can_share_gpus(os.environ) else own_gpu()
+        )
     except UsageError as error:
         tf.config.set_visible_devices([], "GPU")
         return replace(facts, device_failure=str(error))

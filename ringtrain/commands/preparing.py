@@ -15,7 +15,7 @@ from ringtrain.errors import UsageError
 from ringtrain.files.bounded import open_regular
 from ringtrain.run.directory import CONFIG_FILE, FIT_OF
 from ringtrain.run.store import BEST
-from ringtrain.runtime.devices import start_tensorflow
+from ringtrain.runtime.devices import open_device, start_tensorflow
 from ringtrain.runtime.world import World
 from ringtrain.terminal.startup import quiet_start
 from ringtrain.training.joining import Prepared, adapt, pin
@@ -55,6 +55,7 @@ def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
         workload_class, config = complete(explicit)
         plan = adapt(plan, world, config, workload_class)
         device = start_tensorflow(plan, world)
+        open_device(device, world)
     return Prepared(create_workload(workload_class, config.options), config, plan, device)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ringtrain.errors import UsageError
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.runtime.activity import limit_seconds
 from ringtrain.runtime.environment import check_address_space, check_environment, explaining_tensorflow
 from ringtrain.runtime.machine import Machine, format_cores
@@ -38,6 +38,7 @@ TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
 # may have to fall back on TCP. What counts is what is free there: where a rank cannot have its file, MPI ends it if TCP
 # is excluded.
 SHARED_MEMORY_BYTES_PER_RANK = 16 * 1024 * 1024
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable, by which it sums between ranks on one GPU
 DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
 
 
@@ -265,10 +266,31 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
         tf.config.threading.set_inter_op_parallelism_threads(max(least, plan.inter_op_threads))
     if not gpus:
         return describe_cores(plan)
-    index = choose_gpu(world, len(gpus))
+    index = choose_gpu(world, len(gpus), can_share=can_share_gpus(os.environ))
     tf.config.set_visible_devices(gpus[index], "GPU")
     tf.config.experimental.set_memory_growth(gpus[index], True)
     return f"GPU {index}"
+
+
+def open_device(device: str, world: World) -> None:
+    """Let TensorFlow open its devices now, so that what prevents it is one line. Afterwards they cannot be changed."""
+    import tensorflow as tf
+
+    try:
+        tf.config.list_logical_devices()
+    except (RuntimeError, tf.errors.OpError) as error:
+        raise RingtrainError(
+            f"{device} on {world.node} cannot be used: {' '.join(str(error).split())}. Another process may hold its "
+            "memory: run nvidia-smi there."
+        ) from error
+
+
+def misses_gpus(machine: Machine, environ: Mapping[str, str]) -> bool:
+    """Whether a rank computes on cores though its node seems to have GPUs, and nobody has hidden them."""
+    import tensorflow as tf
+
+    is_hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return machine.may_have_gpus and not is_hidden and not tf.config.get_visible_devices("GPU")
 
 
 def own_gpu() -> str | None:
@@ -295,10 +317,15 @@ def own_gpu() -> str | None:
     return None if failed else bytes(uuid).hex()
 
 
-def choose_gpu(world: World, visible_gpus: int) -> int:
+def can_share_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether several ranks may compute on one GPU: the user asks NCCL for it, which some releases (2.32) can."""
+    return is_on(environ.get(SHARED_GPUS, ""))
+
+
+def choose_gpu(world: World, visible_gpus: int, *, can_share: bool = False) -> int:
     """The index of this rank's GPU among those that it sees."""
-    if visible_gpus == 1:
-        return 0  # Slurm's --gpus-per-task=1 shows each rank its own GPU, always as number 0
+    if visible_gpus == 1 or can_share:
+        return world.local_rank % visible_gpus  # Slurm's --gpus-per-task=1 shows each rank its own GPU as number 0
     if world.local_rank >= visible_gpus:
         raise UsageError(
             f"{world.node} shows {visible_gpus} GPUs to {world.local_size} ranks, and each rank needs its own. Start "

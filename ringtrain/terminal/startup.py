@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ringtrain import __version__
-from ringtrain.runtime.devices import describe_shared_memory
+from ringtrain.runtime.devices import describe_shared_memory, misses_gpus
 from ringtrain.runtime.machine import has_gpu_driver
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
     from ringtrain.collectives import all_gather_object
 
     world = collective.world
-    rows = all_gather_object(collective, [world.node, os.getpid(), device, plan.intra_op_threads], name="start")
+    misses = misses_gpus(plan.machine, os.environ)
+    rows = all_gather_object(collective, [world.node, os.getpid(), device, plan.intra_op_threads, misses], name="start")
+    without_gpus = sorted({node for node, *_, misses in rows if misses})
     versions = []
     for title, package in (("TensorFlow", "tensorflow"), ("Keras", "keras"), ("Horovod", "horovod")):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Horovod may be absent
@@ -108,8 +110,13 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
         f"{collective.description}",
         *(
             f"  rank {rank} on {node} (pid {pid}): {computes_on}, {threads} thread{'s' if threads > 1 else ''}"
-            for rank, (node, pid, computes_on, threads) in enumerate(rows)
+            for rank, (node, pid, computes_on, threads, _) in enumerate(rows)
         ),
         *(f"  {setting.name}={setting.value} ({setting.source})" for setting in plan.settings),
         *describe_shared_memory(world, plan),
+        *(
+            f"warning: {node} has NVIDIA's driver, but TensorFlow sees no GPU there and computes on cores. Run "
+            "python -m ringtrain doctor there; if cores are meant, set CUDA_VISIBLE_DEVICES= (empty)."
+            for node in without_gpus
+        ),
     ]

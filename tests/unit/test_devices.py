@@ -13,18 +13,21 @@ from unittest import mock
 
 import pytest
 
-from ringtrain.errors import UsageError
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.runtime import devices
 from ringtrain.runtime import machine as machine_module
 from ringtrain.runtime.devices import (
+    SHARED_GPUS,
     DevicePlan,
     Needs,
     Setting,
     adapt_plan,
     apply_plan,
+    can_share_gpus,
     choose_gpu,
     describe_cores,
     describe_shared_memory,
+    open_device,
     plan_devices,
     plan_settings,
     set_environment,
@@ -416,6 +419,11 @@ def test_more_ranks_than_gpus_is_an_error_that_says_so() -> None:
         choose_gpu(local_world(2, 3), 2)
 
 
+def test_ranks_share_gpus_where_nccl_is_asked_to() -> None:
+    assert [choose_gpu(local_world(rank, 3), 2, can_share=True) for rank in range(3)] == [0, 1, 0]
+    assert [can_share_gpus({SHARED_GPUS: value}) for value in ("1", "0", "")] == [True, False, False]
+
+
 def write(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = root / name
@@ -496,6 +504,19 @@ def _free_claims() -> object:
     for claim in machine_module._claims[held:]:
         claim.close()
     del machine_module._claims[held:]
+
+
+def test_a_device_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another process holds all memory of a GPU, which cannot be had here."""
+    import tensorflow as tf
+
+    def fail() -> None:
+        raise tf.errors.InternalError(None, None, "cudaSetDevice() on GPU:0 failed. Status: out of memory")
+
+    monkeypatch.setattr(tf.config, "list_logical_devices", fail)
+    with pytest.raises(RingtrainError, match=r"^GPU 0 on a cannot be used: cudaSetDevice.*nvidia-smi") as caught:
+        open_device("GPU 0", local_world(0, 1))
+    assert caught.value.exit_code == 1
 
 
 def test_tensorflow_without_eager_execution_is_refused() -> None:

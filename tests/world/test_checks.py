@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 from ringtrain.collectives import Collective, Totals
 from ringtrain.collectives.connect import require_working_sums
 from ringtrain.errors import UsageError
+from ringtrain.runtime.devices import SHARED_GPUS, plan_devices
+from ringtrain.runtime.machine import read_machine
+from ringtrain.terminal.startup import describe_start
 from tests.world.group import GLOO, on_ranks
 
 
@@ -30,6 +34,36 @@ def test_ranks_on_cores_or_on_gpus_of_their_own_may_train(collective: Any) -> No
     world = collective.world
     with patch.object(collective, "world", replace(world, node=f"node{world.rank}")):
         require_working_sums(collective, "abc")
+
+
+@on_ranks(2, 3)
+def test_ranks_on_cores_beside_ranks_on_gpus_are_refused_on_all(collective: Collective) -> None:
+    world = collective.world
+    with pytest.raises(UsageError, match=rf"^rank 0 on {re.escape(world.node)} computes on cores") as caught:
+        require_working_sums(collective, f"gpu {world.rank}" if world.rank else None)
+    assert caught.value.reach == "run"
+
+
+@on_ranks(2)
+def test_ranks_of_one_gpu_may_train_where_the_user_asks_nccl_for_it(collective: Collective) -> None:
+    with patch.dict(os.environ, {SHARED_GPUS: "1"}):
+        require_working_sums(collective, "abc")
+
+
+@on_ranks(2)
+def test_the_start_names_the_nodes_whose_gpus_tensorflow_does_not_see(collective: Collective) -> None:
+    """A machine with a driver and without a GPU cannot be had here: the plan says that there is one."""
+    machine = replace(read_machine(os.environ), may_have_gpus=True)
+    plan = plan_devices(collective.world, machine, os.environ)
+    warnings = {}
+    for hidden in (None, "", "-1"):
+        kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        with patch.dict(os.environ, kept if hidden is None else {"CUDA_VISIBLE_DEVICES": hidden}, clear=hidden is None):
+            lines = describe_start(collective, plan, "core 0")
+        warnings[hidden] = [line for line in lines if line.startswith("warning: ")]
+    [line] = warnings.pop(None)
+    assert line.startswith(f"warning: {collective.world.node} has NVIDIA's driver")
+    assert warnings == {"": [], "-1": []}
 
 
 @on_ranks(1)

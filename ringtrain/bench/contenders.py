@@ -92,7 +92,8 @@ class Experiment:
 
 
 LOSS_TOLERANCE = 1e-4  # relative, after all steps in float32
-WEIGHTS_TOLERANCE = 1e-3  # of the way that the training went; ranks that train apart differ by many times that
+# Of the way that the training went: two runs on an H200 with TF32 differ by 2e-3, ranks that train apart by far more.
+WEIGHTS_TOLERANCE = 5e-3
 
 
 def check_outcome(outcome: Outcome, reference: Outcome | None) -> tuple[str, str]:

@@ -26,6 +26,7 @@ from ringtrain.workloads.values import call_model, per_sample
 WITHOUT_FLOAT64 = {"AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AveragePooling3D", "MaxPooling3D"}
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 CASTS = ("keras.src.backend.tensorflow.core", "keras.src.ops.core")  # the modules of keras.ops.cast
+ALLOW_TF32 = tf.config.experimental.enable_tensor_float_32_execution
 _KEPT = keras.DTypePolicy("float32")  # of layers WITHOUT_FLOAT64
 
 
@@ -41,6 +42,7 @@ def widened(dtype: str, *, widens_casts: bool = True) -> Iterator[list[str]]:
     """Within this scope no policy and no loss object of Keras gives a floating-point type narrower than ``dtype``.
 
     ``widens_casts``: nor does a cast in the code of a model or loss. It yields the types that they would have given.
+    And a GPU multiplies float32 as such, not as TF32, of 10 bits.
     """
     policy, loss, cast = keras.DTypePolicy, keras.losses.Loss, tf.cast
     changed: list[str] = []
@@ -57,6 +59,8 @@ def widened(dtype: str, *, widens_casts: bool = True) -> Iterator[list[str]]:
         for owner, name in ((policy, "compute_dtype"), (policy, "variable_dtype"), (loss, "dtype")):
             getter = property(_widen(vars(owner)[name].fget, dtype))
             stack.enter_context(mock.patch.object(owner, name, getter))
+        stack.callback(ALLOW_TF32, tf.config.experimental.tensor_float_32_execution_enabled())
+        ALLOW_TF32(False)
         if widens_casts:
             stack.enter_context(mock.patch.object(tf, "cast", cast_widely))
         yield changed

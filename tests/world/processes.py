@@ -44,7 +44,8 @@ def clean_environment(**more: str) -> dict[str, str]:
         if name not in FOREIGN_VARIABLES and not name.startswith(FOREIGN_PREFIXES)
     }
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-    return kept | {"PATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} | more
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return kept | {"PATH": path, "NVIDIA_TF32_OVERRIDE": "0"} | as_root | more  # on a GPU float32 has its own rounding
 
 
 def by_chosen_backend(command: Sequence[str]) -> list[str]:

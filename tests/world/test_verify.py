@@ -371,6 +371,18 @@ def test_types_that_a_workload_gives_its_layers_and_losses_are_widened(collectiv
     assert all(finding.difference < 1e-12 for finding in findings[:4]), findings
 
 
+@on_ranks(1)
+def test_a_gpu_does_not_round_float32_to_tf32(collective: Any) -> None:
+    import tensorflow as tf
+
+    from ringtrain.verify.precision import widened
+
+    is_allowed = tf.config.experimental.tensor_float_32_execution_enabled
+    with widened("float32"):
+        assert not is_allowed()
+    assert is_allowed()
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [("Casts", "float32"), pytest.param("RawCasts", "bfloat16", marks=pytest.mark.slow)]
 )

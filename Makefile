@@ -14,7 +14,7 @@ HOROVOD ?=
 # An older TensorFlow, for example `make TENSORFLOW=2.18 setup`; 2.21: the newest; empty: that of .venv.
 TENSORFLOW ?=
 BIN := .venv/bin
-SOURCES = $(wildcard ringtrain launch tests .ci)
+SOURCES = $(wildcard ringtrain launch tests benchmarks .ci)
 CXX_SOURCES = $(wildcard ringtrain/collectives/native/*.cc ringtrain/collectives/native/*.h tests/native/*.cc)
 
 # What TensorFlow says in horovodrun's own process: that it registers its CUDA plugins twice (before 2.21), and where it

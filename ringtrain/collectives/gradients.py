@@ -22,7 +22,7 @@ from ringtrain.collectives.base import Collective
 Compression = Literal["none", "fp16"]
 
 # Gradients of up to ONE_MESSAGE_BYTES in all leave at once. Otherwise a group is closed once it holds this share of
-# all bytes, or this many bytes: small models want few messages, large ones an early start (ringtrain/bench/README.md).
+# all bytes, or this many bytes: small models want few messages, large ones an early start (benchmarks/README.md).
 ONE_MESSAGE_BYTES = 1024 * 1024
 MAX_GROUPS = 6
 MIN_GROUP_BYTES = 256 * 1024

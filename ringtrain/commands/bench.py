@@ -1,238 +1,100 @@
-"""Measure ringtrain against plain Horovod and others.
+"""Time all-reduces of many sizes on the ranks that a launcher starts.
 
-The others are tf.distribute and what no communication can be faster than. It needs a machine on which nothing else
-runs, and starts all processes itself. Use no launcher.
+The columns are those of nccl-tests: the bytes that each rank gives, values of float32, rank 0's median time, the bytes
+over that time (algbw), what each link of a ring would carry (busbw, which does not depend on the number of ranks), and
+how many values of the sum are wrong.
 
-    python -m ringtrain bench step
-    python -m ringtrain bench step --models CNN,WIDE --rounds 15
-    python -m ringtrain bench show results/bench-step.json
+    horovodrun -np 2 python -m ringtrain bench
+    horovodrun -np 2 python -m ringtrain bench --max_bytes 1073741824
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import os
-import signal
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ringtrain.bench.children import clean_environment
-from ringtrain.bench.contenders import Experiment
-from ringtrain.bench.origin import describe_commit, describe_machine, find_claimed_cores, read_load, shorten
-from ringtrain.bench.plans import PLANS, SETTINGS_CONTENDERS
-from ringtrain.bench.plot import draw_result
-from ringtrain.bench.rounds import Runner, find_faults, measure
-from ringtrain.bench.settings import BenchOptions, choose_settings
-from ringtrain.bench.steps import FIT_CONTENDERS, LOOP_GOALS, OTHER, STEP_CONTENDERS
-from ringtrain.bench.table import describe_result, make_page, read_result, read_results
+from ringtrain.collectives.connect import Backend
+from ringtrain.collectives.timing import VALUE_BYTES, bus_bandwidth, time_all_reduce
 from ringtrain.commands.parser import parse_arguments
-from ringtrain.commands.preparing import refuse_launcher
+from ringtrain.commands.preparing import prepare
+from ringtrain.config import Config
 from ringtrain.errors import UsageError
-from ringtrain.files.atomic import replace_text
-from ringtrain.files.outputs import require_same_kind
-from ringtrain.messages.defects import describe_defect
-from ringtrain.messages.escaping import escape, escape_block
-from ringtrain.runtime.machine import read_machine
+from ringtrain.guard.lost import explaining_lost_ranks
+from ringtrain.guard.memory import explaining_memory
 from ringtrain.runtime.world import World
+from ringtrain.terminal.console import open_console
+from ringtrain.training.joining import joined
 
-CONTENDERS = {
-    "step": STEP_CONTENDERS,
-    "fit": FIT_CONTENDERS,
-    "settings": SETTINGS_CONTENDERS,
-}  # of the modes that let one choose
-MODES = tuple(PLANS)
-FORMAT = 1
-PAGE = Path("docs/benchmarks.md")
-# Errors of reading a file that is missing or no result.
-NO_RESULT = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+if TYPE_CHECKING:
+    from ringtrain.collectives import Collective
+
+COLUMNS = ("size (B)", "count", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "wrong")
 
 
-@dataclass(frozen=True)
-class Options(BenchOptions):
-    """What to measure, or to show."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to sum."""
 
-    mode: str
-    """step, fit, loop, allreduce, input, startup, checkpoint, guards, settings, all, show, or page"""
+    backend: Backend = Config.backend
+    """what carries the sums"""
 
-    file: Path | None = None
-    """for show: a result file"""
+    min_bytes: int = 1024
+    """bytes of the smallest sum"""
+
+    max_bytes: int = 2**28
+    """bytes of the largest sum"""
+
+    factor: int = 4
+    """how many times as large the next sum is"""
+
+    calls: int = 20
+    """timed sums of each size"""
+
+    warm_up: int = 5
+    """sums of each size before those"""
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_bytes", VALUE_BYTES), ("factor", 2), ("calls", 1), ("warm_up", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+        if self.max_bytes < self.min_bytes:
+            raise UsageError(f"max_bytes is {self.max_bytes}; it must be at least min_bytes, {self.min_bytes}.")
+
+    def sizes(self) -> Iterator[int]:
+        """The bytes of each sum, whole values."""
+        size = self.min_bytes
+        while size <= self.max_bytes:
+            yield size - size % VALUE_BYTES
+            size *= self.factor
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Measure, or show what was measured."""
+    """Sum with the other ranks; returns 1 where a sum is wrong."""
     options = Options(**parse_arguments(Options, arguments, world))
-    refuse_launcher("bench", world)
-    print_line = functools.partial(print, flush=True)
-    if options.mode == "show" and options.file is not None:
-        show(options.file, print_line)
-        return 0
-    if options.mode == "page" and options.file is None:
-        write_page(print_line)
-        return 0
-    if options.mode not in (*MODES, "all") or options.file is not None:
+    if world.size == 1:
         raise UsageError(
-            f"there is nothing like bench {options.mode}{' FILE' if options.file else ''}; it is bench "
-            f"{', '.join(MODES)} or all, or bench show FILE or bench page."
+            "one process has nobody to sum with. Start several: horovodrun -np 2 python -m ringtrain bench"
         )
-    return bench(options.mode, options, arguments, print_line)
+    prepared = prepare({"backend": options.backend}, world)
+    with (
+        joined(prepared, world, command="bench") as (collective, _),
+        explaining_lost_ranks(),
+        explaining_memory(prepared.config),
+    ):
+        return measure(collective, options, prepared.device)
 
 
-def bench(mode: str, options: BenchOptions, arguments: Sequence[str], print_line: Callable[[str], None]) -> int:
-    """Measure one mode, or all; the exit code is 1 where a contender failed or its result was wrong."""
-    if mode == "all" and options.output is not None:
-        raise UsageError("bench all writes a file for each mode into results/; leave --output out.")
-    if mode == "all" and options.contenders:
-        raise UsageError("bench all measures all contenders; leave --contenders out.")
-    modes = []
-    for name in MODES if mode == "all" else [mode]:
-        obstacle = find_obstacle(name, options)
-        if not obstacle:
-            modes.append(name)
-        elif mode == "all":
-            print_line(f"{name} is left out: {obstacle}")
-        else:
-            raise UsageError(obstacle)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # on whose way out children are ended
-    print_line(f"the orders within the rounds are drawn with seed {options.seed}")
-    for core in find_claimed_cores():
-        print_line(f"warning: another run of ringtrain has core {core}: the figures will say nothing")
-    return max([bench_one(name, options, arguments, print_line) for name in modes])
-
-
-def find_obstacle(mode: str, options: BenchOptions) -> str:
-    """Why a mode cannot be measured with these options; nothing where it can."""
-    if mode == "input" and options.data_dir is None:
-        return "bench input needs --data_dir DIR with CIFAR-10's files."
-    if mode == "loop" and not LOOP_GOALS.keys() & set(options.model_names):
-        return (
-            f"models is {options.models!r}; bench loop measures {' and '.join(LOOP_GOALS)} alone. Choose one of them."
-        )
-    if options.size == 1 and mode != "step":
-        return f"size is 1; bench step alone says something about one rank, bench {mode} needs at least 2."
-    if options.other_python is not None and mode != "step":
-        return f"other_python is {str(options.other_python)!r}; bench step alone measures another environment."
-    if options.contender_names and (OTHER in options.contender_names) != (options.other_python is not None):
-        return f"--other_python and the contender {OTHER} go together; give both, or none of them."
-    has = CONTENDERS.get(mode)
-    for name in options.contender_names:
-        if has is None:
-            return f"contenders is {options.contenders!r}; they are chosen in step, fit and settings alone."
-        if name not in has:
-            return f"contenders names {name!r}; bench {mode} has {', '.join(has)}."
-    return ""
-
-
-def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_line: Callable[[str], None]) -> int:
-    """Measure one mode, write its file and its plot, and show the table."""
-    command = " ".join(["python -m ringtrain bench", *(shorten(word) for word in arguments)])
-    experiments = PLANS[mode](options, choose_settings(options.size, read_machine(os.environ)))
-    output = options.output or Path("results") / f"bench-{mode}.json"
-    return run_experiments(experiments, options, command, output, print_line)
-
-
-def run_experiments(
-    experiments: Sequence[Experiment],
-    options: BenchOptions,
-    command: str,
-    output: Path,
-    print_line: Callable[[str], None],
-) -> int:
-    """Measure experiments, write their file and its plot, and show the table; ``command`` is what the user has said."""
-    require_same_kind(output, b'"experiments"', kind="a result of ringtrain bench")
-    require_same_kind(output.with_suffix(".svg"), b"<svg", kind="a plot", option="the plot of --output")
-    with explaining_files(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {
-        "format": FORMAT,
-        "command": command,
-        **describe_commit(),
-        "machine": describe_machine(),
-        "claimed_cores": find_claimed_cores(),
-        "size": options.size,
-        "seed": options.seed,
-        "load_before": read_load(),
-        "load_after": [],
-        "experiments": [],
-    }
-    with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as directory:
-        env = clean_environment(os.environ, programs=Path(sys.executable).parent)
-        runner = Runner(Path(directory), env=env, timeout=options.timeout)
-        for experiment in experiments:
-            result["experiments"].append({})
-
-            def note(measured: Mapping[str, Any]) -> None:
-                result["experiments"][-1] = measured
-                result["load_after"] = read_load()
-                with explaining_files(output):
-                    replace_text(output, json.dumps(result, indent=1) + "\n")
-                print_line(describe_last_run(measured))
-
-            measure(experiment, runner, rounds=options.rounds, seed=options.seed, note=note)
-    show(output, print_line)
-    return 1 if find_faults(result) else 0
-
-
-def show(path: Path, print_line: Callable[[str], None]) -> None:
-    """Show the table of a result file, and draw its plot beside it."""
-    try:
-        result = read_result(path)
-        lines, picture = describe_result(result), draw_result(result)
-    except NO_RESULT as error:
-        raise UsageError(
-            f"{str(path)!r} is no result file of ringtrain bench ({describe_defect(error)}). Check the path."
-        ) from error
-    plot = path.with_suffix(".svg")
-    require_same_kind(plot, b"<svg", kind="a plot", option="the plot of the result")
-    with explaining_files(plot):
-        replace_text(plot, picture)
-    for line in lines:
-        print_line(escape_block(line))
-    print_line(escape(f"{path}, {plot}"))
-
-
-def write_page(print_line: Callable[[str], None]) -> None:
-    """Write the page of all results that are in ``results``, below the current directory."""
-    try:
-        results = read_results(Path("results"))
-        page = make_page(results)
-    except NO_RESULT as error:
-        raise UsageError(
-            f"results/ holds a file that is no result of ringtrain bench ({describe_defect(error)})."
-        ) from error
-    if not results:
-        raise UsageError(
-            "there is no results/bench-MODE.json here. Measure first, or go to the directory of the repository."
-        )
-    with explaining_files(PAGE):
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(page, encoding="utf-8")
-    print_line(f"{PAGE}: {', '.join(results)}")
-
-
-def describe_last_run(measured: Mapping[str, Any]) -> str:
-    """A line for the run that has just ended."""
-    if not measured["rounds"]:
-        run = measured["reference"]
-        return f"{measured['name']}, reference: {run['fault'] or run['checked'] or 'done'}"
-    current = measured["rounds"][-1]
-    name, run = list(current["runs"].items())[-1]
-    figures = run.get("figures", {})
-    text = f"{1000 * next(iter(figures.values())):.4g} ms" if len(figures) == 1 else f"{len(figures)} figures"
-    return f"{measured['name']}, round {current['round']}, {name}: {run['fault'] or f'{text}; ' + run['checked']}"
-
-
-@contextlib.contextmanager
-def explaining_files(path: Path) -> Iterator[None]:
-    """Say what cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(
-            f"{str(path)!r} cannot be written: {error.strerror}. Give another place with --output."
-        ) from error
+def measure(collective: Collective, options: Options, device: str) -> int:
+    """Print a line for each size, and return the exit code."""
+    console = open_console(is_rank0=collective.world.is_rank0)
+    size, num_wrong = collective.world.size, 0
+    console.line(f"all-reduce (sum) of float32 among {size} ranks by {collective.description}; rank 0 on {device}")
+    console.line("  ".join(f"{column:>12}" for column in COLUMNS))
+    for num_bytes in options.sizes():
+        seconds, wrong = time_all_reduce(collective, num_bytes, calls=options.calls, warm_up=options.warm_up)
+        speeds = (num_bytes / seconds / 1e9, bus_bandwidth(num_bytes, seconds, size) / 1e9)
+        cells = [str(num_bytes), str(num_bytes // VALUE_BYTES), f"{seconds * 1e6:.1f}", *(f"{s:.3f}" for s in speeds)]
+        console.line("  ".join(f"{cell:>12}" for cell in [*cells, str(wrong)]))
+        num_wrong += wrong
+    return 1 if num_wrong else 0

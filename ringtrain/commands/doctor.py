@@ -11,15 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import statistics
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from ringtrain import __version__
+from ringtrain.collectives.timing import time_all_reduce
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.doctor.facts import AllReduce, Facts, facts_from_plain
 from ringtrain.doctor.inside import shorten
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 # All that the ranks do, the looks at themselves included.
 TOGETHER_SECONDS = LOAD_SECONDS + 120.0
 PAYLOAD_BYTES, SHORT_BYTES = 16 * 2**20, 4 * 2**10
-REPETITIONS = 5
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
         ranks = list(map(facts_from_plain, all_gather_object(collective, asdict(facts), name="doctor/facts")))
     on_gpus = all(item.device.startswith("GPU") for item in ranks)
     with tf.device("GPU:0" if on_gpus else "CPU:0"):
-        result = time_all_reduce(collective)
+        result = time_sums(collective)
 
     def show_all() -> int:
         said.set()
@@ -124,37 +122,18 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
     return code
 
 
-def time_all_reduce(collective: Collective) -> AllReduce:
-    """A long sum and a short one, as training makes those that leave at once."""
-    seconds, is_right = time_sums(collective, PAYLOAD_BYTES)
-    short_seconds, is_short_right = time_sums(collective, SHORT_BYTES)
+def time_sums(collective: Collective) -> AllReduce:
+    """A long sum and a short one."""
+    seconds, wrong = time_all_reduce(collective, PAYLOAD_BYTES)
+    short_seconds, short_wrong = time_all_reduce(collective, SHORT_BYTES)
     return AllReduce(
         description=collective.description,
         payload_bytes=PAYLOAD_BYTES,
         seconds=seconds,
         short_bytes=SHORT_BYTES,
         short_seconds=short_seconds,
-        is_right=is_right and is_short_right,
+        is_right=wrong + short_wrong == 0,
     )
-
-
-def time_sums(collective: Collective, num_bytes: int) -> tuple[float, bool]:
-    """The median [seconds] of a few all-reduces after one that is not counted, and whether all were right."""
-    import tensorflow as tf
-
-    from ringtrain.collectives.gradients import ONE_MESSAGE_BYTES
-
-    rank, size = collective.world.rank, collective.world.size
-    tensor = tf.fill([num_bytes // 4], float(rank + 1))
-    is_ordered = num_bytes <= ONE_MESSAGE_BYTES or not collective.overlaps_compute
-    seconds, is_right = [], True
-    for _ in range(1 + REPETITIONS):
-        start = time.perf_counter()
-        [total] = collective.all_reduce([tensor], name=f"doctor/sum/{num_bytes}", ordered=is_ordered).tensors
-        float(total[0])  # a GPU's work has ended once its result is here
-        seconds.append(time.perf_counter() - start)
-        is_right &= bool(tf.reduce_all(total == size * (size + 1) / 2))
-    return statistics.median(seconds[1:]), is_right
 
 
 def leave_alone(world: World, findings: list[Finding], said: threading.Event) -> NoReturn:

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from ringtrain.messages.rules import kind_of
@@ -117,7 +118,7 @@ def show_help(command: type) -> str:
     flags = [] if all(option.is_word for option in options.values()) else ["[--NAME VALUE ...]"]
     *purpose, examples = (inspect.getdoc(module) or "").split("\n\n")
     parts = [
-        " ".join([f"usage: {PROGRAM}", module.__name__.rpartition(".")[2], *words, *flags]),
+        " ".join([f"usage: {_name_of(module)}", *words, *flags]),
         textwrap.fill(" ".join(purpose), columns),
         f"examples:\n{textwrap.indent(textwrap.dedent(examples), '  ')}",
     ]
@@ -133,6 +134,12 @@ def value_word(hint: Any) -> str:
     if choice:
         return choice if len(choice) <= LONGEST_CHOICE else "NAME"
     return {int: "N", float: "X", bool: "true|false", str: "NAME"}.get(kind_of(hint)[0], "PATH")
+
+
+def _name_of(module: ModuleType) -> str:
+    """How a user starts a command: by ringtrain, or a package that is a program of its own."""
+    package, _, name = (module.__spec__.name if module.__spec__ else module.__name__).rpartition(".")
+    return f"python -m {package}" if name == "__main__" else f"{PROGRAM} {name}"
 
 
 def _place_of(option: Option) -> str:

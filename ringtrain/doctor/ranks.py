@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ringtrain.collectives.timing import bus_bandwidth
 from ringtrain.doctor.facts import AllReduce, Facts
 from ringtrain.doctor.judging import KIB, MIB, Finding, judge
 from ringtrain.messages.ranks import name_ranks
@@ -102,11 +103,6 @@ def judge_all_reduce(result: AllReduce, size: int) -> Finding:
         return Finding("ok", f"{text}; the sums are right", subject="all-reduce")
     remedy = "try --backend horovod, horovodrun --gloo, or NCCL_P2P_DISABLE=1; then look at the network's driver"
     return Finding("broken", f"{text}; A SUM IS WRONG", remedy, subject="all-reduce")
-
-
-def bus_bandwidth(payload_bytes: int, seconds: float, size: int) -> float:
-    """Bytes per second over each link of a ring, whatever the number of ranks: nccl-tests, doc/PERFORMANCE.md."""
-    return payload_bytes / seconds * 2 * (size - 1) / size
 
 
 def name_ranks_of(facts: Sequence[Facts], ranks: Sequence[Facts]) -> str:

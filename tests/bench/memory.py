@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ringtrain.bench.origin import describe_commit
+from benchmarks.origin import describe_commit
 from ringtrain.config import make_config
 from ringtrain.runtime.devices import start_tensorflow
 from ringtrain.runtime.world import read_world
@@ -80,7 +80,7 @@ def measure_rank(directory: Path, *, is_sharded: bool) -> None:
     plan = pin(world)
     start_tensorflow(plan, world)
 
-    from ringtrain.bench.workloads import WIDE_ADAM
+    from benchmarks.workloads import WIDE_ADAM
     from ringtrain.collectives import connect, with_native_sums
     from ringtrain.training.job import create_job
 

@@ -13,12 +13,12 @@ import functools
 import sys
 from pathlib import Path
 
-from ringtrain.bench.contenders import DIRECTORY, Command, Comparison, Experiment, contenders_of
-from ringtrain.bench.outcomes import RUN, read_training
-from ringtrain.bench.peers.peer_models import MODELS
-from ringtrain.bench.settings import BenchOptions, Length
-from ringtrain.bench.steps import AGAIN, plan_one_process, workload_flags
-from ringtrain.commands.bench import run_experiments
+from benchmarks.__main__ import run_experiments
+from benchmarks.contenders import DIRECTORY, Command, Comparison, Experiment, contenders_of
+from benchmarks.outcomes import RUN, read_training
+from benchmarks.peers.peer_models import MODELS
+from benchmarks.settings import BenchOptions, Length
+from benchmarks.steps import AGAIN, plan_one_process, workload_flags
 from tests.slurm.cluster import Cluster
 
 SIZE = 4

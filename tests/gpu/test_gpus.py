@@ -131,7 +131,7 @@ def test_one_rank_is_as_fast_as_tensorflow_alone(tmp_path: Path) -> None:
     contenders = "ringtrain,ringtrain_again,one_process"
     finished = run_command(
         [
-            sys.executable, "-m", "ringtrain", "bench", "step", "--size", "1", "--models", "CNN",
+            sys.executable, "-m", "benchmarks", "step", "--size", "1", "--models", "CNN",
             "--contenders", contenders, "--rounds", "7", "--output", str(output),
         ],
         env=clean_environment(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -91,12 +90,10 @@ WRONG = [
     (["--epochs"], ["epochs"]),
     (["verify", "--world_sizes", "2"], ["world_sizes is '2'"]),
     (["verify", "--world_sizes", "1,²"], ["world_sizes is '1,²'"]),
-    (["bench", "stpe"], ["there is nothing like bench stpe", "bench step, fit, loop, allreduce"]),
-    (["bench", "step", "--round", "3"], ["there is no flag --round", "Did you mean --rounds?"]),
-    (["bench", "step", "--rounds", "0"], ["rounds is 0; it must be at least 1"]),
-    (["bench", "step", "--rounds", "few"], ["few"]),
-    (["bench", "input"], ["bench input needs --data_dir"]),
-    (["bench", "show", "missing.json"], ["'missing.json' is no result file"]),
+    (["bench"], ["one process has nobody to sum with", "horovodrun -np 2"]),
+    (["bench", "--min_bytes", "3"], ["min_bytes is 3; it must be at least 4"]),
+    (["bench", "--max_bytes", "8"], ["max_bytes is 8; it must be at least min_bytes, 1024"]),
+    (["bench", "--factor", "1"], ["factor is 1; it must be at least 2"]),
     (["verify", "--world_size", "1,2"], ["there is no flag --world_size"]),
     (["verify", "--batch_size", "8"], ["batch_size is 8, of each process", "Give --global_batch_size"]),
     (["eval", "kept"], ["'kept' is a fit of train.py, kept by callbacks.Run, and eval is for runs of workloads"]),
@@ -276,17 +273,13 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
 
 
 def test_a_command_that_is_interrupted_says_so_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ringtrain.commands.bench.measure", interrupt)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert main(["bench", "step", "--models", "TINY", "--output", str(tmp_path / "result.json")]) == 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    monkeypatch.setattr("ringtrain.commands.report.main", interrupt)
+    assert main(["report", "run"]) == 130
     assert capsys.readouterr().err == "ringtrain: interrupted (SIGINT).\n"
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from ringtrain.collectives.timing import bus_bandwidth
 from ringtrain.doctor import judging
 from ringtrain.doctor.facts import AllReduce, Facts, Gpu, Hardware, Launchers, Stack, facts_from_plain
 from ringtrain.doctor.judging import Finding, can_join, is_within, judge
-from ringtrain.doctor.ranks import bus_bandwidth, judge_all_reduce, judge_ranks, judge_versions
+from ringtrain.doctor.ranks import judge_all_reduce, judge_ranks, judge_versions
 from ringtrain.doctor.table import WIDTH, conclusion, exit_code, format_table
 from ringtrain.runtime.world import World
 from tests.unit.test_setup import EXTRAS, PROJECT, ranges

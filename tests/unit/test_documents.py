@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 import ringtrain.keras
-from ringtrain.bench.plans import VARIATIONS
-from ringtrain.bench.spread import Spread, describe_spread, paired_ratios
-from ringtrain.bench.table import QUESTIONS, make_page, read_results
-from ringtrain.commands.bench import MODES
+from benchmarks.__main__ import MODES
+from benchmarks.plans import VARIATIONS
+from benchmarks.spread import Spread, describe_spread, paired_ratios
+from benchmarks.table import QUESTIONS, make_page, read_results
 from tests.faults.summary import TESTS, markdown, markdown_promises, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ GUARANTEES = (ROOT / "docs/guarantees.md").read_text()
 REFERENCE = (ROOT / "docs/reference.md").read_text()
 SPEED = (ROOT / "docs/speed.md").read_text()
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "ringtrain/bench/README.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 SOURCES = [path.read_text() for room in ("ringtrain", "launch") for path in (ROOT / room).rglob("*.py")]
 # A message as it is printed: what is split over lines is joined.
@@ -225,7 +225,7 @@ def test_the_table_of_the_settings_is_that_of_the_results(model: str) -> None:
             "runs"
         ].keys()
     assert all(len(rounds) >= 7 for rounds in results)
-    lines = (ROOT / "ringtrain/bench/README.md").read_text().splitlines()
+    lines = (ROOT / "benchmarks/README.md").read_text().splitlines()
     [head] = [line for line in lines if line.startswith("| name | what is undone |")]
     column = [cell.strip() for cell in head.split("|")].index(model)
     shown = {}

@@ -20,7 +20,7 @@ MAX_FLAT_MODULES = 8
 WITHOUT_TENSORFLOW = [
     "cli", "commands.parser", "config", "errors", "files.bounded", "messages.defects", "report", "script",
     "run.checkpoint", "run.directory", "runtime.devices", "runtime.world", "step.schedule", "terminal.console",
-    "verify.compare", "commands.bench", "commands.doctor", "doctor.inside", "workloads.digits", "commands.workloads",
+    "verify.compare", "commands.doctor", "doctor.inside", "workloads.digits", "commands.workloads",
 ]  # fmt: skip
 HEAVY = {"tensorflow", "keras", "horovod", "mpi4py"}
 

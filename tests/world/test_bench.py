@@ -1,4 +1,4 @@
-"""A short benchmark, for real: every contender trains the same, and the file says so."""
+"""``ringtrain bench`` on real ranks, and a short benchmark: every contender trains the same, and the file says so."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from ringtrain.bench.steps import FIT_CONTENDERS, STEP_CONTENDERS
+from benchmarks.steps import FIT_CONTENDERS, STEP_CONTENDERS
+from ringtrain.collectives import Totals
 from tests.world.conftest import RunRingtrain
+from tests.world.group import on_ranks
 from tests.world.processes import REPOSITORY, clean_environment
 from tests.world.running import events
 
@@ -21,6 +25,34 @@ CONTENDERS = {
 PIPELINES = ("OneDataset", "ShardedDataset", "KerasPyDataset")
 
 
+def test_bench_times_sums_of_many_sizes(run_ringtrain: RunRingtrain) -> None:
+    finished = run_ringtrain(["bench", "--max_bytes", "70000", "--factor", "8", "--calls", "2"], launcher="mpirun")
+    assert finished.rc == 0, finished.stderr
+    rows = [line.split() for line in finished.stdout.splitlines()]
+    assert [row[:2] for row in rows[2:]] == [["1024", "256"], ["8192", "2048"], ["65536", "16384"]]
+    for num_bytes, _, microseconds, algorithm, bus, wrong in rows[2:]:
+        assert float(algorithm) == pytest.approx(int(num_bytes) / float(microseconds) / 1e3, abs=2e-3)
+        assert (bus, wrong) == (algorithm, "0")  # among two ranks each link of a ring carries the whole sum
+
+
+@on_ranks(2)
+def test_bench_counts_wrong_values_and_fails(collective: Any) -> None:
+    import tensorflow as tf
+
+    from ringtrain.commands.bench import Options, measure
+
+    options = Options(max_bytes=1024, calls=1, warm_up=0)
+    assert measure(collective, options, "core 0") == 0
+    all_reduce = collective.all_reduce
+
+    def reduce_wrongly(tensors: Any, **options: Any) -> Any:
+        [total] = all_reduce(tensors, **options).tensors
+        return Totals([total + tf.one_hot(0, 256)])
+
+    with patch.object(collective, "all_reduce", reduce_wrongly):
+        assert measure(collective, options, "core 0") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", CONTENDERS)
 def test_every_contender_trains_what_one_process_trains(tmp_path: Path, mode: str) -> None:
@@ -28,7 +60,7 @@ def test_every_contender_trains_what_one_process_trains(tmp_path: Path, mode: st
     flags = ["--models", "TINY", "--rounds", "1", "--steps", "40", "--log_every", "20", "--timeout", "100"]
     finished = subprocess.run(
         [
-            sys.executable, "-m", "ringtrain", "bench", mode, *flags,
+            sys.executable, "-m", "benchmarks", mode, *flags,
             "--contenders", ",".join(CONTENDERS[mode]), "--output", str(output),
         ],
         cwd=REPOSITORY,
@@ -56,7 +88,7 @@ def test_every_contender_trains_what_one_process_trains(tmp_path: Path, mode: st
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", PIPELINES)
 def test_the_pipelines_of_bench_input_train(run_ringtrain: RunRingtrain, tmp_path: Path, workload: str) -> None:
-    flags = ["--workload", f"ringtrain.bench.pipelines:{workload}", "--synthetic", "true", "--steps", "2"]
+    flags = ["--workload", f"benchmarks.pipelines:{workload}", "--synthetic", "true", "--steps", "2"]
     finished = run_ringtrain([*flags, "--out", tmp_path / "run"], launcher="mpirun")
     assert finished.rc == 0, finished.stdout + finished.stderr
     assert events(tmp_path / "run", "train")[-1]["step"] == 2

@@ -12,7 +12,7 @@ import pytest
 from tests.world.conftest import RunRingtrain
 
 STEPS = 20
-FLAGS = ["--workload", "ringtrain.bench.workloads:CNN", "--batch_size", "32", "--backend", "horovod"]
+FLAGS = ["--workload", "benchmarks.workloads:CNN", "--batch_size", "32", "--backend", "horovod"]
 
 
 @pytest.mark.alone

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.bench.children import ChildFailedError, run_together
-from ringtrain.bench.contenders import Command, Comparison, Contender, Experiment, Finished, Outcome
-from ringtrain.bench.rounds import Runner, find_faults, measure
+from benchmarks.children import ChildFailedError, run_together
+from benchmarks.contenders import Command, Comparison, Contender, Experiment, Finished, Outcome
+from benchmarks.rounds import Runner, find_faults, measure
 
 ORPHAN = """
 import pathlib, subprocess, sys

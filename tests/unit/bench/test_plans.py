@@ -14,15 +14,16 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import ringtrain
-from ringtrain.bench.children import clean_environment, fill_in
-from ringtrain.bench.contenders import DIRECTORY, Command, Experiment
-from ringtrain.bench.origin import shorten
-from ringtrain.bench.peers.peer_models import MODELS
-from ringtrain.bench.plans import PLANS, VARIATIONS, plan_starts, plan_variations
-from ringtrain.bench.rounds import plan_orders
-from ringtrain.bench.settings import BenchOptions, Settings, choose_settings
-from ringtrain.bench.steps import (
+import benchmarks
+from benchmarks.__main__ import MODES, bench, find_obstacle, run
+from benchmarks.children import clean_environment, fill_in
+from benchmarks.contenders import DIRECTORY, Command, Experiment
+from benchmarks.origin import shorten
+from benchmarks.peers.peer_models import MODELS
+from benchmarks.plans import PLANS, VARIATIONS, plan_starts, plan_variations
+from benchmarks.rounds import plan_orders
+from benchmarks.settings import BenchOptions, Settings, choose_settings
+from benchmarks.steps import (
     GOALS,
     ORDER_FILE,
     STEP_CONTENDERS,
@@ -31,13 +32,13 @@ from ringtrain.bench.steps import (
     plan_steps,
     write_order,
 )
-from ringtrain.commands.bench import MODES, bench, find_obstacle
+from ringtrain.collectives.timing import bus_bandwidth
+from ringtrain.config import Config
 from ringtrain.data.order import SampleOrder
-from ringtrain.doctor.ranks import bus_bandwidth
 from ringtrain.errors import UsageError
 from ringtrain.runtime.machine import Machine
 
-PEERS = Path(ringtrain.__file__).parent / "bench/peers"
+PEERS = Path(benchmarks.__file__).parent / "peers"
 TWO_CORES = Machine(cores=(2, 5), quota=None, bound_by_launcher=False, may_have_gpus=False)
 SETTINGS = choose_settings(2, TWO_CORES)
 
@@ -85,7 +86,7 @@ def test_ringtrain_is_the_users_own_command_without_any_setting() -> None:
 
 def test_the_cnn_logs_as_often_as_ringtrain_does_by_itself() -> None:
     [command] = commands(plan(), "ringtrain")
-    assert command.argv[command.argv.index("--log_every") + 1] == str(ringtrain.config.Config.log_every)
+    assert command.argv[command.argv.index("--log_every") + 1] == str(Config.log_every)
 
 
 def test_the_stock_loop_has_no_setting_and_the_other_has_all_of_ringtrains() -> None:
@@ -177,7 +178,7 @@ def test_everything_is_on_in_the_loop_that_is_held_against_a_plain_one() -> None
 
 def test_a_loop_of_models_that_have_no_goal_is_refused() -> None:
     assert [experiment.name for experiment in plan_loops(BenchOptions(models="TINY,MANY"), SETTINGS)] == ["TINY"]
-    with pytest.raises(UsageError, match="models is 'WIDE,MANY'; bench loop measures CNN and TINY alone"):
+    with pytest.raises(UsageError, match="models is 'WIDE,MANY'; loop measures CNN and TINY alone"):
         bench("loop", BenchOptions(models="WIDE,MANY"), [], print)
 
 
@@ -187,11 +188,11 @@ def test_a_loop_of_models_that_have_no_goal_is_refused() -> None:
         (
             "step",
             "ringtrain,spinning",
-            "contenders names 'spinning'; bench step has ringtrain, ringtrain_again, ringtrain_sharded, bound",
+            "contenders names 'spinning'; step has ringtrain, ringtrain_again, ringtrain_sharded, bound",
         ),
-        ("settings", "bound", "contenders names 'bound'; bench settings has ringtrain, ringtrain_again, cycle_5_ms"),
+        ("settings", "bound", "contenders names 'bound'; settings has ringtrain, ringtrain_again, cycle_5_ms"),
         ("checkpoint", "ringtrain", "contenders is 'ringtrain'; they are chosen in step, fit and settings alone"),
-        ("all", "ringtrain", "bench all measures all contenders"),
+        ("all", "ringtrain", "all measures all contenders"),
     ],
 )
 def test_contenders_that_a_mode_has_not_are_refused(mode: str, contenders: str, words: str) -> None:
@@ -199,9 +200,27 @@ def test_contenders_that_a_mode_has_not_are_refused(mode: str, contenders: str, 
         bench(mode, BenchOptions(contenders=contenders), [], print)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["stpe"], "there is no benchmark stpe; there are step, fit, loop, allreduce"),
+        (["step", "--round", "3"], "there is no flag --round. Did you mean --rounds?"),
+        (["step", "--rounds", "0"], "rounds is 0; it must be at least 1"),
+        (["input"], "input needs --data_dir"),
+        (["show", "missing.json"], "'missing.json' is no result file"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
 def test_all_modes_leave_out_what_the_options_rule_out_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_one = mock.Mock(return_value=0)
-    monkeypatch.setattr("ringtrain.commands.bench.bench_one", bench_one)
+    monkeypatch.setattr("benchmarks.__main__.bench_one", bench_one)
     monkeypatch.setattr(signal, "signal", mock.Mock())
     said: list[str] = []
     assert bench("all", BenchOptions(models="WIDE"), [], said.append) == 0
@@ -265,7 +284,7 @@ def test_a_ring_of_two_sends_all_of_the_data_and_a_large_one_twice_as_much() -> 
 
 
 def test_result_files_name_no_place_of_this_machine(tmp_path: Path) -> None:
-    assert shorten(str(PEERS / "one_process.py")) == "ringtrain/bench/peers/one_process.py"
+    assert shorten(str(PEERS / "one_process.py")) == "benchmarks/peers/one_process.py"
     assert shorten(str(tmp_path / "data")) == "data"
     assert shorten("--steps") == "--steps"
 
@@ -292,10 +311,10 @@ def test_what_is_no_other_environment_is_refused(python: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "options", "words"),
     [
-        ("loop", {"other_python": Path("p")}, "bench step alone measures another environment"),
+        ("loop", {"other_python": Path("p")}, "step alone measures another environment"),
         ("step", {"contenders": "ringtrain", "other_python": Path("p")}, "go together"),
         ("step", {"contenders": "ringtrain_other"}, "go together"),
-        ("allreduce", {"size": 1}, "bench allreduce needs at least 2"),
+        ("allreduce", {"size": 1}, "allreduce needs at least 2"),
     ],
 )
 def test_options_that_do_not_fit_a_mode_are_its_obstacle(mode: str, options: dict[str, object], words: str) -> None:

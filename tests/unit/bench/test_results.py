@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.bench.contenders import Contender, Finished, Outcome, UnreadableError, check_outcome
-from ringtrain.bench.outcomes import read_own_data, read_start, read_unconnected
-from ringtrain.bench.peers.peer_models import MODELS, make_samples
-from ringtrain.bench.plot import choose_ticks, draw_result
-from ringtrain.bench.rounds import read_outcome
-from ringtrain.bench.settings import BenchOptions
-from ringtrain.bench.table import describe_result
-from ringtrain.commands.bench import bench_one, show, write_page
+from benchmarks.__main__ import bench_one, show, write_page
+from benchmarks.contenders import Contender, Finished, Outcome, UnreadableError, check_outcome
+from benchmarks.outcomes import read_own_data, read_start, read_unconnected
+from benchmarks.peers.peer_models import MODELS, make_samples
+from benchmarks.plot import choose_ticks, draw_result
+from benchmarks.rounds import read_outcome
+from benchmarks.settings import BenchOptions
+from benchmarks.table import describe_result
 from ringtrain.errors import UsageError
 
 FIRST, LAST = [np.zeros(4), np.ones(2)], [np.ones(4), np.full(2, 3.0)]
@@ -225,7 +225,7 @@ def test_what_is_no_result_is_refused_in_one_line(kind: str, tmp_path: Path, mon
     WRONG[kind](path)
     monkeypatch.chdir(tmp_path)
     for command in (lambda: show(path, print), lambda: write_page(print)):
-        with pytest.raises(UsageError, match=r"no result (file )?of ringtrain bench") as raised:
+        with pytest.raises(UsageError, match=r"no result (file )?of the benchmarks") as raised:
             command()
         assert "\n" not in str(raised.value)
     assert not path.with_suffix(".svg").exists()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ringtrain.bench.spread import choose_order_statistic, describe_spread, paired_ratios
+from benchmarks.spread import choose_order_statistic, describe_spread, paired_ratios
 
 
 @pytest.mark.parametrize(

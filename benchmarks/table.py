@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain.bench.rounds import find_faults
-from ringtrain.bench.spread import describe_spread, paired_ratios
-from ringtrain.doctor.ranks import bus_bandwidth
+from benchmarks.rounds import find_faults
+from benchmarks.spread import describe_spread, paired_ratios
+from ringtrain.collectives.timing import bus_bandwidth
 from ringtrain.files.bounded import parse_json, read_bounded
 
 Result = Mapping[str, Any]
@@ -29,9 +29,9 @@ HEAD = """\
 # Benchmarks
 
 What is compared with what, in which order, how often, and what each word in the tables means is in
-[ringtrain/bench/README.md](../ringtrain/bench/README.md). Each section is what `python -m ringtrain bench show FILE`
+[benchmarks/README.md](../benchmarks/README.md). Each section is what `python -m benchmarks show FILE`
 shows of a committed file, which holds the command, the commit, the machine and each single run;
-`python -m ringtrain bench page` writes this page from those files. In the pictures each run is a dot, and a tick the
+`python -m benchmarks page` writes this page from those files. In the pictures each run is a dot, and a tick the
 median.
 """
 

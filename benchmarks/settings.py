@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringtrain.bench.peers.peer_models import MODELS
+from benchmarks.peers.peer_models import MODELS
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import DevicePlan, Needs, plan_devices

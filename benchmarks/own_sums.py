@@ -1,6 +1,6 @@
 """ringtrain's own collective for what leaves at once, by sizes: a rank of ``bench allreduce``.
 
-horovodrun -np 2 python -m ringtrain.bench.own_sums --sizes 4096,65536 --output DIR --how function
+horovodrun -np 2 python -m benchmarks.own_sums --sizes 4096,65536 --output DIR --how function
 
 ``--how`` is ``function``: compiled, with sums that nothing writes to, as in the training step; ``copied``: sums in the
 rank's own memory; ``eager``; ``mpi``: compiled, by MPI alone; or ``nothing``: the same function without a sum.
@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ringtrain.bench.peers import peer_sums
+from benchmarks.peers import peer_sums
 from ringtrain.config import Config
 from ringtrain.runtime.devices import start_tensorflow
 from ringtrain.runtime.world import read_world

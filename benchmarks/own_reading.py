@@ -1,6 +1,6 @@
 """How fast one process reads images as a rank does, shuffled and in batches, without training: of ``bench input``.
 
-python -m ringtrain.bench.own_reading --kind image_folder --data_dir DIR --output DIR
+python -m benchmarks.own_reading --kind image_folder --data_dir DIR --output DIR
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long the training stands still for a save: a rank of ``bench checkpoint``.
 
-    horovodrun -np 2 python -m ringtrain.bench.own_saves --model WIDE --how written --output DIR
+    horovodrun -np 2 python -m benchmarks.own_saves --model WIDE --how written --output DIR
 
 ``--how handed_over`` stops the clock when the training may go on, as it does in ringtrain; ``--how written`` once the
 checkpoint is on the disk. What was written is read back and held against the weights.
@@ -38,7 +38,7 @@ def main() -> None:
     plan = pin(world)
     start_tensorflow(plan, world)
 
-    from ringtrain.bench import workloads
+    from benchmarks import workloads
     from ringtrain.collectives import connect
     from ringtrain.training.job import create_job
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ringtrain.bench.contenders import DIRECTORY, PORT, Command, Finished
+from benchmarks.contenders import DIRECTORY, PORT, Command, Finished
 
 MARK = "RINGTRAIN_BENCH_MARK"
 LAST_LINES = 12

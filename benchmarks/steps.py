@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ringtrain.bench.contenders import DIRECTORY, PORT, Command, Comparison, Contender, Experiment, contenders_of
-from ringtrain.bench.origin import describe_environment
-from ringtrain.bench.outcomes import RUN, read_own_data, read_peer, read_training, read_unconnected
-from ringtrain.bench.peers.peer_models import MODELS
-from ringtrain.bench.settings import BenchOptions, Length, Settings
+from benchmarks.contenders import DIRECTORY, PORT, Command, Comparison, Contender, Experiment, contenders_of
+from benchmarks.origin import describe_environment
+from benchmarks.outcomes import RUN, read_own_data, read_peer, read_training, read_unconnected
+from benchmarks.peers.peer_models import MODELS
+from benchmarks.settings import BenchOptions, Length, Settings
 from ringtrain.data.order import SampleOrder
 
 PEERS = Path(__file__).resolve().parent / "peers"
@@ -231,7 +231,7 @@ def plan_training(size: int, flags: Sequence[str], length: Length) -> Command:
 
 def workload_flags(model: str) -> list[str]:
     """The flags of ringtrain for a model of the benchmark."""
-    return ["--workload", f"ringtrain.bench.workloads:{model}"]
+    return ["--workload", f"benchmarks.workloads:{model}"]
 
 
 def peer_flags(model: str, size: int, length: Length) -> list[str]:
@@ -255,7 +255,7 @@ def launch(size: int, program: Sequence[str]) -> tuple[str, ...]:
 
 def own(module: str, *flags: str) -> tuple[str, ...]:
     """A program of ringtrain's own that measures by itself."""
-    return (sys.executable, "-m", f"ringtrain.bench.{module}", *flags)
+    return (sys.executable, "-m", f"benchmarks.{module}", *flags)
 
 
 def peer(script: str, flags: Sequence[str]) -> tuple[str, ...]:

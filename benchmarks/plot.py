@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from ringtrain.bench.spread import describe_spread
-from ringtrain.bench.table import format_bytes, list_labels, read_right_figures
-from ringtrain.doctor.ranks import bus_bandwidth
+from benchmarks.spread import describe_spread
+from benchmarks.table import format_bytes, list_labels, read_right_figures
+from ringtrain.collectives.timing import bus_bandwidth
 
 WIDTH, LABEL_WIDTH, MARGIN = 860, 190, 24
 ROW_HEIGHT, TITLE_HEIGHT, AXIS_HEIGHT = 24, 36, 40

@@ -13,7 +13,7 @@ from typing import Any
 
 from ringtrain.errors import UsageError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tensorflow", "keras", "horovod", "mpi4py", "numpy")
 
 

@@ -1,6 +1,6 @@
 """The same training by ``model.fit``: by ringtrain.keras on all ranks, or in processes that train apart.
 
-horovodrun -np 2 python -m ringtrain.bench.own_fits --how ringtrain --model CNN --size 2 --steps 300 ... --output DIR
+horovodrun -np 2 python -m benchmarks.own_fits --how ringtrain --model CNN --size 2 --steps 300 ... --output DIR
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import sys
 from typing import Any
 
-from ringtrain.bench.steps import PEERS
+from benchmarks.steps import PEERS
 
 sys.path.insert(0, str(PEERS))  # scripts, which import each other by their bare names
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ringtrain.bench.contenders import Finished, Outcome, UnreadableError
+from benchmarks.contenders import Finished, Outcome, UnreadableError
 from ringtrain.run.store import find_newest
 
 RUN = "run"  # ringtrain's run directory, below that of the contender

@@ -7,7 +7,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from ringtrain.bench.peers.peer_models import MODELS, make_samples
+from benchmarks.peers.peer_models import MODELS, make_samples
 from ringtrain.data.sources import from_arrays
 from ringtrain.workloads.base import Sources, Workload
 

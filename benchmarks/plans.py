@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ringtrain.bench.contenders import DIRECTORY, Command, Comparison, Contender, Experiment, contenders_of
-from ringtrain.bench.outcomes import RUN, read_figures, read_own_data, read_start, read_training
-from ringtrain.bench.settings import BenchOptions, Length, Settings
-from ringtrain.bench.steps import (
+from benchmarks.contenders import DIRECTORY, Command, Comparison, Contender, Experiment, contenders_of
+from benchmarks.outcomes import RUN, read_figures, read_own_data, read_start, read_training
+from benchmarks.settings import BenchOptions, Length, Settings
+from benchmarks.steps import (
     AGAIN,
     AUTOTUNE,
     LENGTHS,
@@ -78,7 +78,7 @@ def plan_inputs(options: BenchOptions, _: Settings) -> list[Experiment]:
         return plan_training(options.size, ["--workload", workload, *flags], options.length(LENGTHS["CNN"]))
 
     def pipe(workload: str) -> Command:
-        return train("--synthetic", "true", workload=f"ringtrain.bench.pipelines:{workload}")
+        return train("--synthetic", "true", workload=f"benchmarks.pipelines:{workload}")
 
     def read(kind: str, place: Path | None) -> Command:
         return Command(own("own_reading", "--output", DIRECTORY, "--kind", kind, "--data_dir", full(place)))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringtrain.bench.children import ChildFailedError, run_together
-from ringtrain.bench.contenders import Contender, Experiment, Finished, Outcome, UnreadableError, check_outcome
-from ringtrain.bench.origin import ROOT, shorten
+from benchmarks.children import ChildFailedError, run_together
+from benchmarks.contenders import Contender, Experiment, Finished, Outcome, UnreadableError, check_outcome
+from benchmarks.origin import ROOT, shorten
 from ringtrain.errors import DataError
 
 Run = dict[str, Any]

@@ -1,0 +1,1 @@
+"""How fast ringtrain is, against others, in rounds where every contender runs once."""

@@ -196,7 +196,7 @@ class Config:
     """evaluations in a row without a new best after which the run is complete; 0: only at the end"""
 
     best_metric: str = "loss"
-    """which value of an evaluation is kept in checkpoints/best and counts for stop_after"""
+    """the value by which the best checkpoint is chosen (kept as best-step-N) and that counts for stop_after"""
 
     best_direction: Literal["min", "max"] = "min"
     """whether a smaller or a larger value of best_metric is better"""

@@ -97,7 +97,7 @@ def list_facts(run: RunRecord) -> list[Fact]:
 
 
 def _best_evaluation(run: RunRecord, evaluations: Sequence[Mapping[str, Any]]) -> list[Fact]:
-    """The evaluation that ``checkpoints/best`` is chosen by."""
+    """The evaluation that the best checkpoint is chosen by."""
     metric = str(run.settings.get("best_metric", "loss"))
     scored = [event for event in evaluations if type(event.get(metric)) in (int, float)]
     if not scored:

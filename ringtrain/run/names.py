@@ -30,14 +30,6 @@ def number_twins(names: Sequence[str]) -> list[str]:
     return list(numbered)
 
 
-def modernise(names: Sequence[str]) -> list[str]:
-    """The names of the first format as they are today."""
-    slots = [name for name in names if name.startswith("slots/")]
-    paths = without_optimizer_names([re.sub(r"^slots/|#\d+$", "", name) for name in slots])
-    today = dict(zip(slots, paths, strict=True))
-    return number_twins([f"slots/{today[name]}" if name in today else name for name in names])
-
-
 def describe_difference(expected: Sequence[str], found: Sequence[str]) -> str:
     """Which names are on one side only, in short."""
     missing = [name for name in expected if name not in set(found)]

@@ -25,7 +25,7 @@ from ringtrain.run.directory import (
 from ringtrain.run.identity import as_identity, describe_identity, draw_identity, read_identity
 from ringtrain.run.lease import acquire_lease
 from ringtrain.run.progress import Progress
-from ringtrain.run.store import find_newest, mend_best, remove_unfinished, set_aside, step_name
+from ringtrain.run.store import find_newest, remove_unfinished, set_aside, step_name
 
 # Settings that do not enter what is trained (but for dropout's draws, which are others by XLA, as by other ranks). The
 # length of a run enters only where the learning rate follows it.
@@ -76,7 +76,6 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
         if not is_complete:
             for name in ("checkpoints", "tensorboard", "nonfinite", *(["profile"] if config.profile else [])):
                 require_writable(path / name)
-            mend_best(directory.checkpoints)
             directory.forget_after(checkpoint.step if checkpoint else 0)
             directory.write_config(to_plain(asdict(config)))
             directory.write_identity(identity)

@@ -1,9 +1,8 @@
-"""The checkpoints of a run: written, listed, found; the best one named; what is old, damaged or unfinished put away."""
+"""The checkpoints of a run: written, listed, found; the best one found; what is old, damaged or unfinished put away."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -12,19 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ringtrain.errors import DataError
-from ringtrain.files.atomic import flush_directory, replace_text
-from ringtrain.files.bounded import make_directory, open_directory, read_small
+from ringtrain.files.atomic import flush_directory
+from ringtrain.files.bounded import make_directory, open_directory
 from ringtrain.run.checkpoint import (
     MANIFEST_FILE,
     Checkpoint,
     DamagedError,
     read_checkpoint,
-    read_manifest,
     write_files,
 )
 
 BEST = "best"
-BEST_FILE = "best.json"
 STEP_NAME = re.compile(r"step-(\d+)", re.ASCII)
 BEST_NAME = re.compile(rf"{BEST}-{STEP_NAME.pattern}", re.ASCII)
 
@@ -55,7 +52,9 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     if is_best:
-        _point_best_to(root, name)
+        for step in _list_bests(root):
+            if step > checkpoint.step:  # of steps that a run which went on from an older checkpoint trains again
+                _remove(root / f"{BEST}-{step_name(step)}")
     return root / name
 
 
@@ -112,34 +111,14 @@ def find_checkpoint(source: Path, which: str = BEST) -> Path:
 
 
 def find_best(root: Path) -> Path | None:
-    """The best checkpoint of a run; None where it has none.
-
-    The file ``best.json`` names it, which survives any copy. Where there is none, an older ringtrain wrote it, and the
-    link ``best`` says so. A copy that follows links makes a directory of that one, and some leave links out: then it is
-    the newest that was written as a best one, as each was better than those before.
-    """
-    named = _named_best(root)
-    if named is None and (root / BEST).is_symlink():
-        named = os.readlink(root / BEST)
-    if named is not None and BEST_NAME.fullmatch(named) and (root / named).is_dir():
-        return root / named
-    steps = [int(match[1]) for path in root.glob(f"{BEST}-*") if (match := BEST_NAME.fullmatch(path.name))]
-    if steps:
-        newest = root / f"{BEST}-{step_name(max(steps))}"
-        return newest if newest.is_dir() else None
-    best = root / BEST
-    return best if (best / MANIFEST_FILE).is_file() and not best.is_symlink() else None
+    """The best checkpoint of a run; None where it has none. Of several the newest is better than those before it."""
+    steps = _list_bests(root)
+    return root / f"{BEST}-{step_name(steps[-1])}" if steps else None
 
 
-def mend_best(root: Path) -> None:
-    """Give the best checkpoint its file and its link again, where a copy or an older ringtrain has left it without."""
-    best = find_best(root)
-    with contextlib.suppress(OSError, DataError):  # the next best one gets both
-        if best is not None and best.name == BEST:
-            best = best.rename(root / f"{BEST}-{step_name(read_manifest(best / MANIFEST_FILE)['step'])}")
-        is_whole = best is None or (_named_best(root) == best.name and (root / BEST).is_symlink())
-        if best is not None and BEST_NAME.fullmatch(best.name) and not is_whole:
-            _point_best_to(root, best.name)
+def _list_bests(root: Path) -> list[int]:
+    names = [path.name for path in root.glob(f"{BEST}-*") if path.is_dir()]
+    return sorted(int(match[1]) for name in names if (match := BEST_NAME.fullmatch(name)))
 
 
 def set_aside(root: Path, newer_than: int) -> list[Path]:
@@ -157,10 +136,8 @@ def tidy(root: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints, and former best ones."""
     for step in list_steps(root)[:-keep]:
         _remove(root / step_name(step))
-    best = find_best(root)
-    for path in root.glob(f"{BEST}-*"):
-        if best is not None and path.name != best.name:
-            _remove(path)
+    for step in _list_bests(root)[:-1]:
+        _remove(root / f"{BEST}-{step_name(step)}")
 
 
 def remove_unfinished(root: Path) -> None:
@@ -204,25 +181,3 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _named_best(root: Path) -> str | None:
-    """The name in ``best.json``; None where it is none of a best checkpoint."""
-    name = read_small(root / BEST_FILE).get("checkpoint")
-    return name if isinstance(name, str) and BEST_NAME.fullmatch(name) and (root / name).is_dir() else None
-
-
-def _point_best_to(root: Path, name: str) -> None:
-    """Let ``best`` mean this checkpoint: by a file, which counts, and a link for people, tools and older ringtrains."""
-    best, link = root / BEST, root / f".writing-{BEST}"
-    replace_text(root / BEST_FILE, json.dumps({"checkpoint": name}))
-    with contextlib.suppress(OSError):
-        if not best.is_symlink() and best.is_dir():  # a copy's; what it holds is there under its name, or was worse
-            if (best / MANIFEST_FILE).is_file():
-                _remove(best)
-            else:
-                best.rmdir()  # fails where the user keeps something else in it, and then it stays
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        link.replace(best)
-    flush_directory(root)

@@ -22,6 +22,7 @@ from ringtrain.collectives import Collective
 from ringtrain.errors import UsageError
 from ringtrain.keras.exchange import Exchange
 from ringtrain.run.checkpoint import read_checkpoint
+from ringtrain.run.store import find_checkpoint
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from tests.keras.training import CLASSES, FEATURES
@@ -245,7 +246,7 @@ def test_the_best_checkpoint_is_that_of_the_metric(collective: Collective, direc
     out = Path(directory, "run")
     assert fit(str(out), best_metric="accuracy", best_direction="max").code is None
     accuracies = {event["step"]: event["accuracy"] for event in events(out, "eval")}
-    assert read_checkpoint(out / "checkpoints/best").step == max(accuracies, key=lambda step: accuracies[step])
+    assert read_checkpoint(find_checkpoint(out)).step == max(accuracies, key=lambda step: accuracies[step])
     assert fit(f"{directory}/other", best_metric="auc", epochs=1).code == 2
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,9 @@ import pytest
 
 from ringtrain.errors import DataError
 from ringtrain.run import checkpoint as checkpoint_module
-from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, Checkpoint, DamagedError, read_checkpoint
+from ringtrain.run.checkpoint import VARIABLES_FILE, Checkpoint, DamagedError, read_checkpoint
 from ringtrain.run.names import describe_difference
 from ringtrain.run.store import (
-    BEST,
-    BEST_FILE,
     find_newest,
     list_steps,
     remove_unfinished,
@@ -31,8 +27,6 @@ from ringtrain.run.store import (
 )
 from ringtrain.runtime import activity
 from tests.unit.checkpoints import FILES, RNG, assert_is_of_step, make_checkpoint, read_tree, save, shorten_by_one
-
-BESTS = (BEST, BEST_FILE)
 
 # --- What is written is what is read ---
 
@@ -185,8 +179,7 @@ def test_the_newest_are_kept_and_the_best_besides(tmp_path: Path) -> None:
         if step in (2, 3):
             save(tmp_path, step, is_best=True)
         tidy(tmp_path, 2)
-    assert {path.name for path in tmp_path.iterdir()} == {step_name(5), step_name(6), "best-step-000000003", *BESTS}
-    assert_is_of_step(read_checkpoint(tmp_path / BEST), 3)
+    assert {path.name for path in tmp_path.iterdir()} == {step_name(5), step_name(6), "best-step-000000003"}
 
 
 @pytest.mark.parametrize("keep", [1, 3, 10])
@@ -202,28 +195,8 @@ def test_the_best_one_of_a_step_that_is_saved_again_is_the_later(tmp_path: Path)
     write_checkpoint(tmp_path, make_checkpoint(3, 50), is_best=True)
     remove_unfinished(tmp_path)
     tidy(tmp_path, 1)
-    assert read_checkpoint(tmp_path / BEST).variables["weights/w"].size == 50
-    assert {path.name for path in tmp_path.iterdir()} == {"best-step-000000003", *BESTS}
-
-
-def test_there_is_a_best_one_at_any_moment(tmp_path: Path) -> None:
-    save(tmp_path, 1, is_best=True)
-    writer = threading.Thread(target=lambda: [save(tmp_path, step, is_best=True) for step in range(2, 60)])
-    writer.start()
-    seen = []
-    while writer.is_alive():
-        seen.append(os.readlink(tmp_path / BEST))
-        assert (tmp_path / seen[-1] / MANIFEST_FILE).is_file()
-    writer.join()
-    assert seen == sorted(seen)
-    assert len(set(seen)) > 1
-
-
-def test_without_the_link_no_best_one_is_removed(tmp_path: Path) -> None:
-    save(tmp_path, 3, is_best=True)
-    (tmp_path / BEST).unlink()
-    tidy(tmp_path, 1)
-    assert_is_of_step(read_checkpoint(tmp_path / "best-step-000000003"), 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["best-step-000000003"]
+    assert read_checkpoint(tmp_path / "best-step-000000003").variables["weights/w"].size == 50
 
 
 def test_a_step_saved_again_replaces_the_former(tmp_path: Path) -> None:
@@ -241,9 +214,8 @@ def test_what_a_killed_process_left_is_cleared_up_and_what_it_took_away_is_put_b
     shutil.copytree(tmp_path / step_name(1), tmp_path / f".replaced-{step_name(1)}")
     (tmp_path / step_name(2)).rename(tmp_path / f".replaced-{step_name(2)}")
     (tmp_path / f".writing-{step_name(2)}").mkdir()
-    (tmp_path / f".writing-{BEST}").symlink_to("best-step-000000002")
     remove_unfinished(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {step_name(1), step_name(2), "best-step-000000002", *BESTS}
+    assert {path.name for path in tmp_path.iterdir()} == {step_name(1), step_name(2), "best-step-000000002"}
     for path in tmp_path.glob("*step*"):
         assert_is_of_step(read_checkpoint(path), 1 if path.name == step_name(1) else 2)
 

@@ -20,9 +20,9 @@ from ringtrain.run import lease
 from ringtrain.run.checkpoint import MANIFEST_FILE, digest_of, read_checkpoint
 from ringtrain.run.directory import REPORT_FILE, append_event
 from ringtrain.run.resume import open_run
-from ringtrain.run.store import BEST, mend_best, step_name, write_checkpoint
+from ringtrain.run.store import step_name
 from tests.faults.test_fuzz import make_run
-from tests.unit.checkpoints import make_checkpoint, read_tree
+from tests.unit.checkpoints import read_tree
 
 FILES = ["metrics.jsonl", "config.yaml", "run.json", "checkpoints/best.json", REPORT_FILE, ".lease/000001"]
 DIRECTORIES = [".lease", "checkpoints", "tensorboard", "profile", "nonfinite"]
@@ -107,19 +107,6 @@ def test_an_export_goes_through_no_link(run: Path, tmp_path: Path, capsys: pytes
     assert main(["export", str(run), "--checkpoint", step_name(15), "--workload", "digits"]) == 2
     assert "'export' is a link, which is not followed" in capsys.readouterr().err
     assert read_tree(tmp_path / "elsewhere") == before
-
-
-def test_a_link_named_best_moves_nothing_into_the_run(run: Path, tmp_path: Path) -> None:
-    """An older ringtrain kept the name of the best checkpoint in this link."""
-    root = run / "checkpoints"
-    (root / "best.json").unlink()
-    shutil.rmtree(root / f"best-{step_name(15)}")
-    (root / BEST).unlink()
-    stranger = write_checkpoint(tmp_path / "other", make_checkpoint(7), is_best=False).rename(tmp_path / BEST)
-    (root / BEST).symlink_to(stranger)
-    before = read_tree(stranger)
-    mend_best(root)
-    assert read_tree(stranger) == before
 
 
 def test_temporary_files_have_names_that_nobody_can_foresee(tmp_path: Path) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 
-from ringtrain.run.checkpoint import MANIFEST_FILE, Checkpoint, digest_of, read_checkpoint
 from ringtrain.run.names import number_twins, without_optimizer_names
-from ringtrain.run.store import write_checkpoint
 from ringtrain.run.variables import named_slots, slots_that_begin_as_weights
 
 
@@ -51,18 +46,6 @@ def test_parts_of_an_optimizer_are_told_apart_by_their_order() -> None:
 )
 def test_what_stands_before_iteration_is_the_optimizer_s_name(paths: list[str], names: list[str]) -> None:
     assert without_optimizer_names(paths) == names
-
-
-def test_the_names_of_the_first_format_are_read_as_those_of_today(tmp_path: Path) -> None:
-    old = ["weights/adam/iteration", "slots/loss_scale/iteration", "slots/adam/iteration", "slots/adam/w_momentum"]
-    variables = {name: np.array(number) for number, name in enumerate(old)}
-    path = write_checkpoint(tmp_path, Checkpoint(step=1, variables=variables, progress={}, run={}), is_best=False)
-    content = json.loads((path / MANIFEST_FILE).read_text())["content"] | {"format": 1}
-    (path / MANIFEST_FILE).write_text(json.dumps({"sha256": digest_of(content), "content": content}))
-    read = read_checkpoint(path).variables
-    assert {name: int(value) for name, value in read.items()} == {
-        "weights/adam/iteration": 0, "slots/iteration": 1, "slots/iteration#2": 2, "slots/w_momentum": 3
-    }  # fmt: skip
 
 
 def test_slots_that_are_copies_of_the_weights_at_first_are_known() -> None:

@@ -51,7 +51,7 @@ def test_training_stops_once_evaluations_get_no_better(run_ringtrain: RunRingtra
     losses = [event["loss"] for event in events(out, "eval")]
     best = losses.index(min(losses))
     assert len(losses) == best + 1 + 3 < 24
-    assert (out / "checkpoints/best").readlink().name == f"best-step-{2 * (best + 1):09d}"
+    assert [path.name for path in (out / "checkpoints").glob("best-*")] == [f"best-step-{2 * (best + 1):09d}"]
     again = run_ringtrain(arguments)
     assert "is complete" in again.stdout
 

@@ -26,7 +26,6 @@ from benchmarks.children import clean_environment
 from benchmarks.contenders import Experiment
 from benchmarks.origin import describe_commit, describe_machine, find_claimed_cores, read_load, shorten
 from benchmarks.plans import PLANS, SETTINGS_CONTENDERS
-from benchmarks.plot import draw_result
 from benchmarks.rounds import Runner, find_faults, measure
 from benchmarks.settings import BenchOptions, choose_settings
 from benchmarks.steps import FIT_CONTENDERS, LOOP_GOALS, OTHER, STEP_CONTENDERS
@@ -37,7 +36,6 @@ from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text
 from ringtrain.files.outputs import require_same_kind
 from ringtrain.messages.defects import describe_defect
-from ringtrain.messages.escaping import escape, escape_block
 from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World, read_world
 from ringtrain.training.ending import report_end
@@ -128,7 +126,7 @@ def find_obstacle(mode: str, options: BenchOptions) -> str:
 
 
 def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_line: Callable[[str], None]) -> int:
-    """Measure one mode, write its file and its plot, and show the table."""
+    """Measure one mode, write its file, and show the table."""
     command = " ".join(["python -m benchmarks", *(shorten(word) for word in arguments)])
     experiments = PLANS[mode](options, choose_settings(options.size, read_machine(os.environ)))
     output = options.output or Path("results") / f"bench-{mode}.json"
@@ -142,9 +140,8 @@ def run_experiments(
     output: Path,
     print_line: Callable[[str], None],
 ) -> int:
-    """Measure experiments, write their file and its plot, and show the table; ``command`` is what the user has said."""
+    """Measure experiments, write their file, and show the table; ``command`` is what the user typed."""
     require_same_kind(output, b'"experiments"', kind="a result of the benchmarks")
-    require_same_kind(output.with_suffix(".svg"), b"<svg", kind="a plot", option="the plot of --output")
     with explaining_files(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
@@ -178,21 +175,16 @@ def run_experiments(
 
 
 def show(path: Path, print_line: Callable[[str], None]) -> None:
-    """Show the table of a result file, and draw its plot beside it."""
+    """Show the table of a result file."""
     try:
-        result = read_result(path)
-        lines, picture = describe_result(result), draw_result(result)
+        lines = describe_result(read_result(path))
     except NO_RESULT as error:
         raise UsageError(
             f"{str(path)!r} is no result file of the benchmarks ({describe_defect(error)}). Check the path."
         ) from error
-    plot = path.with_suffix(".svg")
-    require_same_kind(plot, b"<svg", kind="a plot", option="the plot of the result")
-    with explaining_files(plot):
-        replace_text(plot, picture)
     for line in lines:
-        print_line(escape_block(line))
-    print_line(escape(f"{path}, {plot}"))
+        print_line(line)
+    print_line(str(path))
 
 
 def write_page(print_line: Callable[[str], None]) -> None:

@@ -67,7 +67,7 @@ class BenchOptions:
     """TFRecord files that are read, for input, such as ringtrain convert makes of the image folder"""
 
     output: Path | None = None
-    """result file (default: results/bench-MODE.json); the plot lies beside it"""
+    """result file (default: results/bench-MODE.json)"""
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("size", 1), ("timeout", 1)):

@@ -29,7 +29,7 @@ SPEED = (ROOT / "docs/speed.md").read_text()
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
-SOURCES = [path.read_text() for room in ("ringtrain", "launch") for path in (ROOT / room).rglob("*.py")]
+SOURCES = [path.read_text() for package in ("ringtrain", "launch") for path in (ROOT / package).rglob("*.py")]
 # A message as it is printed: what is split over lines is joined.
 JOINED = [" ".join(re.sub(r'"\s+f?"', "", source).split()) for source in SOURCES]
 

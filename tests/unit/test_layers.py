@@ -1,4 +1,4 @@
-"""The rooms of the package: each imports only from rooms above it, no two files import each other, whatever the way."""
+"""Each package imports only from packages above it, and no two files import each other."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.rooms import PAGE, PICTURE, ROOT, draw, find_modules, read_imports, read_rooms, room_of
+from tests.layers import PAGE, PICTURE, ROOT, draw, find_modules, package_of, read_imports, read_packages
 
-ROOMS = read_rooms(PAGE.read_text(encoding="utf-8"))
+LAYERS = read_packages(PAGE.read_text(encoding="utf-8"))
 MODULES = find_modules(ROOT)
 IMPORTS = read_imports(MODULES)
 PUBLIC = ("ringtrain",)  # the package's own file: the version, and public names
@@ -26,13 +26,14 @@ HEAVY = {"tensorflow", "keras", "horovod", "mpi4py"}
 
 
 def upward_imports(imports: Mapping[str, set[str]]) -> list[str]:
-    """The imports from a room by one that does not stand below it."""
+    """The imports that do not go from a package to one above it."""
     return [
         f"{module} imports {other}"
         for module, others in imports.items()
         if module not in PUBLIC
         for other in others - set(PUBLIC)
-        if room_of(module) != room_of(other) and not ROOMS.index(room_of(other)) < ROOMS.index(room_of(module))
+        if package_of(module) != package_of(other)
+        and not LAYERS.index(package_of(other)) < LAYERS.index(package_of(module))
     ]
 
 
@@ -54,8 +55,8 @@ def plant(root: Path, files: Mapping[str, str]) -> dict[str, set[str]]:
     return read_imports(find_modules(root))
 
 
-def test_every_file_belongs_to_a_room() -> None:
-    assert {room_of(module) for module in MODULES} - set(PUBLIC) == set(ROOMS)
+def test_every_file_belongs_to_a_package() -> None:
+    assert {package_of(module) for module in MODULES} - set(PUBLIC) == set(LAYERS)
 
 
 def test_few_modules_lie_flat() -> None:
@@ -99,9 +100,9 @@ def test_a_circle_between_two_files_of_one_room_is_seen(second: str, tmp_path: P
 
 
 def test_the_picture_is_drawn_from_the_imports() -> None:
-    """`python -m tests.rooms` draws it anew."""
+    """`python -m tests.layers` draws it anew."""
     [picture] = PICTURE.findall(PAGE.read_text(encoding="utf-8"))
-    assert picture == draw(ROOMS, IMPORTS)
+    assert picture == draw(LAYERS, IMPORTS)
 
 
 def test_what_comes_before_the_devices_are_pinned_does_not_import_tensorflow() -> None:

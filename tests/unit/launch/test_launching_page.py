@@ -14,7 +14,7 @@ from launch.slurm.job import JobRequest
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "launching.md").read_text()
 WORDS = " ".join(PAGE.split())
-SOURCES = [path.read_text() for room in ("ringtrain", "launch") for path in (ROOT / room).rglob("*.py")]
+SOURCES = [path.read_text() for package in ("ringtrain", "launch") for path in (ROOT / package).rglob("*.py")]
 
 
 def test_every_option_is_named() -> None:

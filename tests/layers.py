@@ -1,9 +1,9 @@
-"""The rooms of the package and who imports whom, read from the source.
+"""The packages of ringtrain and their imports, read from the source.
 
-    python -m tests.rooms
+    python -m tests.layers
 
-writes the picture of ``docs/architecture.md`` anew: the rooms in their order, with an arrow for each import between two
-rooms that no longer way through others stands for.
+redraws the picture in ``docs/architecture.md``: the packages in their order, with an arrow for each import between two
+packages that no longer path implies.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PACKAGES = ("ringtrain", "launch")
 PICTURE = re.compile(r"(?<=```mermaid\n).*?(?=```)", re.DOTALL)
 
 
-def read_rooms(page: str) -> list[str]:
-    """The rooms from the top, as the first column of the page's table lists them."""
+def read_packages(page: str) -> list[str]:
+    """The packages in the order of the page's table."""
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     return [name.removesuffix("/").removesuffix(".py") for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
@@ -33,8 +33,8 @@ def find_modules(root: Path) -> dict[str, Path]:
     return {".".join(p[:-1] if p[-1] == "__init__" else p): file for file, p in parts.items()}
 
 
-def room_of(module: str) -> str:
-    """The room of a module, such as ``data`` for ``ringtrain.data.formats.tfrecord``; ``launch`` is one."""
+def package_of(module: str) -> str:
+    """The package of a module, such as ``data`` for ``ringtrain.data.formats.tfrecord``; ``launch`` is one."""
     package, *rest = module.split(".")
     return rest[0] if package == "ringtrain" and rest else package
 
@@ -72,28 +72,28 @@ def _module_of(name: str, modules: Mapping[str, Path]) -> str:
     return name
 
 
-def draw(rooms: list[str], imports: Mapping[str, set[str]]) -> str:
-    """The rooms as a Mermaid flowchart, users below what they use."""
-    uses: dict[str, set[str]] = {room: set() for room in rooms}
+def draw(packages: list[str], imports: Mapping[str, set[str]]) -> str:
+    """The packages as a Mermaid flowchart, users below what they use."""
+    uses: dict[str, set[str]] = {package: set() for package in packages}
     for module, others in imports.items():
-        if room_of(module) in uses:
-            uses[room_of(module)] |= {room_of(other) for other in others} & set(rooms) - {room_of(module)}
-    reached: dict[str, set[str]] = {}  # by any way; whom a room imports stands above it
-    for room in rooms:
-        reached[room] = uses[room].union(*(reached[other] for other in uses[room]))
+        if package_of(module) in uses:
+            uses[package_of(module)] |= {package_of(other) for other in others} & set(packages) - {package_of(module)}
+    reached: dict[str, set[str]] = {}  # by any path; a package imports only from those above it
+    for package in packages:
+        reached[package] = uses[package].union(*(reached[other] for other in uses[package]))
     arrows = [
-        f"    {room} --> {other}"
-        for room in rooms
-        for other in sorted(uses[room], key=rooms.index)
-        if not any(other in reached[between] for between in uses[room])
+        f"    {package} --> {other}"
+        for package in packages
+        for other in sorted(uses[package], key=packages.index)
+        if not any(other in reached[between] for between in uses[package])
     ]
-    return "\n".join(["flowchart BT", *(f"    {room}" for room in rooms), *arrows, ""])
+    return "\n".join(["flowchart BT", *(f"    {package}" for package in packages), *arrows, ""])
 
 
 def main() -> None:
     """Draw the page's picture anew."""
     page = PAGE.read_text(encoding="utf-8")
-    picture = draw(read_rooms(page), read_imports(find_modules(ROOT)))
+    picture = draw(read_packages(page), read_imports(find_modules(ROOT)))
     PAGE.write_text(PICTURE.sub(lambda _: picture, page), encoding="utf-8")
 
 

@@ -14,13 +14,13 @@ from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of
-from ringtrain.data.sources import Source
+from ringtrain.data.stepping import Batches
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.step.optimizers import OWN, only_reads_gradients
 from ringtrain.step.state import is_integer_or_bool
 from ringtrain.step.train_step import TrainStep, set_precision
-from ringtrain.training.evaluation import EvalStep, evaluation_batches
+from ringtrain.training.evaluation import EvalStep
 from ringtrain.workloads.base import Workload
 
 # Attributes of a DistributedOptimizer, ringtrain.keras' and Horovod's own, neither of which need be loaded here.
@@ -160,7 +160,7 @@ def create_eval_step(
     workload: Workload,
     config: Config,
     step: TrainStep,
-    evaluation: Source | None,
+    evaluation: Batches | None,
     collective: Collective,
     batch_spec: Batch,
 ) -> EvalStep | None:
@@ -168,10 +168,13 @@ def create_eval_step(
     if evaluation is None:
         check_best_metric(config, step.metric_names)
         return None
-    spec = evaluation_batches(evaluation, collective.world, global_batch_size=1, num_threads=1).element_spec
-    require_same_structure(workload, batch_spec, spec)
+    require_same_structure(workload, batch_spec, evaluation.element_spec)
     eval_step = EvalStep(
-        workload=workload, model=step.model, averages=step.averages, collective=collective, batch_spec=spec
+        workload=workload,
+        model=step.model,
+        averages=step.averages,
+        collective=collective,
+        batch_spec=evaluation.element_spec,
     )
     check_best_metric(config, eval_step.metric_names)
     return eval_step

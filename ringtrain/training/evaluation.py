@@ -46,21 +46,17 @@ class EvalReport:
 def evaluate(
     eval_step: EvalStep,
     source: Source,
+    batches: Batches,
     collective: Collective,
     *,
-    global_batch_size: int,
-    num_threads: int,
     skips_bad: bool = False,
     is_stop_wanted: Callable[[], bool] = lambda: False,
 ) -> EvalReport | None:
-    """Evaluate each sample of a source exactly once, each rank its share. Every rank must call it.
+    """Evaluate each sample of a source exactly once, each rank its ``batches``. Every rank must call it.
 
     With ``skips_bad`` samples that cannot be read are left out. The report is the same on every rank, and so is None:
     one of them wanted to stop meanwhile.
     """
-    batches = evaluation_batches(
-        source, collective.world, global_batch_size=global_batch_size, num_threads=num_threads, skips_bad=skips_bad
-    )
     sums = np.zeros(2 + len(eval_step.metric_names))
     read: list[np.ndarray] = []
     takes_long = not eval_step.was_called

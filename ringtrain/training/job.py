@@ -32,7 +32,7 @@ from ringtrain.training.creation import (
     warn_of_python,
     warn_of_settings,
 )
-from ringtrain.training.evaluation import EvalReport, EvalStep, evaluate
+from ringtrain.training.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
 from ringtrain.training.plan import Plan, choose_global_batch_size, create_batches, plan_steps
 from ringtrain.training.sources import open_sources
 from ringtrain.workloads.base import Sources, Workload
@@ -51,6 +51,7 @@ class Job:
     batches: Batches
     step: TrainStep
     evaluation: Source | None
+    evaluation_batches: Batches | None
     eval_step: EvalStep | None
     labels_to_check: Sequence[Labels]  # of the first batches: those that were not looked at before
     num_threads: int
@@ -59,14 +60,13 @@ class Job:
 
     def evaluate(self, is_stop_wanted: Callable[[], bool] = lambda: False) -> EvalReport | None:
         """Evaluate on all ranks; None where there is nothing to evaluate on, or a rank wanted to stop meanwhile."""
-        if self.evaluation is None or self.eval_step is None:
+        if self.evaluation is None or self.evaluation_batches is None or self.eval_step is None:
             return None
         return evaluate(
             self.eval_step,
             self.evaluation,
+            self.evaluation_batches,
             self.collective,
-            global_batch_size=self.plan.order.global_batch_size,
-            num_threads=self.num_threads,
             skips_bad=self.config.on_bad_sample == "skip",
             is_stop_wanted=is_stop_wanted,
         )
@@ -130,13 +130,23 @@ def create_job(
     model = raise_on_all_ranks(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
 
-    def trace() -> tuple[TrainStep, EvalStep | None]:
+    def open_evaluation() -> Batches | None:
+        if sources.evaluation is None:
+            return None
+        skips_bad = config.on_bad_sample == "skip"
+        size = plan.order.global_batch_size
+        return evaluation_batches(
+            sources.evaluation, collective.world, global_batch_size=size, num_threads=num_threads, skips_bad=skips_bad
+        )
+
+    def trace() -> tuple[TrainStep, Batches | None, EvalStep | None]:
         chosen = optimizer() if optimizer else choose_optimizer(workload, config, plan.learning_rate(0))
         spec = batches.element_spec
         step = create_step(workload, config, collective, model, chosen, spec, plan.order, in_groups=in_groups)
-        return step, create_eval_step(workload, config, step, sources.evaluation, collective, batches.element_spec)
+        evaluated = open_evaluation()
+        return step, evaluated, create_eval_step(workload, config, step, evaluated, collective, spec)
 
-    step, eval_step = raise_on_all_ranks(collective, trace, name="step")
+    step, evaluated, eval_step = raise_on_all_ranks(collective, trace, name="step")
     warn_of_python(step.python_operations, print_line)
     warn_of_own_step(model, print_line)
     warn_of_settings(workload, config, step, print_line, is_parallel=collective.world.size > 1)
@@ -148,6 +158,7 @@ def create_job(
         batches=batches,
         step=step,
         evaluation=sources.evaluation,
+        evaluation_batches=evaluated,
         eval_step=eval_step,
         labels_to_check=() if is_given_as_it_lies(workload, sources.train) else step.labels,
         num_threads=num_threads,

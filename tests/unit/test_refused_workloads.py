@@ -19,7 +19,7 @@ from ringtrain.data.sources import from_arrays, from_generator
 from ringtrain.data.tf_data import from_dataset
 from ringtrain.errors import DataError, UsageError
 from ringtrain.runtime.world import World
-from ringtrain.training.evaluation import evaluate
+from ringtrain.training.evaluation import evaluate, evaluation_batches
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.summaries import EventFiles
 from ringtrain.workloads.base import Histogram, Images, Sources, Workload
@@ -311,8 +311,9 @@ def test_labels_to_evaluate_on_that_are_not_in_memory_are_looked_at_in_each_batc
     job = job_of(create_sources=sources(ARRAYS, ARRAYS))
     assert job.eval_step is not None
     wrong = from_arrays(X, np.arange(NUM_SAMPLES) // 5)
+    batches = evaluation_batches(wrong, ALONE, global_batch_size=4, num_threads=1)
     with pytest.raises(DataError, match="sample 15 of the evaluation data has the label 3"):
-        evaluate(job.eval_step, wrong, Solo(ALONE), global_batch_size=4, num_threads=1)
+        evaluate(job.eval_step, wrong, batches, Solo(ALONE))
 
 
 @pytest.mark.parametrize(

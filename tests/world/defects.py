@@ -87,14 +87,14 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     from ringtrain.step.averages import WeightAverages
     from ringtrain.step.loss_scale import LossScale
     from ringtrain.step.sharding import ShardedOptimizer
-    from ringtrain.training import evaluation
+    from ringtrain.training import evaluation, job
 
     right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
     right_update = step.TrainStep._reduce_and_update
     right_sum, right_reduction = Native.all_reduce, GradientReduction.__call__
     right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
     right_average = WeightAverages.update
-    right_batches, right_seeds = evaluation.evaluation_batches, local_gradients.LocalGradients._dropout_seeds
+    right_evaluate, right_seeds = evaluation.evaluate, local_gradients.LocalGradients._dropout_seeds
 
     def mean_of_means(self: Any, *steps: int, rank: int, size: int) -> Any:
         planned = right_plan(self, *steps, rank=rank, size=size)
@@ -132,9 +132,10 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     def as_in_first_epoch(positions: Any, domain_size: int, key: Any) -> Any:
         return right_permute(positions, domain_size, (key[0], 0))
 
-    def with_last_twice(*arguments: Any, **options: Any) -> Any:
-        batches = list(right_batches(*arguments, **options))
-        return [*batches, batches[-1]]
+    def with_last_twice(eval_step: Any, source: Any, batches: Any, *others: Any, **options: Any) -> Any:
+        *rest, last = batches
+        repeated: Any = [*rest, last, last]
+        return right_evaluate(eval_step, source, repeated, *others, **options)
 
     def mean_of_micro_batches(data_loss_sum: Any, regularization: Any, *, count: Any, global_count: Any) -> Any:
         return (data_loss_sum / count + regularization) / 3
@@ -230,7 +231,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
             "steps_per_epoch",
             property(lambda self: self.num_samples // self.global_batch_size),
         ),
-        "the last evaluation batch counted twice": (evaluation, "evaluation_batches", with_last_twice),
+        "the last evaluation batch counted twice": (job, "evaluate", with_last_twice),
         "evaluation's regularisation doubled": (
             evaluation.EvalStep,
             "regularization",

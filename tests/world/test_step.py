@@ -14,7 +14,7 @@ from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.base import Solo
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import Config
-from ringtrain.data.sources import from_arrays
+from ringtrain.data.sources import Source, from_arrays
 from ringtrain.errors import UsageError
 from ringtrain.run.variables import broadcast_variables, is_seed_state
 from ringtrain.runtime import activity
@@ -23,7 +23,7 @@ from ringtrain.runtime.world import World
 from ringtrain.step.loss_scale import INITIAL_LOSS_SCALE, LossScale
 from ringtrain.step.report import StepReport, read_value
 from ringtrain.step.train_step import TrainStep
-from ringtrain.training.evaluation import EvalStep, evaluate
+from ringtrain.training.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
 from ringtrain.training.job import create_job
 from ringtrain.workloads.base import Workload
 from tests.world.group import GLOO, on_ranks
@@ -218,12 +218,12 @@ def test_averages_follow_the_weights_and_are_evaluated_in_their_stead(collective
         assert_close(average.numpy(), expected, weight.path)
     eval_step = eval_step_of(step, collective, batches.element_spec)
     before = bits_of(step.variables)
-    result = evaluate(eval_step, source, collective, global_batch_size=GLOBAL_BATCH_SIZE, num_threads=1)
+    result = evaluate_on(eval_step, source, collective, global_batch_size=GLOBAL_BATCH_SIZE)
     assert result is not None
     assert bits_of(step.variables) == before
     for weight, average in step.averages.pairs:
         weight.assign(average.value)
-    again = evaluate(eval_step, source, collective, global_batch_size=GLOBAL_BATCH_SIZE, num_threads=1)
+    again = evaluate_on(eval_step, source, collective, global_batch_size=GLOBAL_BATCH_SIZE)
     assert again == result, "not the averages were evaluated"
     assert_same_bits_on_all_ranks(step.variables, collective)
 
@@ -240,13 +240,12 @@ def test_a_vote_of_one_rank_reaches_all_in_steps_and_evaluations(collective: Col
     eval_step = eval_step_of(step, collective, batches.element_spec)
     for global_batch_size in (1, 5):  # with one sample, the rank that votes has none
         answers = iter([False, True])
-        result = evaluate(
+        result = evaluate_on(
             eval_step,
             source,
             collective,
             global_batch_size=global_batch_size,
-            num_threads=1,
-            is_stop_wanted=lambda answers=answers: is_last and next(answers),  # type: ignore[misc]
+            is_stop_wanted=lambda answers=answers: is_last and next(answers),
         )
         assert result is None
 
@@ -261,6 +260,13 @@ def eval_step_of(step: TrainStep, collective: Collective, spec: Any, workload: W
     )
 
 
+def evaluate_on(
+    eval_step: EvalStep, source: Source, collective: Collective, *, global_batch_size: int, **options: Any
+) -> EvalReport | None:
+    batches = evaluation_batches(source, collective.world, global_batch_size=global_batch_size, num_threads=1)
+    return evaluate(eval_step, source, batches, collective, **options)
+
+
 @on_ranks(2, slow=[1, 3])
 def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
     source = dense_samples(13)
@@ -272,7 +278,7 @@ def test_evaluation_counts_each_sample_once(collective: Collective) -> None:
     y = source.y.numpy()
     data_loss = np.mean(np.log(np.sum(np.exp(logits), axis=1)) - logits[np.arange(13), y])
     for global_batch_size in (1, 4, 5, 100):
-        result = evaluate(eval_step, source, collective, global_batch_size=global_batch_size, num_threads=1)
+        result = evaluate_on(eval_step, source, collective, global_batch_size=global_batch_size)
         assert result is not None
         assert result.samples == 13
         assert_close(result.data_loss, data_loss, "data_loss")
@@ -292,7 +298,7 @@ def test_metrics_may_have_another_order_on_each_rank(collective: Collective) -> 
     step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], batches.element_spec, workload=workload)
     [report] = train(step, batches)
     eval_step = eval_step_of(step, collective, batches.element_spec, workload)
-    result = evaluate(eval_step, source, collective, global_batch_size=5, num_threads=1)
+    result = evaluate_on(eval_step, source, collective, global_batch_size=5)
     assert result is not None
     assert report.metrics == result.metrics == {"one": 1, "two": 2}
 
@@ -305,7 +311,7 @@ def test_the_watchdog_hears_of_each_batch_of_an_evaluation(collective: Collectiv
     eval_step = eval_step_of(step, collective, spec)
     for takes_long in (True, False):  # what compiles, compiles in the first batch
         with mock.patch.object(activity, "note") as note:
-            evaluate(eval_step, source, collective, global_batch_size=5, num_threads=1)
+            evaluate_on(eval_step, source, collective, global_batch_size=5)
         first = [Note(doing, 1, takes_long) for doing in (Phase.EVALUATION_DATA, Phase.EVALUATION_STEP)]
         others = [Note(doing, number) for number in (2, 3) for doing in (Phase.EVALUATION_DATA, Phase.EVALUATION_STEP)]
         said = [Note(*call.args, **call.kwargs) for call in note.call_args_list]

@@ -62,10 +62,11 @@ def local_batches(
         numbers = [(local.step, local.epoch, local.global_count) for local in planned]
         return [padded, counts, *np.array(numbers, np.int64).T]
 
-    def plan_steps(first: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def plan_steps(first: tf.Tensor) -> tf.data.Dataset:
         planned = tf.numpy_function(plan, [first], [tf.int64] * 5)
-        shapes = ([None, None], *[[None]] * 4)
-        return tuple(tf.ensure_shape(tensor, shape) for tensor, shape in zip(planned, shapes, strict=True))
+        for tensor, shape in zip(planned, ([None, None], *[[None]] * 4), strict=True):
+            tensor.set_shape(shape)
+        return tf.data.Dataset.from_tensor_slices(tuple(planned))
 
     def read(padded: tf.Tensor, count: tf.Tensor, step: tf.Tensor, epoch: tf.Tensor, global_count: tf.Tensor) -> Batch:
         indices = padded[:count]
@@ -78,8 +79,8 @@ def local_batches(
         return Batch(x, y, indices, step, global_count)
 
     # Many steps travel at once: to enter Python for each would cost a core as much as a small step's computation.
-    # Not by from_generator, which traces five functions and takes twice as long to start.
-    planned = tf.data.Dataset.range(first_step, end_step, PLANNED_STEPS).map(graph_code(plan_steps)).unbatch()
+    # Not by from_generator and unbatch, which trace six functions and take twice as long to start.
+    planned = tf.data.Dataset.range(first_step, end_step, PLANNED_STEPS).flat_map(graph_code(plan_steps))
     with own_errors():
         return in_own_threads(planned.map(graph_code(read)), num_threads)
 

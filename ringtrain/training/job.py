@@ -33,7 +33,7 @@ from ringtrain.training.creation import (
     warn_of_settings,
 )
 from ringtrain.training.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
-from ringtrain.training.plan import Plan, choose_global_batch_size, create_batches, plan_steps
+from ringtrain.training.plan import Plan, choose_global_batch_size, create_batches, own_augment, plan_steps
 from ringtrain.training.sources import open_sources
 from ringtrain.workloads.base import Sources, Workload
 
@@ -207,4 +207,4 @@ def check_labels(job: Job, sources: Sources) -> None:
 
 def is_given_as_it_lies(workload: Workload, train: Source | Feed) -> bool:
     """Whether the batches have the labels that lie in memory; an ``augment`` of the workload's may change them."""
-    return isinstance(train, ArraySource) and getattr(workload.augment, "__func__", None) is Workload.augment
+    return isinstance(train, ArraySource) and own_augment(workload) is None

@@ -12,7 +12,7 @@ from typing import Any, cast
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, Config
 from ringtrain.data.order import SampleOrder, StreamingOrder
-from ringtrain.data.pipeline import local_batches
+from ringtrain.data.pipeline import Augment, local_batches
 from ringtrain.data.places import NOWHERE
 from ringtrain.data.sources import FallibleSource, Feed, Source, is_fallible
 from ringtrain.data.stepping import Batches, CountedBatches, explain_bad
@@ -96,7 +96,7 @@ def create_batches(
     """This rank's batches of the plan's steps; ``places``: where each rank's pipeline was (``Progress.places``)."""
     order, world = plan.order, collective.world
     steps: dict[str, Any] = {"first_step": plan.first_step, "end_step": plan.total_steps}
-    read: dict[str, Any] = {"num_threads": num_threads, "augment": workload.augment}
+    read: dict[str, Any] = {"num_threads": num_threads, "augment": own_augment(workload)}
     if isinstance(train, Feed):
         is_known = len(places) == world.size or (bool(places) and train.is_shared)
         step, state, where = places[world.rank if len(places) == world.size else 0] if is_known else (0, "", "")
@@ -118,6 +118,11 @@ def create_batches(
     return CountedBatches(
         dataset, collective, order, **steps, explain=explain, find_bad=find_bad, print_line=print_line
     )
+
+
+def own_augment(workload: Workload) -> Augment | None:
+    """The workload's ``augment``; None if it has none of its own, which would change nothing."""
+    return None if getattr(workload.augment, "__func__", None) is Workload.augment else workload.augment
 
 
 def place_of_data(config: Config) -> str:

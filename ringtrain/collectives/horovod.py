@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ringtrain.collectives.base import Collective, Totals, mark_collective
 from ringtrain.collectives.mpi import finalize_mpi, gather_by_mpi, require_size
 from ringtrain.errors import UsageError
-from ringtrain.messages.defects import describe_defect
+from ringtrain.messages.defects import describe_failed_import
 from ringtrain.runtime.devices import DYNAMIC_TIMELINE
 from ringtrain.runtime.processes import list_threads
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
@@ -162,7 +162,7 @@ def connect_horovod(world: World) -> HorovodCollective:
 
 def _cannot_load(error: BaseException) -> UsageError:
     return UsageError(
-        f"Horovod cannot be loaded: {describe_defect(error).rstrip('.')}. It must be built against the TensorFlow that "
+        f"Horovod cannot be loaded: {describe_failed_import(error)}. It must be built against the TensorFlow that "
         "is installed: run `make setup`, or see `horovodrun --check-build`."
     )
 
@@ -253,7 +253,7 @@ def _mpi4py_size(hvd: ModuleType, world: World) -> int:
         from mpi4py import MPI
     except (Exception, SystemExit) as error:  # whatever a broken or half installed package raises
         raise UsageError(
-            f"mpi4py cannot be loaded: {describe_defect(error).rstrip('.')}. Install it built against Horovod's MPI: "
+            f"mpi4py cannot be loaded: {describe_failed_import(error)}. Install it built against Horovod's MPI: "
             "run `make setup`, or see python -m ringtrain doctor."
         ) from error
     return MPI.COMM_WORLD.Get_size() if MPI.Is_initialized() else 1

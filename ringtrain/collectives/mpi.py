@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ringtrain.collectives.base import Collective, Totals, mark_collective
 from ringtrain.errors import UsageError
+from ringtrain.messages.defects import describe_failed_import
 from ringtrain.messages.ranks import group_ranks, name_ranks
 from ringtrain.runtime.world import World
 
@@ -116,7 +117,8 @@ def connect_mpi(world: World) -> MpiCollective:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UsageError(
-            f"MPI cannot be loaded: {error}. Install it with mpi4py built against it, or Horovod for --backend horovod."
+            f"MPI cannot be loaded: {describe_failed_import(error)}. Install it with mpi4py built against it; or, for "
+            "--backend horovod, Horovod."
         ) from error
     require_size(world, "mpi4py", MPI.COMM_WORLD.Get_size())
     if MPI.COMM_WORLD.Get_rank() != world.rank:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ringtrain.messages.hiding import describe_hiding
+
 MAX_MESSAGE = 160
 
 
@@ -117,7 +119,7 @@ def main() -> None:
         try:
             tell(ends=name, found=look())
         except BaseException as error:  # whatever it is, the next step may work
-            tell(ends=name, failure=shorten(f"{type(error).__name__}: {error}"))
+            tell(ends=name, failure=describe_hiding(error) or shorten(f"{type(error).__name__}: {error}"))
     os._exit(0)  # libraries that were loaded only to be looked at have nothing to tidy up
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from ringtrain.doctor.facts import Facts, Stack
+from ringtrain.messages.hiding import RENAME
 from ringtrain.runtime.machine import format_cores
 from ringtrain.runtime.srun import HOROVODRUN
 from ringtrain.runtime.world import GLOO_LAUNCHER
@@ -336,4 +337,7 @@ def find_missing(stack: Stack, package: str, remedy: str = SETUP) -> Finding | N
     version, failure = stack.versions.get(package), stack.failures.get(package)
     if version is None:
         return Finding("broken", "not installed", remedy)
-    return Finding("broken", f"{version} does not load: {failure}", remedy) if failure else None
+    if not failure:
+        return None
+    remedy = RENAME.removeprefix(": ") if failure.endswith(RENAME) else remedy
+    return Finding("broken", f"{version} does not load: {failure.removesuffix(RENAME)}", remedy)

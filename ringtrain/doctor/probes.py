@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from ringtrain.doctor.facts import Facts, Gpu, Hardware, Launchers, Stack, as_tuples
 from ringtrain.doctor.inside import STEPS, describe_mpi, shorten
 from ringtrain.errors import UsageError
+from ringtrain.messages.hiding import describe_hiding
 from ringtrain.runtime.environment import check_address_space, check_environment
 from ringtrain.runtime.machine import read_machine, read_memory_limits
 from ringtrain.runtime.processes import ask
@@ -83,7 +84,7 @@ def require_module(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:
-        why = shorten(f"{type(error).__name__}: {error}")
+        why = describe_hiding(error) or shorten(f"{type(error).__name__}: {error}")
         raise UsageError(
             f"the package {name} does not load: {why}. Install the environment again: make setup."
         ) from None

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ringtrain.errors import UsageError
+from ringtrain.messages.hiding import describe_hiding
 
 GRAPH_ERROR = "Graph execution error:"  # frames follow; an error out of a graph says last what is wrong
 USERS_CODE = "in user code:"  # AutoGraph: frames of two lines each follow, and then the error itself
@@ -34,6 +35,11 @@ def describe_defect(error: BaseException) -> str:
     return kind + (said[-1] if said[0] == GRAPH_ERROR else said[0])
 
 
+def describe_failed_import(error: BaseException) -> str:
+    """Why a package does not load, in one line, without a full stop."""
+    return describe_hiding(error) or describe_defect(error).rstrip(".")
+
+
 @contextlib.contextmanager
 def explaining_import(command: str) -> Iterator[None]:
     """Report in one line that a package which a command imports does not load, whatever it raises."""
@@ -41,7 +47,7 @@ def explaining_import(command: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise UsageError(
-            f"what {command} needs cannot be loaded: {describe_defect(error)}. See python -m ringtrain doctor.",
+            f"what {command} needs cannot be loaded: {describe_failed_import(error)}. See python -m ringtrain doctor.",
             reach="node",
         ) from error
 

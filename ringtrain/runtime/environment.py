@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ringtrain.errors import UsageError
+from ringtrain.messages.hiding import describe_hiding
 
 # Less than any run maps: small ones on cores 1.6 GiB and more, with TensorFlow 2.21 as built for GPUs 2.6 GiB.
 MIN_ADDRESS_BYTES = 1.5 * 2**30
@@ -79,8 +80,9 @@ def explaining_tensorflow() -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:  # whatever a broken or half installed package raises
         stripped = " Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which TensorFlow may need: unset that."
+        why = describe_hiding(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UsageError(
-            f"TensorFlow cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}."
+            f"TensorFlow cannot be loaded: {why}."
             f"{stripped if sys.flags.optimize >= 2 else ''} See python -m ringtrain doctor.",
             reach="node",
         ) from error

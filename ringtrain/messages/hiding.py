@@ -1,0 +1,53 @@
+"""A user's file that hides a module of Python, such as a ``random.py`` in the working directory.
+
+This file imports only what Python itself has loaded when a program begins: anything else may be hidden.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+RENAME = ": rename it"
+STANDARD = os.path.dirname(os.__file__)
+
+
+def describe_hiding(error: BaseException) -> str:
+    """Name the file that hides a module of Python where an import failed; empty if none does."""
+    for file in _list_files(error):
+        folder, name = os.path.split(os.path.abspath(file).removesuffix(f"{os.sep}__init__.py"))
+        module = name.removesuffix(".py")
+        is_top_level = folder in map(os.path.abspath, sys.path)
+        if module in sys.stdlib_module_names and is_top_level and not file.startswith(STANDARD):
+            return f"{os.path.join(folder, name)} hides Python's own module {module!r}{RENAME}"
+    return ""
+
+
+def _list_files(error: BaseException | None) -> Iterator[str]:
+    """The files of code that an error came through, the innermost first, and those of the modules that are loaded."""
+    failed = error
+    while error is not None:
+        if isinstance(error, SyntaxError):
+            yield error.filename or ""
+        frames, trace = [], error.__traceback__
+        while trace is not None:
+            frames.append(trace.tb_frame.f_code.co_filename)
+            trace = trace.tb_next
+        yield from reversed(frames)
+        error = error.__cause__ or error.__context__
+    names = sys.stdlib_module_names.intersection(sys.modules)
+    named = sorted(names, key=lambda name: repr(name) not in str(failed))  # the one of the message first
+    yield from (getattr(sys.modules[name], "__file__", None) or "" for name in named)
+
+
+@contextlib.contextmanager
+def refusing_hidden() -> Iterator[None]:
+    """End the program with one line if an import fails because a file hides a module of Python."""
+    try:
+        yield
+    except Exception as error:
+        hiding = describe_hiding(error)
+        if not hiding:
+            raise
+        sys.stderr.write(f"ringtrain: error: {ascii(hiding)[1:-1]}.\n")
+        raise SystemExit(2) from None

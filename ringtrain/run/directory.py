@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import itertools
 import json
@@ -55,10 +56,10 @@ STEP_EVENTS = ("train", "eval", "checkpoint", "warning")
 class RunDirectoryError(RingtrainError):
     """The run directory cannot be written any more."""
 
-    def __init__(self, path: Path, reason: str) -> None:
+    def __init__(self, path: Path, reason: str, remedy: str = "Make room, or bring the directory back,") -> None:
         super().__init__(
-            f"the run directory {str(path)!r} cannot be written: {reason}. Make room, or bring the directory back, and "
-            "start the same command again: it goes on from the newest checkpoint."
+            f"the run directory {str(path)!r} cannot be written: {reason}. {remedy} and start the same command again: "
+            "it goes on from the newest checkpoint."
         )
 
 
@@ -133,7 +134,10 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            raise RunDirectoryError(self.path, error.strerror or str(error)) from error
+            reason = error.strerror or str(error)
+            if error.errno == errno.EFBIG and error.filename:  # of what was to be read
+                raise RunDirectoryError(self.path, reason, "Move that file out of it,") from error
+            raise RunDirectoryError(self.path, reason) from error
 
     def close(self) -> None:
         self._metrics.close()

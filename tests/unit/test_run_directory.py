@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 from ringtrain.errors import UsageError
 from ringtrain.run.directory import (
     CONFIG_FILE,
+    MAX_METRICS_BYTES,
     METRICS_FILE,
     RunDirectory,
+    RunDirectoryError,
     append_event,
     create_run_directory,
     read_config,
@@ -361,3 +364,12 @@ def test_where_there_is_no_run_none_is_ended(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         append_event(tmp_path, "end", exit_code=6)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_log_that_is_too_large_to_go_on_is_to_be_moved_away(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    os.truncate(tmp_path / METRICS_FILE, MAX_METRICS_BYTES + 1)
+    words = r"'metrics.jsonl' has more than 4,294,967,296 bytes\. Move that file out of it, and start the same command"
+    with pytest.raises(RunDirectoryError, match=words):
+        run.forget_after(0)
+    run.close()

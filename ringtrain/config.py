@@ -22,8 +22,8 @@ from ringtrain.messages.rules import (
     did_you_mean,
     merge_options,
     one_of,
+    printable,
     range_of_steps,
-    utf8,
 )
 
 DEFAULT_BATCH_SIZE = 32  # of a rank, where neither the user nor the workload says another
@@ -286,8 +286,8 @@ class Config:
                 raise UsageError(
                     f"{name} is {getattr(self, name)} and {other} is {getattr(self, other)}; give one of the two."
                 )
-        for name in ("out", "data_dir"):
-            utf8(name, getattr(self, name))
+        for name in ("workload", "out", "data_dir", "init_from"):
+            printable(name, getattr(self, name))
         if self.profile is not None:
             range_of_steps("profile", self.profile)
         if self.max_hours is not None:

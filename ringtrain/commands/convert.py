@@ -17,7 +17,7 @@ from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import UsageError
 from ringtrain.messages.escaping import escape
-from ringtrain.messages.rules import utf8
+from ringtrain.messages.rules import printable
 from ringtrain.runtime.world import World
 from ringtrain.terminal.startup import quiet_start
 from ringtrain.training.joining import pin
@@ -44,7 +44,7 @@ class Options:
     """what the source is"""
 
     def __post_init__(self) -> None:
-        utf8("destination", self.destination)
+        printable("destination", self.destination)
         if self.shards is not None and not 1 <= self.shards <= MAX_SHARDS:
             raise UsageError(f"shards is {self.shards}; it must be from 1 to {MAX_SHARDS:,}.")
 

@@ -18,7 +18,7 @@ from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import RunOptions, prepare, read_settings, refuse_launcher
 from ringtrain.errors import UsageError
 from ringtrain.messages.escaping import escape
-from ringtrain.messages.rules import utf8
+from ringtrain.messages.rules import printable
 from ringtrain.run.directory import refuse_taken, require_writable
 from ringtrain.run.identity import require_own
 from ringtrain.run.store import BEST, find_checkpoint
@@ -37,7 +37,7 @@ class Options(RunOptions):
     """what to write; it must not exist (RUN/export/step-NUMBER)"""
 
     def __post_init__(self) -> None:
-        utf8("output", self.output)
+        printable("output", self.output)
 
 
 def main(arguments: Sequence[str], world: World) -> int:

@@ -20,7 +20,7 @@ from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import UsageError
 from ringtrain.messages.escaping import escape
-from ringtrain.messages.rules import utf8
+from ringtrain.messages.rules import printable
 from ringtrain.runtime.world import World
 from ringtrain.workloads import refuse_hiding
 
@@ -36,7 +36,7 @@ class Options:
     """Python file to write; it must not exist"""
 
     def __post_init__(self) -> None:
-        utf8("file", self.file)
+        printable("file", self.file)
 
 
 def main(arguments: Sequence[str], world: World) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ringtrain.errors import UsageError
+from ringtrain.messages.escaping import escape
 
 MAX_FLOAT = 3e38  # a float32 is no larger
 LONGEST_VALUE = 80
@@ -52,14 +53,11 @@ def at_most(name: str, value: float, most: float) -> None:
         raise UsageError(f"{name} is {shorten(value)}; it must be at most {limit}.")
 
 
-def utf8(name: str, path: Path | None) -> None:
-    """See that the system, TensorFlow, the settings and the code that a path is written into can hold it."""
-    if "\0" in str(path):
-        raise UsageError(f"{name} is {str(path)!r}, and no path has a null character. Give another path.")
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"{name} is {str(path)!r}, which is not UTF-8 text. Give another path.") from None
+def printable(name: str, path: Path | str | None) -> None:
+    """See that TensorFlow, settings and code can hold a path, and that a shown command with it can be copied."""
+    if escape(str(path)) != str(path) or "\t" in str(path):
+        rule = "which is not UTF-8 text without control characters"
+        raise UsageError(f"{name} is {str(path)!r}, {rule}. Give another path.")
 
 
 def shorten(value: Any) -> str:

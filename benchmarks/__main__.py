@@ -14,6 +14,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -141,6 +142,8 @@ def run_experiments(
     print_line: Callable[[str], None],
 ) -> int:
     """Measure experiments, write their file, and show the table; ``command`` is what the user typed."""
+    env = clean_environment(os.environ, programs=Path(sys.executable).parent)
+    require_programs(experiments, env["PATH"])
     require_same_kind(output, b'"experiments"', kind="a result of the benchmarks")
     with explaining_files(output):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +160,6 @@ def run_experiments(
         "experiments": [],
     }
     with tempfile.TemporaryDirectory(prefix="ringtrain-bench-") as directory:
-        env = clean_environment(os.environ, programs=Path(sys.executable).parent)
         runner = Runner(Path(directory), env=env, timeout=options.timeout)
         for experiment in experiments:
             result["experiments"].append({})
@@ -172,6 +174,17 @@ def run_experiments(
             measure(experiment, runner, rounds=options.rounds, seed=options.seed, note=note)
     show(output, print_line)
     return 1 if find_faults(result) else 0
+
+
+def require_programs(experiments: Sequence[Experiment], search_path: str) -> None:
+    """Refuse contenders whose program is not installed, such as horovodrun without Horovod."""
+    contenders = [each for experiment in experiments for each in experiment.contenders]
+    for contender, program in [(each.name, command.argv[0]) for each in contenders for command in each.commands]:
+        if shutil.which(program, path=search_path) is None:
+            raise UsageError(
+                f"the contender {contender} needs {program}, which is not in PATH. Install it (make setup), or choose "
+                "others with --contenders."
+            )
 
 
 def show(path: Path, print_line: Callable[[str], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import UsageError
+from ringtrain.guard.code import package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tensorflow", "keras", "horovod", "mpi4py", "numpy")
@@ -28,7 +28,7 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
         "mpi": _first_line(["mpirun", "--version"]),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        **{name: package_version(name) for name in PACKAGES},
     }
 
 

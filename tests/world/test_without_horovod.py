@@ -45,6 +45,15 @@ def test_it_trains_the_same_bits(python: Path, run_ringtrain: RunRingtrain, tmp_
     assert digest(final_checkpoint(tmp_path / "there", 20)) == digest(final_checkpoint(tmp_path / "here", 20))
 
 
+def test_a_benchmark_that_starts_horovodrun_is_refused(python: Path) -> None:
+    flags = ["--size", "1", "--models", "CNN", "--contenders", "ringtrain,one_process", "--rounds", "1"]
+    command = [str(python), "-m", "benchmarks", "step", *flags]
+    refused = run_command(command, env=clean_environment(PATH="/usr/bin:/bin"), timeout=60)
+    assert refused.rc == 2, refused.stderr
+    [line] = refused.stderr.splitlines()
+    assert "the contender ringtrain needs horovodrun, which is not in PATH." in line
+
+
 @pytest.mark.slow
 def test_a_layer_that_asks_the_other_ranks_trains_the_same_bits(
     python: Path, run_ringtrain: RunRingtrain, tmp_path: Path

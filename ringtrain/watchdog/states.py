@@ -93,14 +93,15 @@ def find_limit(states: Mapping[int, RankState]) -> float:
     """Seconds for which nothing may move.
 
     The long limit is that of a rank that is in a long phase and says so: not of one from which nothing comes, nor of
-    one that waits for such a rank.
+    one that waits, in such a phase, for a rank that is busy.
     """
     missing = [state for state in states.values() if state.is_missing]
     present = [state for state in states.values() if not state.is_missing]
     if missing:
         limits = [state.limit if state.note.place is None else state.max_silence for state in present]
     else:
-        limits = [state.limit for state in present]
+        busy = find_busy(states)
+        limits = [state.limit for state in present if not busy or state.note.doing is not Phase.MEET]
     limit = max(limits, default=0.0)
     return min(limit, GONE_SECONDS) if any(state.is_gone for state in missing) else limit
 
@@ -128,11 +129,15 @@ def find_awaited(states: Mapping[int, RankState]) -> list[int]:
     missing = [rank for rank, state in states.items() if state.is_missing]
     if missing:
         return missing
-    busy = [rank for rank, state in states.items() if state.note.place is None]
-    if busy:
+    if busy := find_busy(states):
         return busy
     steps = {state.note.step for state in states.values()}
     return [rank for rank, state in states.items() if len(steps) > 1 and state.note.step == min(steps)]
+
+
+def find_busy(states: Mapping[int, RankState]) -> list[int]:
+    """Those that are at something of their own, for which the others wait."""
+    return [rank for rank, state in states.items() if state.note.place is None]
 
 
 def describe_group(ranks: Sequence[int], state: RankState, nodes: Sequence[str]) -> str:

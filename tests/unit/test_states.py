@@ -53,6 +53,11 @@ REPORTS = {
         {0: stands(), 1: stands()},
         "nothing has moved for 10 s: rank 0 on node6 and rank 1 on node7 stand in step 412 since 10 s.",
     ),
+    "a callback of one reduces alone, and another saves": (
+        {0: state(Phase.MEET, limit=600.0), 1: state(Phase.CALLBACKS)},
+        "nothing has moved for 10 s: rank 1 on node7 runs the callbacks after step 412 since 10 s; rank 0 waits "
+        "for it.",
+    ),
     "one is a step behind": (
         {0: stands(), 1: stands(411), 2: stands()},
         "nothing has moved for 10 s: rank 1 on node7 stands in step 411 since 10 s; ranks 0, 2 wait for it in step "

@@ -42,6 +42,7 @@ PLANTED = {
     "a slot that is not broadcast": Planted(),
     "regularisation added on every rank": Planted(),
     "a bias' gradient doubled on rank 1": Planted(),
+    "a factor of the loss that depends on the rank": Planted(),
     "gradients averaged once more": Planted(),
     "a control vector that is not summed": Planted(),
     "clipping before the sum": Planted(settings=CLIPPED),
@@ -88,12 +89,13 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     from ringtrain.step.loss_scale import LossScale
     from ringtrain.step.sharding import ShardedOptimizer
     from ringtrain.training import evaluation, job
+    from ringtrain.workloads import values
 
     right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
     right_update = step.TrainStep._reduce_and_update
     right_sum, right_reduction = Native.all_reduce, GradientReduction.__call__
     right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
-    right_average = WeightAverages.update
+    right_average, right_losses = WeightAverages.update, values.per_sample
     right_evaluate, right_seeds = evaluation.evaluate, local_gradients.LocalGradients._dropout_seeds
 
     def mean_of_means(self: Any, *steps: int, rank: int, size: int) -> Any:
@@ -115,6 +117,10 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
 
     def keys_of_each_rank(seed: int, epoch: Any, indices: Any) -> Any:
         return augment.sample_keys(seed + rank, epoch, indices)
+
+    def loss_by_rank(workload: Any, y: Any, outputs: Any) -> Any:
+        losses, metrics = right_losses(workload, y, outputs)
+        return losses * (1 + rank), metrics
 
     def its_input(self: Any, tensors: Any, **how: Any) -> Totals:
         if not how["name"].startswith("gradients"):
@@ -225,6 +231,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
         "a vector whose gradients are not summed": (GradientReduction, "_sum_as_vector", own_vector),
         "compressed gradients of half the size": (GradientReduction, "compress", halved),
         "a bias' gradient doubled on rank 1": (GradientReduction, "__call__", doubled_on_rank_1),
+        "a factor of the loss that depends on the rank": (local_gradients, "per_sample", loss_by_rank),
         "the same order in every epoch": (order, "permute", as_in_first_epoch),
         "an epoch's rest in its last batch": (
             SampleOrder,

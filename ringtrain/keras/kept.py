@@ -301,7 +301,7 @@ class KeptFit:
         path = self._finish()
         who, cause = find_requests(self._collective, self._requests)
         self._requests.clear_file()
-        run = str(self._start.path)
+        run = self._start.name
         way_on = "The same command goes on from there."
         if self._config.resume == "never":
             way_on = f"To go on from there: Run({run!r}, resume='auto')."
@@ -399,7 +399,7 @@ class KeptFit:
         ranks = describe_ranks(self._collective)
         if self._opened is None:
             return
-        path, progress, world = self._start.path, self._progress, self._collective.world
+        path, progress, world = self._start.name, self._progress, self._collective.world
         if self._is_complete:
             self._console.line(
                 f"the run in {path} is complete: {self._step} steps, whose weights the model has now. "

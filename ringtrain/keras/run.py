@@ -143,7 +143,7 @@ class Run(keras.callbacks.Callback):
                         Run.current = None
                         kept.close()
                 if not start.is_complete:
-                    console.line(f"done: the run is in {start.path}, its curves in {start.path}/{REPORT_FILE}")
+                    console.line(f"done: the run is in {start.name}, its curves in {start.name}/{REPORT_FILE}")
             except BaseException as error:
                 if world.size > 1 or isinstance(error, RingtrainError):
                     # The script's own code may have raised any other.

@@ -43,7 +43,8 @@ MAX_SIZE = 2**53  # of a batch, or of a world
 class Start:
     """Where a run begins, told to every rank; all values are JSON values."""
 
-    path: str
+    path: str  # absolute
+    name: str = field(default="", compare=False)  # the path as the user wrote it
     fence: int = field(default=0, compare=False)  # the number of rank 0's lease; the run begins at the same place
     step: int = 0  # the steps done
     global_batch_size: int | None = None  # that of the run's first start, None for a fresh run
@@ -64,7 +65,8 @@ class OpenedRun:
 
 def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     """Open the run that the configuration names, and make it ready to be written."""
-    path = choose_directory(config)
+    named = choose_directory(config)
+    path = named.absolute()  # the workload may change the working directory
     refuse_other_kinds(path)
     lease = acquire_lease(path, environ=os.environ, print_line=print_line)
     directory = RunDirectory(path, may_write=lease.check, on_close=lease.close)
@@ -82,7 +84,7 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
     except BaseException:
         directory.close()
         raise
-    start = Start(path=str(path), fence=lease.number)
+    start = Start(path=str(path), name=str(named), fence=lease.number)
     if checkpoint is not None:
         start = replace(
             start,

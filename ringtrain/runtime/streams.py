@@ -67,6 +67,13 @@ class LastingFile(io.FileIO):
         return True
 
 
+class _LastingText(io.TextIOWrapper):
+    """A stream that code of the user, which closes it, does not take away from the rest of the program."""
+
+    def close(self) -> None:
+        self.flush()
+
+
 def keep_streams() -> None:
     """Let no failure of stdout or stderr end this program, from now on; where they still are Python's own."""
     for name, number in STREAMS.items():
@@ -85,7 +92,7 @@ def keep_streams() -> None:
             give_up(number, name, error)
             stream.flush()
         lasting = LastingFile(number, f"<{name}>")
-        kept = io.TextIOWrapper(
+        kept = _LastingText(
             lasting if isinstance(buffer, io.RawIOBase) else io.BufferedWriter(lasting),  # python -u has no buffer
             encoding=stream.encoding,
             errors=stream.errors,

@@ -57,12 +57,12 @@ def train_together(
     with opened_together(prepared.config, collective, requests, watchdog, console) as (start, opened):
         if start.is_complete:
             console.line(
-                f"the run in {start.path} is complete: {start.step} steps. --resume never starts anew beside it."
+                f"the run in {start.name} is complete: {start.step} steps. --resume never starts anew beside it."
             )
             return None
         with leaving.ending_forked(), explaining_lost_ranks(), explaining_memory(prepared.config):
             result = train(prepared, collective, start=start, opened=opened, requests=requests, console=console)
-    for line in describe_result(result, start.path, prepared.config):
+    for line in describe_result(result, start, prepared.config):
         console.line(line)
     return result
 
@@ -95,7 +95,7 @@ def opened_together(
         yield start, opened[0] if opened else None
 
 
-def describe_result(result: Result, path: str, config: Config) -> list[str]:
+def describe_result(result: Result, start: Start, config: Config) -> list[str]:
     """The last lines of a run: what came of it, where it is, and what to do with it."""
     from ringtrain.training.actions import Ending
 
@@ -105,9 +105,10 @@ def describe_result(result: Result, path: str, config: Config) -> list[str]:
     said = [f"{last} after the last step"] if last else []
     if result.best is not None:
         said.append(f"best {config.best_metric} {result.best:.4g} at step {result.best_step}")
-    quoted = shlex.quote(f"./{path}" if path.startswith("-") else path)  # else it would be read as a flag
+    name = start.name
+    quoted = shlex.quote(f"./{name}" if name.startswith("-") else name)  # else it would be read as a flag
     code = "" if config.workload in BUILT_IN else f" --workload {shlex.quote(config.workload)}"
     evaluate = [f"  evaluate the best:  python -m ringtrain eval {quoted}{code}"] if result.evaluation else []
-    report = [f"  see its curves:     {quoted}/{REPORT_FILE}"] if (Path(path) / REPORT_FILE).is_file() else []
+    report = [f"  see its curves:     {quoted}/{REPORT_FILE}"] if (Path(start.path) / REPORT_FILE).is_file() else []
     done = ": ".join([f"done{early}", *([", ".join(said)] if said else [])])
     return [done, f"  the run is in:      {quoted}", *evaluate, *report]

@@ -11,6 +11,7 @@ from ringtrain.collectives import run_on_rank0
 from ringtrain.collectives.base import Solo
 from ringtrain.config import Config
 from ringtrain.messages.defects import describe_defect, format_defect
+from ringtrain.run.resume import Start
 from ringtrain.runtime.world import World
 from ringtrain.training.actions import Ending
 from ringtrain.training.evaluation import EvalReport
@@ -98,11 +99,16 @@ def test_the_last_lines_say_what_came_of_it_and_where_it_is(tmp_path: Path) -> N
     run.mkdir()
     evaluation = EvalReport(samples=4, loss=0.5, data_loss=0.5, metrics={"accuracy": 0.75})
     result = Result(ending=Ending.EARLY, evaluation=evaluation, best=0.8125, best_step=3)
-    assert describe_result(result, str(run), Config(workload="my model.py", best_metric="accuracy")) == [
+    assert describe_result(
+        result, Start(path=str(run), name=str(run)), Config(workload="my model.py", best_metric="accuracy")
+    ) == [
         "done (stopped early: no better evaluation for a while): accuracy 0.7500 after the last step, "
         "best accuracy 0.8125 at step 3",
         f"  the run is in:      '{run}'",
         f"  evaluate the best:  python -m ringtrain eval '{run}' --workload 'my model.py'",
     ]
     nothing = Result(ending=Ending.COMPLETED, evaluation=None)
-    assert describe_result(nothing, "runs/x", Config()) == ["done", "  the run is in:      runs/x"]
+    assert describe_result(nothing, Start(path="/runs/x", name="runs/x"), Config()) == [
+        "done",
+        "  the run is in:      runs/x",
+    ]

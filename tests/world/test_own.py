@@ -99,6 +99,32 @@ def test_python_code_in_a_step_that_could_wait_for_itself_is_told_of(
     assert "set TF_NUM_INTEROP_THREADS=2" in warning
 
 
+CHANGES_ITS_PROCESS = """
+import os
+import sys
+from tests.world.workloads.small import Small
+
+
+class ChangesItsProcess(Small):
+    def create_model(self):
+        os.chdir("/")
+        sys.stdout.close()
+        return super().create_model()
+"""
+
+
+@pytest.mark.cold
+def test_a_workload_may_change_the_working_directory_and_close_stdout(
+    run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(CHANGES_ITS_PROCESS)
+    arguments = ["--workload", "mine.py:ChangesItsProcess", "--steps", "2", "--out", "run"]
+    finished = run_ringtrain(arguments, launcher="mpirun", cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert events(tmp_path / "run")[-1]["status"] == "completed"
+    assert finished.stdout.splitlines()[-1].split() == ["see", "its", "curves:", "run/report.html"]
+
+
 UNSHOWN = """
 from ringtrain.workloads.digits import Digits
 

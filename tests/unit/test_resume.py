@@ -366,7 +366,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_nothing_is_changed(confi
     manifest = run / "checkpoints" / step_name(4) / MANIFEST_FILE
     manifest.write_text('{"content": {"format": 99}, "sha256": ""}')
     before = read_files(run)
-    with pytest.raises(DataError, match="Update ringtrain"):
+    with pytest.raises(DataError, match="update ringtrain"):
         open_run(config, print_line=print)
     assert read_files(run) == before
 

@@ -18,7 +18,12 @@ from typing import Literal
 
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.runtime.activity import limit_seconds
-from ringtrain.runtime.environment import check_address_space, check_environment, explaining_tensorflow
+from ringtrain.runtime.environment import (
+    AutoGraphFilter,
+    check_address_space,
+    check_environment,
+    explaining_tensorflow,
+)
 from ringtrain.runtime.machine import Machine, format_cores
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
@@ -258,6 +263,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
             "TensorFlow's eager execution is off: the workload's code, or what it imports, has called "
             "tf.compat.v1.disable_eager_execution(). Leave it on; ringtrain compiles each step itself."
         )
+    tf.get_logger().addFilter(AutoGraphFilter(world))
     gpus = tf.config.list_physical_devices("GPU")
     if "TF_NUM_INTRAOP_THREADS" not in os.environ:
         tf.config.threading.set_intra_op_parallelism_threads(plan.intra_op_threads)

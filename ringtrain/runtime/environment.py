@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
 import math
 import os
 import resource
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ringtrain.errors import UsageError
 from ringtrain.messages.hiding import describe_hiding
+from ringtrain.runtime.world import World
 
 # Less than any run maps: small ones on cores 1.6 GiB and more, with TensorFlow 2.21 as built for GPUs 2.6 GiB.
 MIN_ADDRESS_BYTES = 1.5 * 2**30
@@ -86,3 +89,28 @@ def explaining_tensorflow() -> Iterator[None]:
             f"{stripped if sys.flags.optimize >= 2 else ''} See python -m ringtrain doctor.",
             reach="node",
         ) from error
+
+
+class AutoGraphFilter(logging.Filter):
+    """Rewrite TensorFlow's warning about a user-defined function that AutoGraph cannot convert: one line, on rank 0.
+
+    TensorFlow asks to report it as a bug of its own, on every rank, and does not say where the function is.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._is_rank0 = world.is_rank0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("AutoGraph could not transform") or not isinstance(record.args, tuple):
+            return True
+        function, *_, cause = record.args
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        where = f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else function
+        record.msg = (
+            f"AutoGraph cannot convert {where}: {' '.join(str(cause).split())}. It runs as plain Python while it is "
+            "traced, so an if or while on a tensor in it fails. Use tf.cond and tf.while_loop, or avoid syntax that "
+            "AutoGraph does not know, such as match."
+        )
+        record.args = ()
+        return self._is_rank0

@@ -144,3 +144,22 @@ def test_summaries_that_fail_end_no_run(run_ringtrain: RunRingtrain, tmp_path: P
     message = "Unshown.summaries is not shown: IndexError: list index out of range"
     assert f"warning: {message}\n" in finished.stdout
     assert [event["message"] for event in events(out, "warning")] == [message]
+
+
+def test_a_function_that_autograph_cannot_convert_is_named_once(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    (tmp_path / "matching.py").write_text(
+        "import tensorflow as tf\n"
+        "from tests.world.workloads.small import Small\n"
+        "@tf.function\n"
+        "def scaled(x):\n"
+        "    match x.shape.rank:\n"
+        "        case _: return x\n"
+        "class Matching(Small):\n"
+        "    def loss(self, y, outputs):\n"
+        "        return scaled(super().loss(y, outputs))\n"
+    )
+    flags = ["--workload", tmp_path / "matching.py", "--steps", "1", "--out", tmp_path / "run"]
+    finished = run_ringtrain(flags, launcher="mpirun")
+    assert finished.rc == 0, finished.stderr
+    [line] = [line for line in (finished.stdout + finished.stderr).splitlines() if "AutoGraph" in line]
+    assert "AutoGraph cannot convert scaled (matching.py:" in line

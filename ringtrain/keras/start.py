@@ -67,7 +67,8 @@ def init(
             remove_dead_segments()
         # Horovod's own settings where ranks come and go: ours follow from the world, which is another for a rank that
         # joins later, and with others its processes would not know what the others send.
-        needs = Needs(horovod=not is_elastic(), one_at_a_time=wants_native_sums() and LIBRARY.exists())
+        one_at_a_time = wants_native_sums() and LIBRARY.exists()
+        needs = Needs(horovod=not is_elastic(), one_at_a_time=one_at_a_time, ends_stalls=True)
         plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
         apply_plan(plan)
         if plan.why_unpinned:

@@ -76,6 +76,7 @@ class Needs:
 
     deterministic: bool = False  # two runs of the same size must be bit-equal
     hang_timeout: float = 0.0  # seconds after which the watchdog ends a run that does not move; 0: there is none
+    ends_stalls: bool = False  # Horovod ends the ranks of a script that has no watchdog
     profiles: bool = False  # Horovod's timeline is to be written later
     # The operations of a step may run one at a time where each rank has one core of the same node: the ranks sum
     # natively there (``collectives.native``), and no operation calls Python code.
@@ -181,6 +182,9 @@ def plan_settings(
         wanted["HOROVOD_STALL_CHECK_TIME_SECONDS"] = patience
         if world.launcher == GLOO_LAUNCHER:
             wanted["HOROVOD_GLOO_TIMEOUT_SECONDS"] = patience
+    if world.size > 1 and needs.ends_stalls:
+        # Off in Horovod itself. Rank 0 may evaluate for long while the others wait in the next all-reduce. Seconds.
+        wanted["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "3600"
     if world.size > 1 and needs.profiles:
         wanted["HOROVOD_TIMELINE"] = DYNAMIC_TIMELINE
     if needs.deterministic:

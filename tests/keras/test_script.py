@@ -49,6 +49,48 @@ def test_a_script_starts_well_and_does_not_train_apart(tmp_path: Path) -> None:
     assert "is not distributed: each of the 2 ranks would train a model of its own" in run.stderr
 
 
+STALLED = """
+import os
+import keras
+import numpy as np
+import ringtrain.keras as hvd
+
+hvd.init()
+print("limit", os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"], flush=True)
+
+
+class Ask(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        hvd.allreduce(1.0, name=f"asked_{batch}")
+
+
+def batches():
+    for _ in range(4 if hvd.rank() == 0 else 2):  # rank 1 ends its epoch and asks no more
+        yield np.ones((4, 2)), np.ones((4, 1))
+
+
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+if os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "2":
+    model.fit(batches(), verbose=0, callbacks=[Ask()])
+"""
+
+
+@pytest.mark.parametrize("limit", ["2", None])
+def test_a_callback_s_collective_that_a_rank_does_not_join_is_ended(limit: str | None, tmp_path: Path) -> None:
+    """By Horovod, which names both sides; after an hour unless the user says otherwise."""
+    script = tmp_path / "script.py"
+    script.write_text(STALLED)
+    times = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": limit} if limit else {}
+    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3", **times)
+    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script)]
+    run = run_command(command, env=env, timeout=60)
+    assert run.stdout.count(f"limit {limit or 3600}") == 2
+    assert (run.rc != 0) == (limit is not None)
+    assert not run.left_behind
+    assert ("1!: [HorovodAllreduce" in run.stderr or "asked_2" in run.stderr) == (limit is not None)
+
+
 LEAVING = """
 import threading, time
 import numpy as np

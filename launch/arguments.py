@@ -32,12 +32,12 @@ def find_command(name: str, commands: Mapping[str, Found], *, of: str = "") -> F
 
 
 def is_script(words: Sequence[str]) -> bool:
-    """Whether what follows ``--`` is a script of the user's, such as one that calls ``fit``, and its arguments."""
+    """True if what follows ``--`` is a script of the user's, such as one that calls ``fit``, and its arguments."""
     return bool(words) and words[0].endswith(".py")
 
 
 def plan_program(words: Sequence[str]) -> list[str]:
-    """What the interpreter runs on each rank."""
+    """The program that the interpreter runs on each rank."""
     return list(words) if is_script(words) else ["-m", "ringtrain", *words]
 
 

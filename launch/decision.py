@@ -1,4 +1,4 @@
-"""What to conclude from the end of a group: pure functions."""
+"""Decide what follows the end of a group: pure functions."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Attempt:
 
     @property
     def was_told_to_stop(self) -> bool:
-        """Whether the user ended the run, in good order or at once."""
+        """True if the user ended the run, in good order or at once."""
         return bool(self.signals) or self.is_cut_short
 
     @property
     def was_stopped_early(self) -> bool:
-        """Whether the ranks were told to stop before they listened, so that the signal itself ended them."""
+        """True if the ranks were told to stop before they listened, so that the signal itself ended them."""
         first = self.group.first_failure
         is_signal = first is not None and first.signal in [number.name for number in self.signals]
         nothing_started = not self.group.num_started and bool(self.signals)
@@ -54,7 +54,7 @@ class Attempt:
 
     @property
     def word(self) -> EndTold | None:
-        """What the run says of its end, but for a rank that the launcher told to stop because another had failed."""
+        """The run's own message about its end, except from a rank that was stopped because another had failed."""
         first = self.group.first_failure
         is_consequence = (
             self.end is not None
@@ -67,7 +67,7 @@ class Attempt:
 
     @property
     def exit_code(self) -> int:
-        """Of the documented ones; what the run told of its end counts before what became of its processes."""
+        """The documented exit code; the end record of the run takes precedence over the ends of its processes."""
         if self.word is not None:
             return self.word.exit_code
         if self.was_stopped_early:
@@ -79,14 +79,14 @@ class Attempt:
 
 
 class Decision(NamedTuple):
-    """Whether to start again, and why or why not, in words."""
+    """The decision to restart or not, with its reason in words."""
 
     restarts: bool
     reason: str = ""
 
 
 def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decision:
-    """Whether the group is started again after ``num_restarts`` restarts."""
+    """True if the group is started again after ``num_restarts`` restarts."""
     if is_final(attempt.exit_code) or attempt.was_told_to_stop or not max_restarts:
         return Decision(False)
     if attempt.word is not None and attempt.word.stopped_by in ("file", "time"):
@@ -106,7 +106,7 @@ def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decisio
 
 
 def explain(attempt: Attempt) -> list[str]:
-    """Why a group failed, in lines: the first rank that did, its last words, and what the run told of its end."""
+    """Explain why a group failed, in lines: the first failed rank, its last lines, and the end record of the run."""
     if attempt.exit_code == 0:
         return []
     group, end, first = attempt.group, attempt.word, attempt.group.first_failure
@@ -131,7 +131,7 @@ def explain(attempt: Attempt) -> list[str]:
 
 
 def describe_launcher(group: GroupEnd) -> list[str]:
-    """What a launcher did that ended before its ranks."""
+    """Describe a launcher that ended before its ranks."""
     code = group.launcher_code
     if code is None:
         return [f"{group.launcher} and its ranks were ended without saving"]
@@ -154,6 +154,6 @@ def describe(end: RankEnd) -> list[str]:
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
-    """Of a rank's stderr: from ringtrain's own error on, where there is one."""
+    """The last lines of a rank's stderr: from ringtrain's error on, if there is one."""
     starts = [number for number, line in enumerate(lines) if line.startswith(ERROR_MARK)]
     return lines[starts[-1] :] if starts else lines[-SHOWN_LINES:]

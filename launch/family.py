@@ -78,7 +78,7 @@ def run_guarded(work: Callable[[], int]) -> int:
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Whether the user's shell wants a signal ignored: ``nohup`` does so with SIGHUP."""
+    """True if the user's shell wants a signal ignored: ``nohup`` does so with SIGHUP."""
     return signal.getsignal(number) is signal.SIG_IGN
 
 

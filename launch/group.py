@@ -27,7 +27,7 @@ LAUNCHER_GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How a rank ended: by an exit code, or by a signal."""
+    """The end of a rank: an exit code, or a signal."""
 
     rank: int
     host: str
@@ -39,13 +39,13 @@ class RankEnd:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended with another exit code than 0, or before it had done all that it was to do."""
+        """True if it ended with another exit code than 0, or before it had done all that it was to do."""
         return self.exit_code != 0 or self.has_quit
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEnd:
-    """What became of a group."""
+    """The end of a group."""
 
     num_ranks: int  # that were wanted
     num_started: int
@@ -167,7 +167,7 @@ class Group:
             send(self._pids.values(), number)
 
     def _hear(self, data: bytes) -> None:
-        """What ``launch.rank`` tells."""
+        """Read a message of ``launch.rank``."""
         *lines, self._status = (self._status + data).split(b"\n")
         for told in map(json.loads, lines):
             rank = told["rank"]

@@ -89,7 +89,7 @@ def prepare_rank() -> None:
 
 
 def count_kills(root: Path) -> dict[str, int]:
-    """How many processes were killed so far, by the limit that they were killed for, in words; the tightest first.
+    """Number of processes killed so far, by the limit that they exceeded, in words; the tightest first.
 
     ``oom_kill`` of /proc/vmstat counts the kills of all limits.
     """

@@ -48,7 +48,7 @@ class RingtrainError(Exception):
 
     @classmethod
     def status(cls) -> str:
-        """How the ``end`` record of a run that it ends calls it, such as ``diverged``."""
+        """The status in the ``end`` record of a run that this error ends, such as ``diverged``."""
         return "failed" if cls is RingtrainError else cls.__name__.removesuffix("Error").lower()
 
 

@@ -26,7 +26,7 @@ Format = Literal["keras", "saved_model"]
 
 
 class Parts(NamedTuple):
-    """What a model is made of besides Keras' own layers."""
+    """Components of a model that are not Keras' own."""
 
     registered: list[str]  # names of those registered with Keras, such as ``ringtrain>MirrorAverage``
     unregistered: list[str]
@@ -138,7 +138,7 @@ def take_name(written: Path, output: Path) -> None:
 
 
 def find_parts(serialized: Mapping[str, Any]) -> Parts:
-    """What Keras' description of a model (``serialize_keras_object``) names that is not Keras' own."""
+    """Names in Keras' description of a model (``serialize_keras_object``) that are not Keras' own."""
     named = list(_named_objects(serialized))
     own = [item for item in named if item.get("registered_name") and not (item["module"] or "").startswith("keras.")]
     # A function has its name where an object has its settings.
@@ -149,7 +149,7 @@ def find_parts(serialized: Mapping[str, Any]) -> Parts:
 
 
 def describe_loading(output: Path, form: Format, parts: Parts) -> list[str]:
-    """How what was written is loaded, and what has to be there then."""
+    """Describe how to load the export, and what it needs."""
     if form == "saved_model":
         return [f"load it with model = tf.saved_model.load({str(output)!r}); model.serve(x) predicts"]
     lines = [f"load it with keras.saving.load_model({str(output)!r})"]

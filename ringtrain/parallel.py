@@ -231,14 +231,14 @@ def _trace(fn: Callable[..., Any], inputs: Any, traces: dict[str, Any]) -> Any:
 
 
 def _to_spec(leaf: Any) -> Any:
-    """What any number of samples like these looks like."""
+    """The spec of any number of samples like these."""
     if not isinstance(leaf, tf.Tensor):
         return leaf
     return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else None, leaf.dtype)
 
 
 def _prepare(inputs: Tensors, trace: Any, share: _Share, collective: Collective, name: str) -> tuple[Tensors, Tensors]:
-    """What the trace is called with: this rank's slices, and what the function uses besides its inputs.
+    """The arguments of the trace: this rank's slices, and the tensors that the function captures.
 
     A variable is used by its handle, so that ``spread`` stands before all reads of it.
     """
@@ -263,7 +263,7 @@ def _prepare(inputs: Tensors, trace: Any, share: _Share, collective: Collective,
 
 
 def _may_need_gradient(tensor: tf.Tensor, *, is_frozen: bool) -> bool:
-    """Whether a tape may ask for its gradient: one that watches it, or, in a graph, one outside of the graph."""
+    """True if a tape may ask for its gradient: one that watches it, or, in a graph, one outside of the graph."""
     if not is_differentiable(tensor):
         return False
     return should_record_backprop([tensor]) or not (tf.executing_eagerly() or is_frozen)

@@ -110,7 +110,7 @@ def choose_config(workload_class: type[Workload], settings: Config | Mapping[str
 
 
 def name_of(workload_class: type[Workload]) -> str:
-    """What ``--workload`` would be, so that ``ringtrain eval`` finds the class again: file.py:Class or module:Class."""
+    """The value of ``--workload`` for a class, so that ``ringtrain eval`` finds it: file.py:Class or module:Class."""
     module = sys.modules.get(workload_class.__module__)
     file = getattr(module, "__file__", None)
     place = file if workload_class.__module__ == "__main__" and file else workload_class.__module__

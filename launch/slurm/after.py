@@ -43,7 +43,7 @@ RESTARTS_LINE = re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE)
 
 
 class JobState(enum.Enum):
-    """What becomes of a job without our doing, which is then left alone."""
+    """The fate of a job that needs no action of ours."""
 
     ENDING = "cancelled, or requeued by Slurm itself"
     STARTED_AGAIN = "started again by Slurm itself after a lost node"
@@ -61,7 +61,7 @@ class FailedRank(NamedTuple):
 
     @property
     def was_told_to_stop(self) -> bool:
-        """Whether it ended as told to: after saving, or by the signal itself."""
+        """True if it ended as told to: after saving, or by the signal itself."""
         return ORDERLY.search(self.how) is not None
 
 
@@ -90,13 +90,13 @@ class Ended:
 
     @property
     def is_in_good_order(self) -> bool:
-        """Whether ranks that did not speak of their end are done: srun returns 0, too, where it has lost their node."""
+        """True if ranks that did not speak of their end are done: srun returns 0, too, where it has lost their node."""
         is_over = self.run is None or self.run.is_complete
         return self.status == 0 and is_over and not self.state
 
     @property
     def has_lost_rank(self) -> bool:
-        """Whether a rank failed first, and the others were told to stop by the launcher for that reason."""
+        """True if a rank failed first, and the others were told to stop by the launcher for that reason."""
         was_told_to_stop = self.end is not None and self.end.exit_code == PreemptedError.exit_code
         return was_told_to_stop and self.failed_rank is not None and not self.failed_rank.was_told_to_stop
 
@@ -123,7 +123,7 @@ class Ended:
 
 
 def conclude(ended: Ended) -> str:
-    """What has ended, why, and what happens next."""
+    """Describe what ended, why, and what happens next."""
     why_not = why_not_again(ended)
     again = f"The job starts again: restart {ended.restarts + 1} of at most {ended.max_requeues}"
     if not ended.has_saved:
@@ -132,7 +132,7 @@ def conclude(ended: Ended) -> str:
 
 
 def why_not_again(ended: Ended) -> str | None:
-    """Why a job is not started again, in words, empty where there is no question of it; None: it is."""
+    """The reason why a job is not started again; empty if that is not in question; None if it is started."""
     end = ended.end
     if not ended.has_saved and is_final(ended.exit_code):
         return ""
@@ -179,7 +179,7 @@ def describe_newest(ended: Ended) -> str:
 
 
 def describe_end(ended: Ended) -> str:
-    """What has ended, and why."""
+    """Describe what ended, and why."""
     end = ended.end
     if end is not None and not ended.has_lost_rank:
         if end.status == "completed":
@@ -207,7 +207,7 @@ def describe_status(status: int) -> str:
 
 
 def read_state(description: str | None, *, restarts: int) -> JobState | None:
-    """What ``scontrol show job`` prints of a job, None where it did not answer, says of it.
+    """The state of a job from the output of ``scontrol show job``, which is None if it did not answer.
 
     Slurm calls every job COMPLETING whose end has begun, and would requeue it all the same. Reason TimeLimit says that
     nobody wished the end. Where srun has lost a node this script may go on beside the job's next start: Slurm has
@@ -242,7 +242,7 @@ def read_output() -> str:
 
 
 def count_restarts(environ: Mapping[str, str]) -> int:
-    """How often this job has been started again, under this number and under former ones."""
+    """Number of times this job has been started again, under this number and under former ones."""
     return sum(int(environ.get(name) or 0) for name in ("SLURM_RESTART_COUNT", RESTARTS_VARIABLE))
 
 
@@ -291,7 +291,7 @@ def write_failures(directory: Path, failures: int) -> None:
 
 
 def look(job: str, told: Path, *, status: int, max_requeues: int, max_restarts: int) -> Ended:
-    """How this start ended, from all who know."""
+    """The end of this start, from all sources."""
     from ringtrain.run.store import list_steps
 
     run = read_run(told)
@@ -311,7 +311,7 @@ def look(job: str, told: Path, *, status: int, max_requeues: int, max_restarts: 
 
 
 def ask_state(job: str) -> JobState | None:
-    """What becomes of this job."""
+    """The fate of this job."""
     return read_state(describe_job(job), restarts=count_requeues())
 
 
@@ -321,7 +321,7 @@ def count_requeues() -> int:
 
 
 def begins_anew(run: RunTold | None) -> bool:
-    """Whether each start of this run's command begins a run of its own: its settings say so, in a file perhaps."""
+    """True if each start of this run's command begins a run of its own: its settings say so, in a file perhaps."""
     try:
         return run is not None and (read_config(run.path) or {}).get("resume") == "never"
     except UsageError:

@@ -217,7 +217,7 @@ def read_variable(text: str) -> tuple[str, str]:
 
 
 def advise(request: JobRequest, number: str) -> list[str]:
-    """What to do with a job that has been submitted."""
+    """The commands for a submitted job."""
     names = {"%x": request.job_name, "%j": number, "%%": "%"}
     output = shlex.quote(re.sub("%[xj%]", lambda sign: names[sign[0]], request.output))
     run = None if is_script(request.flags) else read_flag(request.flags, "out")

@@ -1,4 +1,4 @@
-"""What is asked of Slurm's controller: by argument lists, in bounded time, and again where it does not answer."""
+"""Requests to Slurm's controller: argument lists, in bounded time, repeated if it does not answer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KEPT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS"}
 
 
 class Answer(NamedTuple):
-    """What one of Slurm's programs said."""
+    """The answer of a Slurm program."""
 
     is_good: bool
     text: str  # what it printed where it did as told, else why not, in one line
 
 
 def describe_job(job: str) -> str | None:
-    """What ``scontrol show job`` prints of a job; None where the controller did not say."""
+    """The output of ``scontrol show job``; None if the controller did not answer."""
     answer = ask(["scontrol", "show", "job", job])
     return answer.text if answer.is_good else None
 

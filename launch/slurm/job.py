@@ -1,4 +1,4 @@
-"""What a user asks of Slurm, and what is wrong with it."""
+"""The request for a Slurm job, and its checks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class JobRequest:
 
     @property
     def program(self) -> list[str]:
-        """What the interpreter runs on each rank."""
+        """The program that the interpreter runs on each rank."""
         return plan_program(self.flags)
 
     @property
@@ -108,7 +108,7 @@ class JobRequest:
             )
 
     def _check_words(self) -> None:
-        """What goes into the lines that sbatch reads: one line each, which Slurm takes as it is meant."""
+        """Check the words in the lines that sbatch reads: one line each, without special characters."""
         for name in ("partition", "account", "qos", "constraint"):
             value = getattr(self, name)
             if value is not None and not (value.isprintable() and re.fullmatch(r"[^-\s]\S*", value)):

@@ -63,7 +63,7 @@ def quote_sbatch(text: str) -> Quoted:
 
 
 def _refuse_unquoted(value: object) -> object:
-    """What templates may print: what a filter has quoted, and numbers."""
+    """Allow templates to print only quoted text and numbers."""
     if isinstance(value, str) and not isinstance(value, Quoted):
         raise TypeError(f"the template prints {value!r}, which no filter has quoted")
     return value

@@ -58,7 +58,7 @@ def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> 
 
 @functools.cache
 def _beside() -> Any:
-    """What runs an operation beside this thread, which waits for it once it asks for the result."""
+    """Create a runner for operations in a background thread; the caller waits when it asks for the result."""
     return executor.new_executor(enable_async=True)
 
 
@@ -111,7 +111,7 @@ def _what_travels(inputs: Inputs) -> tf.Tensor:
 
 
 def _weight(number: int, axis: int) -> int:
-    """Of an axis of an input in the digest: of 26 bits, so that with a length of 31 it fits into 63."""
+    """The code of an input's axis in the digest, in 26 bits: with a length in 31 bits it fits into 63."""
     return zlib.crc32(b"%d %d" % (number, axis)) >> 6
 
 
@@ -125,7 +125,7 @@ def _shapes(inputs: Inputs) -> list[tf.Tensor]:
 
 
 def _difference_describer(inputs: Inputs, collective: Collective) -> Callable[..., str]:
-    """What takes the inputs' shapes and says how those of the ranks differ first; it keeps no tensor.
+    """Create a function that describes how the inputs' shapes differ between ranks; it keeps no tensor.
 
     Every rank must call it, and gets the same.
     """

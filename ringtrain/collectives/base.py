@@ -1,4 +1,4 @@
-"""What any backend can do: collective communication among all ranks, in MPI's and NCCL's words; that of one process."""
+"""The interface of collective communication, in MPI's and NCCL's terms, and its implementation for one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_SCALED = (0, 1.0)
 
 
 class Totals(NamedTuple):
-    """What was summed over all ranks, the same on each."""
+    """Sums over all ranks, equal on each."""
 
     tensors: list[tf.Tensor]  # in the order given
     # float64 [len(tensors)]: the sum of squares of each, where known. Of ``list_types`` it is finite where all values

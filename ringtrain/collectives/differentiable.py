@@ -107,7 +107,7 @@ def gather(part: tf.Tensor, collective: Collective, name: str) -> tf.Tensor:
 
 
 def spread(tensors: Tensors, collective: Collective, name: str) -> Tensors:
-    """What all ranks hold alike (tensors, or handles of variables), to be used by each in its own way."""
+    """Mark values that are equal on all ranks (tensors or handles of variables), so that their gradients are summed."""
 
     gradient_names = _names_of_gradients(name)
 
@@ -174,7 +174,7 @@ def take_and_spread(
 
 
 def is_differentiable(tensor: tf.Tensor) -> bool:
-    """Whether it is a tensor with gradients, or the handle of a variable with gradients."""
+    """True if it is a tensor with gradients, or the handle of a variable with gradients."""
     dtype = tensor.dtype
     if dtype == tf.resource:
         data = getattr(tensor, "_handle_data", None)

@@ -29,7 +29,7 @@ MIN_GROUP_BYTES = 256 * 1024
 
 
 class GradientSpec(NamedTuple):
-    """What a gradient is, known before any is computed."""
+    """Static properties of a gradient."""
 
     num_bytes: int
     dtype: str
@@ -126,7 +126,7 @@ class GradientReduction:
         return by_type(state, sum_group)
 
     def may_sum_alone(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
-        """Whether ``sum_alone`` is for these."""
+        """True if ``sum_alone`` is for these."""
         specs = [gradient_spec(gradient) for gradient in gradients]
         return {spec.dtype for spec in specs} <= set(self.collective.list_types) and self.leaves_at_once(specs)
 
@@ -136,7 +136,7 @@ class GradientReduction:
         return self.collective.all_reduce(gradients, name=f"{self.name}/0", ordered=True, scaled=scaled).tensors
 
     def leaves_at_once(self, specs: Sequence[GradientSpec]) -> bool:
-        """Whether such are summed together, each as it is: none of them sparse, and of a type where that counts."""
+        """True if such are summed together, each as it is: none of them sparse, and of a type where that counts."""
         if self.groups is not None or self.compression != "none" or any(spec.is_sparse for spec in specs):
             return False
         dtypes = {spec.dtype for spec in specs}
@@ -147,7 +147,7 @@ class GradientReduction:
         return not self.collective.overlaps_compute or sum(spec.num_bytes for spec in specs) <= ONE_MESSAGE_BYTES
 
     def plan_groups(self, specs: Sequence[GradientSpec]) -> list[list[int]]:
-        """Those of ``plan_groups``; several of a small model as well, if ``in_groups`` is True."""
+        """The groups of ``plan_groups``; several for a small model too, if ``in_groups`` is True."""
         return plan_groups(specs, min_group_bytes=1) if self.in_groups else plan_groups(specs)
 
     def _sum_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -165,12 +165,12 @@ class GradientReduction:
             return merge_rows(tf.IndexedSlices(_cast(values, gradient.dtype), indices, gradient.dense_shape))
 
     def compress(self, tensor: tf.Tensor) -> tf.Tensor:
-        """What travels in its stead."""
+        """The compressed tensor."""
         return _cast(tensor, "float16") if self.compression == "fp16" and tensor.dtype.is_floating else tensor
 
 
 def plan_groups(specs: Sequence[GradientSpec], *, min_group_bytes: int = MIN_GROUP_BYTES) -> list[list[int]]:
-    """Which gradients travel together, as indices into ``specs``, in the order in which the groups become ready.
+    """Plan the groups of gradients, as indices into ``specs``, in the order in which the groups become ready.
 
     A group is of one type. A sparse gradient is a group of its own, and so is a large one: alone, it is reduced without
     being copied into a buffer, unless Horovod fuses it with another that is ready then (``HOROVOD_FUSION_THRESHOLD``).
@@ -195,7 +195,7 @@ def plan_groups(specs: Sequence[GradientSpec], *, min_group_bytes: int = MIN_GRO
 
 
 def by_type(tensors: Sequence[tf.Tensor], act: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """What ``act`` gives for tensors of one type together, each type in turn, in the order of the tensors."""
+    """Apply ``act`` to the tensors of each type together; the results are in the order of the tensors."""
     results = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -231,7 +231,7 @@ def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) ->
 def check_finite(
     tensors: Sequence[tf.Tensor | tf.IndexedSlices], squares: tf.Tensor | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Whether all values are finite (bool []) and the norm of all of them together (float []).
+    """Check if all values are finite (bool []) and compute the norm of all of them together (float []).
 
     One pass over the data yields both. Only where the sum of squares is not finite, which large finite values can bring
     about as well, is each value looked at. ``squares`` [tensors] are their sums of squares, where they are known.

@@ -71,7 +71,7 @@ class HorovodCollective(Collective):
 
     @property
     def may_use_mpi(self) -> bool:  # type: ignore[override]
-        """Whether other threads than Horovod's own may call MPI as well."""
+        """True if other threads than Horovod's own may call MPI as well."""
         if not self.hvd.mpi_enabled():
             return False
         from mpi4py import MPI
@@ -121,7 +121,7 @@ class HorovodCollective(Collective):
 
 
 def _is_whole(name: str) -> bool:
-    """Whether the ranks meet by this name alone.
+    """True if the ranks meet by this name alone.
 
     The scopes around it are those of layers, which Keras numbers in the order of their creation, and a rank may have
     created more of them. Of what Horovod calls a scope it is all before the last slash.
@@ -191,7 +191,7 @@ def _settings_of(world: World) -> list[str]:
 
 
 def _find_differences(rank: int, its: Sequence[str], first: Sequence[str]) -> list[str]:
-    """What a rank's settings are, where they are not those of rank 0."""
+    """The settings of a rank that differ from those of rank 0."""
     return [
         f"{name}: rank {rank} on {its[0]} has {own}, rank 0 on {first[0]} has {other}"
         for name, own, other in zip(HOROVOD_SETTINGS, its[1:], first[1:], strict=True)

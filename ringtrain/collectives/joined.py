@@ -16,7 +16,7 @@ _joined: Collective | None = None
 
 @contextlib.contextmanager
 def having_joined(collective: Collective) -> Iterator[None]:
-    """So long these ranks are what ``ranks_for`` gives."""
+    """Make these ranks the result of ``ranks_for`` within this scope."""
     global _joined
     before, _joined = _joined, collective
     try:

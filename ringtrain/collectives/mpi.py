@@ -96,7 +96,7 @@ def finalize_mpi() -> None:
 def _call(
     function: Callable[..., list[Array]], tensors: Sequence[tf.Tensor], name: str, *, keeps_rows: bool = True
 ) -> list[tf.Tensor]:
-    """What a function of arrays makes of tensors, of the same types, and of their shapes but for the first axis."""
+    """Apply a function of arrays to tensors; it keeps their types, and their shapes except for the first axis."""
     import tensorflow as tf
 
     with tf.device("CPU:0"):

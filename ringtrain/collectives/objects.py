@@ -66,7 +66,7 @@ def run_on_rank0(collective: Collective, action: Callable[[], Any], *, name: str
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, dict[str, Any] | None]:
-    """What an action returned, and the error that it raised in a form that travels."""
+    """The result of an action, and its error in a form that can be sent."""
     try:
         return action(), None
     except RingtrainError as error:

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many these are; 0 where the rank has none of the tensor."""
+        """Number of values; 0 if the rank has none of the tensor."""
         return self.end - self.begin
 
 
@@ -80,7 +80,7 @@ class ShardedReduction:
 
     @functools.cached_property
     def specs(self) -> list[GradientSpec]:
-        """What the gradients are."""
+        """The specs of the gradients."""
         sizes = [
             math.prod(shape) * tf.as_dtype(dtype).size for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
@@ -88,7 +88,7 @@ class ShardedReduction:
 
     @functools.cached_property
     def leaves_at_once(self) -> bool:
-        """Whether all gradients are one sum, from which each rank takes its pieces."""
+        """True if all gradients are one sum, from which each rank takes its pieces."""
         return self.reduction.leaves_at_once([*self.specs, GradientSpec(0, self.control_dtype, False)])
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class ShardedReduction:
         return self.pieces[self.reduction.collective.world.rank]
 
     def __call__(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor] = ()) -> Reduced:
-        """As ``GradientReduction``; the gradients of what returns are vectors, this rank's pieces."""
+        """Reduce as ``GradientReduction`` does; the returned gradients are vectors, this rank's pieces."""
         if self.leaves_at_once:
             reduced = self.reduction.sum_at_once(gradients, control, state)
             return reduced._replace(gradients=list(map(cut, reduced.gradients, self.own)))

@@ -1,4 +1,4 @@
-"""How long an all-reduce takes, and whether its sum is right."""
+"""The time of an all-reduce, and a check of its sum."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ COLUMNS = ("size (B)", "count", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "wr
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to sum."""
+    """Sizes and numbers of the sums."""
 
     backend: Backend = Config.backend
     """what carries the sums"""

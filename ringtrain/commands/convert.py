@@ -27,7 +27,7 @@ MAX_SHARDS = 99_999  # a shard's number has five digits
 
 @dataclass(frozen=True)
 class Options:
-    """What to convert, and into what."""
+    """Source and destination of a conversion."""
 
     source: Path
     """directory with train/<class>/*.jpg|png, or of CIFAR-10's files"""

@@ -156,12 +156,12 @@ def leave(code: int) -> NoReturn:
 
 
 def cannot_join(why: str, remedy: str) -> Finding:
-    """What kept this rank from talking to the others."""
+    """The finding that this rank cannot communicate with the others."""
     return Finding("broken", why, remedy, subject="joining")
 
 
 def last_words(reason: str, world: World, findings: list[Finding]) -> None:
-    """What rank 0 shows where the ranks did not come together."""
+    """Show rank 0's findings if the ranks did not join."""
     if world.is_rank0:
         remedy = "see what the others say, and run python -m ringtrain doctor on each node by itself"
         show(world, [*findings, cannot_join(reason, remedy)], complete=False)

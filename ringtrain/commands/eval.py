@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """What to evaluate."""
+    """Options of an evaluation."""
 
     hang_timeout: float | None = None
     """seconds after which what hangs is ended (the run's)"""

@@ -27,7 +27,7 @@ from ringtrain.runtime.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """What to export, and into what."""
+    """Options of an export."""
 
     format: Literal["keras", "saved_model"] = "keras"
     """keras: a .keras file, for keras.saving.load_model; saved_model: a directory, for tf.saved_model.load and

@@ -1,4 +1,4 @@
-"""What a command takes, the fields of its dataclass with the docstrings below them; and the screens of ``--help``."""
+"""The options of a command, from the fields of its dataclass and their docstrings, and the screens of ``--help``."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def show_help(command: type) -> str:
 
 
 def value_word(hint: Any) -> str:
-    """What stands for a value behind its flag: N, X, NAME, PATH, or the values that it may have."""
+    """The placeholder of a value after its flag: N, X, NAME, PATH, or the possible values."""
     choice = "|".join(get_args(hint)) if get_origin(hint) is Literal else ""
     if choice:
         return choice if len(choice) <= LONGEST_CHOICE else "NAME"
@@ -137,7 +137,7 @@ def value_word(hint: Any) -> str:
 
 
 def _name_of(module: ModuleType) -> str:
-    """How a user starts a command: by ringtrain, or a package that is a program of its own."""
+    """The command line of a command: by ringtrain, or a package that is a program."""
     package, _, name = (module.__spec__.name if module.__spec__ else module.__name__).rpartition(".")
     return f"python -m {package}" if name == "__main__" else f"{PROGRAM} {name}"
 

@@ -30,7 +30,7 @@ TEMPLATE_NAME = "my_workload.py"
 
 @dataclass(frozen=True)
 class Options:
-    """What to write."""
+    """The file to write."""
 
     file: Path
     """Python file to write; it must not exist"""

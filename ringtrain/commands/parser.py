@@ -1,4 +1,4 @@
-"""What a command is given, in words, flags and YAML, as values of its options."""
+"""Parse words, flags and YAML into the options of a command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_DIGITS = 4300  # of a number that Python reads
 
 
 def parse_arguments(command: type, arguments: Sequence[str], world: World) -> dict[str, Any]:
-    """What the user typed: names of options to values of the right types, of a group a mapping.
+    """Parse a command line into names and values of options; a group is a mapping.
 
     A flag of true or false is true where no value follows. What is given twice counts as it is given last.
     """
@@ -92,7 +92,7 @@ class _Reader:
             raise UsageError(f"there is no {what}. {suggestion}See --help.")
 
     def take_words(self, words: Sequence[str]) -> None:
-        """What belongs to no flag, each at its place."""
+        """Assign the positional arguments."""
         rest = list(words)
         for name, hint in [(option.name, option.hint) for option in self._options.values() if option.is_word]:
             if get_origin(hint) is tuple and rest:
@@ -144,7 +144,7 @@ def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
 
 
 def parse_text(value: Any) -> Any:
-    """What a text stands for in YAML: a number, true, false, null, "a text", [a, list] or {a: mapping}; else itself."""
+    """Parse a text as YAML: a number, true, false, null, "a text", [a, list] or {a: mapping}; otherwise the text."""
     if not isinstance(value, str):
         return value
     try:
@@ -160,7 +160,7 @@ def parse_text(value: Any) -> Any:
 
 
 def _load_file(file: str) -> Mapping[str, Any]:
-    """What a file of settings holds. One that names another file is refused: that would be read, whatever it is."""
+    """Load a file of settings. A file that names another file is refused."""
     import yaml
 
     from ringtrain.run.directory import CONFIG_FILE, load_settings  # here: it loads NumPy, which help does without

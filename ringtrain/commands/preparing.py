@@ -61,7 +61,7 @@ def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What every command takes that looks into a run."""
+    """Options of all commands that read a run."""
 
     run: Path
     """directory of the run"""

@@ -23,7 +23,7 @@ from ringtrain.runtime.world import World
 
 @dataclass(frozen=True)
 class Options:
-    """What to report on."""
+    """The runs to report."""
 
     runs: tuple[Path, ...]
     """directories of runs; several are compared"""

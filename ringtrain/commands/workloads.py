@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 
 class Entry(NamedTuple):
-    """What the table says of a workload besides its defaults."""
+    """Facts about a workload for the table, in addition to its defaults."""
 
     what: str  # the model, in a few words
     data: str  # what --data_dir has to hold

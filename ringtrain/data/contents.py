@@ -1,4 +1,4 @@
-"""What sources hold, in short: digests of all that lies in memory, and of a sample of what lies in files.
+"""Digests of sources: of all data in memory, and of a part of the data in files.
 
 Digests are equal where every byte is. Floating-point values may have been rounded otherwise on another kind of
 processor: where their digests differ, weighted sums of blocks tell whether that is all.
@@ -42,7 +42,7 @@ ROUNDING_OF_SUMS = 1e-10
 
 
 class Contents:
-    """What sources hold, found out by a thread, while the model is being made."""
+    """Digests of sources, computed by a thread while the model is created."""
 
     def __init__(self, sources: Mapping[str, Any]) -> None:
         # Those in memory [n, ...], by names such as ``train x`` and ``evaluation y/class``.
@@ -88,7 +88,7 @@ class Contents:
 
 
 def block_size(num_samples: int) -> int:
-    """How many samples each of at most ``BLOCKS`` blocks has."""
+    """Number of samples each of at most ``BLOCKS`` blocks has."""
     return max(1, -(-num_samples // BLOCKS))
 
 

@@ -1,4 +1,4 @@
-"""What a batch that a rank is fed looks like: alike on all ranks, and in all steps."""
+"""The element spec of the batches of a stream: equal on all ranks and in all steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringtrain.errors import DataError
 
 
 class Form:
-    """What each batch (x, y) must look like: structure, types, and shapes but for the number of samples."""
+    """The spec of each batch (x, y): structure, types, and shapes except for the number of samples."""
 
     def __init__(self, spec: Any) -> None:
         self._spec = spec
@@ -64,7 +64,7 @@ def _spec_of(array: Any) -> tf.TensorSpec:
 
 
 def agree_on_form(collective: Collective, first: tuple[Any, Any] | None) -> Form:
-    """That of the first rank that has a batch; an error on every rank where they differ. Every rank must call it."""
+    """Take the form of the first rank that has a batch; raise on every rank if they differ. Every rank must call it."""
     mine = None if first is None else _to_json(tf.nest.map_structure(_spec_of, tuple(first)))
     all_ranks = all_gather_object(collective, mine, name="feed_spec")
     fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]

@@ -1,4 +1,4 @@
-"""Which functions AutoGraph makes graph code of: a user's."""
+"""Select the functions that AutoGraph converts: user-defined ones."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ class IndexedSource:
 
     @property
     def fingerprint(self) -> str:
-        """Of the number of samples, and of some of them."""
+        """A digest of the number of samples and of some of them."""
         digest = hashlib.sha256(f"{self.num_samples} {self._kinds}".encode())
         for number in sorted({0, self.num_samples // 2, self.num_samples - 1} - {-1}):
             sample = self._read(number)
@@ -320,7 +320,7 @@ class IndexedSource:
             return error
 
     def _is_plainly_like_first(self, sample: Any) -> bool:
-        """Whether it is a pair of arrays like the first's: in a microsecond, as most samples are."""
+        """True if it is a pair of arrays like the first's: in a microsecond, as most samples are."""
         if self._plain is None or type(sample) is not tuple or len(sample) != 2:
             return False
         (x, y), (x_kind, y_kind) = sample, self._plain

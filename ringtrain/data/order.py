@@ -1,4 +1,4 @@
-"""Which samples make global batch k: a pure function of (seed, step), the same for every number of ranks.
+"""The samples of global batch k: a pure function of (seed, step), independent of the number of ranks.
 
 Each epoch visits every sample once, in the order of a permutation of (seed, epoch). The permutation is a Feistel
 network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), so that the sample at any
@@ -21,7 +21,7 @@ PLANNED_SAMPLES = 4096  # of one rank, permuted at once: a call costs as much as
 
 
 class LocalBatch(NamedTuple):
-    """What one rank has to do in one step."""
+    """The part of one rank in one step."""
 
     step: int  # from 0
     epoch: int  # from 0

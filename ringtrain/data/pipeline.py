@@ -110,7 +110,7 @@ def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | Non
 
 
 def change(augment: Augment, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]:
-    """What ``augment`` makes of samples, which must be as many, or others would count than are trained.
+    """Apply ``augment`` to samples; it must keep their number.
 
     Of another number the graph raises an error: see ``explain_change``.
     """
@@ -124,7 +124,7 @@ def change(augment: Augment, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]
 
 
 def explain_change(error: Exception, step: int) -> Exception:
-    """What to tell the user of an error of the pipeline at a step (from 0), where it is that of ``change``."""
+    """Explain an error of the pipeline at a step (from 0), if ``change`` raised it."""
     found = re.search(rf"[^\s\[]+ {OTHER_COUNT}", str(error))
     return (
         UsageError(
@@ -165,7 +165,7 @@ def _holds_samples(leaf: Any) -> bool:
 
 
 def has_structure_of(one: Any, other: Any, *, with_keys: bool = False) -> bool:
-    """Whether two are tuples or dicts alike, or both neither; ``with_keys``: dicts of the same keys."""
+    """True if two are tuples or dicts alike, or both neither; ``with_keys``: dicts of the same keys."""
     try:
         tf.nest.assert_same_structure(one, other, check_types=with_keys)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Where a rank's pipeline stood before some steps, so that a run goes on from there without reading anything again."""
+"""The states of a rank's pipeline before some steps, so that a run can be resumed without reading data again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def warn_of_state(error: Exception) -> None:
 
 
 class Places:
-    """Where this rank's pipeline stood before some steps."""
+    """The states of this rank's pipeline before some steps."""
 
     def __init__(self, feed: Feed, steps_per_pass: int, *, rank: int, size: int) -> None:
         self._read_state, self._steps_per_pass = feed.read_state, steps_per_pass

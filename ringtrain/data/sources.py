@@ -23,7 +23,7 @@ class Source(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """How many samples there are."""
+        """Number of samples there are."""
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
         """The samples ``indices`` (int64 [n]) as (x, y), tensors [n, ...] or structures of them; runs in a graph."""
@@ -48,17 +48,17 @@ class FallibleSource(Source, Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What the samples are, in short: equal where two ranks, or two runs, have the same ones."""
+        """A short digest of the samples: equal for two ranks, or two runs, with the same samples."""
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        """As ``gather``, without the samples that cannot be read: (indices of those that can, x, y)."""
+        """Gather as ``gather`` does, without unreadable samples: (indices of the readable ones, x, y)."""
 
     def find_bad(self, indices: Any) -> list[BadSample]:
-        """Those of the samples ``indices`` (integers [n]) that cannot be read; outside of graphs."""
+        """The unreadable samples of ``indices`` (integers [n]); outside of graphs."""
 
 
 def is_fallible(source: Source) -> TypeGuard[FallibleSource]:
-    """Whether it is a ``FallibleSource``."""
+    """True if it is a ``FallibleSource``."""
     return hasattr(source, "find_bad")
 
 

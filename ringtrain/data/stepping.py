@@ -63,7 +63,7 @@ class Batches:
         return None
 
     def is_last(self, step: int) -> bool:
-        """Whether no step comes after this one (from 1), the last that was given: alike on every rank."""
+        """True if no step comes after this one (from 1), the last that was given: alike on every rank."""
         return step == self._end_step
 
     def _next_of(self, remaining: Iterator[Batch], step: int) -> Batch:
@@ -118,7 +118,7 @@ class CountedBatches(Batches):
             yield batch
 
     def note(self, next_global_count: int) -> None:
-        """As in ``Batches``; names the samples that were left out.
+        """Report skipped samples; otherwise as in ``Batches``.
 
         An error on every rank where none of the step's samples can be read, or an epoch's feed ends too early.
         """
@@ -177,14 +177,14 @@ class CountedBatches(Batches):
 
 
 def name_bad(numbers: np.ndarray, find_bad: FindBad) -> list[BadSample]:
-    """What is wrong with samples (int64 [n]) that could not be read; some may be readable by now."""
+    """Describe samples (int64 [n]) that could not be read; some may be readable by now."""
     found = {bad.number: bad for bad in (find_bad(numbers) if numbers.size else [])}
     missing = "it could not be read when its turn came, and can be now"
     return [found.get(int(number), BadSample(int(number), "of that time", missing)) for number in numbers]
 
 
 def explain_bad(source: Source, order: SampleOrder, world: World, error: Exception, step: int) -> Exception:
-    """What to tell the user about the samples of a step (from 0) that a source could not give to this rank."""
+    """Explain which samples of a step (from 0) a source could not read on this rank."""
     indices = order.local_batch(step, rank=world.rank, size=world.size).indices
     bad = source.find_bad(indices) if is_fallible(source) else []
     if bad:

@@ -110,11 +110,11 @@ class _Reader:
         return steps.map(graph_code(self._to_batch))
 
     def explain(self, error: Exception, step: int) -> Exception:
-        """What the feed raised, which tf.data has made a text of; or what is wrong with a step (from 0)."""
+        """The error that the feed raised, which tf.data has turned into a text; or a wrong step (from 0)."""
         return self._failures[0] if self._failures else explain_change(error, step)
 
     def _read(self) -> list[Any]:
-        """Whether there is another step, its number, the samples of all ranks where that is known, and this rank's."""
+        """Read the next step, if there is one: its number, the samples of all ranks if known, and this rank's."""
         world, order = self._world, self._order
         try:
             fed = next(self._steps, None)
@@ -229,7 +229,7 @@ def _require_own_samples(
 
 
 def _digest(samples: Any) -> str:
-    """Of arrays, or structures of them."""
+    """A digest of arrays, or structures of them."""
     digest = hashlib.blake2b(digest_size=16)
     for array in map(np.asarray, tf.nest.flatten(samples)):
         digest.update(repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes())

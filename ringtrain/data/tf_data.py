@@ -68,7 +68,7 @@ class Current:
         return batches
 
     def read_state(self) -> bytes:
-        """Where it stands; empty where it cannot say, or not in short: to make a long state may take all memory."""
+        """The state of the iterator; empty if it cannot be saved or is too large, since it might exhaust the memory."""
         return read_iterator_state(self._iterator) if self._is_short else b""
 
 
@@ -96,13 +96,13 @@ def without_tuner(dataset: Any, state: bytes = b"") -> Any:
 
 
 def tunes_reads(dataset: tf.data.Dataset) -> bool:
-    """Whether tf.data is to find out by itself how many datasets are read at once (files, mostly)."""
+    """True if tf.data is to find out by itself how many datasets are read at once (files, mostly)."""
     calls = getattr(dataset, "_num_parallel_calls", None) if hasattr(dataset, "_cycle_length") else None
     return (calls is not None and int(calls) < 0) or any(map(tunes_reads, dataset._inputs()))
 
 
 def buffered_bytes(dataset: tf.data.Dataset) -> float:
-    """What a pipeline holds ready in a shuffle, and in a prefetch where that can be told; infinite where it may be
+    """The bytes in the shuffle buffers of a pipeline, and in a prefetch if its size is known; infinite if they may be
     anything."""
     inputs = dataset._inputs()
     if getattr(dataset, "_filename", None) is not None and not dataset._filename.numpy():
@@ -120,7 +120,7 @@ def buffered_bytes(dataset: tf.data.Dataset) -> float:
 
 
 def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
-    """What so many elements take, at most; no more than there is where they are in memory, such as names of files."""
+    """The largest size of so many elements; no more than the dataset has if they are in memory, such as file names."""
     import tensorflow as tf
 
     of_one, rows = 0.0, _batch_size(dataset)
@@ -137,14 +137,14 @@ def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
 
 
 def _batch_size(dataset: tf.data.Dataset) -> float:
-    """Of the last ``batch()``, which shapes do not say; infinite where there is none."""
+    """The batch size of the last ``batch()``, which shapes do not contain; infinite if there is none."""
     if (size := getattr(dataset, "_batch_size", None)) is not None:
         return int(size)
     return max(map(_batch_size, dataset._inputs()), default=math.inf)
 
 
 def read_iterator_state(iterator: Any) -> bytes:
-    """Where an iterator of tf.data's stands, and what it has at hand; empty where it cannot say."""
+    """The state of a tf.data iterator with its buffers; empty if it cannot be saved."""
     import tensorflow as tf
 
     try:
@@ -250,12 +250,12 @@ def _from_function(make: Callable[[Pass], tf.data.Dataset], steps_per_epoch: int
 
 
 def _cardinality(dataset: Any) -> int:
-    """As TensorFlow counts; below 0 where that is not known, or there is no end. What is no dataset is told later."""
+    """The number of elements by TensorFlow; negative if unknown or infinite. Other objects are reported later."""
     return int(dataset.cardinality()) if hasattr(dataset, "cardinality") else 0
 
 
 def _count(batches: tf.data.Dataset) -> int | None:
-    """How many there are; None where that is not known, or they have no end."""
+    """The number of elements; None if it is unknown or infinite."""
     count = int(batches.cardinality())
     return count if count >= 0 else None
 

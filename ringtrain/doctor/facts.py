@@ -1,4 +1,4 @@
-"""What the probes of one process found. Plain values, which travel between ranks as JSON."""
+"""The findings of the probes of one process: plain values, which are sent between ranks as JSON."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def judge_horovod(facts: Facts) -> Finding:
 
 
 def describe_parts(stack: Stack) -> str:
-    """What was compiled into Horovod: who tells the ranks when to reduce what, and who carries the data."""
+    """The components of Horovod: controllers and operations."""
     names = {"mpi": "MPI", "gloo": "Gloo", "nccl": f"NCCL {stack.nccl}", "ccl": "CCL"}
     controllers = [names[part] for part in stack.horovod_parts if part in ("mpi", "gloo")]
     operations = [names[part] for part in stack.horovod_parts if part in names]
@@ -171,7 +171,7 @@ def judge_mpi(facts: Facts) -> Finding:
 
 
 def judge_launchers(facts: Facts) -> Finding:
-    """What could start several ranks. Under a launcher the question is answered."""
+    """The launchers that are available. Under a launcher this is known."""
     launchers, parts = facts.launchers, facts.stack.horovod_parts
     fails, version = launchers.mpirun_failure, launchers.mpirun_version
     mpirun = f"which fails: {fails}" if fails else version or "of an unknown MPI"
@@ -296,7 +296,7 @@ CHECKS: Mapping[str, Callable[[Facts], Finding]] = {
 
 
 def can_join(facts: Facts) -> bool:
-    """Whether this process can talk to other ranks at all."""
+    """True if this process can talk to other ranks at all."""
     has_horovod = "horovod" in facts.stack.versions
     uses_mpi = facts.world.launcher != GLOO_LAUNCHER and (not has_horovod or "mpi" in facts.stack.horovod_parts)
     needed = ["tensorflow", *(["horovod"] if has_horovod else []), *(["mpi4py"] if uses_mpi else [])]
@@ -304,7 +304,7 @@ def can_join(facts: Facts) -> bool:
 
 
 def is_within(version: str, bounds: tuple[tuple[int, int], tuple[int, int]]) -> bool:
-    """Whether a version is at least the first and below the second."""
+    """True if a version is at least the first and below the second."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return bool(match) and bounds[0] <= (int(match[1]), int(match[2])) < bounds[1]  # type: ignore[index]
 
@@ -319,21 +319,21 @@ def _in_size(size: int) -> str:
 
 
 def _is_same_mpi(mpirun: str, library: str) -> bool:
-    """Whether two descriptions agree, as far as both are known: the same name, and the same first two numbers."""
+    """True if two descriptions agree, as far as both are known: the same name, and the same first two numbers."""
     names = [re.sub(r" [\d.]+\w*$", "", text) for text in (mpirun, library)]
     numbers = [re.findall(r" (\d+\.\d+)", text) for text in (mpirun, library)]
     return names[0] == names[1] and (not all(numbers) or numbers[0] == numbers[1])
 
 
 def _is_unfit(stack: Stack, package: str) -> bool:
-    """Whether a package is missing, does not load, or is the Keras of before."""
+    """True if a package is missing, does not load, or is the Keras of before."""
     version = stack.versions.get(package)
     is_legacy = package == "keras" and bool(version) and not is_within(version or "", KERAS_3)
     return version is None or package in stack.failures or is_legacy
 
 
 def find_missing(stack: Stack, package: str, remedy: str = SETUP) -> Finding | None:
-    """That a package is not installed, or does not load; None where it is there."""
+    """The finding that a package is not installed or does not load; None if it does."""
     version, failure = stack.versions.get(package), stack.failures.get(package)
     if version is None:
         return Finding("broken", "not installed", remedy)

@@ -113,7 +113,7 @@ def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stac
 
 
 def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """What a child process (``inside.py``) found of each package, and why it could not load the others."""
+    """Load packages in a child process (``inside.py``), and report why others could not be loaded."""
     reader, writer = os.pipe()  # its end tells the child that this process is gone
     child = subprocess.Popen(
         command, stdin=reader, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"

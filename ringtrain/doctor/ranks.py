@@ -23,7 +23,7 @@ def judge_ranks(ranks: Sequence[Facts], all_reduce: AllReduce | None) -> list[Fi
 
 
 def judge_others(ranks: Sequence[Facts]) -> list[Finding]:
-    """What is not well on other ranks and is not what rank 0 found, each finding once, with the ranks that have it."""
+    """Findings of other ranks that rank 0 does not have, each once, with its ranks."""
     known = set(judge(ranks[0]))
     where: dict[Finding, list[Facts]] = {}
     for facts in ranks[1:]:
@@ -34,7 +34,7 @@ def judge_others(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def judge_versions(ranks: Sequence[Facts]) -> Finding:
-    """Whether all ranks have the same packages; each rank that differs from rank 0 is named."""
+    """Compare the packages of all ranks with those of rank 0."""
     first = versions_of(ranks[0])
     differences: dict[tuple[str, str], list[Facts]] = {}
     for facts in ranks[1:]:
@@ -55,7 +55,7 @@ def judge_versions(ranks: Sequence[Facts]) -> Finding:
 
 
 def versions_of(facts: Facts) -> dict[str, str]:
-    """What must be alike on all ranks: a name and its version, by the name."""
+    """Names and versions that must be equal on all ranks."""
     versions = facts.stack.versions
     numbers = {
         "Python": facts.stack.python,
@@ -70,7 +70,7 @@ def versions_of(facts: Facts) -> dict[str, str]:
 
 
 def plan_rows(ranks: Sequence[Facts]) -> list[Finding]:
-    """Which rank computes on what, a row for each node."""
+    """The devices of the ranks, one row per node."""
     plans: dict[str, list[str]] = {}
     for facts in ranks:
         plans.setdefault(facts.world.node, []).append(f"rank {facts.world.rank}: {facts.device or 'no device'}")

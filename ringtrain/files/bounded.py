@@ -85,7 +85,7 @@ def require_at_most(file: io.BufferedReader, max_bytes: int, path: Path) -> None
 
 
 def parse_json(data: bytes) -> Any:
-    """What JSON says; a ValueError where it is none, or something to choke on (see ``require_plain``)."""
+    """Parse JSON; raise ValueError for invalid or excessive content (see ``require_plain``)."""
     try:
         value = json.loads(data)
     except RecursionError:

@@ -61,7 +61,7 @@ def require_same_contents(collective: Collective, contents: Contents, print_line
 
 
 def digest_contents(contents: Contents) -> dict[str, str]:
-    """What a run notes of the data that it trains on, by the names of its arrays and files."""
+    """Digests of the training data for the events of a run, by the names of its arrays and files."""
     return {name: digest(each) for name, each in contents.facts().items()}
 
 
@@ -74,7 +74,7 @@ def find_other_contents(former: Any, current: Mapping[str, str]) -> list[str]:
 def _find_first_value(
     collective: Collective, array: tf.Tensor, speakers: Sequence[int], *, name: str
 ) -> tuple[str, list[str]] | None:
-    """Where the first value lies that differs by more than rounding, and what each rank has there; None: nowhere."""
+    """The position and the ranks' values of the first difference beyond rounding; None if there is none."""
     sample = _find_first_row(collective, array, speakers, name=f"{name}/samples", may_be_rounding=True)
     if sample is None:
         return None

@@ -21,7 +21,7 @@ TAG = 1729  # of messages among ranks that fail
 
 
 def is_raised_by_rank0(error: BaseException) -> bool:
-    """Whether rank 0 raises just this as well, at the same place, about now; False on rank 0 itself.
+    """True if rank 0 raises just this as well, at the same place, about now; False on rank 0 itself.
 
     Ranks that do not fail never come: it takes ``MEETING_SECONDS`` then.
     """
@@ -63,7 +63,7 @@ def _meet_over_horovod(horovod: Any, digest: bytes) -> bool:
 
 
 def _meet_over_mpi(mpi: Any, digest: bytes) -> bool:
-    """By messages, which are in the way of no collective."""
+    """Compare errors by messages, which do not disturb collectives."""
     ranks, end = mpi.COMM_WORLD, time.monotonic() + MEETING_SECONDS
     if ranks.Get_rank() == 0:
         sent = [ranks.Isend(digest, dest=rank, tag=TAG) for rank in range(1, ranks.Get_size())]
@@ -80,7 +80,7 @@ def _meet_over_mpi(mpi: Any, digest: bytes) -> bool:
 
 
 def describe_same(error: BaseException, world: World) -> str:
-    """What a rank says of an error that rank 0 shows."""
+    """The message of a rank about an error that rank 0 prints."""
     return escape(f"rank {world.rank} on {world.node} failed as rank 0 did: {describe_defect(error)}")
 
 

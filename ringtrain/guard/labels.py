@@ -41,7 +41,7 @@ class Labels:
 
 
 def find_labels(function: Any, batch_spec: Batch) -> Sequence[Labels]:
-    """Which parts of y a concrete function of a batch gives to a sparse cross-entropy as they are."""
+    """Parts of y that a concrete function of a batch passes to a sparse cross-entropy unmodified."""
     first = len(tf.nest.flatten(batch_spec.x))
     return find_labels_of(function.graph, function.graph.inputs[first : first + len(tf.nest.flatten(batch_spec.y))])
 
@@ -62,7 +62,7 @@ def find_labels_of(graph: Any, y: Sequence[tf.Tensor]) -> Sequence[Labels]:
 
 
 def keeps_labels(augment: Augment, source: ArraySource) -> bool:
-    """Whether ``augment`` gives each y as it gets it, as its trace shows."""
+    """True if ``augment`` gives each y as it gets it, as its trace shows."""
     kept = []
 
     def look(one: Any, other: Any) -> None:

@@ -50,7 +50,7 @@ def in_smaller_pieces(config: Config) -> str:
 
 
 def explain(error: Exception, config: Config) -> str | None:
-    """What ran out of memory and what helps; None where an error says something else."""
+    """Explain an out-of-memory error and what helps; None for other errors."""
     text = str(error)
     if isinstance(error, RingtrainError) or not (isinstance(error, MemoryError) or SIGNS.search(text)):
         return None

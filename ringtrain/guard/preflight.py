@@ -113,7 +113,7 @@ def require_alike(
 
 
 def describe_differences(headline: str, shown: Mapping[str, Sequence[str]], nodes: Sequence[str]) -> str:
-    """What goes wrong and what to do about it, with a line for what each rank has of all that differs."""
+    """Describe a difference and its remedy, with a line for the values of each rank."""
     lines = [describe_difference(label, values, nodes) for label, values in shown.items()]
     more = [f"and {len(lines) - MAX_LINES} more differences"] if len(lines) > MAX_LINES else []
     return "\n  ".join([headline, *lines[:MAX_LINES], *more])
@@ -134,7 +134,7 @@ def find_differing(summaries: Sequence[Summary]) -> list[str]:
 
 
 def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str]) -> str:
-    """Who has which of the ranks' values, those who stand alone first."""
+    """List the ranks of each value, single ranks first."""
     usual, *odd = group_ranks(values).items()
     said = []
     for value, ranks in [*odd, usual]:
@@ -191,7 +191,7 @@ def describe_device_kind() -> str:
 
 
 def describe_source(name: str, source: Source | Feed | None) -> dict[str, str | list[str]]:
-    """What must be the same on all ranks and shows at once, in words. What the samples are is compared by content."""
+    """Properties of a source that must be equal on all ranks. Samples are compared by their contents."""
     if source is None:
         return {name: NOT_SET}
     if isinstance(source, Feed):
@@ -216,7 +216,7 @@ def describe_training(
     evaluation_metrics: Sequence[str],
     **numbers: int,
 ) -> dict[str, str | list[str]]:
-    """What the ranks are about to train; ``numbers`` are further ones to compare, such as ``steps_per_epoch=10``.
+    """Facts about the training; ``numbers`` are further ones to compare, such as ``steps_per_epoch=10``.
 
     ``batch_spec`` is (x, y) as structures of tensor specs; metrics are names, in the order in which their sums travel.
     """
@@ -265,6 +265,6 @@ def find_first_difference(
 
 
 def _first_place(said: Sequence[Sequence[str]], speakers: Sequence[int]) -> int:
-    """Where the lists of those who speak first differ."""
+    """The first position at which the lists differ."""
     places = itertools.zip_longest(*(said[speaker] for speaker in dict.fromkeys(speakers)))
     return next(number for number, values in enumerate(places) if len(set(values)) > 1)

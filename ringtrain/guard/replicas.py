@@ -77,7 +77,7 @@ def describe_drift(
     nodes: Sequence[str] | Mapping[int, str],
     ranks: Sequence[int] | None = None,
 ) -> str:
-    """Which ranks differ from most, and in which variables; ``hashes`` are [ranks, variables], of ``ranks`` or all."""
+    """Name the ranks that differ from most, and the variables; ``hashes`` [ranks, variables] of ``ranks`` or all."""
     differing = [
         (name, group_ranks(values, ranks)) for name, values in zip(names, zip(*hashes, strict=True), strict=True)
         if len(set(values)) > 1
@@ -91,7 +91,7 @@ def describe_drift(
 
 
 def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str] | Mapping[int, str]) -> str:
-    """Who differs from whom: those who are few from those who are most, where any are."""
+    """Name the ranks that differ: the minority, if there is one."""
     most, *few = groups
     if 2 * len(most) > sum(map(len, groups)):
         odd = sorted(itertools.chain.from_iterable(few))

@@ -1,4 +1,4 @@
-"""Where a ``fit`` stands in its data, so that one that is started again goes on with the next batch.
+"""The position of a ``fit`` in its data, so that a resumed ``fit`` continues with the next batch.
 
 Keras makes an iterator of the data for each epoch, or one for all epochs where ``steps_per_epoch`` is given. A rank's
 iterator says where it is, where it can (tf.data's own state, which knows of earlier shuffles). Else what was trained is
@@ -29,7 +29,7 @@ _NOTHING = object()
 
 
 class Place(NamedTuple):
-    """How much of the data has been trained."""
+    """The amount of data that has been trained."""
 
     epochs: int = 0
     batches: int = 0  # of the epoch after these
@@ -49,11 +49,11 @@ class Batches:
         self._is_one_for_all = self._is_awaited = False
 
     def wait(self) -> None:
-        """What is asked for next is what is trained on; validation has an EpochIterator of its own."""
+        """Count the next batches; validation has its own EpochIterator."""
         self._is_awaited = True
 
     def are_of(self, data: Any) -> bool:
-        """Whether these are the batches of Keras' EpochIterator ``data``."""
+        """True if these are the batches of Keras' EpochIterator ``data``."""
         if self._is_awaited:
             self._data, self._is_awaited = data, False
         return self._data is data

@@ -49,7 +49,7 @@ class ProcessSetCollective(HorovodCollective):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Those of the process set, in the order in which they are gathered."""
+        """The ranks of the process set, in the order of a gather."""
         return self._process_set.ranks or range(self.world.size)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
@@ -79,17 +79,17 @@ def all_ranks() -> Collective:
 
 
 def wants_native_sums() -> bool:
-    """Whether they may be made: among ranks that do not come and go."""
+    """True if they may be made: among ranks that do not come and go."""
     return _backend == "auto" and not is_elastic()
 
 
 def is_elastic() -> bool:
-    """Whether the ranks of this run come and go: so horovodrun says to those that it starts so."""
+    """True if the ranks of this run come and go: so horovodrun says to those that it starts so."""
     return is_on(os.environ.get("HOROVOD_ELASTIC", ""))
 
 
 def choose_backend(backend: str) -> None:
-    """By what all ranks sum from now on; those that have met stay together, unless Horovod has left them."""
+    """Set the backend of all ranks; ranks that have joined stay joined, unless Horovod was shut down."""
     global _all_ranks, _backend
     if backend not in BACKENDS:
         raise UsageError(f"backend is {backend!r}; ringtrain.keras.init() takes {' or '.join(map(repr, BACKENDS))}.")

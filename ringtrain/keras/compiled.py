@@ -36,7 +36,7 @@ class CompiledStep:
         return metrics
 
     def _compute(self, data: Any) -> tuple[list[Any], Any]:
-        """What the step would give to the optimizer, and its metrics."""
+        """Compute the gradients for the optimizer, and the metrics."""
         optimizer, found = self._model.optimizer, list[Any]()
         optimizer.apply = lambda gradients, variables=None: found.extend(gradients)
         try:
@@ -47,7 +47,7 @@ class CompiledStep:
 
 
 def why_not_compiled(model: Any) -> str:
-    """Why a model's step cannot be taken apart, in words; empty: it can."""
+    """The reason why a model's step cannot be split, in words; empty if it can."""
     if "train_step" in vars(model) or not type(model).train_step.__module__.startswith("keras."):
         return f"{type(model).__name__} has a train_step of its own, in which ranks may sum"
     if any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers()):

@@ -20,7 +20,7 @@ is_applying = contextvars.ContextVar("is_applying", default=False)
 
 
 class Distributed:
-    """What a distributed optimizer has beyond its Keras class, which stands behind this one among the bases."""
+    """Methods of a distributed optimizer, before its Keras class among the bases."""
 
     _settings: ClassVar[Settings]
     _accumulation: ClassVar[tuple[int, bool]]  # passes to a reduction, whether their gradients are averaged
@@ -39,7 +39,7 @@ class Distributed:
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """What reduces this optimizer's gradients."""
+        """The reduction of this optimizer's gradients."""
         return Exchange(self._settings, self._agg_helper)
 
     def register_local_var(self, var: Any) -> None:

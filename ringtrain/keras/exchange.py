@@ -1,4 +1,4 @@
-"""What an optimizer's, or a tape's, gradients go through between this rank and the others.
+"""The reduction of the gradients of an optimizer or a tape.
 
 ``Exchange`` is built on ``ringtrain.collectives.gradients``, which the training step uses as well. What is added here
 are the arguments of Horovod's interface: which variables stay local, factors, groups, and passes that are added up
@@ -52,7 +52,7 @@ class Settings:
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Settings:
-        """Those of a function's arguments that are fields here."""
+        """Take the settings from the arguments of a function."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Settings:
 
     @property
     def why_horovod(self) -> str:
-        """Why Horovod carries these sums, whatever the ranks can, in words; empty: it need not."""
+        """The reason why Horovod carries these sums, whatever the ranks can, in words; empty: it need not."""
         if self.op == hvd.Adasum:
             return "the optimizer has op=hvd.Adasum"
         if self.process_set != hvd.global_process_set:
@@ -153,7 +153,7 @@ class _StepSums:
             self._graph = weakref.ref(graph) if graph is not None else lambda: None
 
     def read(self) -> list[_Sum]:
-        """Those of the last step; none if its graph has gone."""
+        """The sums of the last step; none if its graph is gone."""
         if not self.is_of_graph:
             return self._outside
         graph = self._graph()
@@ -185,7 +185,7 @@ class Exchange:
 
     @classmethod
     def is_local_somewhere(cls, variable: Any) -> bool:
-        """Whether any optimizer or tape keeps a variable's gradients on this rank."""
+        """True if any optimizer or tape keeps a variable's gradients on this rank."""
         return variable_key(variable) in cls._local_somewhere
 
     def is_local(self, variable: Any) -> bool:
@@ -303,7 +303,7 @@ class Exchange:
 
     @property
     def sums_natively(self) -> bool:
-        """Whether the step that was traced last does."""
+        """True if the step that was traced last does."""
         return any(one.is_native for one in self._step.read())
 
     def begin_fit(self, *, may_sum_natively: bool) -> bool:
@@ -312,7 +312,7 @@ class Exchange:
         return self._traced_natively is not None and self._traced_natively != may_sum_natively
 
     def end_fit(self) -> None:
-        """What is traced from now on is the user's own loop, of which nobody knows how long it is on each rank."""
+        """Mark the end of ``fit``: later traces belong to a custom loop, of unknown length on each rank."""
         Exchange._fit, self.may_sum_natively = None, False
 
     def _reduction(self, gradients: Gradients, variables: Sequence[Any], *, natively: bool) -> GradientReduction:

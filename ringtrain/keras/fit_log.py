@@ -1,4 +1,4 @@
-"""What a ``fit`` that is kept says of its steps and validations."""
+"""The log of a resumable ``fit``: its steps and validations."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FitLog:
         self._carried = sums if self._sums_before is None else sums - self._sums_before
 
     def end_epoch(self, step: int) -> None:
-        """What comes next is counted from here, or from the last line where it was carried over."""
+        """Restart the counts, or continue them from the last line if they were carried over."""
         if self._carried is None:
             self._sums_before, self._steps_before, self._seconds = None, step, 0.0
         else:
@@ -96,7 +96,7 @@ class FitLog:
         events.scalars("train", values | speed, step=step)
 
     def read_validation(self, logs: Mapping[str, Any]) -> Means:
-        """Of an epoch's end; no values where it had none. Every rank must call it."""
+        """The means of an evaluation at the end of an epoch; no values if there was none. Every rank must call it."""
         mine = {name.removeprefix("val_"): v for name, v in scalars(logs).items() if name.startswith("val_")}
         had = all_gather_object(self._collective, bool(mine), name="fit/validated")
         if not all(had):
@@ -115,7 +115,7 @@ class FitLog:
         events.scalars("eval", means.values, step=step)
 
     def own(self) -> Arrays:
-        """What this rank needs to go on in mid-epoch."""
+        """The state of this rank that is needed to resume within an epoch."""
         sums = () if self._sums_before is None else self._sums_before
         return {
             "metrics/log": np.array([self._steps_before, *sums], np.float64),

@@ -80,12 +80,12 @@ class TrainingGuard(keras.callbacks.Callback):
 
     @classmethod
     def has_reduced(cls) -> bool:
-        """Whether this fit has reduced gradients, or traced that."""
+        """True if this fit has reduced gradients, or traced that."""
         return GradientReduction.calls > cls.reductions_before
 
     @classmethod
     def may_apply_alone(cls) -> bool:
-        """Whether an optimizer that is not distributed may be meant so: what it is given may be reduced already, or the
+        """True if an optimizer that is not distributed may be meant so: what it is given may be reduced already, or the
         model be this rank's own."""
         return cls.has_reduced() if cls.goes_on else GradientReduction.calls > 0
 
@@ -108,7 +108,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._num_epochs = 0
 
     def _may_sum_natively(self, collective: ProcessSetCollective) -> bool:
-        """Whether this fit's sums may be native; the first such fit joins the ranks. Rank 0 says who carries them."""
+        """True if this fit's sums may be native; the first such fit joins the ranks. Rank 0 says who carries them."""
         assert self._distributed is not None
         why_not = self._distributed.exchange.settings.why_horovod
         if self.params.get("steps") is None:
@@ -159,7 +159,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._require_same_weights(self._collective, epoch)
 
     def _trains_by_tape(self) -> bool:
-        """Whether all ranks reduce this model's gradients, in a train_step of the user's: as long as it is not traced
+        """True if all ranks reduce this model's gradients, in a train_step of the user's: as long as it is not traced
         anew, no reduction is noticed after the first ``fit``."""
         if self.has_reduced():
             _trained_by_tape.add(self.model)
@@ -177,7 +177,7 @@ class TrainingGuard(keras.callbacks.Callback):
         return ProcessSetCollective(process_set=process_set)
 
     def _spans_world(self) -> bool:
-        """Whether no rank is outside of those that train this model together; it would not take part in the join."""
+        """True if no rank is outside of those that train this model together; it would not take part in the join."""
         return self._distributed is not None and self._distributed.exchange.settings.process_set.process_set_id == 0
 
     def _require_same_way_on(self, *, is_end: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where ringtrain reaches into Keras: some methods, replaced once a script uses ``ringtrain.keras``.
+"""The Keras methods that ringtrain replaces once a script uses ``ringtrain.keras``.
 
 Each calls the one that it replaces; with one rank, of a number that stays, they do nothing else.
 

@@ -217,7 +217,7 @@ class KeptFit:
         self._log.leave_out_time()
 
     def take_logs(self) -> dict[str, Any]:
-        """Of the epoch so far, where a resumed one had no batch left: the last before was its last, as nobody knew."""
+        """The logs of an epoch that was resumed after its last batch, which was not known before."""
         so_far, self._metrics_so_far = self._metrics_so_far, {}
         add_metrics(self.model, so_far)  # which MetricAverageCallback counts samples by
         logs = {name.removeprefix("logs/"): value for name, value in so_far.items() if name.startswith("logs/")}
@@ -352,7 +352,7 @@ class KeptFit:
         return dataclasses.replace(snapshot, variables={**snapshot.variables, **extra})
 
     def _receive_own(self, named: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """What this rank had of its own, and the best weights that callbacks keep, which rank 0 has read."""
+        """Receive this rank's own state, and the best weights of callbacks, which rank 0 has read."""
         world, size = self._collective.world, self._start.size or 0
         names = [f"{RANKS}{rank}" for rank in range(size)]
         of_callbacks = sorted(name for name in named if name.startswith(CALLBACKS))
@@ -437,7 +437,7 @@ class KeptFit:
         self._log.write(means, self._step, epoch=epoch, samples_seen=progress.samples_seen)
 
     def _require_finite(self) -> None:
-        """Where a gradient was not finite, the loss need not show it; moving statistics are each rank's own."""
+        """Check the state: the loss need not show a non-finite gradient, and moving statistics differ between ranks."""
         mine = bool(_are_finite([variable.value for variable in self._variables.values()]))
         if all(all_gather_object(self._collective, mine, name="fit/finite")):
             return

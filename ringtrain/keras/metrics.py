@@ -15,7 +15,7 @@ from ringtrain.keras.rank_state import metric_variables
 
 
 class MetricsOverRanks:
-    """What the metrics of a model are over all ranks. Every rank must call what communicates."""
+    """The metrics of a model over all ranks. Every rank must call the methods that communicate."""
 
     def __init__(self, model: keras.Model, collective: Collective) -> None:
         self._model, self._collective = model, collective
@@ -51,5 +51,5 @@ class MetricsOverRanks:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are single numbers."""
+    """The metrics that are single numbers."""
     return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}

@@ -1,4 +1,4 @@
-"""What a ``fit`` has besides weights and optimizer, kept in a checkpoint: of each rank, and of its callbacks."""
+"""The state of a ``fit`` besides weights and optimizer, in a checkpoint: of each rank, and of its callbacks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ COUNTED = {
 
 
 def is_extra(name: str) -> bool:
-    """Whether a name in a checkpoint is neither a weight nor a slot."""
+    """True if a name in a checkpoint is neither a weight nor a slot."""
     return name.startswith((RANKS, CALLBACKS))
 
 
 def _own_variables(model: keras.Model) -> dict[str, keras.Variable]:
-    """What each rank has of its own: moving statistics, and the states of seeds."""
+    """Variables that differ between ranks: moving statistics, and the states of seeds."""
     statistics = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
     seeds = [v for v in model.variables if is_seed_state(v)]
     by_id = {id(v): v for v in (*statistics, *seeds)}
@@ -41,12 +41,12 @@ def _own_variables(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
-    """Those that count samples, whose sum over ranks counts those of all ranks."""
+    """The variables that count samples, whose sum over ranks counts the samples of all ranks."""
     return [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
 
 
 def metrics_of(model: keras.Model) -> Arrays:
-    """What this rank has counted of the epoch so far."""
+    """The state of this rank's metrics in the current epoch."""
     return {f"metrics/{number}": _plain(v.value) for number, v in enumerate(metric_variables(model))}
 
 
@@ -59,7 +59,7 @@ def add_metrics(model: keras.Model, values: Arrays) -> None:
 
 
 def own_of(model: keras.Model) -> Arrays:
-    """What this rank has of its own, to be kept."""
+    """The state of this rank, for a checkpoint."""
     return {name: _plain(v.value) for name, v in _own_variables(model).items()}
 
 
@@ -112,7 +112,7 @@ def _counting(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[s
 
 
 def counts_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
-    """What callbacks have counted."""
+    """The state of callbacks."""
     counts = {key: getattr(callback, name) for key, callback, name in _counting(callbacks)}
     return {key: np.asarray(value, np.float64) for key, value in counts.items() if value is not None}
 

@@ -152,7 +152,7 @@ class Run(keras.callbacks.Callback):
                 raise
 
     def note_others(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        """Which callbacks take part besides this one."""
+        """Record the other callbacks."""
         self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
 
     def before_others(self) -> keras.callbacks.Callback:

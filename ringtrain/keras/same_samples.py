@@ -41,7 +41,7 @@ class FirstBatches:
         self._is_in_fit = self._is_awaited = False
 
     def wait(self) -> None:
-        """What is asked for next is what is trained on; validation comes later."""
+        """Note the next batches; validation comes later."""
         self._is_awaited = self._is_in_fit and len(self.hashes) < NUM_BATCHES
 
     def note(self, steps: Iterator[Any], steps_per_call: int) -> Iterator[Any]:
@@ -65,7 +65,7 @@ class FirstBatches:
 
 
 def _is_plain(iterator: Any) -> bool:
-    """Whether batches are dense tensors."""
+    """True if batches are dense tensors."""
     parts = tf.nest.flatten(getattr(iterator, "element_spec", None))
     return isinstance(iterator, tf.data.Iterator) and all(type(part) is tf.TensorSpec for part in parts)
 
@@ -80,7 +80,7 @@ def _hash(batch: Any) -> str:
 
 @functools.cache
 def first_batches() -> FirstBatches:
-    """Those of this process."""
+    """The batches of this process."""
     return FirstBatches()
 
 

@@ -13,7 +13,7 @@ from ringtrain.keras.exchange import Exchange, Settings, find_local_variables
 
 
 class Distributed:
-    """What a distributed tape has beyond its class, which stands behind this one among the bases."""
+    """Methods of a distributed tape, before its class among the bases."""
 
     exchange: Exchange
 

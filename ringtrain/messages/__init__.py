@@ -1,1 +1,1 @@
-"""What a user reads: text of others made safe to show, errors in words, ranks in words."""
+"""Text for users: foreign text made safe to print, errors and ranks in words."""

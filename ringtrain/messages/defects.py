@@ -36,7 +36,7 @@ def describe_defect(error: BaseException) -> str:
 
 
 def describe_failed_import(error: BaseException) -> str:
-    """Why a package does not load, in one line, without a full stop."""
+    """Describe why a package does not load, in one line, without a full stop."""
     return describe_hiding(error) or describe_defect(error).rstrip(".")
 
 
@@ -53,7 +53,7 @@ def explaining_import(command: str) -> Iterator[None]:
 
 
 def strip_nodes(text: str) -> str:
-    """What TensorFlow says, without its names of operations."""
+    """TensorFlow's message, without its names of operations."""
     return FUNCTION_NODE.sub("", text)
 
 
@@ -68,12 +68,12 @@ def format_defect(error: BaseException) -> str:
 
 
 def is_users_own(file: str) -> bool:
-    """Whether a file of code is neither ringtrain's nor Python's, and no installed package's."""
+    """True if a file of code is neither ringtrain's nor Python's, and no installed package's."""
     return not file.startswith(_FOREIGN) and not any(folder in file for folder in INSTALLED)
 
 
 def find_users_place(error: BaseException) -> str:
-    """Where in the user's own code, called by ringtrain, an error came up, as ``FILE:LINE``; empty: not in it."""
+    """The line of user code, called by ringtrain, that raised an error, as ``FILE:LINE``; empty if there is none."""
     return find_own_frame(traceback.extract_tb(error.__traceback__))
 
 

@@ -114,7 +114,7 @@ def check_types(settings: Any, prefix: str = "") -> None:
 
 
 def rule_of(hint: Any) -> str:
-    """What a field of this type must be, in words."""
+    """Describe the values of a field of this type."""
     if choices := [option for option in get_args(hint) if isinstance(option, str)]:
         return f"one of {', '.join(choices)}"
     words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}

@@ -1,4 +1,4 @@
-"""Which charts a report has, and what each of them draws."""
+"""The charts of a report."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def plan_charts(runs: Sequence[dict[str, Curve]]) -> list[Chart]:
 
 
 def find_marks(run: RunRecord) -> tuple[list[Mark], int]:
-    """What happened in a run besides its progress, and how many marks are left out."""
+    """Events of a run besides its progress, and the number of those left out."""
     times = elapsed_times(run.events)
     marks, step = [], 0
     for place, event in enumerate(run.events):
@@ -112,7 +112,7 @@ def _kinds_of(name: str, runs: Sequence[dict[str, Curve]]) -> dict[str, str]:
 
 
 def _is_same(curves: dict[str, Curve]) -> bool:
-    """Whether the loss on the data is the loss: the model has no regularisation."""
+    """True if the loss on the data is the loss: the model has no regularisation."""
     return all(
         f"{kind}/data_loss" not in curves
         or (f"{kind}/loss" in curves and _are_equal(curves[f"{kind}/loss"].means, curves[f"{kind}/data_loss"].means))

@@ -46,7 +46,7 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """What the charts show of a run."""
+    """The data of a run for the charts."""
 
     name: str
     curves: dict[str, Curve]

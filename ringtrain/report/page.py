@@ -65,13 +65,13 @@ def make_page(runs: Sequence[RunRecord]) -> str:
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """What to call runs: the names of their directories; their paths where two have the same name."""
+    """Names of runs: those of their directories, or their paths if two are equal."""
     short = [path.resolve().name or str(path) for path in paths]
     return short if len(set(short)) == len(short) else [str(path) for path in paths]
 
 
 def describe_thinning(curves: Sequence[dict[str, Curve]]) -> list[str]:
-    """What the charts do not show as it was logged, in sentences."""
+    """Describe the differences between the charts and the log."""
     every = [curve for of_run in curves for curve in of_run.values()]
     notes = []
     thinned = [curve for curve in every if curve.is_thinned]

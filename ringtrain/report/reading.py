@@ -1,4 +1,4 @@
-"""What a run directory says about its run: configuration, events, environment, images."""
+"""Read a run directory: configuration, events, environment, images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ringtrain.run.store import list_steps, step_name
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a report knows of a run."""
+    """The contents of a run directory."""
 
     path: Path  # as the user named it
     settings: dict[str, Any] = field(default_factory=dict)  # flat, such as {"optimizer.lr": 0.01}
@@ -89,7 +89,7 @@ def parse_events(lines: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_newest_facts(checkpoints: Path) -> dict[str, Any]:
-    """What the newest checkpoint that can be read says of the program that wrote it."""
+    """Facts about the program from the latest readable checkpoint."""
     steps: Sequence[int] = ()
     with contextlib.suppress(OSError):
         steps = list_steps(checkpoints)

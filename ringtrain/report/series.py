@@ -40,7 +40,7 @@ class Curve:
 
     @property
     def is_thinned(self) -> bool:
-        """Whether a point stands for more than one value."""
+        """True if a point stands for more than one value."""
         return self.num_values > len(self.steps)
 
 
@@ -111,7 +111,7 @@ def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points
 
 
 def _last_of_each_step(events: Sequence[Mapping[str, Any]], kind: str) -> npt.NDArray[np.intp]:
-    """Where a kind's events are, in the order of their steps; of a step that is there twice, the later."""
+    """Positions of the events of a kind, ordered by step; the last one of each step."""
     places = {event["step"]: place for place, event in enumerate(events) if event["event"] == kind}
     return np.array([places[step] for step in sorted(places)], np.intp)
 

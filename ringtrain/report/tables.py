@@ -29,7 +29,7 @@ class Fact:
 
 
 def describe_run(run: RunRecord, drawn: DrawnRun) -> dict[str, Any]:
-    """What the page says of a run in words: the values that its template takes."""
+    """The values of the page's template for a run."""
     verdict, status = describe_status(run)
     parts = split_time(run.events)
     command = run.facts.get("command")
@@ -54,7 +54,7 @@ def describe_run(run: RunRecord, drawn: DrawnRun) -> dict[str, Any]:
 
 
 def describe_status(run: RunRecord) -> tuple[str, str]:
-    """How a run stands, as a verdict and in words."""
+    """The status of a run, as a class and in words."""
     last = run.events[-1]
     if last["event"] != "end":
         return "waiting", "no end recorded: it is running, or was killed"
@@ -116,7 +116,7 @@ _NOT_METRICS = {"event", "step", "epoch", "samples", "seconds", "time", "loss", 
 
 
 def describe_environment(run: RunRecord) -> list[Fact]:
-    """Where a run's last start ran and with what, as its ``start`` event and its newest checkpoint say."""
+    """The environment of a run's last start, from its ``start`` event and its latest checkpoint."""
     starts = run.of_kind("start")
     start = starts[-1] if starts else {}
     facts = [Fact(name, format_value(start[name])) for name in ("launcher", "node") if name in start]

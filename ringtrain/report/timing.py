@@ -1,4 +1,4 @@
-"""Where the time of a run went, by its events' times."""
+"""The parts of a run's time, from its events."""
 
 from __future__ import annotations
 

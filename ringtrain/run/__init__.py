@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and how it is found again."""
+"""The run directory: write it, and resume from it."""

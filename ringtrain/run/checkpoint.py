@@ -95,7 +95,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """What a checkpoint says about the run that wrote it, without reading its variables: see ``read_manifest``."""
+    """The facts about a run in a checkpoint, without its variables: see ``read_manifest``."""
     return dict(read_manifest(path / MANIFEST_FILE)["run"])
 
 

@@ -239,7 +239,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_settings(file: Path, *, follows_links: bool = False) -> Any:
-    """What a YAML file of settings holds: plain values, of which an alias counts as often as it is used."""
+    """Load a YAML file of settings: plain values; an alias counts each time that it is used."""
     text = read_bounded(file, MAX_CONFIG_BYTES, follows_links=follows_links).decode()
     try:
         values = _Loader(text).get_single_data()
@@ -250,7 +250,7 @@ def load_settings(file: Path, *, follows_links: bool = False) -> Any:
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether a directory holds more than the lease of a run that has not begun to write."""
+    """True if a directory holds more than the lease of a run that has not begun to write."""
     entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     return any(entry.name != METRICS_FILE or (entry.exists() and entry.stat().st_size > 0) for entry in entries)
 

@@ -1,4 +1,4 @@
-"""Which run it is: drawn once, when a run first starts, kept in its directory and in each of its checkpoints."""
+"""The identity of a run: drawn at its first start, kept in its directory and in all its checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def draw_identity(seed: int) -> dict[str, Any]:
 
 
 def as_identity(value: Any) -> dict[str, Any] | None:
-    """What a file holds, if it is an identity; None where it is none, or of an older ringtrain, which had none."""
+    """The identity in a file's content; None if there is none."""
     if not isinstance(value, dict) or value.keys() != RULES.keys():
         return None
     is_one = all(re.fullmatch(rule, str(value[name]), re.ASCII) for name, rule in RULES.items())

@@ -165,7 +165,7 @@ def _job(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """Whether the holder is an earlier start of this same job.
+    """True if the holder is an earlier start of this same job.
 
     Slurm starts a job again only when it has given up the former start: a node that it has lost may go on computing,
     and beating, where nobody can end it.
@@ -195,7 +195,7 @@ def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_li
 
 
 def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
-    """Whether the holder's process lives; None where it cannot be seen from here (another host or container)."""
+    """True if the holder's process lives; None where it cannot be seen from here (another host or container)."""
     mine = _process_identity(os.getpid())
     if any(holder.get(key) != mine[key] for key in ("boot", "pid_namespace")):
         return None
@@ -204,7 +204,7 @@ def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
 
 
 def _beats(file: Path, holder: Mapping[str, Any], print_line: Callable[[str], None]) -> bool:
-    """Whether a holder that cannot be seen gives a sign of life before its lease runs out."""
+    """True if a holder that cannot be seen gives a sign of life before its lease runs out."""
     first = _modified(file)
     age = max(0.0, _file_system_time(file.parent) - first)  # a clock that was put back makes it negative
     if age < EXPIRY_SECONDS:
@@ -221,7 +221,7 @@ def _beats(file: Path, holder: Mapping[str, Any], print_line: Callable[[str], No
 
 
 def _process_identity(pid: int | None) -> dict[str, Any]:
-    """What tells a process from a later one of the same number; ``started`` is None where it is gone."""
+    """Distinguish a process from a later one with the same number; ``started`` is None if it is gone."""
     process = read_process(pid)
     started = process.born if process and not process.has_ended else None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""By which names a checkpoint keeps variables: those that Keras gives, without what differs between its versions."""
+"""Names of variables in checkpoints: Keras' names, without the parts that differ between its versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def number_twins(names: Sequence[str]) -> list[str]:
 
 
 def describe_difference(expected: Sequence[str], found: Sequence[str]) -> str:
-    """Which names are on one side only, in short."""
+    """List the names that are on one side only."""
     missing = [name for name in expected if name not in set(found)]
     extra = [name for name in found if name not in set(expected)]
     parts = []

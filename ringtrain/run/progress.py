@@ -1,4 +1,4 @@
-"""What a run remembers besides its variables: the same on every rank, kept in every checkpoint."""
+"""The counters of a run: equal on every rank, kept in every checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_COUNT = 2**63
 
 
 def is_place(value: Any) -> bool:
-    """Whether it is a step with a state in base64 and a directory."""
+    """True if it is a step with a state in base64 and a directory."""
     if not (isinstance(value, (list, tuple)) and list(map(type, value)) == [int, str, str]):
         return False
     return 0 <= value[0] < MAX_COUNT and re.fullmatch(r"[A-Za-z0-9+/]*={0,2}", value[1]) is not None
@@ -37,7 +37,7 @@ class Progress:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Progress:
-        """What a checkpoint remembers."""
+        """Read the counters of a checkpoint."""
         if unknown := values.keys() - {field.name for field in fields(cls)}:
             raise ValueError(f"its progress holds {min(unknown)!r}")
         progress = cls(**values)

@@ -41,7 +41,7 @@ MAX_SIZE = 2**53  # of a batch, or of a world
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins, told to every rank; all values are JSON values."""
+    """The position at which a run starts, sent to every rank; all values are JSON values."""
 
     path: str  # absolute
     name: str = field(default="", compare=False)  # the path as the user wrote it
@@ -131,7 +131,7 @@ def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[
 
 
 def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
-    """As ``find_newest``; it is a DataError, too, where the run has saved some, and they are not there."""
+    """Find the checkpoints as ``find_newest`` does; raise DataError if the run has saved some that are missing."""
     root = directory.checkpoints
     try:
         remove_unfinished(root)
@@ -212,7 +212,7 @@ def list_changed_settings(former: Mapping[str, Any], wanted: Mapping[str, Any]) 
 
 
 def describe_way_on(config: Config, run: Path) -> str:
-    """What to start so that a run which was stopped goes on. ``run`` is its directory."""
+    """Describe how to resume a stopped run. ``run`` is its directory."""
     if config.resume == "never":
         # The last flag wins, over a --config file's setting as well.
         return f"To go on from there, add to the same command: --out {shlex.quote(str(run))} --resume auto"
@@ -220,7 +220,7 @@ def describe_way_on(config: Config, run: Path) -> str:
 
 
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
-    """Whether nothing is left to be done: the run ended, and is not to be longer than it was when it did."""
+    """True if nothing is left to be done: the run ended, and is not to be longer than it was when it did."""
     then = checkpoint.run["config"]
     return checkpoint.progress.get("finished") is not None and all(
         then.get(name) == getattr(config, name) for name in (*LENGTH_SETTINGS, "stop_after")

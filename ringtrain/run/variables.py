@@ -1,4 +1,4 @@
-"""Which variables all ranks must hold alike, by which names they are kept, and rank 0's first values for them."""
+"""The variables that must be equal on all ranks, their names, and the broadcast of their first values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BROADCAST_BYTES = 64 * 2**20
 
 
 def is_seed_state(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a seed generator (dropout's): broadcasting it would make all masks alike."""
+    """True if a variable is the state of a seed generator (dropout's): broadcasting it would make all masks alike."""
     return variable.name == "seed_generator_state"
 
 

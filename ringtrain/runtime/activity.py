@@ -1,4 +1,4 @@
-"""What this process is doing: noted by the thread that does it, read by the watchdog's (``ringtrain.watchdog.thread``).
+"""The current phase of this process: set by the thread that runs it, read by ``ringtrain.watchdog.thread``.
 
 One training goes on in a process, and what it is doing is a fact about the process, like a line of a log: it is noted
 where it happens, without an object that would have to be handed to every function on the way. A note is an assignment
@@ -18,7 +18,7 @@ LONG_SECONDS = 600.0
 
 
 class Phase(enum.Enum):
-    """What a rank can be doing: in words that follow "ranks 0, 1", and where it is when it waits there for the others.
+    """The phases of a rank: words that follow "ranks 0, 1", and the place where it waits for the others.
 
     A rank whose place is None is busy with something of its own, for which the others wait.
     """
@@ -42,7 +42,7 @@ class Phase(enum.Enum):
 
 
 class Note(NamedTuple):
-    """What a process is doing."""
+    """The current phase of a process."""
 
     doing: Phase
     step: int = 0  # from 1, or a batch of an evaluation; 0 outside of both
@@ -50,12 +50,12 @@ class Note(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What is done, after "ranks 0, 1"."""
+        """The phase in words, after "ranks 0, 1"."""
         return self.doing.value[0].format(step=self.step)
 
     @property
     def words_of_one(self) -> str:
-        """What is done, after "rank 0"."""
+        """The phase in words, after "rank 0"."""
         verb, _, rest = self.words.partition(" ")
         return f"{verb}s {rest}"
 
@@ -66,7 +66,7 @@ class Note(NamedTuple):
 
     @property
     def place(self) -> str | None:
-        """Where the other ranks are awaited; None where they wait for this one."""
+        """The place at which the other ranks are awaited; None if they wait for this one."""
         place = self.doing.value[1]
         return place and place.format(step=self.step)
 

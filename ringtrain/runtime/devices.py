@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """How this rank uses its node."""
+    """The devices and settings of this rank."""
 
     own_cores: tuple[int, ...]  # for this rank alone; empty where the ranks share all of ``cores``
     cores: tuple[int, ...]  # that this rank runs on: its own, and those that no rank has for itself
@@ -72,7 +72,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a run asks of the devices of its ranks."""
+    """The requirements of a run on the devices of its ranks."""
 
     deterministic: bool = False  # two runs of the same size must be bit-equal
     hang_timeout: float = 0.0  # seconds after which the watchdog ends a run that does not move; 0: there is none
@@ -134,7 +134,7 @@ def adapt_plan(plan: DevicePlan, world: World, environ: Mapping[str, str], needs
 
 
 def why_cannot_pin(world: World, machine: Machine) -> str:
-    """Why the ranks of this node cannot have cores of their own; empty where they can, or where there is one rank."""
+    """The reason why the ranks of this node cannot be pinned to their own cores; empty if they can, or for one rank."""
     if world.local_size == 1:
         return ""
     # A quota below the number of cores says that other containers use the same cores: pinning could put several of
@@ -224,13 +224,13 @@ def describe_shared_memory(world: World, plan: DevicePlan) -> list[str]:
 
 
 def uses_horovod(backend: str, launcher: str) -> bool:
-    """Whether Horovod carries anything among several ranks; MPI does where it is not there or not wanted."""
+    """True if Horovod carries anything among several ranks; MPI does where it is not there or not wanted."""
     is_wanted = backend == "horovod" or (backend == "auto" and importlib.util.find_spec("horovod") is not None)
     return is_wanted or launcher == GLOO_LAUNCHER
 
 
 def is_on(value: str) -> bool:
-    """Whether Horovod takes the value of a variable for a yes: a number above 0, as C's strtol reads it."""
+    """True if Horovod takes the value of a variable for a yes: a number above 0, as C's strtol reads it."""
     number = re.match(r"\s*[+-]?\d+", value)
     return number is not None and int(number[0]) > 0
 
@@ -296,7 +296,7 @@ def open_device(device: str, world: World) -> None:
 
 
 def misses_gpus(machine: Machine, environ: Mapping[str, str]) -> bool:
-    """Whether a rank computes on cores though its node seems to have GPUs, and nobody has hidden them."""
+    """True if a rank computes on cores though its node seems to have GPUs, and nobody has hidden them."""
     import tensorflow as tf
 
     is_hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -304,7 +304,7 @@ def misses_gpus(machine: Machine, environ: Mapping[str, str]) -> bool:
 
 
 def own_gpu() -> str | None:
-    """What CUDA's driver calls the GPU that this process computes on; None where there is none. TensorFlow has started.
+    """The UUID of the GPU that this process uses, from CUDA's driver; None without a GPU. TensorFlow has started.
 
     Of a GPU that is divided (MIG) it is the part. Source: CUDA Driver API, cuDeviceGetUuid_v2.
     """
@@ -328,7 +328,7 @@ def own_gpu() -> str | None:
 
 
 def can_share_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether several ranks may compute on one GPU: the user asks NCCL for it, which some releases (2.32) can."""
+    """True if several ranks may compute on one GPU: the user asks NCCL for it, which some releases (2.32) can."""
     return is_on(environ.get(SHARED_GPUS, ""))
 
 

@@ -1,4 +1,4 @@
-"""What in the surroundings of a process would end Horovod or TensorFlow within C++, told before they start."""
+"""Check environment variables that would end Horovod or TensorFlow in C++."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells whoever launched it: where it is kept, and how it ended.
+"""Messages of a run to its launcher: its directory, and its end.
 
 Launchers blur exit codes, and print after the ranks have. Whoever starts a run and wants to know (``launch local``, the
 batch scripts of ``launch slurm``) names a directory in the environment; the run leaves two files there, each written
@@ -34,7 +34,7 @@ class RunTold(NamedTuple):
 
 
 class EndTold(NamedTuple):
-    """How a run ended."""
+    """The end of a run."""
 
     status: str  # ``completed``, ``preempted``, or what failed, such as ``data``
     exit_code: int  # see ``ringtrain.errors``
@@ -59,7 +59,7 @@ def note_signal(directory: Path) -> None:
 
 
 def is_signal_passed_on() -> bool:
-    """Whether it has, to this rank."""
+    """True if it has, to this rank."""
     named = os.environ.get(DIRECTORY_VARIABLE)
     return named is not None and Path(named, SIGNAL_FILE).exists()
 
@@ -79,7 +79,7 @@ def tell_left() -> None:
 
 
 def read_run(directory: Path) -> RunTold | None:
-    """What ``tell_run`` said; None where nothing was said."""
+    """Read the message of ``tell_run``; None if there is none."""
     with contextlib.suppress(*NO_WORD):
         values = parse_json(read_bounded(directory / RUN_FILE, MAX_BYTES))
         return RunTold(path=Path(values["path"]), step=int(values["step"]), is_complete=bool(values["is_complete"]))
@@ -87,7 +87,7 @@ def read_run(directory: Path) -> RunTold | None:
 
 
 def read_end(directory: Path) -> EndTold | None:
-    """What ``tell_end`` said first; None where nothing was said."""
+    """Read the first message of ``tell_end``; None if there is none."""
     with contextlib.suppress(*NO_WORD):
         values = parse_json(read_bounded(directory / END_FILE, MAX_BYTES))
         status, exit_code = str(values["status"]), int(values["exit_code"])

@@ -40,13 +40,13 @@ _has_watch = threading.Lock()  # held from the first call of ``watch_end`` on
 
 
 def allow(timeout: float, name: str) -> None:
-    """How many seconds the rest has at the end of this process, such as ``rank 1 on node7``; 0: any time."""
+    """Set the seconds that user threads have after the end of a process, such as ``rank 1 on node7``; 0: no limit."""
     global _timeout, _name
     _timeout, _name = timeout, name
 
 
 def note_exit_code(status: object) -> None:
-    """What the program leaves with: the argument of ``sys.exit``, as Python reads it."""
+    """Record the exit code: the argument of ``sys.exit``, as Python reads it."""
     global _exit_code
     _exit_code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
 
@@ -120,7 +120,7 @@ def _watch(has_left_ranks: bool, timer: _Timer) -> None:
 
 
 def _is_ending() -> bool:
-    """Whether the main thread has left the program, and nothing trains in another one."""
+    """True if the main thread has left the program, and nothing trains in another one."""
     is_left = getattr(threading, "_SHUTTING_DOWN", False) or not threading.main_thread().is_alive()
     return is_left and not any(
         _is_in(frame, "fit", "keras") for top in sys._current_frames().values() for frame in _frames(top)
@@ -147,7 +147,7 @@ def describe_keepers(children: Sequence[BaseProcess]) -> str:
 
 
 def _describe_place(innermost: FrameType | None) -> str:
-    """Where a thread is in the user's own code, else in a package's, else at all."""
+    """The position of a thread: in user code, otherwise in a package's."""
     frames = list(_frames(innermost))
     files = [frame.f_code.co_filename for frame in frames]
     own = [number for number, file in enumerate(files) if is_users_own(file)]

@@ -1,4 +1,4 @@
-"""What this process may use of its node: cores, some of them for itself; processor time, memory, GPUs."""
+"""The resources of this process on its node: cores, processor time, memory, GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver o
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this process may use of its node."""
+    """The resources of this process on its node."""
 
     cores: tuple[int, ...]  # that the scheduler may run this process on
     quota: float | None = None  # the processor time that the cgroup grants, in cores; None where it sets no limit
@@ -48,7 +48,7 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def has_gpu_driver() -> bool:
-    """Whether this machine has what a GPU of NVIDIA's is used through."""
+    """True if this machine has what a GPU of NVIDIA's is used through."""
     return any(device.exists() for device in GPU_DEVICES)
 
 
@@ -67,7 +67,7 @@ def read_cgroup_quota(root: Path) -> float | None:
 
 
 def read_memory_limits(root: Path) -> list[tuple[int, Path]]:
-    """What the cgroups of this process grant of memory, in bytes, each with the file that counts the kills for it.
+    """The memory limits of this process' cgroups, in bytes, each with the file that counts its kills.
 
     Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("memory.max") and cgroup-v1/memory.rst.
     """
@@ -81,7 +81,7 @@ def read_memory_limits(root: Path) -> list[tuple[int, Path]]:
 
 
 def cgroup_directories(root: Path, controller: str) -> list[Path]:
-    """Where the limits of this process are: the directories of its cgroup and of all groups above it.
+    """The directories of this process' cgroup and of all groups above it.
 
     ``controller`` is one of version 1, such as ``"cpu"``; empty for version 2, which has one hierarchy for all.
     """
@@ -120,7 +120,7 @@ def claim_cores(cores: tuple[int, ...]) -> bool:
 
 
 def is_run_on_core(address: str, core: int) -> bool:
-    """Whether the process that holds the name of a core is this user's, or is really bound to that core."""
+    """True if the process that holds the name of a core is this user's, or is really bound to that core."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -143,7 +143,7 @@ def format_cores(cores: tuple[int, ...]) -> str:
 
 
 def _is_bound_by_launcher(environ: Mapping[str, str], cores: tuple[int, ...]) -> bool:
-    """Whether the launcher gave this rank cores of its own: it says so, or its own process may use more."""
+    """True if the launcher gave this rank cores of its own: it says so, or its own process may use more."""
     if environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
         return True
     if environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map", "rank")):

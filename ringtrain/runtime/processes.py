@@ -30,7 +30,7 @@ class Process(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it waits for nothing but that its parent collects it."""
+        """True if it waits for nothing but that its parent collects it."""
         return self.state in "ZX"
 
 
@@ -86,7 +86,7 @@ class Lineage:
     """The processes between a rank and its launcher, both included but for the rank, as they were at the start."""
 
     def __init__(self) -> None:
-        """Where no launcher is known by its name, such as Slurm's, this process' parent stands for it."""
+        """Take this process' parent if no launcher is known by its name, such as Slurm's."""
         line = list(find_ancestors())
         named = [number for number, pid in enumerate(line) if is_launcher(read_words(pid, "cmdline"))]
         self._born = {pid: _read_birth(pid) for pid in line[: max(named, default=0) + 1]}
@@ -97,14 +97,14 @@ class Lineage:
 
 
 def is_launcher(words: list[str]) -> bool:
-    """Whether a command line is a launcher's; ``horovodrun`` becomes a shell that was given an mpirun to wait for."""
+    """True if a command line is a launcher's; ``horovodrun`` becomes a shell that was given an mpirun to wait for."""
     is_shell = len(words) > 2 and os.path.basename(words[0]) in SHELLS and words[1] == "-c"
     waits_for_one = is_shell and words[2].split(" ")[0] in LAUNCHERS and not words[2].rstrip().endswith("&")
     return is_named_launcher(words) or waits_for_one
 
 
 def is_named_launcher(words: list[str]) -> bool:
-    """Whether a command line begins with a launcher's name, perhaps behind its interpreter's."""
+    """True if a command line begins with a launcher's name, perhaps behind its interpreter's."""
     return any(os.path.basename(word) in LAUNCHERS for word in words[:2])
 
 

@@ -1,4 +1,4 @@
-"""How this site's srun can start MPI programs."""
+"""The MPI types of this site's srun."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def choose_mpi(listing: str) -> str:
 
 
 def ask_srun() -> str | None:
-    """What ``srun --mpi=list`` prints; None where there is no srun, or it does not answer."""
+    """The output of ``srun --mpi=list``; None if there is no srun, or it does not answer."""
     status, words = ask(("srun", "--mpi=list"), seconds=20.0)
     return words if status == 0 else None
 
 
 def find_mpi(print_line: Callable[[str], None], ask: Callable[[], str | None] = ask_srun) -> str:
-    """How to start the ranks on this site, with a note where that is not plainly srun's doing."""
+    """Choose how to start the ranks on this site, with a note if it is not by srun alone."""
     listing = ask()
     if listing is None:
         print_line(

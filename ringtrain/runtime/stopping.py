@@ -32,7 +32,7 @@ POLL_SECONDS = 1.0
 
 
 class StopRequests:
-    """Whether this rank has been asked to stop, and by what. Enter it in the main thread."""
+    """Requests to stop this rank. Enter it in the main thread."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -108,7 +108,7 @@ class StopRequests:
         self._lineage = self._lineage_at_start
 
     def at_early_end(self, leave: Callable[[str, int], None]) -> None:
-        """What to do before the process ends at once; called from the thread with the reason and the exit code."""
+        """Set what to call before the process ends at once: in the thread, with the reason and the exit code."""
         self._leave = leave
 
     def start_training(self, announce: Callable[[str], None]) -> None:

@@ -52,7 +52,7 @@ class LastingFile(io.FileIO):
         return memoryview(data).nbytes
 
     def _is_ready(self) -> bool:
-        """Whether something can be written without having to wait; it is waited for, but not again and again."""
+        """True if something can be written without having to wait; it is waited for, but not again and again."""
         stream = str(self.name).strip("<>")
         end = time.monotonic() + (0 if self._left_out else PATIENCE_SECONDS)
         while not _has_room(self.fileno(), seconds=TICK_SECONDS if time.monotonic() < end else 0):
@@ -126,7 +126,7 @@ def _tell(name: str, message: str) -> None:
 
 
 def has_lost_stdout() -> bool:
-    """Whether something that was printed could not be written, such as to a full disk."""
+    """True if something that was printed could not be written, such as to a full disk."""
     sys.stdout.flush()
     return "stdout" in _lost
 
@@ -141,7 +141,7 @@ def warn_by(warn: Callable[[str], None]) -> None:
 
 
 def _has_room(descriptor: int, *, seconds: float) -> bool:
-    """Whether a descriptor takes something within so long; also where that can only fail."""
+    """True if a descriptor takes something within so long; also where that can only fail."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(1000 * seconds))

@@ -1,4 +1,4 @@
-"""When a run has to stop by itself: the end of its batch job, or the hours that the user gives it."""
+"""The time at which a run must stop: the end of its batch job, or the hours that the user gives it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUERY_SECONDS = 10.0
 
 
 class TimeLimit(NamedTuple):
-    """When to stop, and why."""
+    """A time to stop, and its reason."""
 
     seconds_left: float  # from now on
     reason: str  # what sets the limit, for the message
@@ -43,7 +43,7 @@ def plan_job_limit(end: float, *, now: float, job: str) -> TimeLimit:
 
 
 def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = None) -> float | None:
-    """When this Slurm job ends, in seconds since 1970; None outside a job, and where the job has no limit.
+    """The end of this Slurm job, in seconds since 1970; None outside a job, and if the job has no limit.
 
     ``squeue`` knows of a limit that was changed after the job's start; the job's variables are what is left where
     ``squeue`` cannot be asked.

@@ -1,4 +1,4 @@
-"""Who am I among the processes of this run? Read from the launcher's variables, before anything heavy is imported."""
+"""Rank, size and node of this process, from the launcher's variables, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
 
 
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process: the batch script and interactive shells have SLURM_PROCID as well."""
+    """True if srun started this process: the batch script and interactive shells have SLURM_PROCID as well."""
     if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return False
     return _read_integer(environ, "SLURM_STEP_ID") < SLURM_FIRST_SPECIAL_STEP

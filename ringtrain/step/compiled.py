@@ -37,7 +37,7 @@ class CompiledFunction:
         return tf.function(compute, jit_compile=True, autograph=False)
 
     def __call__(self, *arguments: Any) -> Any:
-        """What it computes of them, while another function is traced."""
+        """Compute the function while another one is traced."""
         return self._function(*self._flatten(arguments))
 
     def _flatten(self, arguments: Any) -> list[tf.Tensor]:
@@ -48,7 +48,7 @@ class CompiledFunction:
 
     @property
     def has_unknown_lengths(self) -> bool:
-        """Whether another length than the number of samples is not known: it is compiled anew for each."""
+        """True if another length than the number of samples is not known: it is compiled anew for each."""
         return not all(spec.shape.is_fully_defined() for spec in self._with_samples())
 
     def _with_samples(self) -> list[tf.TensorSpec]:
@@ -61,7 +61,7 @@ class CompiledFunction:
         ]
 
     def why_not(self, *arguments: Any) -> str:
-        """What XLA cannot compile, in its words, or nothing: of the first call, or of ``arguments``.
+        """Operations that XLA cannot compile, in its words, or nothing: for the first call, or ``arguments``.
 
         It wants to know all shapes: where a number of samples is not known, any is as good; where other lengths are not
         it cannot be tried.
@@ -92,7 +92,7 @@ class CompiledFunction:
 
 
 def describe_uncompiled(text: str) -> str:
-    """What TensorFlow says of operations that XLA has not, as theirs and their layers' names."""
+    """Describe operations that XLA does not support, with the names of their layers."""
     names = dict.fromkeys(UNCOMPILED.findall(text))
     said = [f"{kind} ({node})" for kind, node in names]
     more = f" and {len(said) - MAX_NAMED} more" if len(said) > MAX_NAMED else ""

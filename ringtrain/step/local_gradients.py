@@ -1,4 +1,4 @@
-"""What one rank computes of a step on its own: the gradients and sums of its samples.
+"""The part of a step that a rank computes alone: gradients and sums of its samples.
 
 The objective of a rank is its part of that of the global batch, so that the ranks' gradients only have to be added.
 """
@@ -29,7 +29,7 @@ from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 
 @dataclass(frozen=True, kw_only=True)
 class StepStructure:
-    """What shows when a step is traced, alike on all ranks: also one that has no samples must know it."""
+    """Facts from tracing a step, equal on all ranks; a rank without samples needs them too."""
 
     metric_names: tuple[str, ...]  # of the workload, in the order of their sums
     sparse_index_dtypes: tuple[tf.DType | None, ...]  # of each trainable variable's gradient; None for a dense one
@@ -37,7 +37,7 @@ class StepStructure:
 
 
 class Forward(NamedTuple):
-    """What the forward and backward pass of a rank's samples gave: sums that the other ranks' are added to."""
+    """The result of the forward and backward pass of a rank's samples: sums to be reduced."""
 
     gradients: list[tf.Tensor | tf.IndexedSlices]
     sums: tf.Tensor  # the control vector before the reduction, [CONTROL_SUMS + metrics]
@@ -80,7 +80,7 @@ class LocalGradients:
         return self._of_micro_batches(batch, local_count, before)
 
     def of_nothing(self, batch: Batch, structure: StepStructure) -> Forward:
-        """Those of a rank whose share is empty: zeros, without running the model.
+        """The gradients of an empty local batch: zeros, without running the model.
 
         Horovod's operations are not marked as stateful: TensorFlow's optimizer would run one whose input is constant
         once, keep what came of it for all later steps, and merge two with the same input, while the other ranks wait.
@@ -217,7 +217,7 @@ class LocalGradients:
     def _find_structure(
         self, scope: keras.StatelessScope, state: Sequence[tf.Tensor], gradients: Sequence[Any], metrics: dict[str, Any]
     ) -> StepStructure:
-        """What the step consists of, by what the model did in the scope to the state that it was given."""
+        """The structure of a step, from the state that the model has updated."""
         return StepStructure(
             metric_names=tuple(sorted(metrics)),
             sparse_index_dtypes=tuple(g.indices.dtype if isinstance(g, tf.IndexedSlices) else None for g in gradients),
@@ -250,7 +250,7 @@ class CompiledGradients:
         self.function = CompiledFunction(self._trace)
 
     def __call__(self, *arguments: Any) -> Forward:
-        """As ``compute``, while a step is traced."""
+        """Compute as ``compute`` does, while a step is traced."""
         gradients, sums, state = self.function(*arguments)
         assert self._structure is not None
         return Forward(list(map(with_known_rows, gradients, self._variables)), sums, state, self._structure)
@@ -263,7 +263,7 @@ class CompiledGradients:
 
     @property
     def labels(self) -> Sequence[Labels]:
-        """Which parts of y it gives to a sparse cross-entropy as they are."""
+        """Parts of y that are passed to a sparse cross-entropy unmodified."""
         return sorted(self._labels, key=lambda one: (one.place, one.num_classes))
 
 

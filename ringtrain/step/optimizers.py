@@ -90,11 +90,11 @@ class LayerwiseUpdate:
 
     @abc.abstractmethod
     def direction(self: Any, gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
-        """What is to change a weight, but for its rate."""
+        """The change of a weight, except for its rate."""
 
     @abc.abstractmethod
     def ratio(self: Any, variable: tf.Variable, weight_norm: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
-        """By what a weight's rate is multiplied; ``norm`` is that of its direction."""
+        """The factor of a weight's rate; ``norm`` is that of its direction."""
 
     def change(self: Any, variable: tf.Variable, direction: tf.Tensor, rate: tf.Tensor) -> None:
         """Change a weight by its direction, at its rate."""
@@ -216,5 +216,5 @@ FUSED_UPDATES: dict[type, type] = {
 
 
 def only_reads_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether no variable of the optimizer takes over a gradient, or a part of one, as it is: known of these alone."""
+    """True if no variable of the optimizer takes over a gradient, or a part of one, as it is: known of these alone."""
     return type(optimizer) in OWN.values()

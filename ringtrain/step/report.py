@@ -1,4 +1,4 @@
-"""How a training step went: the numbers that it returns, and what they say."""
+"""The results of a training step: its numbers and their meaning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEP_FACTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """How a step went, over all samples of all ranks."""
+    """The results of a step, over all samples of all ranks."""
 
     samples: int  # of the global batch
     loss: float  # the objective: data_loss plus regularisation

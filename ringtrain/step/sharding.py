@@ -104,7 +104,7 @@ class ShardedOptimizer:
         return cut(tf.convert_to_tensor(value), self._reduction.own[index])
 
     def is_shared_out(self, slot: keras.Variable) -> bool:
-        """Whether this rank has a piece of a slot alone; others, such as the number of updates, all ranks have."""
+        """True if this rank has a piece of a slot alone; others, such as the number of updates, all ranks have."""
         return id(slot) in self._weight_of_slot
 
     def shape_of(self, slot: keras.Variable) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class ShardedOptimizer:
                 self.pieces[index].assign(self._cut(index, weight.value))
 
     def _clip(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """As Keras' optimizers clip, by the norms of whole gradients (or all of them), which the ranks have together.
+        """Clip as Keras' optimizers do, by the norms of whole gradients (or all of them), which the ranks sum.
 
         They scale by limit / max(norm, limit): by 0 where a gradient's norm overflows; by NaN where that of all does.
         """
@@ -234,7 +234,7 @@ def _halve(values: np.ndarray) -> list[np.ndarray]:
 def _update(
     optimizer: keras.optimizers.Optimizer, first: Sequence[np.ndarray], gradients: Sequence[Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """What another optimizer of the same settings makes of weights, without clipping, at a rate that shows."""
+    """The update of weights by another optimizer with the same settings, without clipping, at a visible rate."""
     config = optimizer.get_config() | {"learning_rate": PROBE_RATE}
     twin = type(optimizer).from_config(config)
     twin.clipnorm = twin.global_clipnorm = twin.gradient_accumulation_steps = None

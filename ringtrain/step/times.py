@@ -1,4 +1,4 @@
-"""Where the time of this rank's steps goes: waiting for data, computing, communicating, and the rest."""
+"""The parts of this rank's step time: input, computation, communication, and the rest."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StepTimes:
         self._steps += time.perf_counter() - begin
 
     def note_communication(self, seconds: float) -> None:
-        """So much of a step passed between this rank's last gradient and the last of the sums over all ranks."""
+        """Add the time of a step between this rank's last gradient and the last sum over all ranks."""
         self._communication += seconds
 
     def totals(self) -> dict[str, float]:

@@ -149,12 +149,12 @@ class TrainStep:
         return self._structure.state
 
     def is_traced_for(self, batch: Batch) -> bool:
-        """Whether a step with this rank's batch begins at once; else TensorFlow traces a function for it before."""
+        """True if a step with this rank's batch begins at once; else TensorFlow traces a function for it before."""
         function = self._function_for(batch)
         return function is self._train or function.experimental_get_tracing_count() > 0
 
     def _function_for(self, batch: Batch) -> Any:
-        """What computes the step: it depends on how many samples there are."""
+        """The function that computes the step, chosen by the number of samples."""
         num_samples = batch.indices.shape[0]
         if num_samples == self._local_batch_size or (num_samples and self._local_batch_size is None):
             return self._train
@@ -166,12 +166,12 @@ class TrainStep:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """What rank 0's values must reach: all but dropout's seeds, which follow the step, and pieces of slots."""
+        """Variables that rank 0 broadcasts: all except dropout's seeds, which follow the step, and pieces of slots."""
         return list(self.named_variables.values())
 
     @property
     def named_variables(self) -> dict[str, keras.Variable]:
-        """What all ranks hold alike: weights, such as ``weights/digits/conv2d/kernel``, slots, averages, loss scale."""
+        """Variables that are equal on all ranks: weights, slots, averages, loss scale; such as ``weights/digits/conv2d``."""
         sharded = self.sharded
         return {name: v for name, v in self._name_all().items() if sharded is None or not sharded.is_shared_out(v)}
 
@@ -188,7 +188,7 @@ class TrainStep:
 
     @property
     def names(self) -> list[str]:
-        """Those of all that a checkpoint holds, however it is shared out."""
+        """The names of all variables in a checkpoint, sharded or not."""
         return list(self._name_all())
 
     def gather_shared_out(self) -> dict[str, np.ndarray]:
@@ -339,7 +339,7 @@ def constant(values: float | tuple[float, ...]) -> tf.Tensor:
 
 
 def moment_after(values: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-    """When the last of these is there, by the clock of the host: seconds, float64 []."""
+    """The time at which the last of these is ready, by the clock of the host: seconds, float64 []."""
     tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     with tf.control_dependencies(tensors):
         return tf.timestamp()

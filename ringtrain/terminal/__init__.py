@@ -1,1 +1,1 @@
-"""What rank 0 shows: the lines of a run, its progress bar, and its start-up table."""
+"""The output of rank 0: the lines of a run, its progress bar, and its start-up table."""

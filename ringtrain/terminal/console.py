@@ -1,4 +1,4 @@
-"""What rank 0 shows: a progress bar on a terminal, plain lines anywhere else. Other ranks show nothing."""
+"""The output of rank 0: a progress bar on a terminal, plain lines elsewhere. Other ranks print nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stands, in two lines at the bottom of a terminal."""
+"""The progress of a run, in two lines at the bottom of a terminal."""
 
 from __future__ import annotations
 

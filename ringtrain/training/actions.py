@@ -1,4 +1,4 @@
-"""What happens every n steps: log, check, evaluate, save. When each is due depends on the step, never on a rank."""
+"""Actions every n steps: log, check, evaluate, save. They depend on the step, never on a rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PROFILE_DIRECTORY = "profile"
 
 
 class Records:
-    """What rank 0 writes: the events of the run directory, TensorBoard's, and the checkpoints."""
+    """The files that rank 0 writes: events of the run directory, TensorBoard's, and checkpoints."""
 
     def __init__(self, job: Job, opened: OpenedRun, console: Console) -> None:
         self.run, first_step = opened.directory, job.plan.first_step
@@ -89,7 +89,7 @@ class Training:
 
 
 class Ending(enum.Enum):
-    """Why the training ends."""
+    """The reason why the training ends."""
 
     COMPLETED = "completed"
     EARLY = "stopped early"
@@ -106,7 +106,7 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Whether to act when ``step`` steps are done, and no more come if ``is_last``: alike on every rank."""
+        """True if to act when ``step`` steps are done, and no more come if ``is_last``: alike on every rank."""
 
     @abc.abstractmethod
     def act(self, step: int, batch: Batch, report: StepReport, /) -> Ending | None:
@@ -211,7 +211,7 @@ class Evaluate(Action):
             records.run.write_event("warning", step=step, message=message)
 
     def _show(self, step: int, records: Records) -> None:
-        """What the workload shows of the first samples: on this rank alone, and so without any collective."""
+        """Compute the workload's summaries of the first samples: on this rank alone, without any collective."""
         source = self._job.evaluation
         if source is not None:
             shown = tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64)

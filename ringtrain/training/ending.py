@@ -1,4 +1,4 @@
-"""How a run ends: what is printed of it, its ``end`` record and its report."""
+"""The end of a run: its last lines, its ``end`` record and its report."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def recording_end(
 
 
 def early_end(reason: str, exit_code: int) -> RingtrainError:
-    """Why a process ends before all ranks have saved together."""
+    """The error of a process that ends before all ranks have saved together."""
     kind = PreemptedError if exit_code == PreemptedError.exit_code else RingtrainError
     return kind(f"stopped by {reason}.", reach="run")
 

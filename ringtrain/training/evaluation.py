@@ -88,7 +88,7 @@ def evaluate(
 
 
 def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> tuple[BadSample, ...]:
-    """What is wrong with the samples that no rank has read. Every rank must call it, with those that it has."""
+    """Describe the samples that no rank has read. Every rank must call it, with those that it has."""
     all_read = collective.all_gather(tf.constant(read, tf.int64), name="evaluated").numpy()
     missing = np.setdiff1d(np.arange(source.num_samples), all_read)
 

@@ -86,7 +86,7 @@ class Job:
         return every > 0 and step % every == 0 and step != self.plan.total_steps
 
     def may_save(self, step: int, *, is_last: bool) -> bool:
-        """Whether a checkpoint is due, or an evaluation that may be the best so far."""
+        """True if a checkpoint is due, or an evaluation that may be the best so far."""
         return self.is_checkpoint_due(step) or self.is_evaluation_due(step, is_last=is_last)
 
 
@@ -206,5 +206,5 @@ def check_labels(job: Job, sources: Sources) -> None:
 
 
 def is_given_as_it_lies(workload: Workload, train: Source | Feed) -> bool:
-    """Whether the batches have the labels that lie in memory; an ``augment`` of the workload's may change them."""
+    """True if the batches have the labels that lie in memory; an ``augment`` of the workload's may change them."""
     return isinstance(train, ArraySource) and own_augment(workload) is None

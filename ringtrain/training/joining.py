@@ -1,4 +1,4 @@
-"""How a rank takes its devices, joins the other ranks, and leaves them."""
+"""A rank takes its devices, joins the other ranks, and leaves them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def adapt(plan: DevicePlan, world: World, config: Config, workload_class: type[W
 
 
 def needs_of(config: Config, world: World, workload_class: type[Workload] | None) -> Needs:
-    """What a run asks of a rank's devices; as far as it is known."""
+    """The requirements of a run on a rank's devices, as far as they are known."""
     from ringtrain.collectives.native.library import LIBRARY
     from ringtrain.workloads import names_python_functions  # here: they load NumPy, which the doctor has to do without
 

@@ -51,7 +51,7 @@ from ringtrain.training.saving import restore, take_snapshot, take_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a training run."""
+    """The result of a training run."""
 
     ending: Ending  # why it ended
     evaluation: EvalReport | None  # the last of this process; None where there was none
@@ -194,7 +194,7 @@ def leave_if_told_to(job: Job, requests: StopRequests) -> None:
 
 
 def find_requests(collective: Collective, requests: StopRequests) -> tuple[str, Cause | None]:
-    """Who was told to stop by what, in words and in kind; None where nobody was. Every rank must call it.
+    """The stop requests of all ranks, in words and in kind; None if there are none. Every rank must call it.
 
     Of several kinds the user's file counts first: whoever starts runs again leaves that one alone.
     """

@@ -32,7 +32,7 @@ BATCH_DIRECTORY = "nonfinite"
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a rank finds in its part of a step that was not finite; all values are JSON values."""
+    """A rank's findings in its part of a non-finite step; all values are JSON values."""
 
     node: str
     device: str
@@ -42,7 +42,7 @@ class RankReport:
 
     @property
     def is_culprit(self) -> bool:
-        """Whether this rank's own samples gave what is not finite."""
+        """True if this rank's own samples gave what is not finite."""
         return bool(self.samples or self.gradients or isinstance(self.loss, str))
 
 
@@ -78,12 +78,12 @@ class NonfiniteGuard:
         self._training.console.line(f"warning: {message} Skipped: nothing was updated by this step.")
 
     def _is_overflow(self, report: StepReport) -> bool:
-        """Whether it was the loss scale alone, which does not enter the loss that is reported."""
+        """True if it was the loss scale alone, which does not enter the loss that is reported."""
         is_scaled = self._job.config.precision == "mixed_float16" and report.loss_scale > MIN_LOSS_SCALE
         return is_scaled and math.isfinite(report.loss)
 
     def _explain(self, step: int, batch: Batch, report: StepReport) -> str:
-        """Who had it: every rank is here, for the same reduced numbers."""
+        """Explain a non-finite step: every rank is here, for the same reduced numbers."""
         collective = self._job.collective
         gpus = tf.config.get_visible_devices("GPU")
         mine = RankReport(
@@ -124,7 +124,7 @@ class NonfiniteGuard:
 
 
 def describe_findings(step: int, ranks: Sequence[RankReport]) -> str:
-    """Which ranks had what, in sentences."""
+    """Describe the findings of the ranks, in sentences."""
     culprits = [
         f"rank {rank} on {finding.node}, {finding.device} ({describe_samples(finding.samples, finding.loss)})"
         for rank, finding in enumerate(ranks)

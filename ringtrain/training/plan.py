@@ -1,4 +1,4 @@
-"""What a run will do: how many steps, of which samples, at which learning rate, and this rank's batches of them."""
+"""The plan of a run: steps, samples, learning rates, and this rank's batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def choose_global_batch_size(config: Config, size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run will do: all that the number of ranks could enter."""
+    """The plan of a run, as far as it does not depend on the number of ranks."""
 
     order: SampleOrder  # which samples make each global batch
     learning_rate: LearningRate  # by the samples seen
@@ -62,7 +62,7 @@ def plan_steps(
 
 
 def plan_order(config: Config, train: Source | Feed, global_batch_size: int) -> SampleOrder:
-    """Which samples make each global batch."""
+    """The samples of each global batch."""
     if not isinstance(train, Feed):
         return SampleOrder(num_samples=train.num_samples, global_batch_size=global_batch_size, seed=config.seed)
     steps_per_epoch = train.steps_per_epoch or config.steps

@@ -125,7 +125,7 @@ def take_snapshot(
 
 
 def describe_job(job: Job, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a checkpoint says about the run that wrote it; JSON values."""
+    """Facts about a run for its checkpoints; JSON values."""
     order = job.plan.order
     data = {"global_batch_size": order.global_batch_size, "samples": order.num_samples}
     return describe_run(job.config, job.collective.world.size, identity) | data

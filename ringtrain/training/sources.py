@@ -94,7 +94,7 @@ def require_steps(steps_per_epoch: Any) -> None:
 
 
 def name_kind(value: Any) -> str:
-    """What something is, in words."""
+    """The kind of an object, in words."""
     kind = type(value)
     if value is None:
         return "None"

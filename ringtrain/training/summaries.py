@@ -22,7 +22,7 @@ MAX_IMAGES = 8
 
 
 class EventFiles:
-    """What TensorBoard shows of a run.
+    """TensorBoard's event files of a run.
 
     Each method raises RunDirectoryError where the files cannot be written, and ``show`` UsageError where a workload's
     values are none that TensorBoard shows.

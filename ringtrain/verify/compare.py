@@ -91,7 +91,7 @@ def load_record(path: Path) -> Record:
 
 
 def measure_noise(run: Record, perturbed: Record | None) -> Record:
-    """How far each tensor of a run moves when its first weights change in their last bit; nothing where unknown."""
+    """The change of each tensor of a run if its first weights change in their last bit; empty if unknown."""
     if perturbed is None:
         return {}
     names = [name for name in run if name.startswith(("weights/", "slots/", "averages/", "losses", "evaluation"))]
@@ -187,7 +187,7 @@ def compare_series(name: str, reference: Record, other: Record, noise: Record, r
 
 
 def check_replicas(record: Record) -> Comparison:
-    """Whether all ranks of one run ended with the same bits."""
+    """True if all ranks of one run ended with the same bits."""
     digests = record["replicas"]  # [ranks, variables]
     differing = np.argwhere(digests != digests[0])
     where = "".join(f"rank {rank}, {record['variables'][variable]}" for rank, variable in differing[:1])

@@ -1,4 +1,4 @@
-"""What a plain Keras loop trains: the reference that one process of ringtrain is held against.
+"""A plain Keras loop: the reference for one process of ringtrain.
 
 It shares no code with the training step, the reduction or the evaluation, so that a defect that all world sizes share
 shows here. Which samples make a step is taken from the run that it is compared with, whose order is looked at by itself

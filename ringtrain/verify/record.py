@@ -1,4 +1,4 @@
-"""What one run of ``verify`` trained, written down: a process of the group that it starts for a world size."""
+"""Record one run of ``verify``: a process of the group that it starts for a world size."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
 
 
 def describe_path(step: TrainStep, trial: Trial) -> str:
-    """How a trial differs from others; what is sparse travels by rows on any path."""
+    """Describe the code path of a trial; sparse gradients always travel by rows."""
     types = [trial.config.precision] if not trial.is_lossy else []
     return ", ".join([*types, trial.words, *(["sparse gradients by rows"] if step.has_sparse_gradients else [])])
 
@@ -305,7 +305,7 @@ def match_regularizers(layer: keras.layers.Layer) -> None:
 
 
 def draws(layer: keras.layers.Layer) -> bool:
-    """Whether a layer itself draws random numbers in training: all of Keras' that do have a seed generator."""
+    """True if a layer itself draws random numbers in training: all of Keras' that do have a seed generator."""
     rates = [getattr(layer, name) for name in ("dropout", "recurrent_dropout") if hasattr(layer, name)]
     return bool(layer._seed_generators) and (not rates or any(rates))
 

@@ -1,4 +1,4 @@
-"""How the ranks tell each other how they are, beside the collectives: a star of TCP connections to rank 0.
+"""Communication between the watchdogs, independent of the collectives: a star of TCP connections to rank 0.
 
 Messages are JSON objects, one a line, of bounded size; nothing that is received is executed. Both ends prove that they
 know the run's token, which rank 0 draws and the ranks learn through the collective, and which never travels here: each
@@ -36,7 +36,7 @@ Message = dict[str, Any]
 
 
 def draw_token() -> str:
-    """What only the ranks of this run know."""
+    """A random token that only the ranks of this run know."""
     return secrets.token_hex(16)
 
 
@@ -117,7 +117,7 @@ class Star:
         raise failure
 
     def receive(self, seconds: float) -> list[tuple[int, Message | None]]:
-        """What came within this time, with the rank that said it; None: its connection has ended."""
+        """Messages that arrive within this time, with their ranks; None: a connection has ended."""
         came: list[tuple[int, Message | None]] = []
         end = time.monotonic() + seconds
         while True:
@@ -153,7 +153,7 @@ class Star:
         os.close(self._wake_writer)
 
     def _proof(self, rank: int, *, asked: str, drawn: str) -> str:
-        """That ``rank``, which drew ``drawn``, knows the token, to the one that drew ``asked``."""
+        """A proof that ``rank``, which drew ``drawn``, knows the token, for the one that drew ``asked``."""
         return hmac.new(self._token, f"rank {rank}, {asked}, {drawn}".encode(), hashlib.sha256).hexdigest()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -188,7 +188,7 @@ class Star:
         return came
 
     def _is_welcome(self, peer: _Peer, message: Message) -> bool:
-        """Whether a stranger may stay: it is taken for the rank that it says it is, once it proves to know the token.
+        """True if a stranger may stay: it is taken for the rank that it says it is, once it proves to know the token.
 
         Rank 0 sends what it has drawn; the other signs that, and sends what it has drawn itself; rank 0 signs it.
         """
@@ -244,7 +244,7 @@ class _Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def read(self) -> list[Message] | None:
-        """What has come; None where the connection has ended, or what came is no message."""
+        """Messages that have arrived; None if the connection has ended, or sent no message."""
         try:
             data = self.socket.recv(65536)
         except BlockingIOError:

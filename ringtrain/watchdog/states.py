@@ -1,4 +1,4 @@
-"""What every rank is doing, as one of them sees it, and whether that is a hang: pure functions."""
+"""The states of all ranks, as one of them sees them, and the detection of hangs: pure functions."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class RankState:
         return dataclasses.replace(self, silent=self.silent + seconds)
 
     def to_message(self) -> dict[str, Any]:
-        """What the rank tells the others of itself; JSON values."""
+        """The message about this rank for the others; JSON values."""
         note = self.note
         more = {"still": self.still, "limit": self.limit, "max_silence": self.max_silence, "where": self.where}
         return {"doing": note.doing.name, "step": note.step, **more}
 
 
 def read_state(message: Mapping[str, Any]) -> RankState:
-    """What ``to_message`` told; a KeyError, TypeError or ValueError where it is no such message."""
+    """Read a message of ``to_message``; raise KeyError, TypeError or ValueError for anything else."""
     note = Note(Phase[message["doing"]], int(message["step"]))
     return RankState(
         note=note,
@@ -62,7 +62,7 @@ def read_state(message: Mapping[str, Any]) -> RankState:
 
 
 def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all: bool) -> str | None:
-    """What to say where nothing moves any more; None where something does, or is still given time.
+    """The message for a hang; None if there is progress, or time left.
 
     ``states`` are those of the ranks that take part in the watch and have not taken leave. Who does not hear of every
     rank (``sees_all``) judges only where the others are missing.
@@ -107,7 +107,7 @@ def find_limit(states: Mapping[int, RankState]) -> float:
 
 
 def describe(states: Mapping[int, RankState], nodes: Sequence[str]) -> str:
-    """Who is where, those first for whom the others wait."""
+    """Describe the states of the ranks, first those that others wait for."""
     awaited = find_awaited(states)
     others = [rank for rank in states if rank not in awaited]
     parts = [
@@ -125,7 +125,7 @@ def describe(states: Mapping[int, RankState], nodes: Sequence[str]) -> str:
 
 
 def find_awaited(states: Mapping[int, RankState]) -> list[int]:
-    """Those for whom the others wait: who is missing; else who is busy on its own; else who is behind; else nobody."""
+    """The ranks that the others wait for: missing ones, otherwise busy ones, otherwise those behind, otherwise none."""
     missing = [rank for rank, state in states.items() if state.is_missing]
     if missing:
         return missing
@@ -136,12 +136,12 @@ def find_awaited(states: Mapping[int, RankState]) -> list[int]:
 
 
 def find_busy(states: Mapping[int, RankState]) -> list[int]:
-    """Those that are at something of their own, for which the others wait."""
+    """The ranks in a phase of their own that the others wait for."""
     return [rank for rank, state in states.items() if state.note.place is None]
 
 
 def describe_group(ranks: Sequence[int], state: RankState, nodes: Sequence[str]) -> str:
-    """What some ranks are doing, since when."""
+    """Describe the phase of some ranks, and since when."""
     who = name_ranks(ranks, nodes)
     words, be = (state.note.words_of_one, "is") if len(ranks) == 1 else (state.note.words, "are")
     if state.is_missing:

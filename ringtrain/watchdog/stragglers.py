@@ -23,7 +23,7 @@ LEAST_SHARE = 0.9  # who sleeps for more is not what all wait for
 
 
 class Looks:
-    """How often this process could run when it was looked at."""
+    """The share of samples in which this process could run."""
 
     def __init__(self) -> None:
         self.times = self.times_runnable = 0
@@ -49,7 +49,7 @@ class Stragglers:
         self._windows_slow: dict[int, int] = {}
 
     def compare(self, looks: Mapping[int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
-        """Those that are slow and were not told before, with their share of looks when they could run, and the rest's.
+        """Slow ranks that were not reported before, with the shares of samples in which they and the others could run.
 
         ``looks``: how often each rank was looked at, and how often it could run then; empty where they do not train.
         """
@@ -79,7 +79,7 @@ def find_slow(shares: Mapping[int, float]) -> dict[int, tuple[float, float]]:
 
 
 def describe_slow(rank: int, share: float, usual: float, nodes: Sequence[str]) -> str:
-    """What to tell the user."""
+    """The warning about a slow rank."""
     return (
         f"{name_ranks([rank], nodes)} is slow, and the others wait for it: it is at work {share:.0%} of the time, they "
         f"are {usual:.0%}. Its cores are slower than theirs or taken by another program, or it has more to do."

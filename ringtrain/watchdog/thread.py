@@ -124,7 +124,7 @@ class Watchdog:
         self._star.wake()
 
     def write_by(self, *, write_end: Report, warn: Callable[[str], None] | None) -> None:
-        """How this rank writes the ``end`` record where it judges, and a warning: as before where it is None."""
+        """Set how this rank, if it decides, writes the ``end`` record and warnings; None keeps the current way."""
         self._write_end = write_end
         self._warn = warn or self._warn
 
@@ -234,7 +234,7 @@ class Watchdog:
         )
 
     def _take(self, rank: int, message: Message | None) -> None:
-        """What another rank says of itself; None: it has gone without a word."""
+        """Take the message of another rank; None: it has gone without one."""
         if message is None:
             note_lost(name_ranks([rank], self._nodes))
             if rank in self._states:
@@ -352,7 +352,7 @@ class Watchdog:
 
 
 def is_debugged() -> bool:
-    """Whether the main thread is in a debugger, where the user may take any time."""
+    """True if the main thread is in a debugger, where the user may take any time."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.walk_stack(innermost) if innermost else ()
     return any(os.path.basename(frame.f_code.co_filename) in DEBUGGERS for frame, _ in frames)

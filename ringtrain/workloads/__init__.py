@@ -67,7 +67,7 @@ def refuse_hiding(file: Path, *, is_new: bool = False) -> None:
 
 
 def is_file_within(spec: str, directory: Path) -> bool:
-    """Whether a workload is a file that lies, links followed, below a directory."""
+    """True if a workload is a file that lies, links followed, below a directory."""
     place, _ = _split(spec)
     return place.endswith(".py") and Path(place).resolve().is_relative_to(directory.resolve())
 
@@ -115,7 +115,7 @@ def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) 
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether YAML and JSON have such a value."""
+    """True if YAML and JSON have such a value."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
     if isinstance(value, list):
@@ -131,7 +131,7 @@ def _describe(error: BaseException) -> str:
 
 
 def names_python_functions(workload_class: type[Workload]) -> bool:
-    """Whether one of its modules names what makes TensorFlow call Python code in a step, such as ``tf.py_function``."""
+    """True if one of its modules names what makes TensorFlow call Python code in a step, such as ``tf.py_function``."""
     modules = (sys.modules.get(each.__module__) for each in workload_class.__mro__)
     paths = {Path(getattr(module, "__file__", None) or "") for module in modules}
     sources = [path.read_text(errors="replace") for path in paths if path.suffix == ".py" and path.is_file()]

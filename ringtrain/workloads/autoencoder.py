@@ -122,7 +122,7 @@ def plan_sides(side: int, levels: int) -> list[int]:
 
 
 def choose_levels(height: int, width: int) -> int:
-    """How often an image is halved: until the next time would leave less than ``LEAST_SIDE`` pixels of its shorter
+    """Number of times to halve an image: until the next time would leave less than ``LEAST_SIDE`` pixels of its shorter
     side, and at most ``MAX_LEVELS`` times."""
     return sum(side >= LEAST_SIDE for side in plan_sides(min(height, width), MAX_LEVELS)[1:])
 

@@ -1,4 +1,4 @@
-"""What ringtrain needs to know about a model to train it: the page to read before bringing your own.
+"""The interface of a workload: read this before you bring your own model.
 
 A workload is a class with a model, its data and its loss. Derive from ``Workload``, say ``create_model``,
 ``create_sources`` and ``loss``, and run ``python -m ringtrain --workload path/to/file.py:YourClass``.
@@ -109,7 +109,7 @@ class Workload(abc.ABC):
         return x, y
 
     def summaries(self, model: keras.Model, x: Any, y: Any) -> dict[str, Images | Histogram]:
-        """What TensorBoard shows besides numbers, after each evaluation, by name.
+        """Images and histograms for TensorBoard after each evaluation, by name.
 
         Args:
             model: the model; call it for inference only, since one rank alone is here.

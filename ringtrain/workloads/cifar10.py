@@ -125,7 +125,7 @@ def initial(*, stddev: float, bias: float) -> dict[str, Any]:
 
 
 def weight_decay() -> dict[str, Any]:
-    """What adds ``WEIGHT_DECAY * tf.nn.l2_loss(kernel)`` to the objective. Keras' L2 has no factor of a half."""
+    """A penalty ``WEIGHT_DECAY * tf.nn.l2_loss(kernel)`` for the objective. Keras' L2 has no factor of a half."""
     from keras import regularizers
 
     return {"kernel_regularizer": regularizers.L2(WEIGHT_DECAY / 2)}

@@ -109,7 +109,7 @@ class Inception(Workload):
         )
 
     def metrics(self, y: tf.Tensor, outputs: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Whether the main classifier's first choice is right, and whether one of its first five is."""
+        """Top-1 and top-5 accuracy of the main classifier."""
         import keras
         import tensorflow as tf
 

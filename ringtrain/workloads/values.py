@@ -1,4 +1,4 @@
-"""What a workload makes of a batch: the model's outputs, each sample's loss and metrics."""
+"""Apply a workload to a batch: the model's outputs, each sample's loss and metrics."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Native(Collective):
     def all_gather_pieces(
         self, pieces: Sequence[tf.Tensor], begins: Sequence[int], shapes: Sequence[Sequence[int]], *, name: str
     ) -> list[tf.Tensor] | None:
-        """By memory of the node's: each rank brings its pieces to where all read them."""
+        """Gather in shared memory: each rank writes its pieces there, and all read them."""
         if self.world.local_size < self.world.size or any(each.dtype.name not in self.list_types for each in pieces):
             return None
         wholes, nothing = self._operations.all_gather(
@@ -108,7 +108,7 @@ class Native(Collective):
         return list(wholes)
 
     def _note(self, name: str) -> int:
-        """What the operation knows a sum by."""
+        """Record the identity of a sum for the operation."""
         meaning = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         self._names[meaning] = name
         return meaning
@@ -232,7 +232,7 @@ def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
 
 
 def _why_not(collective: Collective, operations: library.Operations | None) -> str | None:
-    """Why this rank cannot join, in the user's words."""
+    """The reason why this rank cannot join, in the user's words."""
     if tf.config.get_visible_devices("GPU"):
         return ON_GPUS
     if operations is None:
@@ -243,7 +243,7 @@ def _why_not(collective: Collective, operations: library.Operations | None) -> s
 
 
 def why_no_nodes(places: Sequence[tuple[str, int]]) -> str | None:
-    """Why these ranks [(node, local rank)] cannot meet by their local ranks, in the user's words."""
+    """The reason why these ranks [(node, local rank)] cannot meet by their local ranks, in the user's words."""
     ranks_of_nodes: dict[str, list[int]] = {}
     for node, local_rank in places:
         ranks_of_nodes.setdefault(node, []).append(local_rank)

@@ -72,7 +72,7 @@ def record(group: int, is_recording: bool) -> list[Event]:
 
 
 class Patience(NamedTuple):
-    """How long a rank waits for another, in seconds."""
+    """Time limits for waiting for another rank, in seconds."""
 
     spin: float  # until it sleeps
     stall: float  # until it says so; 0: never

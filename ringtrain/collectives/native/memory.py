@@ -37,7 +37,7 @@ def share_memory(local_rank: int, on_node: Callable[[Any], list[Any]]) -> Iterat
 
 
 def _open(process: int, number: int, name: str) -> int | None:
-    """What a process has open; None where that is none of this machine's, or of this container's."""
+    """Open a file descriptor of another process; None if it is not on this machine or in this container."""
     path = Path(f"/proc/{process}/fd/{number}")
     with contextlib.suppress(OSError):
         if str(path.readlink()).startswith(f"/memfd:{name}"):

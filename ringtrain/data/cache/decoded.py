@@ -16,7 +16,7 @@ from ringtrain.errors import DataError
 
 @dataclass(frozen=True)
 class Layout:
-    """How decoded samples are laid out: one array for each tensor that the source gives."""
+    """The layout of decoded samples: one array for each tensor of the source."""
 
     num_samples: int
     tensors: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # of one sample, flat: shape and type
@@ -28,7 +28,7 @@ class Layout:
 
 
 def find_layout(source: FallibleSource) -> Layout:
-    """What the samples of a source look like; none is read."""
+    """The layout of a source's samples, without reading any."""
     empty = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64))
     structure = empty.map(graph_code(source.gather)).element_spec
     specs = tf.nest.flatten(structure)
@@ -114,7 +114,7 @@ class CachedSource:
 
 
 def _choose(choose: Callable[[np.ndarray], np.ndarray], indices: tf.Tensor) -> tf.Tensor:
-    """Those of the indices that a function on the host chooses."""
+    """The samples of the indices that a function on the host chooses."""
     chosen = tf.numpy_function(choose, [indices], tf.int64)
     chosen.set_shape([None])
     return chosen

@@ -103,7 +103,7 @@ class CacheFile:
             return False
 
     def is_current(self, source: FallibleSource) -> bool:
-        """Whether what could not be decoded when it was filled still cannot: a read may just have failed."""
+        """True if what could not be decoded when it was filled still cannot: a read may just have failed."""
         bad = np.flatnonzero(~self.open()[0])
         return len(source.find_bad(bad)) == len(bad)
 
@@ -158,7 +158,7 @@ class CacheFile:
                 array.flush()
 
     def open(self) -> tuple[np.ndarray, list[Any]]:
-        """Which samples are good [num_samples], and the arrays, mapped."""
+        """The mask of readable samples [num_samples], and the mapped arrays."""
         with _saying_where(self.path):
             with contextlib.suppress(PermissionError):  # another user's
                 os.utime(self.path)  # what is in use is not removed: see _make_room

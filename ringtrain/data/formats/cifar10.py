@@ -54,7 +54,7 @@ Samples = tuple[np.ndarray, np.ndarray]
 
 
 class Download(NamedTuple):
-    """Where the archive comes from."""
+    """The origin of the archive."""
 
     url: str = ARCHIVE_URL
     md5: str = ARCHIVE_MD5

@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """What a conversion made."""
+    """The result of a conversion."""
 
     samples: dict[str, int]
     num_files: int

@@ -208,7 +208,7 @@ _REMEDY = "Move what does not belong there to another place; names that begin wi
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder and not hidden, in the order of the names."""
+    """The entries of a folder that are not hidden, sorted by name."""
     with reading(folder, what="the folder"), os.scandir(folder) as entries:
         return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
 

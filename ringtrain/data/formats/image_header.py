@@ -20,7 +20,7 @@ _JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
 
 
 class ImageHeader(NamedTuple):
-    """What an image's header says about its pixels."""
+    """The size and channels in an image's header."""
 
     height: int
     width: int
@@ -92,7 +92,7 @@ def _read_png(file: BinaryIO) -> ImageHeader:
 
 
 def _has_transparency(file: BinaryIO) -> bool:
-    """Whether the palette has transparent colours, for which the decoder adds a channel."""
+    """True if the palette has transparent colours, for which the decoder adds a channel."""
     while True:
         length, kind = struct.unpack(">I4s", _read_exactly(file, 8))
         if kind in (b"tRNS", b"IDAT"):

@@ -81,7 +81,7 @@ def load_tfrecords(
 
 
 def has_tfrecords(data_dir: Path) -> bool:
-    """Whether a directory holds samples that ``load_tfrecords`` reads."""
+    """True if a directory holds samples that ``load_tfrecords`` reads."""
     return bool(find_files(data_dir, TRAIN_FOLDER))
 
 

@@ -69,7 +69,7 @@ class Index(NamedTuple):
     paths: tuple[Path, ...] = ()
 
     def describe(self, sample: int) -> str:
-        """Where a sample lies, for messages."""
+        """Describe the location of a sample, for messages."""
         entry = self.entries[sample]
         first = np.searchsorted(self.entries["file"], entry["file"])  # of its file, as entries follow the files
         return _name(self.paths[entry["file"]], sample - first, entry["offset"])
@@ -142,7 +142,7 @@ def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
 
 
 def _cover(entries: np.ndarray, files: tuple[FileState, ...]) -> bool:
-    """Whether records follow each other from the beginning of each file to its end, as those of a scan do."""
+    """True if records follow each other from the beginning of each file to its end, as those of a scan do."""
     sizes = np.array([file.num_bytes for file in files], np.int64)
     is_first = np.diff(entries["file"], prepend=-1) != 0
     if not np.array_equal(entries["file"][is_first], np.arange(len(files))):

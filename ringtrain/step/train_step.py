@@ -171,7 +171,7 @@ class TrainStep:
 
     @property
     def named_variables(self) -> dict[str, keras.Variable]:
-        """Variables that are equal on all ranks: weights, slots, averages, loss scale; such as ``weights/digits/conv2d``."""
+        """Variables that are equal on all ranks: weights, slots, averages, loss scale, such as ``weights/digits``."""
         sharded = self.sharded
         return {name: v for name, v in self._name_all().items() if sharded is None or not sharded.is_shared_out(v)}
 

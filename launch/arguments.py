@@ -16,7 +16,7 @@ Command = Callable[[Sequence[str]], int]
 
 
 def run_command(arguments: Sequence[str], commands: Mapping[str, Command], overview: str, *, of: str = "") -> int:
-    """Run the command that is named first; show the ``overview`` where none is, or where help is asked for."""
+    """Run the command that is named first; show the ``overview`` if none is, or where help is asked for."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview, end="")
         return 0 if arguments else UsageError.exit_code

@@ -33,8 +33,8 @@ class Attempt:
 
     group: GroupEnd
     end: EndTold | None  # what the run told of its end
-    run: Path | None  # the run directory; None where none was opened
-    first_step: int  # the newest checkpoint's before; 0 where there was none
+    run: Path | None  # the run directory; None if none was opened
+    first_step: int  # the newest checkpoint's before; 0 if there was none
     last_step: int  # and after
     signals: Sequence[signal.Signals] = ()  # what the user told this program, to stop the run; passed on to the ranks
     is_cut_short: bool = False  # the user did not want to wait for a save

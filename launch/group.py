@@ -35,7 +35,7 @@ class RankEnd:
     exit_code: int | None
     signal: str | None
     has_quit: bool = False  # with exit code 0, but in mid-run
-    memory_limit: str | None = None  # for want of which memory the kernel killed it, where it did
+    memory_limit: str | None = None  # for want of which memory the kernel killed it, if it did
 
     @property
     def failed(self) -> bool:
@@ -52,7 +52,7 @@ class GroupEnd:
     ends: Sequence[RankEnd]  # of the ranks that told of their end, the first one first
     last_errors: Sequence[Sequence[str]]  # for each rank the last lines of its stderr
     launcher: str  # its name
-    launcher_code: int | None  # its exit code; negative where a signal ended it, None where it had to be ended
+    launcher_code: int | None  # its exit code; negative where a signal ended it, None if it had to be ended
     launcher_lines: Sequence[str]  # the last that it printed itself
     not_ended: Sequence[int]  # processes that could not be ended
 

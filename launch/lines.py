@@ -18,7 +18,7 @@ class LabelledLines:
     """One stream of one rank. Whole lines go to a file descriptor; the last ones are kept."""
 
     def __init__(self, label: str, descriptor: int | None) -> None:
-        """``descriptor`` is None where the lines are only kept."""
+        """``descriptor`` is None if the lines are only kept."""
         self.last: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         self._label, self._descriptor = label.encode(), descriptor
         self._rest = b""
@@ -49,7 +49,7 @@ def print_line(*lines: str) -> None:
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Write all of it; where nobody reads any more (a terminal that was closed), nothing: the run goes on."""
+    """Write all of it; if nobody reads any more (a terminal that was closed), nothing: the run goes on."""
     with contextlib.suppress(OSError):
         while data:
             try:

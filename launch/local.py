@@ -25,7 +25,7 @@ from .slurm.after import begins_anew
 
 Controller = Literal["mpi", "gloo"]
 MAX_NUMBER = 10_000  # of ranks on one machine
-LAUNCHERS = {  # by their controllers; what helps where there is none
+LAUNCHERS = {  # by their controllers; what helps if there is none
     "mpi": ("mpirun", "Install Open MPI, or give --controller gloo"),
     "gloo": ("horovodrun", "It comes with Horovod: activate the environment that ringtrain is installed in"),
 }
@@ -136,7 +136,7 @@ def plan_group(
 def plan_restart(flags: Sequence[str], run: Path | None, *, here: Path) -> list[str]:
     """The flags of a restart: those of the first start, and where that one had its run directory.
 
-    ``--resume never`` would otherwise begin anew beside it, each time. (A script has named both itself.) ``here`` is
+    ``--resume never`` would otherwise begin again beside it, each time. (A script has named both itself.) ``here`` is
     the ranks' current directory.
     """
     if run is None or is_script(flags):

@@ -102,7 +102,7 @@ def count_kills(root: Path) -> dict[str, int]:
 
 
 def find_limit(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
-    """The limit for which a process was killed between two counts, in words; None where none was."""
+    """The limit for which a process was killed between two counts, in words; None if none was."""
     return next((limit for limit, count in after.items() if count > before.get(limit, count)), None)
 
 

@@ -311,7 +311,7 @@ def make_config(
     """The configuration of a run, from what the user wrote (field names to values, ``optimizer`` to a mapping).
 
     ``workload_defaults`` are the workload's own values in the same form, ``workload_options`` its own settings with
-    their values: None where they are not known yet.
+    their values: None if they are not known yet.
     """
     defaults = dict(workload_defaults)
     _refuse_unknown(defaults)

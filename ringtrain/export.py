@@ -74,7 +74,7 @@ def rebuild_model(workload: Workload, config: Config, checkpoint: Checkpoint) ->
 
 
 def set_values(model: keras.Model, checkpoint: Checkpoint) -> None:
-    """Give a model the weights of a checkpoint, and their averages where it has such."""
+    """Give a model the weights of a checkpoint, and their averages if it has such."""
     saved = {name: v for name, v in checkpoint.variables.items() if name.startswith(("weights/", "averages/"))}
     wanted = name_variables(weights=named_weights(model))
     if any(name.startswith("averages/") for name in saved):

@@ -61,7 +61,7 @@ def make_parallel(
             matches the outputs (a word stands for all outputs below it):
 
             - ``"concat"``: joined along the first dimension, in the order of the ranks.
-            - ``"mean"``: the sum over ranks of output * n_r / n, for n_r of n samples. Where an output is the mean over
+            - ``"mean"``: the sum over ranks of output * n_r / n, for n_r of n samples. If an output is the mean over
               its slice's samples, that is the exact mean over all samples. Outputs are floating, and of the same shape
               whatever the number of samples.
             - ``"sum"``: added up. Shapes as for ``"mean"``.
@@ -109,7 +109,7 @@ class _Share(NamedTuple):
 
     count: Any  # samples of all ranks
     size: Any  # samples of this rank
-    # The samples that fn runs on here: this rank's, or the first of all where it has none.
+    # The samples that fn runs on here: this rank's, or the first of all if it has none.
     run_start: Any
     run_end: Any
     # Whether what fn returns here counts. Without samples at all it is fn's result for none, on the first rank.

@@ -38,7 +38,7 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
 
     Every rank runs the script, and must call this with the same arguments, once, before TensorFlow has computed
     anything: then each rank still can be given its own GPU or cores. Stop requests, resuming, the run directory and the
-    exit codes are those of the command line; where a run ends with an error or before its end, so does the script, with
+    exit codes are those of the command line; if a run ends with an error or before its end, so does the script, with
     one line and the documented exit code (``SystemExit``).
 
     Args:
@@ -47,7 +47,7 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
             ``workload`` need not be given.
 
     Returns:
-        How the run ended and its last evaluation, the same on every rank; None where it was complete already.
+        How the run ended and its last evaluation, the same on every rank; None if it was complete already.
     """
     try:
         world = read_world(os.environ)

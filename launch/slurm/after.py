@@ -23,7 +23,7 @@ from ..decision import is_final
 from ..lines import print_line
 from .controller import describe_job, requeue, submit, without_job
 
-# Restarts under former numbers, where this site refuses to requeue and each restart is a job of its own.
+# Restarts under former numbers, if this site refuses to requeue and each restart is a job of its own.
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
 # In the directory of a start: how many starts before it have failed since the newest checkpoint.
 FAILURES_FILE = "failures"
@@ -70,11 +70,11 @@ class Ended:
     """A start of a job whose ranks have ended."""
 
     status: int  # exit code of srun or horovodrun
-    end: EndTold | None  # what the run told of its end; None where it told nothing
-    run: RunTold | None  # the run directory that it opened; None where it opened none
-    newest_step: int | None  # the newest checkpoint there; None where there is none
+    end: EndTold | None  # what the run told of its end; None if it told nothing
+    run: RunTold | None  # the run directory that it opened; None if it opened none
+    newest_step: int | None  # the newest checkpoint there; None if there is none
     state: JobState | None  # None: the job is ours
-    failed_rank: FailedRank | None  # the first that srun or mpirun saw fail; None where they named none
+    failed_rank: FailedRank | None  # the first that srun or mpirun saw fail; None if they named none
     restarts: int  # how often the job has been started again before
     max_requeues: int  # how often it may be
     failures: int = 0  # starts that have failed before this one, without a newer checkpoint
@@ -83,14 +83,14 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """The run's own word where there is one: srun returns the highest of its tasks', killed ones' included."""
+        """The run's own word if there is one: srun returns the highest of its tasks', killed ones' included."""
         if self.end is not None and not self.has_lost_rank:
             return self.end.exit_code
         return self.status or (0 if self.is_in_good_order else 1)
 
     @property
     def is_in_good_order(self) -> bool:
-        """True if ranks that did not speak of their end are done: srun returns 0, too, where it has lost their node."""
+        """True if ranks that did not speak of their end are done: srun returns 0, too, if it has lost their node."""
         is_over = self.run is None or self.run.is_complete
         return self.status == 0 and is_over and not self.state
 
@@ -210,7 +210,7 @@ def read_state(description: str | None, *, restarts: int) -> JobState | None:
     """The state of a job from the output of ``scontrol show job``, which is None if it did not answer.
 
     Slurm calls every job COMPLETING whose end has begun, and would requeue it all the same. Reason TimeLimit says that
-    nobody wished the end. Where srun has lost a node this script may go on beside the job's next start: Slurm has
+    nobody wished the end. If srun has lost a node this script may go on beside the job's next start: Slurm has
     started the job again more than the ``restarts`` times that it had when it started this script.
     """
     state = STATE_LINE.search(description or "")
@@ -232,7 +232,7 @@ def find_failed_rank(output: str) -> FailedRank | None:
 
 
 def read_output() -> str:
-    """The end of what this job has printed on stderr; empty where that goes into no file."""
+    """The end of what this job has printed on stderr; empty if that goes into no file."""
     try:
         with open_regular(Path(os.readlink("/proc/self/fd/2"))) as file:
             file.seek(-min(TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
@@ -329,7 +329,7 @@ def begins_anew(run: RunTold | None) -> bool:
 
 
 def start_again(job: str, script: Path, ended: Ended, *, told: Path) -> None:
-    """Requeue the job; where that is refused, submit its script anew, to wait for this job's end."""
+    """Requeue the job; if that is refused, submit its script again, to wait for this job's end."""
     failures = ended.failures_since_checkpoint
     next_start = told.with_name(f"{job}-{count_requeues() + 1}")  # as the script names it
     write_failures(next_start, failures)  # before the requeue, which ends this program

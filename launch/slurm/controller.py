@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 ANSWER_SECONDS = 60.0  # Slurm's programs themselves give up after a few times MessageTimeout (10 s)
-PAUSES_SECONDS = (2.0, 10.0, 30.0)  # a controller that starts anew or hands over is away for a moment
+PAUSES_SECONDS = (2.0, 10.0, 30.0)  # a controller that starts again or hands over is away for a moment
 AWAY = re.compile("Unable to contact")  # nothing has been done; after a timeout one would not know
 # Variables of Slurm's own that its programs read, besides those named SBATCH_*.
 KEPT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS"}
@@ -19,7 +19,7 @@ class Answer(NamedTuple):
     """The answer of a Slurm program."""
 
     is_good: bool
-    text: str  # what it printed where it did as told, else why not, in one line
+    text: str  # what it printed if it did as told, else why not, in one line
 
 
 def describe_job(job: str) -> str | None:
@@ -51,7 +51,7 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def ask(command: Sequence[str], environ: Mapping[str, str] | None = None, text: str = "") -> Answer:
-    """Run one of Slurm's programs; again, after a pause, where the controller was away."""
+    """Run one of Slurm's programs; again, after a pause, if the controller was away."""
     for pause in (*PAUSES_SECONDS, None):
         answer = ask_once(command, environ, text)
         if pause is None or answer.is_good or not AWAY.search(answer.text):

@@ -158,7 +158,7 @@ class JobRequest:
 
 
 def read_time(text: str) -> int | None:
-    """Seconds of a time limit in Slurm's words; None where it is none."""
+    """Seconds of a time limit in Slurm's words; None if it is none."""
     match = TIME.fullmatch(text)
     if match is None:
         return None
@@ -171,7 +171,7 @@ def read_time(text: str) -> int | None:
 
 
 def read_flag(flags: Sequence[str], name: str) -> str | None:
-    """The value that ringtrain's flags give a setting, the last one where there are several."""
+    """The value that ringtrain's flags give a setting, the last one if there are several."""
     value = None
     for index, flag in enumerate(flags):
         if flag == f"--{name}" and index + 1 < len(flags):

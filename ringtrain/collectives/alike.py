@@ -1,7 +1,7 @@
 """Inputs that all ranks must hold alike: what each has travels beside the computation, and every rank is told.
 
 What travels with each call are two numbers, while the ranks compute: the samples, and a digest of the types and of the
-other dimensions. Only where they differ do the ranks ask each other for the words of an error.
+other dimensions. Only if they differ do the ranks ask each other for the words of an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_GROUPS = 4
 def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> Iterator[list[tf.Tensor]]:
     """See that all ranks have inputs of the same shapes and types, while these are computed with.
 
-    Where they differ, a UsageError on every rank takes the place of what the computation raised; in a graph it is
+    If they differ, a UsageError on every rank takes the place of what the computation raised; in a graph it is
     TensorFlow's InvalidArgumentError with the same words. There the ranks' next collectives have to wait for
     what this yields, so that they do not meet before it is known.
     """

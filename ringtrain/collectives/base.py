@@ -21,7 +21,7 @@ class Totals(NamedTuple):
     """Sums over all ranks, equal on each."""
 
     tensors: list[tf.Tensor]  # in the order given
-    # float64 [len(tensors)]: the sum of squares of each, where known. Of ``list_types`` it is finite where all values
+    # float64 [len(tensors)]: the sum of squares of each, if known. Of ``list_types`` it is finite where all values
     # are, but for float64, whose squares may be too large; of whole numbers it is nothing.
     squares: tf.Tensor | None = None
 
@@ -59,7 +59,7 @@ class Collective(abc.ABC):
                 to copy them, until the same is summed again. So no variable takes over a part of one. Alike on all
                 ranks.
             scaled: of how many of the first tensors the sums are multiplied, and by what; of ordered sums of
-                ``list_types`` alone, where it takes no further pass over memory.
+                ``list_types`` alone, if it takes no further pass over memory.
         """
 
     @abc.abstractmethod
@@ -75,7 +75,7 @@ class Collective(abc.ABC):
     def all_gather_pieces(
         self, pieces: Sequence[tf.Tensor], begins: Sequence[int], shapes: Sequence[Sequence[int]], *, name: str
     ) -> list[tf.Tensor] | None:
-        """Put tensors together of which every rank has another piece; None where ``all_gather`` is as good.
+        """Put tensors together of which every rank has another piece; None if ``all_gather`` is as good.
 
         Args:
             pieces: of each tensor this rank's, as a vector, possibly of no values.
@@ -100,7 +100,7 @@ class Collective(abc.ABC):
         """
 
     def stop_timeline(self) -> None:  # noqa: B027
-        """Write no more, where that was begun."""
+        """Write no more, if that was begun."""
 
     def close(self) -> None:  # noqa: B027
         """Leave in good order, after the last call of every rank."""

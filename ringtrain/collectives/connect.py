@@ -41,11 +41,11 @@ def connect(backend: Backend, world: World) -> Collective:
 
 
 def with_native_sums(collective: Collective, backend: Backend = "auto", *, stall_seconds: float = 0.0) -> Collective:
-    """The same ranks, who sum natively where they can.
+    """The same ranks, who sum natively if they can.
 
     Every rank must call it, after they have met. Between nodes Horovod's sums stay unless native ones are asked for,
     since these were not measured against it on a real network. With the backend "native" it is a UsageError where the
-    ranks cannot have them. Where no watchdog looks, ``stall_seconds`` after which a rank says whom it waits for.
+    ranks cannot have them. If no watchdog looks, ``stall_seconds`` after which a rank says whom it waits for.
     """
     is_one_node = collective.world.local_size == collective.world.size
     is_left_alone = backend == "horovod" or (backend == "auto" and not (is_one_node or collective.is_ordered))
@@ -72,7 +72,7 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
 
     A rank that sees one GPU alone takes it for its own, as under Slurm's ``--gpus-per-task=1``; NCCL does not sum
     between two on one unless the user asks for it, nor between a GPU and cores. And Horovod does not ask whether its
-    kernels for GPUs ran: where it has none for this GPU, or the driver is older than they need, tensors that travel
+    kernels for GPUs ran: if it has none for this GPU, or the driver is older than they need, tensors that travel
     together would come back as they were. ``gpu`` is what the driver calls this rank's (``devices.own_gpu``); None on
     cores.
     """

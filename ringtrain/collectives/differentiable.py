@@ -187,9 +187,9 @@ def is_differentiable(tensor: tf.Tensor) -> bool:
 def unique_name(prefix: str) -> str:
     """A name for the collectives of one call, unlike that of any other call in the same function.
 
-    It counts the calls while a tf.function is traced, which every rank does in the same order. It counts anew with each
-    trace: ranks trace at other times, where one creates variables within the first trace, or gets other shapes.
-    Eagerly, where one operation ends before the next begins, it is the prefix.
+    It counts the calls while a tf.function is traced, which every rank does in the same order. It restarts with each
+    trace: ranks trace at other times, if one creates variables within the first trace, or gets other shapes.
+    Eagerly, if one operation ends before the next begins, it is the prefix.
     """
     if tf.executing_eagerly():
         return prefix

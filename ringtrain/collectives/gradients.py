@@ -40,9 +40,9 @@ class Reduced(NamedTuple):
     """The outcome of a reduction, identical on every rank."""
 
     gradients: list[tf.Tensor | tf.IndexedSlices]  # in the order given; a sparse one holds each row once
-    is_finite: tf.Tensor  # bool []; False where any value on any rank was not finite
+    is_finite: tf.Tensor  # bool []; False if any value on any rank was not finite
     global_norm: tf.Tensor  # float [], the Euclidean norm of all gradients together
-    control: tf.Tensor | None = None  # the sum of the control vectors; None where none was given
+    control: tf.Tensor | None = None  # the sum of the control vectors; None if none was given
     state: Sequence[tf.Tensor] = ()  # the sums of what was given as such
 
 
@@ -96,7 +96,7 @@ class GradientReduction:
         return sums
 
     def sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor]) -> Reduced:
-        """All in one sum: as they are, or, where the backend sums one tensor faster than many, as one vector."""
+        """All in one sum: as they are, or, if the backend sums one tensor faster than many, as one vector."""
         GradientReduction.calls += 1
         name, num = f"{self.name}/0", len(gradients)
         if not self.collective.list_types:
@@ -234,7 +234,7 @@ def check_finite(
     """Check if all values are finite (bool []) and compute the norm of all of them together (float []).
 
     One pass over the data yields both. Only where the sum of squares is not finite, which large finite values can bring
-    about as well, is each value looked at. ``squares`` [tensors] are their sums of squares, where they are known.
+    about as well, is each value looked at. ``squares`` [tensors] are their sums of squares, if they are known.
     """
     values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
     norm_dtype = tf.float64 if any(value.dtype == tf.float64 for value in values) else tf.float32

@@ -232,7 +232,7 @@ def require_same_settings_by_rendezvous(world: World) -> None:
 
 
 def _ask_rendezvous(place: str, value: bytes | None = None) -> bytes | None:
-    """Keep rank 0's value at the launcher's server, or read it; None where it is not there yet."""
+    """Keep rank 0's value at the launcher's server, or read it; None if it is not there yet."""
     connection = http.client.HTTPConnection(place, timeout=RENDEZVOUS_SECONDS)
     try:
         connection.request("GET" if value is None else "PUT", "/ringtrain/settings", value)

@@ -34,7 +34,7 @@ def alone() -> Iterator[None]:
 
 
 def ranks_for(what: str) -> Collective | None:
-    """The ranks of this run, or those that a script has joined by Horovod; None where this process is alone.
+    """The ranks of this run, or those that a script has joined by Horovod; None if this process is alone.
 
     ``what`` needs them, in words.
 

@@ -33,7 +33,7 @@ _started: set[str] = set()  # "MPI" once this process has started it by ``requir
 class MpiCollective(Collective):
     """The collective of a run over MPI alone.
 
-    MPI agrees on no order: every rank comes to all calls in the same one. So it is where they are made in one thread,
+    MPI agrees on no order: every rank comes to all calls in the same one. So it is if they are made in one thread,
     or in functions of TensorFlow, which runs what is stateful in the order in which it is written.
     """
 

@@ -53,7 +53,7 @@ def global_moments(
     respect to a sample x of weight w are w/N and 2w(x - mean)/N; what they are multiplied by is summed over all ranks.
 
     ``inputs`` are [n, ..., channels, ...], where n may be 0; ``weights`` as these: 1 for what counts, 0 for what does
-    not, or [], 1, where all do. ``axes`` are all but that of the channels.
+    not, or [], 1, if all do. ``axes`` are all but that of the channels.
     """
     name = unique_name("SyncBatchNormalization")
 

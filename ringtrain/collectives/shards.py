@@ -2,7 +2,7 @@
 
 ZeRO's first stage (Rajbhandari et al. 2020): of all values each rank updates a part, and keeps the optimizer's slots of
 that part alone. The gradients are reduce-scattered, the new weights all-gathered: together as much traffic as one
-all-reduce. Where the ranks of a node read one sum anyway, that is the reduce-scatter.
+all-reduce. If the ranks of a node read one sum anyway, that is the reduce-scatter.
 """
 
 from __future__ import annotations

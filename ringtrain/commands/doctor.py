@@ -50,7 +50,7 @@ class Options:
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Look, and print one table; returns 0 where training would work, else 2."""
+    """Look, and print one table; returns 0 if training would work, else 2."""
     parse_arguments(Options, arguments, world)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     keras_backend = os.environ.get("KERAS_BACKEND")
@@ -89,7 +89,7 @@ def meet(facts: Facts, said: threading.Event) -> int:
 
 
 def take_device(plan: DevicePlan, facts: Facts) -> Facts:
-    """Start TensorFlow on this rank's device; where there is none for it, on the cores, so that it can say so."""
+    """Start TensorFlow on this rank's device; if there is none for it, on the cores, so that it can say so."""
     import tensorflow as tf
 
     try:

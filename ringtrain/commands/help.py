@@ -67,8 +67,8 @@ class Option(NamedTuple):
     """A field of a command's dataclass: a word where it is positional, else a flag."""
 
     name: str  # the field's own, after that of the group that it is in, such as optimizer.lr
-    hint: Any  # the type of its values; of a tuple's, where it takes all words that are left
-    default: Any  # its value where none is given; dataclasses.MISSING where one must be
+    hint: Any  # the type of its values; of a tuple's, if it takes all words that are left
+    default: Any  # its value if none is given; dataclasses.MISSING where one must be
     is_word: bool  # its value stands by itself, at its place
 
 
@@ -151,7 +151,7 @@ def _place_of(option: Option) -> str:
 
 
 def _grouped(options: Mapping[str, Option]) -> Iterator[tuple[str, list[Option]]]:
-    """A command's own options, then the settings of a run by groups, where it takes those."""
+    """A command's own options, then the settings of a run by groups, if it takes those."""
     settings = {name for names in GROUPS.values() for name in names} if "epochs" in options else set()
     if own := [option for name, option in options.items() if name not in settings]:
         yield "arguments", sorted(own, key=lambda option: not option.is_word)

@@ -21,7 +21,7 @@ MAX_DIGITS = 4300  # of a number that Python reads
 def parse_arguments(command: type, arguments: Sequence[str], world: World) -> dict[str, Any]:
     """Parse a command line into names and values of options; a group is a mapping.
 
-    A flag of true or false is true where no value follows. What is given twice counts as it is given last.
+    A flag of true or false is true if no value follows. What is given twice counts as it is given last.
     """
     if {"-h", "--help"} & set(arguments):
         if world.is_rank0:
@@ -60,7 +60,7 @@ class _Reader:
         self._given: dict[str, Any] = {}
 
     def take_flag(self, flag: str, value: str | None) -> None:
-        """A flag with its value, where one follows; that of a file with all that the file holds."""
+        """A flag with its value, if one follows; that of a file with all that the file holds."""
         name = flag.removeprefix("--")
         if value is None and name in self._options and self._options[name].hint is not bool:
             raise UsageError(f"{name} is given no value; put one behind {flag}. See --help.")
@@ -124,7 +124,7 @@ def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
     if value == "":
         raise UsageError(f"{name} is ''{place}; give it a value, or leave it out.")
     read = parse_text(value) if kind not in (str, Path) else value
-    if isinstance(read, bool) and str(read).lower() in get_args(hint):  # YAML's, where the setting has a third value
+    if isinstance(read, bool) and str(read).lower() in get_args(hint):  # YAML's, if the setting has a third value
         return str(read).lower()
     if kind is Mapping and isinstance(read, Mapping):
         return {str(key): parse_text(inner) for key, inner in read.items()}

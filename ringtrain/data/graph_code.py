@@ -16,7 +16,7 @@ _OUTSIDE = tf.__internal__.autograph.control_status_ctx()
 def graph_code(function: Function) -> Function:
     """A user's function made graph code by AutoGraph, as tf.data makes it; one of ours as it is, since it is that.
 
-    AutoGraph writes anew all that is called within: a tenth of the time of a start, where all of it was ours.
+    AutoGraph writes again all that is called within: a tenth of the time of a start, if all of it was ours.
     """
     if getattr(function, "__module__", "").partition(".")[0] == __name__.partition(".")[0]:
         return tf.autograph.experimental.do_not_convert(function)

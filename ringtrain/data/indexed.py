@@ -47,7 +47,7 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
     anything else that is iterated. It is sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``),
     follows ``of.seed`` and ``of.epoch``, and makes batches of ``of.local_batch_size``. For what is exact then see
     ``from_dataset``'s second form: each step is the mean over all its samples, and a run that goes on does so by the
-    iterator's ``get_state``, where it has one, or makes the batches of the pass once more.
+    iterator's ``get_state``, if it has one, or makes the batches of the pass once more.
 
     Args:
         samples: the object, or the function.
@@ -98,7 +98,7 @@ def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
     """Feed each rank by a ``keras.utils.PyDataset`` of its own, to train on.
 
     Its batches are read in the order of their numbers by as many ``workers`` as it asks for, in threads, or in
-    processes where it has ``use_multiprocessing``, at most ``max_queue_size`` ahead. Ranks may have batches of
+    processes if it has ``use_multiprocessing``, at most ``max_queue_size`` ahead. Ranks may have batches of
     different sizes and end at different steps: each step is the exact mean over all its samples. A run that goes on
     reads nothing again; on as many ranks it trains the same where your function follows ``of.seed`` and ``of.epoch``.
     On other numbers of ranks the samples of a step are others, and a run that goes on on them is refused.
@@ -295,7 +295,7 @@ class IndexedSource:
         return taken
 
     def _read(self, number: int) -> Any:
-        """A sample's arrays, one after the other; the exception where it cannot be read, or is not like the first."""
+        """A sample's arrays, one after the other; the exception if it cannot be read, or is not like the first."""
         import tensorflow as tf
 
         from ringtrain.data.forms import as_arrays

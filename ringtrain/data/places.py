@@ -50,7 +50,7 @@ class Places:
             self.keep((step, state))
 
     def keep(self, place: Place) -> None:
-        """Remember a place, where this rank's are."""
+        """Remember a place, if this rank's are."""
         if self._is_off:
             return
         self._states[place[0]] = place[1]

@@ -78,7 +78,7 @@ class ArraySource:
             return tf.nest.map_structure(lambda array: tf.gather(array, indices), (self.x, self.y))
 
     def arrays(self) -> dict[str, tf.Tensor]:
-        """The arrays [n, ...] by their places: ``x``, or ``x/image`` where there are several."""
+        """The arrays [n, ...] by their places: ``x``, or ``x/image`` if there are several."""
         return {place: array for name in ("x", "y") for place, array in _leaves(name, getattr(self, name))}
 
 
@@ -163,10 +163,10 @@ class Feed(NamedTuple):
         open_pass: (pass, batches to leave out) -> this rank's batches (x, y); with a third argument, what
             ``read_state`` gave there, nothing has to be made once more.
         steps_per_epoch: steps of a pass; None: there is one pass, as long as some rank still has a batch.
-        count_steps: the batches of a pass on this rank; None where that is not known.
+        count_steps: the batches of a pass on this rank; None if that is not known.
         replays: whether batches to leave out have to be made once more.
         is_shared: the batches are those of all ranks together, each of which takes its slice of them.
-        read_state: where what was opened last stands now; empty where it cannot say.
+        read_state: where what was opened last stands now; empty if it cannot say.
         goes_on: a pass begins where the one before has ended, in the same iterator.
     """
 
@@ -189,12 +189,12 @@ def from_generator(
     that has run out joins in with nothing until all have.
 
     A run that goes on replays the pass up to where it was, so a pass must always give the same: let its random numbers
-    begin anew with it. On another number of ranks the run is refused, since each rank's order is its own.
+    begin again with it. On another number of ranks the run is refused, since each rank's order is its own.
 
     Args:
         generate: (rank, size) -> an iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays; types,
             and shapes but for n, are always the same, on every rank.
-        steps_per_epoch: begin the generator anew after so many steps. By default there is one pass, and the training
+        steps_per_epoch: begin the generator again after so many steps. By default there is one pass, and the training
             ends before the first step for which no rank has a sample, or after ``--steps``.
     """
 
@@ -215,7 +215,7 @@ def from_callable(fetch: Callable[[int, int], tuple[Any, Any] | None], *, steps_
     """Feed each rank by a function of the rank and the step, from 0. For the rest see ``from_generator``.
 
     Args:
-        fetch: (rank, step) -> this rank's batch (x, y) of the step, or None where it has no more. Steps count on from
+        fetch: (rank, step) -> this rank's batch (x, y) of the step, or None if it has no more. Steps count on from
             epoch to epoch.
         steps_per_epoch: steps of an epoch, for what happens at the end of one. By default the run is one epoch.
     """

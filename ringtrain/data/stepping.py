@@ -1,6 +1,6 @@
 """The batches of a run, one step after the other, with the number of samples that all ranks together train in each.
 
-Where samples are numbered, that is known from the order of samples alone (``Batches``). Where each
+If samples are numbered, that is known from the order of samples alone (``Batches``). If each
 rank is fed its own, or samples that cannot be read are left out, it is known only once every rank has its batch
 (``CountedBatches``): then each rank says in a step how many samples it has for the next one, and the sum of that
 travels in the control vector. Nobody waits for an answer: it is there with the step's own sums.
@@ -59,7 +59,7 @@ class Batches:
         """Take in the sum of all ranks' ``next_local_count``."""
 
     def place_before(self, step: int) -> tuple[int, bytes] | None:
-        """A place of this rank's pipeline, up to a step, to go on from; None where there are none, on any rank."""
+        """A place of this rank's pipeline, up to a step, to go on from; None if there are none, on any rank."""
         return None
 
     def is_last(self, step: int) -> bool:
@@ -120,7 +120,7 @@ class CountedBatches(Batches):
     def note(self, next_global_count: int) -> None:
         """Report skipped samples; otherwise as in ``Batches``.
 
-        An error on every rank where none of the step's samples can be read, or an epoch's feed ends too early.
+        An error on every rank if none of the step's samples can be read, or an epoch's feed ends too early.
         """
         self._global_count, step = next_global_count, self._next_step
         if step >= self._end_step:
@@ -151,7 +151,7 @@ class CountedBatches(Batches):
         return super().is_last(step) or not self._global_count
 
     def _look_ahead(self, step: int) -> None:
-        """Have the batch of a step at hand, where there is one for this rank."""
+        """Have the batch of a step at hand, if there is one for this rank."""
         if self._upcoming is None and step < self._end_step:
             with contextlib.suppress(StopIteration):
                 self._upcoming = self._next_of(self._remaining, step)

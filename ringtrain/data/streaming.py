@@ -50,7 +50,7 @@ def streaming_batches(
     """This rank's batches from ``first_step`` up to, not including, ``end_step``, or until it has no more.
 
     Every rank must call this. The dataset is of ``Batch``, without the global counts, which are known once all ranks
-    have said theirs; the indices are the samples' places in the batch that this rank was fed, or, where all are fed
+    have said theirs; the indices are the samples' places in the batch that this rank was fed, or, if all are fed
     alike, in the pass. Beside it stands what tells the error of a step: tf.data makes a text of the exceptions that the
     feed raised, and the places of this rank's pipeline. ``print_line`` shows a line to the user; ``place`` is one
     before ``first_step`` of a pipeline like this one.
@@ -152,7 +152,7 @@ def pass_of(world: World, *, seed: int, global_batch_size: int, epoch: int) -> P
 
 
 def with_steps_of_its_own(feed: Feed, collective: Collective, *, seed: int, global_batch_size: int) -> Feed:
-    """The feed with the steps of a pass, where it can say them: those of the rank that has most."""
+    """The feed with the steps of a pass, if it can say them: those of the rank that has most."""
     of = pass_of(collective.world, seed=seed, global_batch_size=global_batch_size, epoch=0)
     mine = raise_on_all_ranks(collective, lambda: feed.count_steps(of), name="steps of a pass")
     counts = all_gather_object(collective, mine, name="steps of a pass")
@@ -212,7 +212,7 @@ def _open_steps(
 def _require_own_samples(
     feed: Feed, order: SampleOrder, collective: Collective, first: Any, print_line: Callable[[str], None]
 ) -> None:
-    """See that all ranks read the same samples where each takes its slice of them, and others where it does not."""
+    """See that all ranks read the same samples where each takes its slice of them, and others if it does not."""
     digests = all_gather_object(collective, _digest(first), name="first samples")
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if feed.is_shared and different:

@@ -38,7 +38,7 @@ class Current:
         ``begins_anew``: what ``make`` gives a second time has the order of its samples again.
 
         Raises:
-            DataError: the state is of another pipeline, and it does not begin anew.
+            DataError: the state is of another pipeline, and it does not begin again.
         """
         import tensorflow as tf
 
@@ -73,14 +73,14 @@ class Current:
 
 
 def without_tuner(dataset: Any, state: bytes = b"") -> Any:
-    """The dataset, where this rank has one core, without the thread that tunes it.
+    """The dataset, if this rank has one core, without the thread that tunes it.
 
     There is nothing to be tuned on one core, but for how many files are waited for at once (an interleave's AUTOTUNE).
-    Who lets go of an iterator ends that thread, and waits for it with Python's lock held. Where it is woken before its
+    Who lets go of an iterator ends that thread, and waits for it with Python's lock held. If it is woken before its
     end is noted (TensorFlow's CancellationManager sets that last), as on the same core, it sleeps on for up to as long
     as the iterator has lived, or a minute: seen with 2.21 after most passes. A dataset that asks for it keeps it.
 
-    One that is to take the ``state`` of another has it where that had it: its parts have other names with it.
+    One that is to take the ``state`` of another has it if that had it: its parts have other names with it.
     """
     import tensorflow as tf
 
@@ -158,7 +158,7 @@ def read_iterator_state(iterator: Any) -> bytes:
 
 
 def set_iterator_state(iterator: Any, state: bytes) -> None:
-    """Let an iterator go on from where another of the same pipeline was; AttributeError or OpError where it cannot."""
+    """Let an iterator go on from where another of the same pipeline was; AttributeError or OpError if it cannot."""
     import tensorflow as tf
 
     serialized = tf.io.parse_tensor(state[1:], tf.variant)
@@ -172,7 +172,7 @@ def from_dataset(
 
     **One dataset of samples** (not of batches), the same on every rank. Of every ``--global_batch_size`` samples each
     rank takes its slice, so that N ranks train exactly what one trains, also on another number of ranks, on which such
-    a run may go on. Every rank reads all samples; where that takes longer than the training, shard the files in a
+    a run may go on. Every rank reads all samples; if that takes longer than the training, shard the files in a
     function:
 
     **A function of the pass** that gives this rank's batches, sharded by ``of.rank`` and ``of.size``, shuffled by
@@ -180,22 +180,22 @@ def from_dataset(
     end at different steps: each step is the exact mean over all its samples. On other numbers of ranks the samples of a
     step are others, and a run that goes on on them is refused.
 
-    A run that goes on goes on by tf.data's own state, where the pipeline has one and it is short (no long buffer of a
+    A run that goes on goes on by tf.data's own state, if the pipeline has one and it is short (no long buffer of a
     shuffle, no ``cache()`` in memory): in the first form on any number of ranks. Else it makes the samples of the pass
     once more, up to where it was, so a pass must always give the same. In the second form your function sees to it. In
     the first a ``shuffle`` follows the run's seed and takes another order in each pass, by itself; that holds where it
-    is begun once in a pass, as where nothing repeats it. What draws in parallel, such as a random ``map`` with
+    is begun once in a pass, as if nothing repeats it. What draws in parallel, such as a random ``map`` with
     ``num_parallel_calls``, gives something else each time.
 
     With ``steps_per_epoch``, one dataset without end (``repeat()``) or of unknown length goes on from epoch to epoch,
-    and begins anew where it ends; without a state it is made once more from its very begin. Of one that says its length
+    and begins again where it ends; without a state it is made once more from its start. Of one that says its length
     each epoch has the first so many steps.
 
     Args:
         dataset: its elements are pairs (x, y) of dense tensors, or tuples or dicts of such: samples in the first form,
             batches [n, ...] in the second.
         steps_per_epoch: steps of a pass; by default as many as the dataset says that it has, on the rank with most.
-            Where it does not know, as of files, there is one pass of at most ``--steps``.
+            If it does not know, as of files, there is one pass of at most ``--steps``.
     """
     if callable(dataset):
         return _from_function(dataset, steps_per_epoch)

@@ -47,12 +47,12 @@ class Hardware(Machine):
     """The node, and what this process may use of it."""
 
     total_cores: int
-    memory_bytes: int = 0  # 0 where unknown
+    memory_bytes: int = 0  # 0 if unknown
     available_bytes: int = 0
     memory_limit: int | None = None  # what the cgroup grants, in bytes; None: no limit
-    gpus: tuple[Gpu, ...] | None = None  # those that the driver lists; None where there is no driver
+    gpus: tuple[Gpu, ...] | None = None  # those that the driver lists; None if there is no driver
     gpu_failure: str | None = None  # why the driver's tool could not be asked
-    cuda_visible_devices: str | None = None  # the variable, where it is set
+    cuda_visible_devices: str | None = None  # the variable, if it is set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Launchers:
     mpirun_version: str | None = None  # such as ``Open MPI 4.1.4``
     mpirun_failure: str | None = None  # why it does not even say that
     srun: str | None = None
-    srun_mpi: str | None = None  # the best kind of MPI that it starts, ``horovodrun`` where none; None: no answer
+    srun_mpi: str | None = None  # the best kind of MPI that it starts, ``horovodrun`` if none; None: no answer
     refuses_root: bool = False  # this mpirun would start nothing, as this is root
 
 

@@ -83,7 +83,7 @@ def loaded_mpi_libraries() -> list[str]:
 
 
 def describe_mpi(text: str) -> str | None:
-    """Name and version of an MPI, from what its library or its mpirun says of itself; None where neither is known."""
+    """Name and version of an MPI, from what its library or its mpirun says of itself; None if neither is known."""
     openmpi = re.search(r"Open MPI\W+v?([\d.]+\d)", text)
     if openmpi or "Open MPI" in text or "OpenRTE" in text:
         return f"Open MPI {openmpi[1]}" if openmpi else "Open MPI"

@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
     status: Status  # ``broken`` where training would not work
     text: str
-    remedy: str = ""  # what helps; empty where nothing has to
+    remedy: str = ""  # what helps; empty if nothing has to
     subject: str = ""
 
 

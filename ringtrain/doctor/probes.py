@@ -137,7 +137,7 @@ def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dic
 def read_answer(answer: str, ending: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The lines of the child process, whose last may be missing, as what was found and what failed.
 
-    ``ending`` says why it ended early, where it did.
+    ``ending`` says why it ended early, if it did.
     """
     found: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
@@ -175,7 +175,7 @@ def look_at_hardware(environ: Mapping[str, str]) -> Hardware:
 
 
 def look_at_gpus() -> tuple[tuple[Gpu, ...] | None, str | None]:
-    """The GPUs that the driver lists, and why it could not be asked; None twice where there is no driver."""
+    """The GPUs that the driver lists, and why it could not be asked; None twice if there is no driver."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return None, None
     status, output = ask(NVIDIA_SMI, seconds=COMMAND_SECONDS)

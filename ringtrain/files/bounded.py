@@ -95,7 +95,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_small(path: Path) -> dict[str, Any]:
-    """The object of a small JSON file; empty where there is none."""
+    """The object of a small JSON file; empty if there is none."""
     try:
         value = parse_json(read_bounded(path, MAX_RECORD_BYTES))
     except (OSError, ValueError):

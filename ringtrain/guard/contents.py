@@ -94,7 +94,7 @@ def _find_first_row(
 
     It is looked for in blocks, in the first of these that differs in smaller ones, down to a single row.
 
-    ``speakers`` are, for each rank, the first that holds the same as it. Where it ``may_be_rounding`` that no row
+    ``speakers`` are, for each rank, the first that holds the same as it. If it ``may_be_rounding`` that no row
     differs by more, None says so.
     """
     with tf.device("CPU"):

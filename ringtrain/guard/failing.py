@@ -86,7 +86,7 @@ def describe_same(error: BaseException, world: World) -> str:
 
 @functools.cache
 def show_once(world: World) -> None:
-    """From now on an error that ends the program is shown by rank 0 alone, where that raises it as well."""
+    """From now on an error that ends the program is shown by rank 0 alone, if that raises it as well."""
     plain = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

@@ -5,7 +5,7 @@ Every rank must call what is named ``require_...`` here, and where something dif
 How a rank was started is compared as the first thing that the ranks do together: which collectives follow, and how
 many, depends on it. Their data and their models are compared as soon as these exist, before any value travels.
 
-A fact is a short text, or, where there is much to tell, a list of texts. Of a list a digest travels. Only where the
+A fact is a short text, or, if there is much to tell, a list of texts. Of a list a digest travels. Only where the
 digests differ is the first difference looked for, in blocks, so that neither a listing of a million files nor a
 thousand ranks make much traffic.
 """

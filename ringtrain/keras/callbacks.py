@@ -93,7 +93,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._train_samples = None
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._train_samples = self._count_samples()  # evaluate() is about to count anew
+        self._train_samples = self._count_samples()  # evaluate() is about to count again
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         require_init("MetricAverageCallback")

@@ -70,7 +70,7 @@ class ProcessSetCollective(HorovodCollective):
 
 
 def all_ranks() -> Collective:
-    """All ranks, who sum natively where they can. The first time every rank must come here at one place."""
+    """All ranks, who sum natively if they can. The first time every rank must come here at one place."""
     global _all_ranks
     if _all_ranks is None:
         with tf.init_scope():

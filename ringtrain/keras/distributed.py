@@ -33,7 +33,7 @@ class Distributed:
 
     @functools.cached_property
     def _agg_helper(self) -> Accumulation | None:
-        """Gradients added up so far; None where every pass is reduced. (Upstream's name.)"""
+        """Gradients added up so far; None if every pass is reduced. (Upstream's name.)"""
         passes, averages = self._accumulation
         return Accumulation(passes, averages=averages) if passes > 1 else None
 
@@ -76,7 +76,7 @@ class Distributed:
 def distribute(optimizer: keras.optimizers.Optimizer, settings: Settings, *, passes: int, averages: bool) -> None:
     """Make a Keras optimizer, this very object, one that reduces what ``passes`` calls have added up or averaged.
 
-    Where its class is one of Keras' own, and there is one, its update is the one that goes through memory once.
+    If its class is one of Keras' own, and there is one, its update is the one that goes through memory once.
     """
     plain_class = type(optimizer)
     bases = [Distributed, *filter(None, [FUSED_UPDATES.get(plain_class)]), plain_class]

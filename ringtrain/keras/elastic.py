@@ -1,4 +1,4 @@
-"""Elastic training: the run goes on when ranks end or join, without starting anew.
+"""Elastic training: the run goes on when ranks end or join, without starting again.
 
     @hvd.elastic.run
     def train(state):
@@ -40,7 +40,7 @@ LOST_SIGNS = (*SIGNS, "Horovod", "gloo/", "NCCL")
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function of a state, and of any other arguments, be called anew whenever ranks have ended or joined.
+    """Let a function of a state, and of any other arguments, be called again whenever ranks have ended or joined.
 
     Before each call all ranks have rank 0's state: the one that was committed last where a rank was lost, the present
     one where hosts were added. (Where some were only removed, each keeps its own, as they all stand at one commit.)
@@ -185,7 +185,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Keeps the number of batches that are done of an epoch in ``state.batch``; 0 between epochs.
 
-    With ``steps_per_epoch``, the first epoch after a reset has as many fewer steps; else it begins anew.
+    With ``steps_per_epoch``, the first epoch after a reset has as many fewer steps; else it begins again.
     """
 
     _awaits: ClassVar[UpdateBatchStateCallback | None] = None  # whose epoch begins, of which batches are done already
@@ -227,7 +227,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         try:
             for numbers in plain():
                 if numbers[0] == 0:
-                    data._steps_seen += done  # as if they had been taken: what ends with the epoch begins anew with it
+                    data._steps_seen += done  # as if they had been taken: what ends with the epoch begins again with it
                 yield numbers
         finally:
             data.steps_per_epoch = params["steps"] = steps

@@ -272,7 +272,7 @@ class Exchange:
         return one.scale_sums(sums)
 
     def begin_batch(self) -> None:
-        """A step begins; where it is no graph, its sums are those that come now."""
+        """A step begins; if it is no graph, its sums are those that come now."""
         self._step.is_new = True
 
     def join(self, *, had_batch: bool) -> None:
@@ -374,7 +374,7 @@ class Accumulation:
     def reduce(
         self, gradients: Gradients, variables: Sequence[Any], reduce_now: Callable[[Gradients], Gradients]
     ) -> Gradients:
-        """Add gradients, and on the last pass reduce the sums and begin anew."""
+        """Add gradients, and on the last pass reduce the sums and begin again."""
         buffers = [self._buffer(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)]
         sums = [tf.identity(buffer.assign_add(g)) for buffer, g in zip(buffers, gradients, strict=True)]
         count = self.counter.assign_add(1)
@@ -401,7 +401,7 @@ class Accumulation:
 
 
 def _nothing_like(tensor: Any, shape: Any) -> Callable[[], Any]:
-    """Makes what is added where there is no gradient; ``shape`` is the variable's, or None."""
+    """Makes what is added if there is no gradient; ``shape`` is the variable's, or None."""
     if isinstance(tensor, tf.IndexedSlices):
         values, indices = tensor.values.dtype, tensor.indices.dtype
         return lambda: tf.IndexedSlices(tf.zeros([0, *shape[1:]], values), tf.zeros([0], indices), tf.constant(shape))
@@ -410,7 +410,7 @@ def _nothing_like(tensor: Any, shape: Any) -> Callable[[], Any]:
 
 
 def _whole_graph() -> Any:
-    """The graph of the function that is being traced, with all functions in it; None where nothing is."""
+    """The graph of the function that is being traced, with all functions in it; None if nothing is."""
     graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
         graph = graph.outer_graph

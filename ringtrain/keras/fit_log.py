@@ -35,7 +35,7 @@ class FitLog:
     def __init__(
         self, model: keras.Model, collective: ProcessSetCollective, opened: OpenedRun | None, *, first_step: int
     ) -> None:
-        """``opened`` is None where nothing is to be written."""
+        """``opened`` is None if nothing is to be written."""
         self._model, self._collective = model, collective
         self._metrics = MetricsOverRanks(model, collective)
         self._files = (
@@ -57,7 +57,7 @@ class FitLog:
         self._last_time = time.perf_counter()
 
     def carry_over(self) -> None:
-        """Keep the sums since the last line, for the next epoch's first; Keras begins them anew there. Every rank must
+        """Keep the sums since the last line, for the next epoch's first; Keras begins them again there. Every rank must
         call it."""
         sums = self._metrics.sum()
         self._carried = sums if self._sums_before is None else sums - self._sums_before

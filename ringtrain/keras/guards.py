@@ -160,7 +160,7 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def _trains_by_tape(self) -> bool:
         """True if all ranks reduce this model's gradients, in a train_step of the user's: as long as it is not traced
-        anew, no reduction is noticed after the first ``fit``."""
+        again, no reduction is noticed after the first ``fit``."""
         if self.has_reduced():
             _trained_by_tape.add(self.model)
         return self.model in _trained_by_tape and Exchange.spans_world

@@ -110,11 +110,11 @@ class KeptFit:
                 self._build_error = error
 
     def begin(self, others: list[keras.callbacks.Callback], *, steps: int | None) -> None:
-        """Rank 0's values for every rank, from the checkpoint where there is one; then wait for requests to stop.
+        """Rank 0's values for every rank, from the checkpoint if there is one; then wait for requests to stop.
 
         Args:
             others: callbacks that count.
-            steps: of an epoch; None where nobody knows.
+            steps: of an epoch; None if nobody knows.
         """
         self._others, self._steps_of_epoch = others, steps
         model = self.model
@@ -163,7 +163,7 @@ class KeptFit:
         self._resumed = {name: value for name, value in self._resumed.items() if not name.startswith(of_data)}
 
     def begin_epoch(self) -> None:
-        """After all that other callbacks and Keras begin anew: take back what was counted in this epoch so far."""
+        """After all that other callbacks and Keras begin again: take back what was counted in this epoch so far."""
         resumed, self._resumed = self._resumed, {}
         self._epoch_began_at = self._step - self._progress.batches_done
         self.batches.wait()

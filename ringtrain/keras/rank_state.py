@@ -17,7 +17,7 @@ from ringtrain.run.variables import is_seed_state
 Arrays = dict[str, npt.NDArray[Any]]
 RANKS = "ranks/"  # in a checkpoint: what differs between ranks, packed
 CALLBACKS = "callbacks/"
-# What Keras' own callbacks count, and begin anew in each ``fit``.
+# What Keras' own callbacks count, and begin again in each ``fit``.
 COUNTED = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),

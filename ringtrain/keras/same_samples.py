@@ -85,7 +85,7 @@ def first_batches() -> FirstBatches:
 
 
 def find_same(hashes: Sequence[Sequence[str]]) -> list[int]:
-    """The first ranks, of which each has had the same hashes [ranks, batches] as the others; none where that may be
+    """The first ranks, of which each has had the same hashes [ranks, batches] as the others; none if that may be
     meant so: where a rank's own batches are alike, as those of a benchmark are."""
     telling = [tuple(its) for its in hashes if len({*its}) == NUM_BATCHES]
     twice = next((its for its in telling if telling.count(its) > 1), None)

@@ -44,7 +44,7 @@ def init(
         backend: ``"auto"``: in a ``fit`` whose steps are known, ranks on the cores of one node sum the gradients of
             the model's optimizer natively, as ``python -m ringtrain`` does, and Horovod carries all else. In both
             cases a rank that ends an epoch early takes part in the sums of that optimizer alone, until all are there.
-            Where each has one core, TensorFlow then runs operations one at a time (TF_NUM_INTEROP_THREADS=1, which the
+            If each has one core, TensorFlow then runs operations one at a time (TF_NUM_INTEROP_THREADS=1, which the
             environment may set otherwise): Python code in the step, or in a ``tf.data`` pipeline, that calls a
             ``tf.function`` would wait for it for ever. ``"horovod"``: Horovod carries all. The same on all ranks.
         exit_timeout: seconds after the end of the script in which its threads, child processes and what ``atexit``

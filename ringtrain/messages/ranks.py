@@ -14,7 +14,7 @@ MAX_PLACES = 4
 def group_ranks(values: Sequence[Value], ranks: Sequence[int] | None = None) -> dict[Value, list[int]]:
     """The ranks that hold each value; the one that most hold comes first, of equally many the first rank's.
 
-    ``ranks`` are those whose values these are, where they are not all ranks in their order.
+    ``ranks`` are those whose values these are, if they are not all ranks in their order.
     """
     groups: dict[Value, list[int]] = {}
     for rank, value in zip(ranks or range(len(values)), values, strict=True):

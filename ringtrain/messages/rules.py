@@ -17,7 +17,7 @@ LONGEST_VALUE = 80
 
 
 def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "") -> str:
-    """A question that names what comes nearest to a wrong name, with a space after it; empty where nothing does."""
+    """A question that names what comes nearest to a wrong name, with a space after it; empty if nothing does."""
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"Did you mean {prefix + near[0]!r}? " if near else ""
 

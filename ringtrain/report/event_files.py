@@ -53,7 +53,7 @@ def list_event_files(directory: Path) -> list[Path]:
 
 
 def read_images(paths: Sequence[Path]) -> dict[str, ImageSet]:
-    """The images of event files by name, the first and the last step's among them where there are many."""
+    """The images of event files by name, the first and the last step's among them if there are many."""
     places: dict[str, dict[int, Place]] = {}
     for path in paths:
         for name, place in _find_images(path):
@@ -120,7 +120,7 @@ def _read_pngs(place: Place, name: str) -> list[str]:
 
 
 def parse_event(record: bytes) -> Any:
-    """A record as TensorBoard's ``Event``; None where it is none."""
+    """A record as TensorBoard's ``Event``; None if it is none."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event  # of its own: no TensorFlow behind it
 

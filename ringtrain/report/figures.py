@@ -30,7 +30,7 @@ PART_COLOURS = {
 }
 DASHES = ("solid", "dash", "dot", "dashdot")
 BAND_OPACITY = "38"  # of ff
-MARKS = {  # glyph, meaning, colour where there is one run, dash
+MARKS = {  # glyph, meaning, colour if there is one run, dash
     "restart": ("\N{BLACK DOWN-POINTING TRIANGLE}", "started again", "#6d7a8b", "dash"),
     "warning": ("\N{BLACK UP-POINTING TRIANGLE}", "warning", "#b37400", "dot"),
     "end": ("\N{BLACK SQUARE}", "end", "#6d7a8b", "solid"),

@@ -29,7 +29,7 @@ class Curve:
     """
 
     steps: Numbers  # the last of each point
-    elapsed: Numbers | None  # seconds that the run had taken at each point; None where the events have no times
+    elapsed: Numbers | None  # seconds that the run had taken at each point; None if the events have no times
     means: Numbers
     lows: Numbers
     highs: Numbers
@@ -65,7 +65,7 @@ def make_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def elapsed_times(events: Sequence[Mapping[str, Any]]) -> Numbers | None:
-    """Seconds that a run had taken at each event, [n]; None where one has no time. They never fall, as clocks may.
+    """Seconds that a run had taken at each event, [n]; None if one has no time. They never fall, as clocks may.
 
     Pauses, from an ``end`` event to the next start, do not count.
     """
@@ -117,7 +117,7 @@ def _last_of_each_step(events: Sequence[Mapping[str, Any]], kind: str) -> npt.ND
 
 
 def _number_of(value: Any) -> float | None:
-    """A value of an event as a number; None where it is none."""
+    """A value of an event as a number; None if it is none."""
     if type(value) not in (int, float) and not (isinstance(value, str) and value in NOT_FINITE):
         return None
     try:

@@ -132,7 +132,7 @@ def describe_environment(run: RunRecord) -> list[Fact]:
 
 
 def compare_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[str]]], list[Fact]]:
-    """Settings with each run's value where they differ, and those that all runs have alike and are set."""
+    """Settings with each run's value if they differ, and those that all runs have alike and are set."""
     names = dict.fromkeys(name for settings in runs for name in settings)
     differing, same = [], []
     for name in names:

@@ -9,7 +9,7 @@ from ringtrain.report.series import Numbers, elapsed_times
 
 Events = Sequence[Mapping[str, Any]]
 
-# A step's time in parts, where the log says them: the field of a ``train`` event, and what it is.
+# A step's time in parts, if the log says them: the field of a ``train`` event, and what it is.
 STEP_PARTS = {
     "input_sec": "waiting for data",
     "compute_sec": "computing",
@@ -88,5 +88,5 @@ def _of(events: Events, kind: str) -> list[Mapping[str, Any]]:
 
 
 def _seconds(value: Any) -> float:
-    """A number of an event; 0 where it has none."""
+    """A number of an event; 0 if it has none."""
     return float(value) if type(value) in (int, float) and abs(value) < 1e15 else 0.0

@@ -66,7 +66,7 @@ class RunDirectoryError(RingtrainError):
 class RunDirectory:
     """An open run directory: configuration and events of one run. Any thread may write events.
 
-    Each method raises RunDirectoryError where it cannot be written, such as on a full disk.
+    Each method raises RunDirectoryError if it cannot be written, such as on a full disk.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RunDirectory:
         self._write(CONFIG_FILE, yaml.safe_dump(dict(values), sort_keys=False))
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
-        """Keep which run it is (see ``ringtrain.run.identity``), where it is not kept already."""
+        """Keep which run it is (see ``ringtrain.run.identity``), if it is not kept already."""
         if read_identity(self.path) != identity:
             self._write(IDENTITY_FILE, json.dumps(dict(identity)) + "\n")
 
@@ -159,7 +159,7 @@ def append_event(path: Path, event: str, **values: Any) -> None:
 
 
 def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
-    """Make the directory of a run where there is none, and return its path.
+    """Make the directory of a run if there is none, and return its path.
 
     One ``is_anew`` never takes one that is there: a number is appended until the name is free.
     """
@@ -200,7 +200,7 @@ def refuse_taken(output: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The configuration that a run directory keeps; None where it holds none."""
+    """The configuration that a run directory keeps; None if it holds none."""
     file = path / CONFIG_FILE
     try:
         values = load_settings(file)
@@ -266,7 +266,7 @@ def read_lines(file: Path) -> Iterator[bytes]:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """One event of metrics.jsonl; None where the line is none. A time that no calendar has is left out."""
+    """One event of metrics.jsonl; None if the line is none. A time that no calendar has is left out."""
     try:
         event = parse_json(line)
     except ValueError:
@@ -283,14 +283,14 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def find_last_saved_step(path: Path) -> int | None:
-    """The newest step of which a run's events say that its checkpoint was saved; None where none was."""
+    """The newest step of which a run's events say that its checkpoint was saved; None if none was."""
     saved = find_events(path, "checkpoint")
     # The best one alone is nothing to go on from.
     return max((event["step"] for event in saved if "/best-" not in str(event.get("path"))), default=None)
 
 
 def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
-    """A run's events of one kind, in their order; none where it has no metrics.jsonl."""
+    """A run's events of one kind, in their order; none if it has no metrics.jsonl."""
     word = f'"{kind}"'.encode()
     try:
         events = [parse_event(line) for line in read_lines(path / METRICS_FILE) if word in line]
@@ -312,7 +312,7 @@ def refuse_other_kinds(run: Path) -> None:
 
 
 def require_writable(directory: Path) -> None:
-    """See that files can be made in a directory of a run's. Where none has its name, it can still be made."""
+    """See that files can be made in a directory of a run's. If none has its name, it can still be made."""
     if not os.path.lexists(directory):
         return
     try:

@@ -39,7 +39,7 @@ def as_identity(value: Any) -> dict[str, Any] | None:
 
 
 def read_identity(run: Path) -> dict[str, Any] | None:
-    """The identity that a run directory keeps; None where it keeps none."""
+    """The identity that a run directory keeps; None if it keeps none."""
     return as_identity(read_small(run / IDENTITY_FILE))
 
 

@@ -118,7 +118,7 @@ def acquire_lease(
 def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
     """End the lease ``number`` of a holder of the same group that gives no sign of life, and let go of it.
 
-    The holder writes nothing more from now on, and the next run need not wait. False where the holder has let go, or
+    The holder writes nothing more from now on, and the next run need not wait. False if the holder has let go, or
     somebody else has been quicker; an OSError where the run directory cannot be reached.
     """
     directory = run / LEASE_DIRECTORY
@@ -131,7 +131,7 @@ def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
 
 
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
-    """Make the file of a number, complete and only where there is none."""
+    """Make the file of a number, complete and only if there is none."""
     holder = {"host": socket.gethostname(), "pid": os.getpid(), **_job(environ), **_process_identity(os.getpid())}
     with _temporary_file(directory) as (descriptor, temporary):
         with open(temporary, "x", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=descriptor)) as file:
@@ -195,7 +195,7 @@ def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_li
 
 
 def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
-    """True if the holder's process lives; None where it cannot be seen from here (another host or container)."""
+    """True if the holder's process lives; None if it cannot be seen from here (another host or container)."""
     mine = _process_identity(os.getpid())
     if any(holder.get(key) != mine[key] for key in ("boot", "pid_namespace")):
         return None

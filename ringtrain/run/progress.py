@@ -26,7 +26,7 @@ class Progress:
     best: float | None = None  # of ``best_metric`` so far; None before the first evaluation
     best_step: int = -1  # where it was seen
     evaluations_without_best: int = 0  # since then
-    samples_seen: int = 0  # of all ranks so far, where that does not follow from the step
+    samples_seen: int = 0  # of all ranks so far, if that does not follow from the step
     epochs_done: int = 0  # of a ``fit``, whose own data say what a step is
     batches_done: int = 0  # of its epoch after these
     skipped_in_a_row: int = 0  # steps that were not finite, up to now without an interruption
@@ -53,7 +53,7 @@ class Progress:
         return progress
 
     def note_evaluation(self, step: int, value: float, direction: Literal["min", "max"]) -> bool:
-        """Take in an evaluation's value of ``best_metric``; True where it is a new best. NaN never is."""
+        """Take in an evaluation's value of ``best_metric``; True if it is a new best. NaN never is."""
         sign = 1 if direction == "max" else -1
         is_best = not math.isnan(value) and (self.best is None or sign * value > sign * self.best)
         self.evaluated_step = step

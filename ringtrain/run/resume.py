@@ -110,7 +110,7 @@ def choose_directory(config: Config) -> Path:
 
 
 def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint from which the run goes on; None where it begins. It must be this run's, with these settings."""
+    """The checkpoint from which the run goes on; None if it begins. It must be this run's, with these settings."""
     former = read_config(directory.path)
     if former is None:
         return None

@@ -36,7 +36,7 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint below ``root``; it is there once this returns, and whole. The best one is ``best-step-N``.
 
-    ``may_write`` is called just before it becomes visible, and raises where another process has taken over. Where it
+    ``may_write`` is called just before it becomes visible, and raises where another process has taken over. If it
     cannot be written, such as on a full disk (an OSError), what was there before is untouched. Only ``root`` itself is
     made: a run directory that was moved away is not made again.
     """
@@ -93,7 +93,7 @@ def find_newest(
 
 
 def find_checkpoint(source: Path, which: str = BEST) -> Path:
-    """The checkpoint that a path means: itself, or of a run ``best`` (the newest where none is), ``newest``, a name."""
+    """The checkpoint that a path means: itself, or of a run ``best`` (the newest if none is), ``newest``, a name."""
     if (source / MANIFEST_FILE).exists():
         return source
     root = source / "checkpoints"
@@ -111,7 +111,7 @@ def find_checkpoint(source: Path, which: str = BEST) -> Path:
 
 
 def find_best(root: Path) -> Path | None:
-    """The best checkpoint of a run; None where it has none. Of several the newest is better than those before it."""
+    """The best checkpoint of a run; None if it has none. Of several the newest is better than those before it."""
     steps = _list_bests(root)
     return root / f"{BEST}-{step_name(steps[-1])}" if steps else None
 
@@ -122,7 +122,7 @@ def _list_bests(root: Path) -> list[int]:
 
 
 def set_aside(root: Path, newer_than: int) -> list[Path]:
-    """Give the damaged checkpoints after this step another name, so that the run can write them anew."""
+    """Give the damaged checkpoints after this step another name, so that the run can write them again."""
     moved = []
     for step in list_steps(root):
         if step > newer_than:

@@ -39,7 +39,7 @@ FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
 # Open MPI's transports between nodes. Each rank would listen on all interfaces, whatever btl_tcp_if_include says, for
 # ranks that are on its own node and reach it through shared memory.
 TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
-# Open MPI takes 4 MiB in /dev/shm for a rank, ringtrain's own sums the rest. Where there is less, as in containers, it
+# Open MPI takes 4 MiB in /dev/shm for a rank, ringtrain's own sums the rest. If there is less, as in containers, it
 # may have to fall back on TCP. What counts is what is free there: where a rank cannot have its file, MPI ends it if TCP
 # is excluded.
 SHARED_MEMORY_BYTES_PER_RANK = 16 * 1024 * 1024
@@ -60,10 +60,10 @@ class Setting:
 class DevicePlan:
     """The devices and settings of this rank."""
 
-    own_cores: tuple[int, ...]  # for this rank alone; empty where the ranks share all of ``cores``
+    own_cores: tuple[int, ...]  # for this rank alone; empty if the ranks share all of ``cores``
     cores: tuple[int, ...]  # that this rank runs on: its own, and those that no rank has for itself
     cores_source: Source
-    why_unpinned: str  # why it has no cores of its own; empty where it has, or where it is alone on its node
+    why_unpinned: str  # why it has no cores of its own; empty if it has, or where it is alone on its node
     intra_op_threads: int
     inter_op_threads: int
     settings: tuple[Setting, ...]  # for the communication and for TensorFlow
@@ -149,7 +149,7 @@ def why_cannot_pin(world: World, machine: Machine) -> str:
 def plan_settings(
     world: World, machine: Machine, environ: Mapping[str, str], needs: Needs = NO_NEEDS
 ) -> tuple[Setting, ...]:
-    """The environment variables for TensorFlow and, where there is more than one rank, for the communication."""
+    """The environment variables for TensorFlow and, if there is more than one rank, for the communication."""
     wanted = {
         "KERAS_BACKEND": "tensorflow",
         # Errors only: TensorFlow and its parts print a page of notices at import otherwise.

@@ -29,7 +29,7 @@ class RunTold(NamedTuple):
     """The run directory that rank 0 has opened."""
 
     path: Path  # absolute
-    step: int  # of the checkpoint from which the run goes on; 0 where there is none
+    step: int  # of the checkpoint from which the run goes on; 0 if there is none
     is_complete: bool  # nothing was left to be done
 
 
@@ -38,7 +38,7 @@ class EndTold(NamedTuple):
 
     status: str  # ``completed``, ``preempted``, or what failed, such as ``data``
     exit_code: int  # see ``ringtrain.errors``
-    message: str | None = None  # why it ended, where it was not completed
+    message: str | None = None  # why it ended, if it was not completed
     stopped_by: str | None = None  # of a preempted run ``signal``, ``file`` or ``time``
 
 
@@ -65,7 +65,7 @@ def is_signal_passed_on() -> bool:
 
 
 def find_supervisor() -> int | None:
-    """The pid of ``launch local``, where that has started this rank."""
+    """The pid of ``launch local``, if that has started this rank."""
     pid = os.environ.get(SUPERVISOR_VARIABLE, "")
     return int(pid) if pid.isdigit() else None
 

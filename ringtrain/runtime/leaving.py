@@ -4,7 +4,7 @@ When a program has ended, Python waits for its threads that are no daemons, thos
 children that ``multiprocessing`` started, and for what ``atexit`` calls, for each of them for ever; with it wait the
 launcher and a batch job's nodes. A daemon thread goes on meanwhile: it gives them ``--exit_timeout`` seconds, says
 which they are, and ends the process with the exit code that it had earned. Time is counted by the ticks of the thread,
-so that a process that was stopped for a while has all of it. Where no thread of Python can run any more, such as in a
+so that a process that was stopped for a while has all of it. If no thread of Python can run any more, such as in a
 library's own way out, a timer of the C library ends the process.
 """
 

@@ -23,7 +23,7 @@ LONGEST_COMMAND = 80  # characters
 
 
 def hand_over(name: str, timeout: float) -> None:
-    """Leave those that hold this process' output, where there are any, to a process that outlives this one as well."""
+    """Leave those that hold this process' output, if there are any, to a process that outlives this one as well."""
     pids = find_holders(os.environ)
     if pids:
         with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ class Machine:
     """The resources of this process on its node."""
 
     cores: tuple[int, ...]  # that the scheduler may run this process on
-    quota: float | None = None  # the processor time that the cgroup grants, in cores; None where it sets no limit
+    quota: float | None = None  # the processor time that the cgroup grants, in cores; None if it sets no limit
     bound_by_launcher: bool = False  # the launcher gave each rank its own cores
     # A GPU's driver is there. Whether a rank uses a GPU is its own matter (``CUDA_VISIBLE_DEVICES``); what all ranks of
     # a node have to do alike cannot depend on that.
@@ -126,7 +126,7 @@ def is_run_on_core(address: str, core: int) -> bool:
         try:
             probe.connect(address)
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            pid, user, _ = struct.unpack("3i", credentials)  # unix(7); the process is 0 where it is not to be seen
+            pid, user, _ = struct.unpack("3i", credentials)  # unix(7); the process is 0 if it is not to be seen
             bound_to = os.sched_getaffinity(pid) if pid else set()
         except BlockingIOError:  # many have asked before
             return True

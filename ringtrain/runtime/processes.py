@@ -35,7 +35,7 @@ class Process(NamedTuple):
 
 
 def read_process(pid: int | str | None) -> Process | None:
-    """A process by its number, or a thread such as ``self/task/7``; None where it is gone."""
+    """A process by its number, or a thread such as ``self/task/7``; None if it is gone."""
     try:  # the second field, the name, may hold anything
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
         return Process(state=fields[0], parent=int(fields[1]), born=int(fields[19]))
@@ -63,7 +63,7 @@ def find_ancestors() -> Iterator[int]:
 
 
 def read_words(pid: int | None, file: Literal["cmdline", "environ"]) -> list[str]:
-    """The command line of a process, or the variables that it began with; nothing where it is gone, or another's."""
+    """The command line of a process, or the variables that it began with; nothing if it is gone, or another's."""
     try:
         return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
     except OSError:
@@ -92,7 +92,7 @@ class Lineage:
         self._born = {pid: _read_birth(pid) for pid in line[: max(named, default=0) + 1]}
 
     def find_gone(self) -> int | None:
-        """The process id of one that has ended; None where all of them live."""
+        """The process id of one that has ended; None if all of them live."""
         return next((pid for pid, birth in self._born.items() if birth is None or _read_birth(pid) != birth), None)
 
 
@@ -114,7 +114,7 @@ def _read_birth(pid: int) -> int | None:
 
 
 def ask(command: Sequence[str], *, seconds: float, **options: Any) -> tuple[int | None, str]:
-    """A command's exit code and all that it prints; None, and why, where it ends too late or cannot be started."""
+    """A command's exit code and all that it prints; None, and why, if it ends too late or cannot be started."""
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, **options}
     try:
         finished = subprocess.run(

@@ -13,7 +13,7 @@ HOROVODRUN = "horovodrun"  # starts the ranks where srun cannot
 def choose_mpi(listing: str) -> str:
     """The best of what ``srun --mpi=list`` prints, whatever the version of Slurm.
 
-    PMIx comes first: every Open MPI since 2.0 speaks it, and PMI2 only where it was built with Slurm's library.
+    PMIx comes first: every Open MPI since 2.0 speaks it, and PMI2 only if it was built with Slurm's library.
     """
     names = re.findall(r"\b(?:pmix(?:_v\d+)?|pmi2)\b", listing)
     versions = sorted((name for name in names if name.startswith("pmix_v")), key=lambda name: int(name[6:]))

@@ -4,7 +4,7 @@ end of the launcher.
 A thread waits for the signals, since Python's own handlers do not run while the main thread is inside a C call, such
 as a training step. Python's wake-up pipe tells it of each at once, whichever thread the system gave the signal to. A
 request only sets a flag; the flag travels in the control vector, and all ranks save at the same step. Before the first
-step there is nothing to save, and the signals but SIGUSR1 end the process at once. SIGHUP means nothing where it is
+step there is nothing to save, and the signals but SIGUSR1 end the process at once. SIGHUP means nothing if it is
 ignored from the start, as by ``nohup``.
 """
 

@@ -141,7 +141,7 @@ def warn_by(warn: Callable[[str], None]) -> None:
 
 
 def _has_room(descriptor: int, *, seconds: float) -> bool:
-    """True if a descriptor takes something within so long; also where that can only fail."""
+    """True if a descriptor takes something within so long; also if that can only fail."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(1000 * seconds))

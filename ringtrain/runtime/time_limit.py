@@ -59,7 +59,7 @@ def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = 
 
 
 def ask_squeue(job: str) -> str:
-    """The end of a job in local time, such as ``2026-11-21T17:03:05``; empty where ``squeue`` cannot be asked."""
+    """The end of a job in local time, such as ``2026-11-21T17:03:05``; empty if ``squeue`` cannot be asked."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
     environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # else as the user likes to read it
     status, words = ask(command, seconds=QUERY_SECONDS, env=environ, stderr=subprocess.DEVNULL)

@@ -48,7 +48,7 @@ class CompiledFunction:
 
     @property
     def has_unknown_lengths(self) -> bool:
-        """True if another length than the number of samples is not known: it is compiled anew for each."""
+        """True if another length than the number of samples is not known: it is compiled again for each."""
         return not all(spec.shape.is_fully_defined() for spec in self._with_samples())
 
     def _with_samples(self) -> list[tf.TensorSpec]:
@@ -63,7 +63,7 @@ class CompiledFunction:
     def why_not(self, *arguments: Any) -> str:
         """Operations that XLA cannot compile, in its words, or nothing: for the first call, or ``arguments``.
 
-        It wants to know all shapes: where a number of samples is not known, any is as good; where other lengths are not
+        It wants to know all shapes: where a number of samples is not known, any is as good; if other lengths are not
         it cannot be tried.
         """
         if arguments:

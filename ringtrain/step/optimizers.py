@@ -83,7 +83,7 @@ class FusedRMSpropUpdate:
 class LayerwiseUpdate:
     """Updates of whole weights at a rate that depends on a weight's norm and that of what is to change it.
 
-    Where weights are shared out, ``sum_over_ranks`` adds a vector over all ranks, so that the norms are whole ones.
+    If weights are shared out, ``sum_over_ranks`` adds a vector over all ranks, so that the norms are whole ones.
     """
 
     sum_over_ranks: Callable[[tf.Tensor], tf.Tensor] = staticmethod(lambda vector: vector)
@@ -104,7 +104,7 @@ class LayerwiseUpdate:
         values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         dense = [tf.cast(tf.convert_to_tensor(g), v.dtype) for g, v in zip(gradients, values, strict=True)]
         directions = [self.direction(g, v) for g, v in zip(dense, values, strict=True)]
-        # That of all weights: where they are shared out, ranks have pieces of others, and add up.
+        # That of all weights: if they are shared out, ranks have pieces of others, and add up.
         dtype = tf.float64 if any(v.dtype == "float64" for v in self._trainable_variables) else tf.float32
         mine = [
             [tf.cast(2 * tf.nn.l2_loss(tf.cast(each, dtype)), dtype) for each in (v.read_value(), direction)]

@@ -15,7 +15,7 @@ import tensorflow as tf
 CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes", "next_samples")
 NUM_EXTRA_SCALARS = 2  # the last of them are what each rank tells the others, besides what it computes
 # What a step returns behind the control vector: already identical on every rank but for the last two. Communication
-# is how long this rank waited for the sums after its own last gradient; 0 where that is not timed.
+# is how long this rank waited for the sums after its own last gradient; 0 if that is not timed.
 STEP_FACTS = (
     "is_finite", "gradient_norm", "learning_rate", "loss_scale", "divergent_state", "local_data_loss",
     "communication_sec",
@@ -30,7 +30,7 @@ class StepReport:
     loss: float  # the objective: data_loss plus regularisation
     data_loss: float  # mean of the samples' losses
     metrics: dict[str, float]  # means of the workload's
-    is_finite: bool  # False where nothing was updated, because the loss or a gradient was not finite on some rank
+    is_finite: bool  # False if nothing was updated, because the loss or a gradient was not finite on some rank
     gradient_norm: float  # Euclidean, of the reduced gradient
     learning_rate: float
     loss_scale: float  # under mixed_float16, 1 otherwise

@@ -17,7 +17,7 @@ class LearningRate:
     optimizer: OptimizerConfig
     batch_ratio: float  # the run's global batch size over the one that ``optimizer.lr`` belongs to
     samples_per_epoch: int  # size of the training data
-    total_samples: int  # of the whole run, where a cosine or linear schedule reaches 0
+    total_samples: int  # of the whole run, if a cosine or linear schedule reaches 0
 
     @property
     def peak(self) -> float:

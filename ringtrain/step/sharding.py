@@ -124,7 +124,7 @@ class ShardedOptimizer:
             self.optimizer.apply([gradients[i] for i in self._updated], [self.pieces[i] for i in self._updated])
         finally:
             del self.optimizer._clip_gradients
-        values = [tf.convert_to_tensor(piece.value) for piece in self.pieces]  # no constants, also where there are none
+        values = [tf.convert_to_tensor(piece.value) for piece in self.pieces]  # no constants, also if there are none
         whole = self._reduction.all_gather(values, name="weights")
         for index, (weight, value) in enumerate(zip(self._weights, whole, strict=True)):
             weight.assign(value)
@@ -135,7 +135,7 @@ class ShardedOptimizer:
     def _clip(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Clip as Keras' optimizers do, by the norms of whole gradients (or all of them), which the ranks sum.
 
-        They scale by limit / max(norm, limit): by 0 where a gradient's norm overflows; by NaN where that of all does.
+        They scale by limit / max(norm, limit): by 0 if a gradient's norm overflows; by NaN where that of all does.
         """
         optimizer = self.optimizer
         limit = optimizer.clipnorm or optimizer.global_clipnorm

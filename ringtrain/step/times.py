@@ -63,7 +63,7 @@ class StepTimes:
         return known
 
     def take(self, num_steps: int, sec_per_step: float) -> dict[str, float]:
-        """The parts of ``sec_per_step``, seconds a step, since this was called last, and begin anew.
+        """The parts of ``sec_per_step``, seconds a step, since this was called last, and begin again.
 
         ``communication_sec`` is what no computation hid; it includes the wait for slower ranks. ``other_sec`` is what
         is left: checks, the log, the copies of saves.

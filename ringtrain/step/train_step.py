@@ -90,7 +90,7 @@ class TrainStep:
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
     def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:
-        """Trace the step that most batches take; where XLA cannot compile it and need not, once more without."""
+        """Trace the step that most batches take; if XLA cannot compile it and need not, once more without."""
         self._local_gradients = LocalGradients(
             workload, config, self.model, self.loss_scale, dtype=self._dtype, rank=rank, jit_compile=jit_compile
         )
@@ -122,7 +122,7 @@ class TrainStep:
         """Train one step; every rank must call it for the same step.
 
         ``is_stop_wanted`` is this rank's vote to end the training after it; ``next_count`` are the samples that it has
-        for the next one, where that is not known before. What returns are the control vector and the step's facts, for
+        for the next one, if that is not known before. What returns are the control vector and the step's facts, for
         ``read``: computed once the device gets there.
         """
         function = self._function_for(batch)
@@ -198,7 +198,7 @@ class TrainStep:
     def share_values(self, collective: Collective, slots: Mapping[str, np.ndarray] | None = None) -> None:
         """Give every rank rank 0's values; every rank must call it.
 
-        ``slots`` are whole ones, of rank 0, where it goes on from a checkpoint; on the others only whether it does.
+        ``slots`` are whole ones, of rank 0, if it goes on from a checkpoint; on the others only whether it does.
         """
         broadcast_variables(self.variables, collective)
         if self.sharded is not None:
@@ -334,7 +334,7 @@ def python_operations(graph: Any) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def constant(values: float | tuple[float, ...]) -> tf.Tensor:
-    """These as float64: mostly those of the step before, and to make them anew costs as much as some operations."""
+    """These as float64: mostly those of the step before, and to make them again costs as much as some operations."""
     return tf.constant(values, tf.float64)
 
 

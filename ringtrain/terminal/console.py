@@ -24,7 +24,7 @@ class Console:
     """
 
     def __init__(self, stream: IO[str] | None, *, is_terminal: bool) -> None:
-        """``stream`` is None where nothing is to be shown."""
+        """``stream`` is None if nothing is to be shown."""
         self._stream = stream
         self._progress: ProgressBar | None = None
         self.is_terminal = is_terminal
@@ -43,7 +43,7 @@ class Console:
             self._stream.flush()
 
     def start_progress(self, total_steps: int, first_step: int, last_saved_step: Callable[[], int] = lambda: 0) -> None:
-        """Show a progress bar, where there is a terminal; it asks ``last_saved_step`` from a thread of its own."""
+        """Show a progress bar, if there is a terminal; it asks ``last_saved_step`` from a thread of its own."""
         if self._stream is None or not self.is_terminal:
             return
         from ringtrain.terminal.progress_bar import ProgressBar
@@ -54,7 +54,7 @@ class Console:
         self._progress.start()
 
     def loss(self, value: float) -> None:
-        """Show the loss of a step in the progress bar, where there is one."""
+        """Show the loss of a step in the progress bar, if there is one."""
         if self._progress is not None:
             self._progress.loss = value
 

@@ -47,7 +47,7 @@ class ProgressBar(Progress):
         self.console.show_cursor(True)
 
     def show(self, step: int, values: list[str]) -> None:
-        """Show the values of a step, besides its loss; where the line is full, the last ones are left out."""
+        """Show the values of a step, besides its loss; if the line is full, the last ones are left out."""
         self._values = values
         self.update(self._task, completed=step)
 
@@ -70,6 +70,6 @@ class ProgressBar(Progress):
 
     def _read_width(self) -> int:
         try:
-            return os.get_terminal_size(self._terminal).columns or USUAL_COLUMNS  # 0 where nobody has set a size
+            return os.get_terminal_size(self._terminal).columns or USUAL_COLUMNS  # 0 if nobody has set a size
         except OSError:  # the terminal was closed
             return USUAL_COLUMNS

@@ -70,11 +70,11 @@ class Training:
     progress: Progress = field(default_factory=Progress)  # alike on every rank
     console: Console = field(default_factory=lambda: Console(None, is_terminal=False))
     requests: StopRequests = field(default_factory=StopRequests)  # to this rank
-    path: Path | None = None  # the run directory, the same on every rank; None where there is none
+    path: Path | None = None  # the run directory, the same on every rank; None if there is none
     records: Records | None = None  # rank 0's; None on the others
 
     def find_last_saved_step(self) -> int:
-        """The step from which the run would go on; 0 where there is none."""
+        """The step from which the run would go on; 0 if there is none."""
         return self.records.writer.last_step if self.records is not None else 0
 
     def announce(self, reason: str) -> None:
@@ -329,7 +329,7 @@ class Profile(Action):
         self._training.console.line(f"warning: --profile {self._job.config.profile}: {why}; there is none")
 
     def close(self, *, on_all: bool = True) -> None:
-        """Write what is there, where it is under way; the timeline only where all ranks do so, ``on_all``."""
+        """Write what is there, if it is under way; the timeline only where all ranks do so, ``on_all``."""
         if not self._is_under_way:
             return
         self._is_under_way = False

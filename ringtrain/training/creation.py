@@ -164,7 +164,7 @@ def create_eval_step(
     collective: Collective,
     batch_spec: Batch,
 ) -> EvalStep | None:
-    """The compiled evaluation; None where there is nothing to evaluate on. ``batch_spec`` is the training's."""
+    """The compiled evaluation; None if there is nothing to evaluate on. ``batch_spec`` is the training's."""
     if evaluation is None:
         check_best_metric(config, step.metric_names)
         return None

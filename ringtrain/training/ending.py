@@ -77,7 +77,7 @@ def early_end(reason: str, exit_code: int) -> RingtrainError:
 def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], None] = lambda: None) -> None:
     """The last record of a process, and what is done ``then``, before the directory is let go of.
 
-    There is none where another process has taken over the directory.
+    There is none if another process has taken over the directory.
     """
     tell_end(end)
     with contextlib.suppress(RingtrainError):
@@ -140,8 +140,8 @@ def end_of(error: RingtrainError) -> dict[str, Any]:
 def report_end(error: RingtrainError, world: World) -> None:
     """Print, once, why this command ends.
 
-    What every rank should have found wrong before they met, such as a setting, may be this rank's alone, where it was
-    started in another way. Where rank 0 has it as well, the launcher ends this process while it waits here.
+    What every rank should have found wrong before they met, such as a setting, may be this rank's alone, if it was
+    started in another way. If rank 0 has it as well, the launcher ends this process while it waits here.
     """
     if error.reach == "run" and not error.is_agreed and not world.is_rank0:
         time.sleep(FIRST_RANK_SECONDS)

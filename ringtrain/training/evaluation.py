@@ -110,7 +110,7 @@ def evaluation_batches(
 
 
 class EvalStep:
-    """Evaluates the model, with the average of its weights where there is one, on one global batch at a time."""
+    """Evaluates the model, with the average of its weights if there is one, on one global batch at a time."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Job:
     contents: Contents
 
     def evaluate(self, is_stop_wanted: Callable[[], bool] = lambda: False) -> EvalReport | None:
-        """Evaluate on all ranks; None where there is nothing to evaluate on, or a rank wanted to stop meanwhile."""
+        """Evaluate on all ranks; None if there is nothing to evaluate on, or a rank wanted to stop meanwhile."""
         if self.evaluation is None or self.evaluation_batches is None or self.eval_step is None:
             return None
         return evaluate(

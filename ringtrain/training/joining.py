@@ -117,9 +117,9 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
 
 
 def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *, is_agreed: bool = True) -> None:
-    """Begin to leave the other ranks for an error. Returns where they have it as well, all of them.
+    """Begin to leave the other ranks for an error. Returns if they have it as well, all of them.
 
-    Else this process ends here: the others would wait for it. ``is_agreed`` is False where an error that all should
+    Else this process ends here: the others would wait for it. ``is_agreed`` is False if an error that all should
     have may be this rank's alone.
     """
     world = collective.world

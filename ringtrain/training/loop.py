@@ -54,8 +54,8 @@ class Result:
     """The result of a training run."""
 
     ending: Ending  # why it ended
-    evaluation: EvalReport | None  # the last of this process; None where there was none
-    best: float | None = None  # of ``best_metric``; None where there was no evaluation
+    evaluation: EvalReport | None  # the last of this process; None if there was none
+    best: float | None = None  # of ``best_metric``; None if there was no evaluation
     best_step: int | None = None  # of that evaluation
 
 
@@ -114,7 +114,7 @@ def train(
 
 
 def set_initial_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
-    """Rank 0's values, from the checkpoint where there is one, for every rank."""
+    """Rank 0's values, from the checkpoint if there is one, for every rank."""
 
     checkpoint = opened.checkpoint if opened is not None else None
 
@@ -184,7 +184,7 @@ def warn_of_other_data(job: Job, data: Mapping[str, str], opened: OpenedRun, con
 
 
 def leave_if_told_to(job: Job, requests: StopRequests) -> None:
-    """Leave before the first step, on every rank, where one has been told to."""
+    """Leave before the first step, on every rank, if one has been told to."""
     who, cause = find_requests(job.collective, requests)
     if cause is not None:
         requests.clear_file()
@@ -257,7 +257,7 @@ class Trained(NamedTuple):
 
 
 def catch_up(training: Training, actions: Sequence[Action]) -> Ending | None:
-    """Make the evaluation that was due at the first step, where the run was stopped before or during it."""
+    """Make the evaluation that was due at the first step, if the run was stopped before or during it."""
     job, step = training.job, training.job.plan.first_step
     is_last = job.batches.is_last(step)
     if not step or training.progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):

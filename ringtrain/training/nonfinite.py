@@ -36,7 +36,7 @@ class RankReport:
 
     node: str
     device: str
-    loss: float | str | None  # the mean of its samples; a word where it is no number, None where it has no samples
+    loss: float | str | None  # the mean of its samples; a word where it is no number, None if it has no samples
     samples: list[int]  # the numbers of those that stand out
     gradients: list[str]  # weights whose gradient by its samples alone is not finite, in the order of the model
 
@@ -143,7 +143,7 @@ def describe_findings(step: int, ranks: Sequence[RankReport]) -> str:
 
 
 def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:
-    """The numbers of a batch's samples whose x or y is not finite; where all are, those whose loss is not.
+    """The numbers of a batch's samples whose x or y is not finite; if all are, those whose loss is not.
 
     The model runs as in inference: each sample by itself, and without any collective; a loss that asks the other ranks
     is not computed.
@@ -161,7 +161,7 @@ def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:
 
 
 def describe_samples(samples: list[int], loss: str | float | None) -> str:
-    """A rank's samples in words; the mean of their losses where none stands out."""
+    """A rank's samples in words; the mean of their losses if none stands out."""
     if not samples:
         return f"mean of its samples' losses: {loss}"
     more = f" and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
@@ -169,7 +169,7 @@ def describe_samples(samples: list[int], loss: str | float | None) -> str:
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """A batch as the content of an .npz file, without pickle: x, y (``x/name`` where they are structures), indices."""
+    """A batch as the content of an .npz file, without pickle: x, y (``x/name`` if they are structures), indices."""
     tensors = {"indices": batch.indices, "step": batch.step, "global_count": batch.global_count}
     tensors |= {"x": batch.x, "y": batch.y}
     values = {"/".join(map(str, path)): np.asarray(value) for path, value in keras.tree.flatten_with_path(tensors)}

@@ -184,7 +184,7 @@ def set_values(
 def take_weights(job: Job, source: Path) -> list[str]:
     """Start from the weights of a checkpoint, as far as names and shapes match; returns lines that say what did.
 
-    Of a run directory it is the best checkpoint, or the newest where none is best.
+    Of a run directory it is the best checkpoint, or the newest if none is best.
     """
     path = find_checkpoint(source)
     saved = read_checkpoint(path).variables

@@ -46,7 +46,7 @@ def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result |
 def train_together(
     prepared: Prepared, collective: Collective, requests: StopRequests, watchdog: Watchdog
 ) -> Result | None:
-    """Train with the other ranks, from the start-up table to the last line; None where the run was complete already."""
+    """Train with the other ranks, from the start-up table to the last line; None if the run was complete already."""
     from ringtrain.training.loop import train
 
     if collective.world.launcher != "no launcher" and not prepared.config.detached:
@@ -96,7 +96,7 @@ def opened_together(
 
 
 def describe_result(result: Result, start: Start, config: Config) -> list[str]:
-    """The last lines of a run: what came of it, where it is, and what to do with it."""
+    """The last lines of a run: what came of it, if it is, and what to do with it."""
     from ringtrain.training.actions import Ending
 
     early = " (stopped early: no better evaluation for a while)" if result.ending is Ending.EARLY else ""

@@ -12,7 +12,7 @@ see, and of a bias before batch normalization is zero, and what is computed for 
 them. So a tensor is held against the largest value of its kind (weights, or one of the optimizer's slots) in its layer,
 or against a ten-thousandth of the largest one in the model.
 
-An optimizer may make much of such a gradient: Lion takes its sign, and Adam divides by its size where that is above
+An optimizer may make much of such a gradient: Lion takes its sign, and Adam divides by its size if that is above
 epsilon. How far rounding moves a value is then measured: the reference trains once more, from weights that differ in
 their last bit. What differs between world sizes by less than ``noise_factor`` times what that changes is not determined
 by the training; such tensors are named, and their gradients are what is compared, by the slots that add them up and by
@@ -234,7 +234,7 @@ def split_steps(record: Record) -> list[npt.NDArray]:
 
 
 def largest_difference(reference: npt.NDArray, other: npt.NDArray) -> float:
-    """The largest difference of two arrays of one shape; infinite where a number is not finite."""
+    """The largest difference of two arrays of one shape; infinite if a number is not finite."""
     largest = float(np.max(np.abs(np.subtract(other, reference, dtype=np.float64)), initial=0.0))
     return largest if math.isfinite(largest) else math.inf
 

@@ -2,7 +2,7 @@
 
 It shares no code with the training step, the reduction or the evaluation, so that a defect that all world sizes share
 shows here. Which samples make a step is taken from the run that it is compared with, whose order is looked at by itself
-(``verify.check_ledger``); how many there are is counted anew.
+(``verify.check_ledger``); how many there are is counted again.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def train_step_plainly(
 def evaluate_plainly(
     workload: Workload, model: keras.Model, source: Source | None, averages: Sequence[np.ndarray]
 ) -> list[float]:
-    """Samples, loss and metrics of the evaluation data, with the averages as weights where there are any."""
+    """Samples, loss and metrics of the evaluation data, with the averages as weights if there are any."""
     if source is None:
         return []
     for weight, average in zip(model.trainable_variables if averages else (), averages, strict=True):

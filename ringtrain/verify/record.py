@@ -215,7 +215,7 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
         for variable, value in zip(job.step.variables, first, strict=True):
             variable.assign(value)
         perturb(job.step.model.variables, computed_in)
-        job.step.share_values(job.collective, slots)  # pieces as well, where the update is shared out
+        job.step.share_values(job.collective, slots)  # pieces as well, if the update is shared out
         train_recorded(job, facts, directory / f"{trial.name}-perturbed.npz", trial)
 
 
@@ -311,7 +311,7 @@ def draws(layer: keras.layers.Layer) -> bool:
 
 
 def call_without_training(layer: keras.layers.Layer) -> None:
-    """Let a layer compute as it does outside of training, where it draws nothing."""
+    """Let a layer compute as it does outside of training, if it draws nothing."""
     call = layer.call
     signature = inspect.signature(call)
     if "training" not in signature.parameters:

@@ -38,7 +38,7 @@ def plan_command(size: int, arguments: Sequence[str]) -> list[str]:
 
 
 def run_group(size: int, arguments: Sequence[str]) -> None:
-    """Train under one world size. Where that fails, the group's own words are in the error."""
+    """Train under one world size. If that fails, the group's own words are in the error."""
     command = plan_command(size, arguments)
     environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}

@@ -3,7 +3,7 @@
 Messages are JSON objects, one a line, of bounded size; nothing that is received is executed. Both ends prove that they
 know the run's token, which rank 0 draws and the ranks learn through the collective, and which never travels here: each
 signs what the other has just drawn, so that no proof serves twice. Whoever proves nothing is dropped after seconds, or
-for a newcomer where they are many; a rank that was not heard tries again.
+for a newcomer if they are many; a rank that was not heard tries again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What a step costs a rank, without its waiting for the others, is not to be seen from how long the step takes: that is
 the same on all ranks. But now and then each rank looks whether one of its threads can run (proc(5): state R, on a core
 or waiting for one). One that is slow, because its cores are slow, throttled or taken by another program, is always seen
-so; those that wait for it are not. Where the wait is too short for a thread to fall asleep, and of what a GPU computes,
+so; those that wait for it are not. If the wait is too short for a thread to fall asleep, and of what a GPU computes,
 nothing is seen.
 """
 
@@ -51,7 +51,7 @@ class Stragglers:
     def compare(self, looks: Mapping[int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
         """Slow ranks that were not reported before, with the shares of samples in which they and the others could run.
 
-        ``looks``: how often each rank was looked at, and how often it could run then; empty where they do not train.
+        ``looks``: how often each rank was looked at, and how often it could run then; empty if they do not train.
         """
         if set(looks) != set(self._begun):
             self._begun = dict(looks)

@@ -1,6 +1,6 @@
 """The watchdog: no rank waits for ever. A thread of each rank sees whether it moves, and hears of the others.
 
-Rank 0 hears of all ranks and judges; where rank 0 itself is missing, each other rank does. When nothing has moved for
+Rank 0 hears of all ranks and judges; if rank 0 itself is missing, each other rank does. When nothing has moved for
 ``--hang_timeout``, every rank that can writes the stacks of its threads, rank 0 says who is where, and all leave with
 exit code 6. Time is counted by the ticks of the thread itself, not by a clock: where the thread did not run, because
 the process was stopped or suspended, it has not seen anybody hang either.
@@ -37,7 +37,7 @@ from ringtrain.watchdog.stragglers import Looks, Stragglers, describe_slow
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
 
-# Any process may send it: the rank then writes the stacks of its threads, even where none of them can run.
+# Any process may send it: the rank then writes the stacks of its threads, even if none of them can run.
 STACKS_SIGNAL = signal.SIGRTMIN + 6
 LONGEST_TICK_SECONDS = 1.0
 STACKS_SECONDS = 3.0
@@ -52,7 +52,7 @@ Report = Callable[[RingtrainError], None]
 
 
 class Watchdog:
-    """Watches this rank and, once it has met the others, all of them. Where ``hang_timeout`` is 0 it does nothing."""
+    """Watches this rank and, once it has met the others, all of them. If ``hang_timeout`` is 0 it does nothing."""
 
     def __init__(self, world: World, hang_timeout: float, *, report: Report, warn: Callable[[str], None]) -> None:
         """``report`` tells the user why the run ends, ``warn`` that something is odd; the thread calls them."""
@@ -129,11 +129,11 @@ class Watchdog:
         self._warn = warn or self._warn
 
     def record_end(self, error: RingtrainError) -> None:
-        """Write the ``end`` record in the stead of rank 0, which is gone; where that hangs, no longer than it may."""
+        """Write the ``end`` record in the stead of rank 0, which is gone; if that hangs, no longer than it may."""
         run_bounded(lambda: self._write_end(error), RECORD_SECONDS)
 
     def begin_leaving(self, exit_code: int, last_words: Callable[[], None] = lambda: None) -> None:
-        """From now on this rank is on its way out; where that takes long, it ends at once, with this exit code.
+        """From now on this rank is on its way out; if that takes long, it ends at once, with this exit code.
 
         Does not return where the watchdog has begun to end the process.
         """
@@ -300,7 +300,7 @@ class Watchdog:
         start_bounded(lambda: self._warn(warning))
 
     def _end(self, hang: str, *, judges: bool) -> None:
-        """End this process and, as rank 0 or where that is missing, let the others end; never returns."""
+        """End this process and, as rank 0 or if that is missing, let the others end; never returns."""
         is_rank0 = self._world.is_rank0
         error = HangError(
             f"{hang} Each rank that could has written its stacks to its error stream. If something may take so long, "
@@ -352,7 +352,7 @@ class Watchdog:
 
 
 def is_debugged() -> bool:
-    """True if the main thread is in a debugger, where the user may take any time."""
+    """True if the main thread is in a debugger, if the user may take any time."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.walk_stack(innermost) if innermost else ()
     return any(os.path.basename(frame.f_code.co_filename) in DEBUGGERS for frame, _ in frames)

@@ -99,7 +99,7 @@ def load_workload(spec: str) -> type[Workload]:
 
 
 def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) -> Workload:
-    """A workload that reads these values, from the beginning, where its class declares its ``options``."""
+    """A workload that reads these values, from the beginning, if its class declares its ``options``."""
     workload = workload_class.__new__(workload_class)
     vars(workload)["options"] = options
     try:

@@ -87,7 +87,7 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
 
 
 def _one_for_each(workload: str, name: str, value: Any, num_samples: int | None) -> tf.Tensor:
-    """A tensor [n] of numbers; ``num_samples`` is n, where it is known while the step is traced."""
+    """A tensor [n] of numbers; ``num_samples`` is n, if it is known while the step is traced."""
     what = f"{workload} gives {name!r} "
     try:
         tensor = tf.convert_to_tensor(value)

@@ -1,7 +1,7 @@
 """Sums and gathers by operations of ringtrain's own, within nodes and between them, beside Horovod or alone.
 
 They are in C++, and TensorFlow calls them itself: a sum waits neither for Horovod's cycle, nor for Python's
-interpreter. Where a step makes all its sums at one place, the ranks need no agreement on an order: whoever comes there
+interpreter. If a step makes all its sums at one place, the ranks need no agreement on an order: whoever comes there
 waits for the others, and for nothing else. ``transport.h`` says how they add.
 """
 
@@ -44,7 +44,7 @@ class Native(Collective):
     ) -> None:
         """The ranks have joined as this group; ``carrier`` carries what is not summed natively.
 
-        That is what is not ordered, unless the carrier orders all its calls itself. Where a rank has one core, sums do
+        That is what is not ordered, unless the carrier orders all its calls itself. If a rank has one core, sums do
         not overlap compute, since they take it as well: then all gradients are best ordered.
         """
         self.world, self.is_ordered = carrier.world, carrier.is_ordered
@@ -185,7 +185,7 @@ def _from_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
     """The same ranks with native sums, or why they cannot have them, the same on all. Every rank must call it.
 
-    Where nobody else looks, a rank that has waited ``stall_seconds`` for another says so; 0: never.
+    If nobody else looks, a rank that has waited ``stall_seconds`` for another says so; 0: never.
     """
     world = collective.world
 

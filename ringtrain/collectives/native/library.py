@@ -30,7 +30,7 @@ class Operations(NamedTuple):
 
 @functools.cache
 def load_operations() -> Operations | None:
-    """The operations; None where they were not compiled, or cannot be loaded here."""
+    """The operations; None if they were not compiled, or cannot be loaded here."""
     import tensorflow as tf
 
     try:
@@ -79,7 +79,7 @@ class Patience(NamedTuple):
 
 
 def join(descriptor: int, local_rank: int, processes: Sequence[int], patience: Patience, nodes: Nodes) -> int:
-    """Join the ranks with these process numbers in the memory that all of a node have open; -1 where that fails.
+    """Join the ranks with these process numbers in the memory that all of a node have open; -1 if that fails.
 
     What it returns is the operation's attribute ``group``.
     """

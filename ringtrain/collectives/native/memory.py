@@ -14,7 +14,7 @@ NAME = "ringtrain"  # of the memory, in /proc
 
 @contextlib.contextmanager
 def share_memory(local_rank: int, on_node: Callable[[Any], list[Any]]) -> Iterator[int | None]:
-    """A descriptor of memory of no bytes, open so long; None where this rank cannot open it. Every rank must call it.
+    """A descriptor of memory of no bytes, open so long; None if this rank cannot open it. Every rank must call it.
 
     ``on_node`` gives the JSON value of each rank of the node to each, in the order of the local ranks.
     """

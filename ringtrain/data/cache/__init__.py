@@ -27,7 +27,7 @@ def with_cache(
     num_threads: int,
     reserved_bytes: int = 0,
 ) -> Source:
-    """The source with a cache of its decoded samples; itself where it decodes nothing. Every rank must call it.
+    """The source with a cache of its decoded samples; itself if it decodes nothing. Every rank must call it.
 
     Args:
         mode: ``"node"``: all samples are decoded now, by the ranks of each node together, into one file that they all

@@ -108,7 +108,7 @@ class CacheFile:
         return len(source.find_bad(bad)) == len(bad)
 
     def begin(self, source: FallibleSource) -> Filling | None:
-        """A file to fill, with all of its space; None where the whole one is there."""
+        """A file to fill, with all of its space; None if the whole one is there."""
         if self.is_whole() and self.is_current(source):
             return None
         directory = self.path.parent
@@ -189,7 +189,7 @@ class Filling:
             os.replace(self.path, self._target)
 
     def close(self) -> None:
-        """Remove it, where it has not been finished, and free the lock."""
+        """Remove it, if it has not been finished, and free the lock."""
         self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
 

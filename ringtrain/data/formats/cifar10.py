@@ -65,7 +65,7 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
     """The training and the test samples.
 
     The files may lie in ``data_dir/cifar-10-batches-bin``, in ``data_dir`` itself, or in the archive
-    ``data_dir/cifar-10-binary.tar.gz`` as published, which is read as it is. Where there is none of these, the archive
+    ``data_dir/cifar-10-binary.tar.gz`` as published, which is read as it is. If there is none of these, the archive
     is downloaded to ``data_dir``, by one process of the node while the others wait.
 
     By default ``data_dir`` is ``$XDG_CACHE_HOME/ringtrain/cifar10``, or ``~/.cache/ringtrain/cifar10``.
@@ -162,7 +162,7 @@ def _download_once(archive: Path, download: Download) -> None:
     """Download the archive, or wait until another process of this node has done so.
 
     Every process may call it, at any time: the first takes a lock, which the system frees when that process ends,
-    however it ends. Where it fails it leaves the reason in the lock's file, so that those which waited fail alike, at
+    however it ends. If it fails it leaves the reason in the lock's file, so that those which waited fail alike, at
     once.
     """
     try:

@@ -88,7 +88,7 @@ class ImageFolderSource:
 def load_image_folder(
     data_dir: Path, *, image_size: int | None, channels: Channels
 ) -> tuple[ImageFolderSource, ImageFolderSource | None]:
-    """The samples to train on, and those to evaluate on where there are any.
+    """The samples to train on, and those to evaluate on if there are any.
 
     The classes are the folders in ``train/``, sorted. Hidden files are ignored.
 

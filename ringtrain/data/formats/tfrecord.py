@@ -40,17 +40,17 @@ def load_tfrecords(
     channels: Channels,
     index_dir: Path | None = None,
 ) -> tuple[TFRecordSource, TFRecordSource | None]:
-    """The samples to train on, and those to evaluate on where there are any.
+    """The samples to train on, and those to evaluate on if there are any.
 
-    All records are read once, where there is no index of them yet.
+    All records are read once, if there is no index of them yet.
 
     Args:
         data_dir: holds ``train-*.tfrecord`` or ``train.tfrecord``, and may hold the same with ``validation``, ``val``
-            or ``test``; ``classes.txt``, where it is, has the name of a class on each line.
+            or ``test``; ``classes.txt``, if there is one, has the name of a class on each line.
         image_size: the middle square of each image is resized to this many pixels each way, and its channels are
             converted. None: images are taken as they are, and all must have one size and ``channels`` channels.
         channels: 1 for grey images, 3 for colour. Raw images must have them.
-        index_dir: where the index is kept from run to run; None: in ``data_dir``, or where that cannot be written, in
+        index_dir: where the index is kept from run to run; None: in ``data_dir``, or if that cannot be written, in
             ``$XDG_CACHE_HOME/ringtrain/index`` or ``~/.cache/ringtrain/index``.
 
     Raises:
@@ -95,7 +95,7 @@ def find_files(data_dir: Path, *names: str) -> tuple[Path, ...]:
 
 
 def read_class_names(data_dir: Path) -> list[str]:
-    """The lines of ``classes.txt``, by label; none where there is no such file."""
+    """The lines of ``classes.txt``, by label; none if there is no such file."""
     try:
         return read_bounded(data_dir / CLASSES_FILE, MAX_CLASSES_BYTES, follows_links=True).decode().splitlines()
     except FileNotFoundError:

@@ -42,7 +42,7 @@ ENTRY = np.dtype(
         ("crc32", "<u4"),  # of its data
         ("kind", "u1"),  # ENCODED, RAW or DAMAGED
         ("label", "<i8"),
-        ("height", "<i4"),  # 0, with width and channels, where the image's header cannot be read
+        ("height", "<i4"),  # 0, with width and channels, if the image's header cannot be read
         ("width", "<i4"),
         ("channels", "<i4"),
     ]
@@ -96,7 +96,7 @@ def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
     entries = [scan_file(path, number) for number, path in enumerate(paths)]
     index = Index(files, np.concatenate(entries), tuple(paths))
     for cache in caches:
-        with contextlib.suppress(OSError):  # where none can be written, that costs time in the next run, no more
+        with contextlib.suppress(OSError):  # if none can be written, that costs time in the next run, no more
             _write_cache(cache, index)
             break
     return index
@@ -126,7 +126,7 @@ def _write_cache(cache: Path, index: Index) -> None:
 
 
 def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
-    """The index in a file; None where there is none for these files as they are now, or it is damaged."""
+    """The index in a file; None if there is none for these files as they are now, or it is damaged."""
     header, start = _header(files), len(_MAGIC) + hashlib.sha256().digest_size
     most_records = sum(file.num_bytes for file in files) // (HEADER_BYTES + FOOTER_BYTES)
     try:
@@ -179,7 +179,7 @@ def scan_file(path: Path, number: int) -> np.ndarray:
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
-    """Offset, length of the data and the data of each record; None where the data's CRC is wrong."""
+    """Offset, length of the data and the data of each record; None if the data's CRC is wrong."""
     from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the one reader that tells offsets
 
     try:
@@ -188,7 +188,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
             reader = tf_record_random_reader(os.fspath(path))
             offset = count = 0
             while True:
-                # TensorFlow asks for as much memory as a length says, true or not, and dies where there is none.
+                # TensorFlow asks for as much memory as a length says, true or not, and dies if there is none.
                 header = os.pread(file, 8, offset)
                 if len(header) == 8 and struct.unpack("<Q", header)[0] > os.fstat(file).st_size - offset:
                     _length_of_damaged(path, file, offset, count)

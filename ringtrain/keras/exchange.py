@@ -7,10 +7,8 @@ first.
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
@@ -23,13 +21,13 @@ from ringtrain.collectives.differentiable import hide, unique_name
 from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, all_ranks, is_elastic, require_init
+from ringtrain.keras.step_sums import Gradients, StepSums, Sum, outermost_graph, zeros_like_gradient
 from ringtrain.keras.votes import Votes
 from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.step.train_step import python_operations
 from ringtrain.training.creation import warn_of_python
 
 log = logging.getLogger("ringtrain")
-Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable
 # Horovod's in the words of ``ringtrain.collectives.gradients``.
 COMPRESSIONS: dict[Any, Compression] = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
 
@@ -101,69 +99,10 @@ class Settings:
                 )
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """A sum within a step: of the gradients, and last of the ranks that train it."""
-
-    reduction: GradientReduction
-    nothing: list[Callable[[], Any]]  # what a rank that trains no more adds, tensor by tensor
-    num_gradients: int
-    scale: float | tf.Tensor  # of their sums: of the graph that it is made in, where ranks come and go
-
-    is_native: bool
-
-    def act(self, tensors: Gradients) -> Gradients:
-        """The sums over all ranks; natively, those of gradients are scaled already."""
-        if self.is_native:
-            return self.reduction.sum_alone(tensors, scaled=(self.num_gradients, float(self.scale)))
-        return self.reduction.all_reduce(tensors)
-
-    @functools.cached_property
-    def traced(self) -> Callable[[Gradients], Gradients]:
-        """``act`` in a graph of its own; traced once, not in each epoch."""
-        return tf.function(self.act, autograph=False)
-
-    def scale_sums(self, sums: Gradients) -> Gradients:
-        """The gradients among the sums of ``act``, scaled."""
-        gradients = sums[: self.num_gradients]
-        return gradients if self.is_native else [scaled(total, self.scale) for total in gradients]
-
-
-class _StepSums:
-    """The sums of a step of ``fit``, in order, of all optimizers and tapes that take part in it.
-
-    Those of a traced step are kept as long as its graph; those of a step outside of a graph until the next one.
-    """
-
-    def __init__(self) -> None:
-        self._of_graphs: weakref.WeakKeyDictionary[Any, list[_Sum]] = weakref.WeakKeyDictionary()
-        self._outside: list[_Sum] = []
-        self._graph: Callable[[], Any] = lambda: None  # in which the model's optimizer has summed last
-        self.is_new = False  # True until the first sum of a step
-        self.is_of_graph = False
-
-    def add(self, one: _Sum, graph: Any, *, is_owner: bool) -> None:
-        """Add a sum; ``is_owner`` is True for the optimizer of the model, in whose graph the step is."""
-        if graph is None and self.is_new:
-            self._outside = []
-        self.is_new = False
-        (self._outside if graph is None else self._of_graphs.setdefault(graph, [])).append(one)
-        if is_owner:
-            self.is_of_graph = graph is not None
-            self._graph = weakref.ref(graph) if graph is not None else lambda: None
-
-    def read(self) -> list[_Sum]:
-        """The sums of the last step; none if its graph is gone."""
-        if not self.is_of_graph:
-            return self._outside
-        graph = self._graph()
-        return [] if graph is None else self._of_graphs.get(graph, [])
-
-
 class Exchange:
     """Reduces the gradients of one optimizer or tape."""
 
-    _fit: ClassVar[_StepSums | None] = None  # of the fit that is under way, with a distributed optimizer
+    _fit: ClassVar[StepSums | None] = None  # of the fit that is under way, with a distributed optimizer
     spans_world: ClassVar[bool] = True  # all that were made
     _local_somewhere: ClassVar[set[Hashable]] = set()
     votes: ClassVar[Votes | None] = None  # what each step of a fit with callbacks.Run sums as well
@@ -175,7 +114,7 @@ class Exchange:
         self._last: Gradients = []
         # Where all ranks are in a fit, about to take as many steps: there a rank that ends early can join.
         self.may_sum_natively = False
-        self._step = _StepSums()  # of the fits of a model with this optimizer
+        self._step = StepSums()  # of the fits of a model with this optimizer
         self._traced_natively: bool | None = None  # whether the step that was traced last might sum natively
 
     def register_local(self, variable: Any) -> None:
@@ -241,7 +180,7 @@ class Exchange:
         return reduced
 
     def _sum(self, gradients: Gradients, variables: Sequence[Any], *, scale: float | tf.Tensor) -> Gradients:
-        graph, fit = _whole_graph(), Exchange._fit
+        graph, fit = outermost_graph(), Exchange._fit
         if graph is not None:
             self._traced_natively = self.may_sum_natively
             if hvd.rank() == 0:
@@ -251,8 +190,8 @@ class Exchange:
         given = [*gradients, *([] if votes is None else [votes.mine(gradients)]), tf.ones([], gradients[0].dtype)]
         reduction = self._reduction(given, variables, natively=self.may_sum_natively and graph is not None)
         of_variables = zip(given, [*(variable.shape for variable in variables), None, None], strict=False)
-        nothing = [_nothing_like(tensor, shape) for tensor, shape in of_variables]
-        one = _Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
+        nothing = [zeros_like_gradient(tensor, shape) for tensor, shape in of_variables]
+        one = Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
         if fit is not None:  # where a rank may join
             # The scale may be a tensor of the graph, which would keep it alive; a rank that joins reads none.
             fit.add(
@@ -398,23 +337,6 @@ class Accumulation:
             with tf.init_scope():
                 self._sums[key] = tf.Variable(tf.zeros(variable.shape, gradient.dtype), trainable=False)
         return self._sums[key]
-
-
-def _nothing_like(tensor: Any, shape: Any) -> Callable[[], Any]:
-    """Makes what is added if there is no gradient; ``shape`` is the variable's, or None."""
-    if isinstance(tensor, tf.IndexedSlices):
-        values, indices = tensor.values.dtype, tensor.indices.dtype
-        return lambda: tf.IndexedSlices(tf.zeros([0, *shape[1:]], values), tf.zeros([0], indices), tf.constant(shape))
-    zeros, dtype = tensor.shape if shape is None else shape, tensor.dtype
-    return lambda: tf.zeros(zeros, dtype)
-
-
-def _whole_graph() -> Any:
-    """The graph of the function that is being traced, with all functions in it; None if nothing is."""
-    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
-        graph = graph.outer_graph
-    return graph
 
 
 def variable_key(variable: Any) -> Hashable:

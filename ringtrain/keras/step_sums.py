@@ -1,0 +1,91 @@
+"""The sums of one step of ``fit``, recorded so that a rank without batches can take part in them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from ringtrain.collectives.gradients import GradientReduction, scaled
+
+Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum within a step: of the gradients, and last of the ranks that train it."""
+
+    reduction: GradientReduction
+    nothing: list[Callable[[], Any]]  # zero contributions of a joined rank, tensor by tensor
+    num_gradients: int
+    scale: float | tf.Tensor  # of their sums: of the graph that it is made in, where ranks come and go
+
+    is_native: bool
+
+    def act(self, tensors: Gradients) -> Gradients:
+        """The sums over all ranks; natively, those of gradients are scaled already."""
+        if self.is_native:
+            return self.reduction.sum_alone(tensors, scaled=(self.num_gradients, float(self.scale)))
+        return self.reduction.all_reduce(tensors)
+
+    @functools.cached_property
+    def traced(self) -> Callable[[Gradients], Gradients]:
+        """``act`` in a graph of its own; traced once, not in each epoch."""
+        return tf.function(self.act, autograph=False)
+
+    def scale_sums(self, sums: Gradients) -> Gradients:
+        """The gradients among the sums of ``act``, scaled."""
+        gradients = sums[: self.num_gradients]
+        return gradients if self.is_native else [scaled(total, self.scale) for total in gradients]
+
+
+class StepSums:
+    """The sums of a step of ``fit``, in order, of all optimizers and tapes that take part in it.
+
+    Those of a traced step are kept as long as its graph; those of a step outside of a graph until the next one.
+    """
+
+    def __init__(self) -> None:
+        self._of_graphs: weakref.WeakKeyDictionary[Any, list[Sum]] = weakref.WeakKeyDictionary()
+        self._outside: list[Sum] = []
+        self._graph: Callable[[], Any] = lambda: None  # in which the model's optimizer has summed last
+        self.is_new = False  # True until the first sum of a step
+        self.is_of_graph = False
+
+    def add(self, one: Sum, graph: Any, *, is_owner: bool) -> None:
+        """Add a sum; ``is_owner`` is True for the optimizer of the model, in whose graph the step is."""
+        if graph is None and self.is_new:
+            self._outside = []
+        self.is_new = False
+        (self._outside if graph is None else self._of_graphs.setdefault(graph, [])).append(one)
+        if is_owner:
+            self.is_of_graph = graph is not None
+            self._graph = weakref.ref(graph) if graph is not None else lambda: None
+
+    def read(self) -> list[Sum]:
+        """The sums of the last step; none if its graph is gone."""
+        if not self.is_of_graph:
+            return self._outside
+        graph = self._graph()
+        return [] if graph is None else self._of_graphs.get(graph, [])
+
+
+def zeros_like_gradient(tensor: Any, shape: Any) -> Callable[[], Any]:
+    """Create a zero contribution for a gradient; ``shape`` is the variable's, or None."""
+    if isinstance(tensor, tf.IndexedSlices):
+        values, indices = tensor.values.dtype, tensor.indices.dtype
+        return lambda: tf.IndexedSlices(tf.zeros([0, *shape[1:]], values), tf.zeros([0], indices), tf.constant(shape))
+    zeros, dtype = tensor.shape if shape is None else shape, tensor.dtype
+    return lambda: tf.zeros(zeros, dtype)
+
+
+def outermost_graph() -> Any:
+    """The graph of the function that is being traced, with all functions in it; None if nothing is."""
+    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
+        graph = graph.outer_graph
+    return graph

@@ -138,26 +138,7 @@ def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
         entries = np.frombuffer(body, ENTRY, offset=len(header))
     except (OSError, ValueError):
         return None
-    return Index(files, entries) if _cover(entries, files) else None
-
-
-def _cover(entries: np.ndarray, files: tuple[FileState, ...]) -> bool:
-    """True if records follow each other from the beginning of each file to its end, as those of a scan do."""
-    sizes = np.array([file.num_bytes for file in files], np.int64)
-    is_first = np.diff(entries["file"], prepend=-1) != 0
-    if not np.array_equal(entries["file"][is_first], np.arange(len(files))):
-        return False
-    lengths = entries["length"]
-    if ((lengths < 0) | (lengths > sizes[entries["file"]])).any() or (entries["kind"] > DAMAGED).any():
-        return False
-    ends = entries["offset"] + HEADER_BYTES + lengths + FOOTER_BYTES
-    starts = np.where(is_first, 0, np.roll(ends, 1))
-    pixels = entries["height"].astype(np.float64) * entries["width"] * entries["channels"]
-    is_shaped = (entries["kind"] != RAW) | (pixels <= lengths)
-    for name in ("height", "width", "channels", "label"):
-        is_shaped &= entries[name] >= 0
-    is_last = np.roll(is_first, -1)
-    return bool(is_shaped.all() and (entries["offset"] == starts).all() and (ends[is_last] == sizes).all())
+    return Index(files, entries)
 
 
 # --- The scan ---

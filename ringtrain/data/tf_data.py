@@ -168,34 +168,28 @@ def set_iterator_state(iterator: Any, state: bytes) -> None:
 def from_dataset(
     dataset: tf.data.Dataset | Callable[[Pass], tf.data.Dataset], *, steps_per_epoch: int | None = None
 ) -> Feed:
-    """Feed each rank by a ``tf.data.Dataset``, to train on.
+    """Train on a ``tf.data.Dataset``.
 
-    **One dataset of samples** (not of batches), the same on every rank. Of every ``--global_batch_size`` samples each
-    rank takes its slice, so that N ranks train exactly what one trains, also on another number of ranks, on which such
-    a run may go on. Every rank reads all samples; if that takes longer than the training, shard the files in a
-    function:
+    **One dataset of samples** (not of batches), the same on every rank. Each rank takes its slice of every
+    ``--global_batch_size`` samples: N ranks train exactly what one trains, and a run can be resumed on any number of
+    ranks. Every rank reads all samples; if that takes longer than training, use a function.
 
-    **A function of the pass** that gives this rank's batches, sharded by ``of.rank`` and ``of.size``, shuffled by
+    **A function of the epoch** that returns this rank's batches, sharded by ``of.rank`` and ``of.size``, shuffled by
     ``of.seed`` and ``of.epoch``, in batches of ``of.local_batch_size``. Ranks may have batches of different sizes and
-    end at different steps: each step is the exact mean over all its samples. On other numbers of ranks the samples of a
-    step are others, and a run that goes on on them is refused.
+    different numbers of steps: each step is the exact mean over all its samples. Resume needs as many ranks as before.
 
-    A run that goes on goes on by tf.data's own state, if the pipeline has one and it is short (no long buffer of a
-    shuffle, no ``cache()`` in memory): in the first form on any number of ranks. Else it makes the samples of the pass
-    once more, up to where it was, so a pass must always give the same. In the second form your function sees to it. In
-    the first a ``shuffle`` follows the run's seed and takes another order in each pass, by itself; that holds where it
-    is begun once in a pass, as if nothing repeats it. What draws in parallel, such as a random ``map`` with
-    ``num_parallel_calls``, gives something else each time.
+    A resumed run restores tf.data's iterator state, if the pipeline can save a small one. Otherwise it reads the
+    samples of the epoch again, so each epoch must be repeatable: a ``shuffle`` in one dataset follows the run's seed
+    and changes with each epoch; a random ``map`` with ``num_parallel_calls`` is not repeatable.
 
-    With ``steps_per_epoch``, one dataset without end (``repeat()``) or of unknown length goes on from epoch to epoch,
-    and begins again where it ends; without a state it is made once more from its start. Of one that says its length
-    each epoch has the first so many steps.
+    With ``steps_per_epoch``, one dataset of infinite or unknown length continues from epoch to epoch and restarts at
+    its end; of a dataset of known length each epoch has the first steps.
 
     Args:
-        dataset: its elements are pairs (x, y) of dense tensors, or tuples or dicts of such: samples in the first form,
+        dataset: elements are pairs (x, y) of dense tensors, or tuples or dicts of such: samples in the first form,
             batches [n, ...] in the second.
-        steps_per_epoch: steps of a pass; by default as many as the dataset says that it has, on the rank with most.
-            If it does not know, as of files, there is one pass of at most ``--steps``.
+        steps_per_epoch: steps of an epoch; by default the length of the dataset, on the rank with most. If it is
+            unknown, as for files, there is one epoch of at most ``--steps``.
     """
     if callable(dataset):
         return _from_function(dataset, steps_per_epoch)

@@ -20,7 +20,7 @@ from ringtrain.runtime.devices import Needs, apply_plan, describe_cores, plan_de
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.segments import remove_dead_segments
-from ringtrain.runtime.world import read_world
+from ringtrain.runtime.world import World, read_world
 
 log = logging.getLogger("ringtrain")
 _has_begun = False  # a script may shut Horovod down and start it again
@@ -35,26 +35,24 @@ def init(
 ) -> None:
     """Start Horovod, on this rank's own GPU or cores.
 
-    Call it right after the imports: devices, cores and thread pools can be chosen until TensorFlow computes something,
-    the communication settings until Horovod starts. What the environment sets wins.
+    Call it right after the imports: devices, cores and thread pools cannot be changed once TensorFlow has computed
+    something. Variables in the environment take precedence.
 
     Args:
         comm: ranks, or a communicator of mpi4py; by default all processes of the launcher.
         process_sets: process sets to create, or ``"dynamic"``.
-        backend: ``"auto"``: in a ``fit`` whose steps are known, ranks on the cores of one node sum the gradients of
-            the model's optimizer natively, as ``python -m ringtrain`` does, and Horovod carries all else. In both
-            cases a rank that ends an epoch early takes part in the sums of that optimizer alone, until all are there.
-            If each has one core, TensorFlow then runs operations one at a time (TF_NUM_INTEROP_THREADS=1, which the
-            environment may set otherwise): Python code in the step, or in a ``tf.data`` pipeline, that calls a
-            ``tf.function`` would wait for it for ever. ``"horovod"``: Horovod carries all. The same on all ranks.
-        exit_timeout: seconds after the end of the script in which its threads, child processes and what ``atexit``
-            calls have to end; 0: any time. Other ranks are waited for at the end as long as they take.
+        backend: the same on all ranks. ``"auto"``: in a ``fit`` with a known number of steps, ranks on the cores of one
+            node sum the gradients of the model's optimizer in shared memory, and Horovod carries everything else. If
+            each rank has one core, TensorFlow then runs one operation at a time (TF_NUM_INTEROP_THREADS=1, unless the
+            environment sets it): Python code in the step or in a ``tf.data`` pipeline must not call a ``tf.function``.
+            ``"horovod"``: Horovod carries everything.
+        exit_timeout: seconds after the end of the script for its threads, child processes and ``atexit`` functions; 0:
+            no limit. At the end each rank waits for the others, without a limit.
 
     Raises:
         UsageError: there is no such backend; the launcher's processes do not see each other; Keras does not run on
             TensorFlow; or the node has fewer GPUs than ranks.
     """
-    global _has_begun
     if keras.config.backend() != "tensorflow":
         raise UsageError(
             f"Keras runs on {keras.config.backend()!r}, but Horovod's Keras interface needs TensorFlow. Set "
@@ -63,27 +61,7 @@ def init(
     choose_backend(backend)
     world = read_world(os.environ)
     if not hvd.is_initialized():
-        if world.local_rank == 0:
-            remove_dead_segments()
-        # Horovod's own settings where ranks come and go: ours follow from the world, which is another for a rank that
-        # joins later, and with others its processes would not know what the others send.
-        one_at_a_time = wants_native_sums() and LIBRARY.exists()
-        needs = Needs(horovod=not is_elastic(), one_at_a_time=one_at_a_time, ends_stalls=True)
-        plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
-        apply_plan(plan)
-        if plan.why_unpinned:
-            note_cores(f"rank {world.rank} on {describe_cores(plan)}")
-        try:
-            start_tensorflow(plan, world)
-        except RuntimeError as error:  # its devices and threads are settled
-            if not _has_begun:
-                log.warning(
-                    "ringtrain.keras: rank %d called init() when TensorFlow had computed something: devices and "
-                    "threads stay as they are. Call it right after the imports. (%s)",
-                    world.rank,
-                    error,
-                )
-        _has_begun = True
+        _take_devices(world)
         if not is_elastic():  # where rank 0 may be long past this
             require_same_settings_by_rendezvous(world)
         hvd.init(comm, process_sets)
@@ -93,3 +71,29 @@ def init(
     show_once(world)
     allow(exit_timeout, f"rank {world.rank} on {world.node}")
     watch_end(has_left_ranks=False)
+
+
+def _take_devices(world: World) -> None:
+    """Pin this rank to its GPU or cores, and start TensorFlow there."""
+    global _has_begun
+    if world.local_rank == 0:
+        remove_dead_segments()
+    # Elastic ranks use Horovod's own settings: ours depend on the world, which is different for a rank that joins
+    # later, and Horovod's processes need equal settings.
+    one_at_a_time = wants_native_sums() and LIBRARY.exists()
+    needs = Needs(horovod=not is_elastic(), one_at_a_time=one_at_a_time, ends_stalls=True)
+    plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
+    apply_plan(plan)
+    if plan.why_unpinned:
+        note_cores(f"rank {world.rank} on {describe_cores(plan)}")
+    try:
+        start_tensorflow(plan, world)
+    except RuntimeError as error:  # its devices and threads are settled
+        if not _has_begun:
+            log.warning(
+                "ringtrain.keras: rank %d called init() when TensorFlow had computed something: devices and threads "
+                "stay as they are. Call it right after the imports. (%s)",
+                world.rank,
+                error,
+            )
+    _has_begun = True

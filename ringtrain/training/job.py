@@ -130,20 +130,11 @@ def create_job(
     model = raise_on_all_ranks(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
 
-    def open_evaluation() -> Batches | None:
-        if sources.evaluation is None:
-            return None
-        skips_bad = config.on_bad_sample == "skip"
-        size = plan.order.global_batch_size
-        return evaluation_batches(
-            sources.evaluation, collective.world, global_batch_size=size, num_threads=num_threads, skips_bad=skips_bad
-        )
-
     def trace() -> tuple[TrainStep, Batches | None, EvalStep | None]:
         chosen = optimizer() if optimizer else choose_optimizer(workload, config, plan.learning_rate(0))
         spec = batches.element_spec
         step = create_step(workload, config, collective, model, chosen, spec, plan.order, in_groups=in_groups)
-        evaluated = open_evaluation()
+        evaluated = open_evaluation(sources, plan, config, collective, num_threads=num_threads)
         return step, evaluated, create_eval_step(workload, config, step, evaluated, collective, spec)
 
     step, evaluated, eval_step = raise_on_all_ranks(collective, trace, name="step")
@@ -167,6 +158,21 @@ def create_job(
     )
     require_same_job(job, sources, print_line)
     return job
+
+
+def open_evaluation(
+    sources: Sources, plan: Plan, config: Config, collective: Collective, *, num_threads: int
+) -> Batches | None:
+    """The batches to evaluate on; None without evaluation data."""
+    if sources.evaluation is None:
+        return None
+    return evaluation_batches(
+        sources.evaluation,
+        collective.world,
+        global_batch_size=plan.order.global_batch_size,
+        num_threads=num_threads,
+        skips_bad=config.on_bad_sample == "skip",
+    )
 
 
 def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], None]) -> None:

@@ -1,9 +1,10 @@
 """A pytest plugin that decides which tests may run at the same time on the workers of pytest-xdist.
 
-Tests of one process come first, each on any worker. Those that start ranks follow: bodies that run in the long-lived
-groups of ranks (`tests.world.group`) on two workers, one for groups of two ranks and one for all others; jobs of Slurm
-on one; and programs, file by file, on whichever worker is free. A test that is marked
-``alone`` measures time: no other test runs meanwhile, and no group of ranks waits.
+The longest come first. Jobs of Slurm run on one worker, since they share a cluster. Bodies that run in the long-lived
+groups of ranks (`tests.world.group`) run on three: those for two ranks of each directory, and all others. Programs
+follow, file by file, on whichever worker is free, and at the end the tests of one process, each on any worker, so that
+no worker is without work. A test that is marked ``alone`` measures time: no other test runs meanwhile, and no group of
+ranks waits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, 
     "tests/faults/test_foreign_files.py": "fuzz",
     "tests/slurm/": "slurm",
 }
-SCOPE_ORDER = ("", "native", "fuzz", "bodies of 2 ranks", "bodies", "slurm", "report")  # then programs, file by file
+BODIES_OF_TWO = "bodies of 2 ranks in tests/"
+FIRST = ("slurm", f"{BODIES_OF_TWO}world", f"{BODIES_OF_TWO}keras", "bodies", "report", "fuzz", "native")
 
 
 def scope_of(item: pytest.Item) -> str:
@@ -42,7 +44,7 @@ def scope_of(item: pytest.Item) -> str:
     if launch is None:
         has_many_long_cases = item.nodeid.startswith("tests/faults/test_matrix.py")
         return item.nodeid if has_many_long_cases else item.nodeid.partition("::")[0]
-    return "bodies of 2 ranks" if launch is OVER_MPI[2] else "bodies"
+    return f"{BODIES_OF_TWO}{item.nodeid.split('/')[1]}" if launch is OVER_MPI[2] else "bodies"
 
 
 @pytest.hookimpl(trylast=True)
@@ -59,7 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _position_of(item: pytest.Item) -> int:
     scope = scope_of(item)
-    return SCOPE_ORDER.index(scope) if scope in SCOPE_ORDER else len(SCOPE_ORDER)
+    if not scope:
+        return len(FIRST) + 1
+    return FIRST.index(scope) if scope in FIRST else len(FIRST)
 
 
 def pytest_configure(config: pytest.Config) -> None:

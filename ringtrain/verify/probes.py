@@ -29,16 +29,14 @@ def depends_on_other_samples(job: Job, tolerance: float) -> bool:
     if count < 2:
         return False
 
-    def compute(start: int, end: int) -> list[tf.Tensor]:
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int64)] * 2, autograph=False)
+    def compute(start: tf.Tensor, end: tf.Tensor) -> list[tf.Tensor]:
         part = batch._replace(**tf.nest.map_structure(lambda rows: rows[start:end], {"x": batch.x, "y": batch.y}))
-        forward = gradients(part._replace(indices=batch.indices[start:end]), tf.constant(end - start, tf.int64))
+        forward = gradients(part._replace(indices=batch.indices[start:end]), end - start)
         return [*map(tf.convert_to_tensor, forward.gradients), forward.sums]
 
-    @tf.function(autograph=False)
-    def compute_all() -> list[list[tf.Tensor]]:
-        return [compute(0, count), compute(0, count // 2), compute(count // 2, count)]
-
-    whole, first, second = ([tensor.numpy() for tensor in part] for part in compute_all())
+    ranges = ((0, count), (0, count // 2), (count // 2, count))
+    whole, first, second = ([tensor.numpy() for tensor in compute(*each)] for each in ranges)
     largest = max(float(np.max(np.abs(tensor), initial=0.0)) for tensor in whole)
     differences = [np.max(np.abs(a - b - c), initial=0.0) for a, b, c in zip(whole, first, second, strict=True)]
     return max(differences) > 100 * tolerance * largest

@@ -227,12 +227,16 @@ class Cluster:
     def wait_for(self, what: str, is_there: Callable[[], bool], job: int, *, timeout: float) -> None:
         """Wait for something that job ``job`` does; the error shows its state and output."""
         end = time.monotonic() + timeout
-        while not is_there():
-            if time.monotonic() > end:
+        while True:
+            begin = time.monotonic()
+            if is_there():
+                return
+            if begin > end:
                 raise AssertionError(
                     f"no {what} after {timeout:.0f} s:\n{self.describe(job)}\n{self.output(job)}\n{self.logs()}"
                 )
-            time.sleep(0.1)
+            # To ask Slurm takes several processes, and the ranks want the cores.
+            time.sleep(min(0.5, max(0.1, 9 * (time.monotonic() - begin))))
 
     def wait_for_state(self, job: int, *states: str, timeout: float) -> str:
         """Wait until the job has one of some states, and return it."""

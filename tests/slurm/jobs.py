@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.world.processes import REPOSITORY, Finished
 from tests.world.running import WORKLOAD, assert_history_is_whole, digest, events, final_checkpoint, last_step
 
 EPOCHS, STEPS = 6, 48  # of `Lasting`
+STATE_SECONDS = 1.0  # between two looks whether the job has ended without what is waited for
 START_SECONDS = 90.0  # a run's start takes 8 s on a quiet machine
 ON_TWO_NODES = ("--nodes", "2", "--ranks_per_node", "1")
 ON_ONE_NODE = ("--nodes", "1", "--ranks_per_node", "2")
@@ -62,9 +64,15 @@ class RunJob:
         self._wait_for(f"restart {restarts}", lambda: self.cluster.restarts(self.number) >= restarts)
 
     def _wait_for(self, what: str, is_there: Callable[[], bool]) -> None:
+        next_look = time.monotonic()
+
         def is_there_or_never() -> bool:
+            nonlocal next_look
             there = is_there()
-            if not there and self.cluster.state(self.number) in ENDED:
+            if there or time.monotonic() < next_look:
+                return there
+            next_look = time.monotonic() + STATE_SECONDS
+            if self.cluster.state(self.number) in ENDED:
                 record = self.cluster.describe(self.number)
                 raise AssertionError(f"ended before {what}:\n{self.output}\n{record}\n{self.cluster.logs()}")
             return there

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from ringtrain.terminal.startup import skipping_garbage_collection
-from tests.world.fork_server import SWITCH
+from tests.world.fork_server import SWITCH, hand_on_no_ignored_signals
 from tests.world.group import Group, close_group, launch_of
 from tests.world.processes import BACKEND
 
@@ -17,6 +17,10 @@ from tests.world.processes import BACKEND
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 if os.environ.get(SWITCH) != "1":
     os.environ.setdefault(ONEDNN, "0")
+
+
+def pytest_configure() -> None:
+    hand_on_no_ignored_signals()
 
 
 @pytest.hookimpl(trylast=True)

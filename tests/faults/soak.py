@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.summary import describe_commit
+from tests.world.fork_server import hand_on_no_ignored_signals
 from tests.world.running import Run, assert_history_is_whole, digest, events, final_checkpoint, last_step, running
 
 STEPS_PER_EPOCH = 8  # of tests/world/workloads/lasting.py
@@ -85,6 +86,7 @@ FAULTS: dict[str, Callable[[Run, random.Random], None]] = {
 
 
 def main() -> int:
+    hand_on_no_ignored_signals()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))

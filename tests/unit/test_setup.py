@@ -17,7 +17,6 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.no_silent_skips import parse_allowed_skips
-from tests.world.fork_server import listen_to_signals
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -364,7 +363,6 @@ def without_daemons(policy: Path, command: str) -> subprocess.CompletedProcess[b
         capture_output=True,
         start_new_session=True,
         timeout=10,
-        preexec_fn=listen_to_signals,
     )
 
 

@@ -64,10 +64,15 @@ MODULES = (
 )  # fmt: skip
 
 
-def listen_to_signals() -> None:
-    """As in a user's shell: whatever runs the tests may have been started in the background, or by nohup."""
+def hand_on_no_ignored_signals() -> None:
+    """Let programs start with the signal handlers that they have in a user's shell.
+
+    What runs the tests may have been started in the background, or by nohup, and ignored signals are inherited. A
+    handler that does nothing is not: exec(2) resets it. A ``preexec_fn`` would fork all of this process' memory.
+    """
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 class ForkServer:
@@ -104,7 +109,6 @@ class ForkServer:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 start_new_session=True,
-                preexec_fn=listen_to_signals,
             )
         atexit.register(self.close)
         assert self._process.stdout is not None

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tests.world.fork_server import SERVER, listen_to_signals
+from tests.world.fork_server import SERVER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "RINGTRAIN_TEST_MARK"
@@ -73,7 +73,6 @@ class MarkedProcess:
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=listen_to_signals,
             **options,
         )
 

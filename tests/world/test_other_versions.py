@@ -21,7 +21,6 @@ import pytest
 
 from ringtrain.run.checkpoint import read_checkpoint
 from ringtrain.run.store import list_steps, step_name
-from tests.world.fork_server import listen_to_signals
 from tests.world.processes import REPOSITORY, clean_environment
 from tests.world.running import events, final_checkpoint, run_to_end
 
@@ -125,9 +124,7 @@ def run_in(checkout: Path, *command: str, **variables: str) -> str:
     env = {name: value for name, value in clean_environment().items() if not name.startswith(strange)} | variables
     log = checkout.with_name(f"{checkout.name}.log")
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=checkout, env=env, stdout=file, stderr=subprocess.STDOUT, preexec_fn=listen_to_signals
-        )
+        process = subprocess.Popen(command, cwd=checkout, env=env, stdout=file, stderr=subprocess.STDOUT)
         try:
             code = process.wait(COMMAND_SECONDS)
         finally:

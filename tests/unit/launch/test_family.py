@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from launch.family import find_descendants
-from tests.world.fork_server import listen_to_signals
 from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
 
 # A worker, its child in a session of its own, and an orphan whose parent has ended.
@@ -102,7 +101,6 @@ sys.exit(run_guarded(work))
         cwd=REPOSITORY,
         capture_output=True,
         timeout=20,
-        preexec_fn=listen_to_signals,
     )
     assert finished.returncode >= 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import sys
 import time
 import warnings
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 # For the launcher to end a rank that has lost another, before it adds an error to the one that tells why.
 LAUNCHER_SECONDS = 3.0
+INTERRUPTED = 128 + signal.SIGINT
 
 
 class Prepared(NamedTuple):
@@ -134,6 +136,11 @@ def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *
             return
         report_error(error, world)
         collective.abort(error.exit_code)
+    if isinstance(error, KeyboardInterrupt):  # in a command that has nothing to save
+        watchdog.begin_leaving(INTERRUPTED)
+        if world.is_rank0:
+            sys.stderr.write("ringtrain: interrupted (SIGINT).\n")
+        collective.abort(INTERRUPTED)
     watchdog.begin_leaving(1)
     message, shown = escape(f"rank {world.rank} on {world.node} failed: {describe_defect(error)}"), ""
     if is_raised_by_rank0(error):

@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.world.conftest import RunRingtrain
-from tests.world.processes import Finished
+from tests.world.processes import REPOSITORY, Finished, MarkedProcess, clean_environment
 from tests.world.running import WORKLOAD, events, running
 
 LASTING = ["--workload", f"{WORKLOAD}:Lasting"]
+WAITS = """
+import os
+import time
+from tests.world.workloads.small import Small
+
+
+class Waits(Small):
+    def create_model(self):
+        if "RINGTRAIN_TEST_WAITS" in os.environ:
+            print("waits", flush=True)
+            time.sleep(60)
+        return super().create_model()
+"""
+
+
+def test_ctrl_c_ends_an_evaluation_without_a_traceback(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WAITS)
+    workload = ["--workload", f"{tmp_path / 'mine.py'}:Waits"]
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    assert run_ringtrain([*workload, "--steps", "1", "--out", tmp_path / "run"], env=env).rc == 0
+    command = [sys.executable, "-m", "ringtrain", "eval", str(tmp_path / "run"), *workload]
+    env_of_eval = clean_environment(**env, RINGTRAIN_TEST_WAITS="1")
+    process = MarkedProcess(command, env_of_eval, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.popen.stdout is not None
+        assert b"waits\n" in iter(process.popen.stdout.readline, b"")
+        process.popen.send_signal(signal.SIGINT)
+        _, stderr = process.popen.communicate(timeout=30)
+    finally:
+        process.end()
+    assert process.popen.returncode == 128 + signal.SIGINT
+    assert stderr.decode() == "ringtrain: interrupted (SIGINT).\n"
 
 
 @pytest.mark.slow

@@ -124,8 +124,9 @@ class Run(keras.callbacks.Callback):
         world = collective.world
         with watched(config, world) as watchdog:
             try:
-                all_gather_object(collective, None, name="a fit with callbacks.Run")
-                watchdog.meet(collective)
+                with explaining_lost_ranks():
+                    all_gather_object(collective, None, name="a fit with callbacks.Run")
+                    watchdog.meet(collective)
                 if read_world(os.environ).launcher != "no launcher":
                     requests.watch_launcher()
                 console = open_console(is_rank0=world.is_rank0)

@@ -20,7 +20,7 @@ from ringtrain.runtime.devices import Needs, apply_plan, describe_cores, plan_de
 from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.segments import remove_dead_segments
-from ringtrain.runtime.world import World, read_world
+from ringtrain.runtime.world import GLOO_LAUNCHER, World, read_world
 
 log = logging.getLogger("ringtrain")
 _has_begun = False  # a script may shut Horovod down and start it again
@@ -53,6 +53,7 @@ def init(
         UsageError: there is no such backend; the launcher's processes do not see each other; Keras does not run on
             TensorFlow; or the node has fewer GPUs than ranks.
     """
+    global _has_begun
     if keras.config.backend() != "tensorflow":
         raise UsageError(
             f"Keras runs on {keras.config.backend()!r}, but Horovod's Keras interface needs TensorFlow. Set "
@@ -63,7 +64,10 @@ def init(
     if not hvd.is_initialized():
         _take_devices(world)
         if not is_elastic():  # where rank 0 may be long past this
+            if _has_begun and comm is None and world.launcher != GLOO_LAUNCHER:
+                _require_mpi()
             require_same_settings_by_rendezvous(world)
+        _has_begun = True
         hvd.init(comm, process_sets)
     if comm is None and world.launcher != "no launcher" and not is_elastic():
         connect_horovod(world)  # started already: it compares what Horovod and the launcher say
@@ -75,7 +79,6 @@ def init(
 
 def _take_devices(world: World) -> None:
     """Pin this rank to its GPU or cores, and start TensorFlow there."""
-    global _has_begun
     if world.local_rank == 0:
         remove_dead_segments()
     # Elastic ranks use Horovod's own settings: ours depend on the world, which is different for a rank that joins
@@ -96,4 +99,21 @@ def _take_devices(world: World) -> None:
                 world.rank,
                 error,
             )
-    _has_begun = True
+
+
+def _require_mpi() -> None:
+    """Raise if ``shutdown`` has ended MPI: a process can start it once only, and Horovod would abort."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+
+        has_ended = MPI.Is_finalized()
+    except ImportError:  # then Horovod started it
+        has_ended = True
+    if has_ended:
+        raise UsageError(
+            "init() was called after shutdown(), which has ended MPI, and a process can start MPI once only. Leave "
+            "shutdown() out: a rank leaves the others at the end of its script."
+        )

@@ -52,7 +52,7 @@ class StopRequests:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "training was started in a thread, and only Python's main thread hears signals: a request to stop "
-                "would be lost. Call ringtrain.train in the main thread, and put the rest into others."
+                "would be lost. Train in the main thread, and put the rest into others."
             )
         # Blocked here, and so in every thread that starts later, whose system calls they would interrupt. Importing
         # NumPy has started threads already (OpenBLAS's), which take signals: hence handlers, and the pipe.

@@ -172,6 +172,41 @@ model.fit(np.ones((8, 6 - hvd.rank())), np.ones((8, 1)), batch_size=2, verbose=0
 """
 
 
+ENDINGS = {
+    "init after shutdown": (
+        "hvd.shutdown()\nhvd.init()",
+        "init() was called after shutdown(), which has ended MPI",
+    ),
+    "fit on one rank alone": (
+        "if hvd.rank() == 1: sys.exit(0)\nmodel.fit(x, x, callbacks=[hvd.callbacks.Run(sys.argv[1])])",
+        "lost the other ranks while this one waits for the other ranks",
+    ),
+}
+BEGINNING = """
+import sys
+import numpy as np
+import keras
+import ringtrain.keras as hvd
+
+hvd.init()
+x = np.ones((4, 1))
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+"""
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_a_script_that_leaves_the_ranks_too_early_is_told_so(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "script.py"
+    rest, message = ENDINGS[how]
+    script.write_text(BEGINNING + rest)
+    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")
+    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script)]
+    run = run_command([*command, str(tmp_path / "run")], env=env, timeout=120)
+    assert run.rc == 1
+    assert message in run.stderr
+
+
 @pytest.mark.slow
 def test_a_rank_whose_data_do_not_fit_its_model_ends_all_by_what_keras_says(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -1,25 +1,33 @@
-"""A user's file that hides a module of Python, such as a ``random.py`` in the working directory.
+"""A user's file that hides another module, such as a ``random.py`` in the working directory.
 
 This file imports only what Python itself has loaded when a program begins: anything else may be hidden.
 """
 
 import contextlib
+import importlib.machinery
 import os
 import sys
 from collections.abc import Iterator
 
 RENAME = ": rename it"
 STANDARD = os.path.dirname(os.__file__)
+OWN = ("ringtrain", "launch")  # of a checkout, which may be installed as well
 
 
 def describe_hiding(error: BaseException) -> str:
-    """Name the file that hides a module of Python where an import failed; empty if none does."""
+    """Name the file that hides a module where an import failed; empty if none does."""
+    path = list(map(os.path.abspath, sys.path))
     for file in _list_files(error):
         folder, name = os.path.split(os.path.abspath(file).removesuffix(f"{os.sep}__init__.py"))
         module = name.removesuffix(".py")
-        is_top_level = folder in map(os.path.abspath, sys.path)
-        if module in sys.stdlib_module_names and is_top_level and not file.startswith(STANDARD):
+        if not file or folder not in path or file.startswith(STANDARD) or module in OWN:
+            continue
+        if module in sys.stdlib_module_names:
             return f"{os.path.join(folder, name)} hides Python's own module {module!r}{RENAME}"
+        # In the working directory, or beside the script. From elsewhere a newer version may be meant to hide it.
+        found = importlib.machinery.PathFinder.find_spec(module, path[1:]) if folder == path[0] else None
+        if found is not None and found.origin:
+            return f"{os.path.join(folder, name)} hides the installed package {module!r}{RENAME}"
     return ""
 
 
@@ -35,14 +43,14 @@ def _list_files(error: BaseException | None) -> Iterator[str]:
             trace = trace.tb_next
         yield from reversed(frames)
         error = error.__cause__ or error.__context__
-    names = sys.stdlib_module_names.intersection(sys.modules)
-    named = sorted(names, key=lambda name: repr(name) not in str(failed))  # the one of the message first
-    yield from (getattr(sys.modules[name], "__file__", None) or "" for name in named)
+    names = [name for name in sys.modules if "." not in name]
+    names.sort(key=lambda name: name not in str(failed))  # the one of the message first
+    yield from (getattr(sys.modules[name], "__file__", None) or "" for name in names)
 
 
 @contextlib.contextmanager
 def refusing_hidden() -> Iterator[None]:
-    """End the program with one line if an import fails because a file hides a module of Python."""
+    """End the program with one line if an import fails because a file hides a module."""
     try:
         yield
     except Exception as error:

@@ -51,7 +51,7 @@ def test_a_horovod_that_does_not_load_is_refused_whatever_it_raises(
     (tmp_path / "horovod/tensorflow/__init__.py").write_text(code)
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", [sys.path[0], str(tmp_path), *sys.path[1:]])
     alone = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
     try:
         with pytest.raises(UsageError) as raised:
@@ -68,7 +68,7 @@ def test_an_mpi4py_that_does_not_load_is_refused_whatever_it_raises(
     (tmp_path / "mpi4py.py").write_text("raise RuntimeError('cannot load MPI library')")
     for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", [sys.path[0], str(tmp_path), *sys.path[1:]])
     uses_mpi: Any = SimpleNamespace(mpi_enabled=lambda: True)
     alone = World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher")
     with pytest.raises(UsageError, match="mpi4py cannot be loaded: RuntimeError: cannot load MPI library"):

@@ -161,16 +161,19 @@ def test_what_a_training_refuses(tmp_path: Path) -> None:
 
 
 @pytest.mark.cold  # the fork server has imported what is hidden here
-@pytest.mark.parametrize("name", ["random", "logging"])  # of ringtrain's own imports, and of TensorFlow's
-def test_a_users_file_that_hides_a_module_of_python_is_named(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("random", "Python's own module"), ("logging", "Python's own module"), ("numpy", "the installed package")],
+)
+def test_a_users_file_that_hides_a_module_is_named(tmp_path: Path, name: str, what: str) -> None:
     file = tmp_path / f"{name}.py"
     file.write_text("x = 1")
-    env = clean_environment(PYTHONPATH=f"{REPOSITORY}{os.pathsep}{tmp_path}", **WITHOUT_GPUS)
+    env = clean_environment(PYTHONPATH=str(REPOSITORY), **WITHOUT_GPUS)
     for command in ("train", "doctor"):
-        refused = run_command([sys.executable, "-m", "ringtrain", command], env=env, timeout=120)
+        refused = run_command([sys.executable, "-m", "ringtrain", command], env=env, timeout=120, cwd=tmp_path)
         assert refused.rc == 2, refused.stdout + refused.stderr
         said = " ".join((refused.stdout + refused.stderr).split())
-        hides = f"{file} hides Python's own module '{name}'"
+        hides = f"{file} hides {what} '{name}'"
         assert f"{hides}: rename it" in said or f"{hides} -> rename it" in said
         assert "Traceback" not in said
 

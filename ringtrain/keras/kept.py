@@ -188,7 +188,7 @@ class KeptFit:
         return self._step
 
     def begin_batch(self) -> None:
-        activity.note(Phase.STEP, self._step + 1, takes_long=self._is_first_batch)
+        activity.note(Phase.STEP, self._step + 1, takes_long=self._is_first_batch and not self.model.run_eagerly)
         self._is_first_batch = False
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:

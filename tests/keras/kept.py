@@ -79,6 +79,9 @@ def make_pipeline(kind: str) -> dict:
         return {"x": generate(x, y), "steps_per_epoch": BATCHES - 1}
     if kind == "pydataset":
         return {"x": Sequence(), "shuffle": False}
+    if kind == "eager":  # nor here
+        of_rank_1 = int(os.environ.get("RINGTRAIN_TEST_BATCHES", BATCHES))
+        return {"x": dataset.take(of_rank_1 if hvd.rank() else BATCHES).filter(lambda x, y: True)}
     if kind == "uneven":  # and nobody knows it before
         return {"x": dataset.take(BATCHES - 3 * hvd.rank()).filter(lambda x, y: True)}
     return {"x": dataset.prefetch(2)}
@@ -113,9 +116,9 @@ def main() -> None:
     if kind != "apart":
         optimizer = hvd.DistributedOptimizer(optimizer)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"])
+    model.compile(optimizer, loss, metrics=["accuracy"], run_eagerly=kind == "eager")
     x, y = make_data()
-    hang_timeout = 15.0 if kind == "hangs" else 300.0
+    hang_timeout = 15.0 if kind in ("hangs", "eager") else 300.0
     run = hvd.callbacks.Run(out, checkpoint_every=5, log_every=2 if kind == "nan" else 5, hang_timeout=hang_timeout)
     callbacks = [Slow(), keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=kind == "arrays"), run]
     if kind == "twice":

@@ -163,6 +163,21 @@ def test_a_rank_that_hangs_or_fails_alone_ends_all_with_its_name(
 
 
 @pytest.mark.slow
+def test_a_resumed_epoch_outside_of_a_graph_in_which_a_rank_has_no_batch_ends_as_a_hang(tmp_path: Path) -> None:
+    """Such a rank does not know what the others sum. Nothing is compiled: the first step has no time for that."""
+    out = tmp_path / "run"
+    with interrupted("eager", out) as run:
+        run.wait_for_checkpoint_after(4)
+        run.kill()
+    step = max(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
+    assert step < BATCHES
+    finished = fit("eager", out, RINGTRAIN_TEST_BATCHES=str(step))
+    assert finished.rc == 6, finished.stdout + finished.stderr
+    assert re.search(r"rank 1 on \S+ waits for the other ranks since \d+ s", finished.stderr), finished.stderr
+    assert events(out)[-1]["status"] == "hang"
+
+
+@pytest.mark.slow
 def test_ctrl_c_of_launch_local_is_acknowledged_once(tmp_path: Path) -> None:
     out, launch = tmp_path / "run", [sys.executable, "-m", "launch", "local", "-np", "2", "--"]
     start = [*launch, str(SCRIPT), "dataset", str(out)]

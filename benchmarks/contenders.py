@@ -18,7 +18,7 @@ Arrays = Sequence[npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Command:
-    """A process to start: its arguments, and its variables beside a clean environment."""
+    """A process to start: its arguments, and the variables added to a clean environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)

@@ -131,7 +131,7 @@ def plan_inputs(options: BenchOptions, _: Settings) -> list[Experiment]:
 def plan_starts(options: BenchOptions, settings: Settings) -> list[Experiment]:
     """From the command to the end of the first step: cold starts, and one that goes on after a step.
 
-    The latter goes on from the reference, which runs first, and whose run is kept beside the directories of the others.
+    The latter resumes from the reference's run, which is first, and is kept beside the directories of the others.
     """
     size = options.size
     cold = plan_training(size, workload_flags("CNN"), ONE_STEP)
@@ -194,7 +194,7 @@ def plan_saves(options: BenchOptions, _: Settings) -> list[Experiment]:
 
 
 class Variation(NamedTuple):
-    """What is set beside what ringtrain chooses, and what it is compared with."""
+    """The variables set in addition to those that ringtrain chooses, and the contender to compare with."""
 
     other: str
     env: Mapping[str, str] = {}

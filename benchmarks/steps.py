@@ -88,7 +88,7 @@ def plan_steps(options: BenchOptions, settings: Settings) -> list[Experiment]:
 
 
 def plan_loops(options: BenchOptions, settings: Settings) -> list[Experiment]:
-    """ringtrain with all that it does beside training, against the hand-written loop, which does nothing else."""
+    """ringtrain with logs, guards and saves, compared with the hand-written loop, which only trains."""
     experiments = []
     for model in [model for model in LOOP_GOALS if model in options.model_names]:
         contenders = plan_contenders(model, options, settings)

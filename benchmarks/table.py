@@ -13,15 +13,15 @@ from ringtrain.collectives.timing import bus_bandwidth
 
 Result = Mapping[str, Any]
 QUESTIONS = {
-    "step": "A step of training, on several models, beside plain Horovod, tf.distribute, unconnected processes and one",
-    "fit": "A step of model.fit by ringtrain.keras, beside unconnected processes",
-    "loop": "ringtrain with logs, guards and a checkpoint every 100 steps, beside a loop that does nothing but train",
+    "step": "A step of training, on several models, compared with plain Horovod, tf.distribute, unconnected processes and one",
+    "fit": "A step of model.fit by ringtrain.keras, compared with unconnected processes",
+    "loop": "ringtrain with logs, guards and a checkpoint every 100 steps, compared with a loop that does nothing but train",
     "allreduce": "A sum over all ranks, from 4 KiB to 256 MiB",
-    "input": "Real data beside synthetic data; reading alone",
+    "input": "Real data compared with synthetic data; reading alone",
     "startup": "From the command to the end of the first step",
-    "checkpoint": "A save every 100 steps beside none; what the training waits for it",
+    "checkpoint": "A save every 100 steps compared with none; what the training waits for it",
     "guards": "The guards that flags turn off, on and off",
-    "settings": "Each variable that ringtrain sets beside another value of it",
+    "settings": "Each variable that ringtrain sets compared with another value of it",
     "nodes": "A step on two nodes that a slow network joins (`python -m tests.bench.nodes`)",
 }
 HEAD = """\

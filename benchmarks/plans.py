@@ -144,7 +144,7 @@ def plan_starts(options: BenchOptions, settings: Settings) -> list[Experiment]:
     def copy(directory: Path) -> None:
         shutil.copytree(directory.parent / BEGUN, directory / RUN, symlinks=True)
 
-    going_on = "the same, going on from a checkpoint of step 1"
+    going_on = "the same, resuming from a checkpoint of step 1"
     contenders = (
         *contenders_of(read_start, ("ringtrain", STOCK, cold), ("ringtrain_again", AGAIN, cold)),
         Contender("ringtrain_resumed", going_on, (resumed,), read_start, copy),

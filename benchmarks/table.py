@@ -13,9 +13,9 @@ from ringtrain.collectives.timing import bus_bandwidth
 
 Result = Mapping[str, Any]
 QUESTIONS = {
-    "step": "A step of training, on several models, compared with plain Horovod, tf.distribute, unconnected processes and one",
+    "step": "A training step compared with plain Horovod, tf.distribute, unconnected processes and one process",
     "fit": "A step of model.fit by ringtrain.keras, compared with unconnected processes",
-    "loop": "ringtrain with logs, guards and a checkpoint every 100 steps, compared with a loop that does nothing but train",
+    "loop": "ringtrain with logs, guards and a checkpoint every 100 steps, compared with a loop that only trains",
     "allreduce": "A sum over all ranks, from 4 KiB to 256 MiB",
     "input": "Real data compared with synthetic data; reading alone",
     "startup": "From the command to the end of the first step",

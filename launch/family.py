@@ -72,7 +72,7 @@ def run_guarded(work: Callable[[], int]) -> int:
         return os.waitstatus_to_exitcode(status)
     print_line(
         f"launch itself (pid {worker}, which watched the ranks) was killed by {name_signal(os.WTERMSIG(status))}; "
-        "the ranks were ended without saving, and the same command goes on from the newest checkpoint"
+        "the ranks were ended without saving, and the same command resumes from the newest checkpoint"
     )
     return 1
 

@@ -49,7 +49,7 @@ def print_line(*lines: str) -> None:
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Write all of it; if nobody reads any more (a terminal that was closed), nothing: the run goes on."""
+    """Write all of it; if nobody reads any more (a terminal that was closed), nothing: the run continues."""
     with contextlib.suppress(OSError):
         while data:
             try:

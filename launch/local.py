@@ -35,7 +35,7 @@ Train on this machine, by ringtrain's flags or a script of yours: each rank's
 lines are labelled and never broken (but on a terminal, which has rank 0's
 progress bar), all stop at the first failure, and the first rank's error is
 printed last. Ctrl-C lets the ranks save before they leave; the same command
-goes on from there.
+resumes from there.
 """
 EXAMPLES = f"""\
 examples:

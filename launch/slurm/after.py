@@ -194,7 +194,7 @@ def describe_end(ended: Ended) -> str:
     how = f"the ranks ended with {describe_status(ended.status)}, and the run did not say why.{first}"
     if ended.state is JobState.STARTED_AGAIN:
         return how
-    way_on = "" if ended.begins_anew else " The same command goes on from the newest checkpoint."
+    way_on = "" if ended.begins_anew else " The same command resumes from the newest checkpoint."
     return f"{how} See above for what it printed.{way_on}"
 
 

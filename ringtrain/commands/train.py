@@ -1,6 +1,6 @@
 """Train a Keras model on many GPUs or cores, one process each.
 
-The same command again goes on where a run ended. Defaults are in brackets; a workload's own win over them
+The same command again resumes where a run ended. Defaults are in brackets; a workload's own win over them
 (--print_config shows those of a run).
 
     horovodrun -np 2 python -m ringtrain

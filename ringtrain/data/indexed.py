@@ -37,7 +37,7 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
 
     **Samples by number**: a ``grain.MapDataset``, or a data source such as ``grain.sources.ArrayRecordDataSource``;
     whatever has ``len(samples)`` and ``samples[number]``, a pair (x, y). The order is ringtrain's own, as with arrays:
-    N ranks train exactly what one trains, a run goes on at any step without reading anything again, on any number of
+    N ranks train exactly what one trains, a run resumes at any step without reading anything again, on any number of
     ranks, ``verify`` shows it, and it can be evaluated on as well. A sample that raises is named, or left out with
     ``--on_bad_sample skip``. ``samples[number]`` must always give the same sample, and in memory that no later call
     uses again, since what takes long is read by several threads at once. Leave ``shuffle``, ``repeat`` and ``batch``
@@ -46,7 +46,7 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
     anything else that is iterated. It is sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``),
     follows ``of.seed`` and ``of.epoch``, and makes batches of ``of.local_batch_size``. For what is exact then see
-    ``from_dataset``'s second form: each step is the mean over all its samples, and a run that goes on does so by the
+    ``from_dataset``'s second form: each step is the mean over all its samples, and a resumed run does so by the
     iterator's ``get_state``, if it has one, or makes the batches of the pass once more.
 
     Args:

@@ -17,7 +17,7 @@ NOWHERE: Place = (0, b"")
 def warn_of_state(error: Exception) -> None:
     """Say that a pipeline does not take the state that it had: the pass is made once more up to there."""
     logging.getLogger("ringtrain").warning(
-        "ringtrain: the pipeline cannot go on from where the checkpoint says that it was, and makes its samples once "
+        "ringtrain: the pipeline cannot resume from where the checkpoint says that it was, and makes its samples once "
         "more up to there: %s",
         describe_defect(error),
     )

@@ -188,7 +188,7 @@ def from_generator(
     each rank's next batch travels beside the gradients, so that every step trains the mean over all its samples. A rank
     that has run out joins in with nothing until all have.
 
-    A run that goes on replays the pass up to where it was, so a pass must always give the same: let its random numbers
+    A resumed run replays the pass up to where it was, so a pass must always give the same: let its random numbers
     begin again with it. On another number of ranks the run is refused, since each rank's order is its own.
 
     Args:

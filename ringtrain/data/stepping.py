@@ -59,7 +59,7 @@ class Batches:
         """Take in the sum of all ranks' ``next_local_count``."""
 
     def place_before(self, step: int) -> tuple[int, bytes] | None:
-        """A place of this rank's pipeline, up to a step, to go on from; None if there are none, on any rank."""
+        """A place of this rank's pipeline, up to a step, to resume from; None if there are none, on any rank."""
         return None
 
     def is_last(self, step: int) -> bool:

@@ -139,7 +139,7 @@ class _Reader:
             keys = sample_keys(order.seed, step // order.steps_per_epoch, indices)
             x, y = change(self._augment, x, y, keys)
         elif self._augment is not None:
-            # From the step, so that a run that goes on gives the same; another rank's sample must not get the same.
+            # From the step, so that a resumed run gives the same; another rank's sample must not get the same.
             keys = sample_keys(order.seed, step, indices * world.size + world.rank)
             x, y = change(self._augment, x, y, keys)
         return Batch(x, y, indices, step, whole)

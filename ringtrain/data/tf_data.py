@@ -51,7 +51,7 @@ class Current:
             except (AttributeError, tf.errors.OpError) as error:
                 if not begins_anew:
                     raise DataError(
-                        "the dataset cannot go on from where the checkpoint says that it was: "
+                        "the dataset cannot resume from where the checkpoint says that it was: "
                         f"{describe_defect(error)} Give the dataset that the run began with, its files where they "
                         "were, on the same TensorFlow, or begin anew from its weights: --resume never --init_from RUN."
                     ) from error
@@ -158,7 +158,7 @@ def read_iterator_state(iterator: Any) -> bytes:
 
 
 def set_iterator_state(iterator: Any, state: bytes) -> None:
-    """Let an iterator go on from where another of the same pipeline was; AttributeError or OpError if it cannot."""
+    """Let an iterator resume from where another of the same pipeline was; AttributeError or OpError if it cannot."""
     import tensorflow as tf
 
     serialized = tf.io.parse_tensor(state[1:], tf.variant)

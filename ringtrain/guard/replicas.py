@@ -54,7 +54,7 @@ class ReplicaGuard:
         before = "" if self._equal_at is None else f" (at step {self._equal_at} they were equal)"
         raise ReplicasDifferError(
             f"the ranks hold different values at step {step}{before}: {drift}. Nothing is saved of this step. Either a "
-            "device or memory is faulty, or something changes variables on one rank alone. The same command goes on "
+            "device or memory is faulty, or something changes variables on one rank alone. The same command resumes "
             "from the last checkpoint, when all ranks still held the same."
         )
 

@@ -179,6 +179,6 @@ class Batches:
             set_iterator_state(iterator, state)
         except (AttributeError, tf.errors.OpError) as error:
             raise DataError(
-                f"the data cannot go on from where the checkpoint says that they were: {error}. Give the pipeline that "
-                "the run began with, its files where they were, or start anew: Run(..., resume='never')."
+                f"the data cannot resume from where the checkpoint says that they were: {error}. Give the pipeline and "
+                "the files with which the run began, or start anew: Run(..., resume='never')."
             ) from error

@@ -1,4 +1,4 @@
-"""Elastic training: the run goes on when ranks end or join, without starting again.
+"""Elastic training: the run continues when ranks end or join, without starting again.
 
     @hvd.elastic.run
     def train(state):
@@ -77,7 +77,7 @@ def rejoin() -> None:
 
 @contextlib.contextmanager
 def telling_lost_ranks() -> Iterator[None]:
-    """Raise a sum that failed for want of a rank as what Horovod knows, so that the others go on without it."""
+    """Raise a sum that failed for want of a rank as what Horovod knows, so that the others continue without it."""
     try:
         yield
     except tf.errors.UnknownError as error:  # Horovod's kind, for a rank that is gone; it has others for wrong use

@@ -123,7 +123,7 @@ class FitLog:
         }
 
     def set_own(self, own: Arrays) -> None:
-        """Go on from what ``own`` gave; nothing is there where as many ranks do not go on."""
+        """Resume from what ``own`` gave; if the number of ranks has changed, from nothing."""
         if "metrics/log" not in own:
             return
         steps, *sums = own["metrics/log"]

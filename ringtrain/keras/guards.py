@@ -188,7 +188,7 @@ class TrainingGuard(keras.callbacks.Callback):
         if any(are_at_end) and not all(are_at_end):
             ended = [rank for rank, ends in zip(self._collective.ranks, are_at_end, strict=True) if ends]
             raise UsageError(
-                f"{name_ranks(ended)} stopped after {self._num_epochs} epochs of fit(), and the others go on: they "
+                f"{name_ranks(ended)} stopped after {self._num_epochs} epochs of fit(), and the others continue: they "
                 f"would wait for ever. {STOP_REMEDY}"
             )
 

@@ -10,7 +10,7 @@ Each calls the one that it replaces; with one rank, of a number that stays, they
 - ``CallbackList.__init__``: the guards of ``fit`` (``guards.py``) take part without being asked for, and what saves
   (``elastic.CommitStateCallback``, ``callbacks.Run``) comes last, when all others have acted.
 - ``Model.fit``, ``EpochIterator._enumerate_iterator``: a ``fit`` with ``callbacks.Run`` is kept from before its first
-  step to after its last, whatever ends it; with it, or ``elastic.UpdateBatchStateCallback``, it goes on in mid-epoch.
+  step to after its last, whatever ends it; with it, or ``elastic.UpdateBatchStateCallback``, it resumes in mid-epoch.
   And the first batches of each ``fit`` are noted (``same_samples.py``).
 - ``Model.evaluate``: called by a callback of such a ``fit``, it leaves what the metrics have counted as it was.
 - ``Trainer._get_metrics_result_or_logs``: of such an epoch all batches may be done, where nobody knew how many it has.

@@ -261,7 +261,7 @@ class KeptFit:
         ends = all_gather_object(self._collective, bool(self.model.stop_training), name="fit/stop_training")
         if len(set(ends)) > 1:
             who = name_ranks([rank for rank, is_end in enumerate(ends) if is_end])
-            raise UsageError(f"{who} stopped after epoch {epoch + 1}, and the others go on. {STOP_REMEDY}")
+            raise UsageError(f"{who} stopped after epoch {epoch + 1}, and the others continue. {STOP_REMEDY}")
         is_best = self._note_validation(logs)
         self._log.end_epoch(self._step)
         is_last = epoch + 1 == self._config.epochs or ends[0]
@@ -302,9 +302,9 @@ class KeptFit:
         who, cause = find_requests(self._collective, self._requests)
         self._requests.clear_file()
         run = self._start.name
-        way_on = "The same command goes on from there."
+        way_on = "The same command resumes from there."
         if self._config.resume == "never":
-            way_on = f"To go on from there: Run({run!r}, resume='auto')."
+            way_on = f"To resume from there: Run({run!r}, resume='auto')."
         raise PreemptedError(
             f"stopped by {who}: step {self._step} is saved in {path}. {way_on}",
             stopped_by=cause or "signal",
@@ -330,7 +330,7 @@ class KeptFit:
             self._writer.save(snapshot, as_step=as_step, as_best=as_best)
 
     def _take_snapshot(self) -> Checkpoint | None:
-        """All that the fit needs to go on, on rank 0; None on the others."""
+        """All that the fit needs to resume, on rank 0; None on the others."""
         activity.note(Phase.SAVE, self._step, takes_long=True)
         self._require_finite()
         own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)
@@ -410,7 +410,7 @@ class KeptFit:
         where = f", at epoch {progress.epochs_done + 1}, batch {progress.batches_done + 1}"
         self._console.line(
             f"the run is kept in {path}"
-            + (f"; it goes on from the checkpoint of step {self._start.step}{where}" if checkpoint else "")
+            + (f"; it resumes from the checkpoint of step {self._start.step}{where}" if checkpoint else "")
         )
         self._opened.directory.write_event(
             "start",

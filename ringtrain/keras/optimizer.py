@@ -98,7 +98,7 @@ def load_model(
     compression: Any = hvd.Compression.none,
     legacy_opts: bool = False,
 ) -> keras.Model:
-    """Load a saved model, whose optimizer goes on where it was, distributed.
+    """Load a saved model, whose optimizer resumes where it was, distributed.
 
     Args:
         filepath: a file that ``model.save`` wrote, with or without a distributed optimizer. Code in it (a ``Lambda``)

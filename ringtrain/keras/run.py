@@ -36,7 +36,7 @@ class Run(keras.callbacks.Callback):
 
         model.fit(batches, epochs=90, callbacks=[hvd.callbacks.Run("runs/mine")])
 
-    The same script, started again, goes on where it was: in mid-epoch, with the next batch, with the optimizer, the
+    The same script, started again, resumes where it was: in mid-epoch, with the next batch, with the optimizer, the
     metrics of the epoch, dropout's seeds, and what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint count. SIGTERM,
     Slurm's warning, the end of the allocation or the file ``stop`` save after the step under way and end the script
     with exit code 75. A watchdog ends ranks that wait for ever. A loss that is not finite ends the run with exit code 4
@@ -44,8 +44,8 @@ class Run(keras.callbacks.Callback):
     at once.
 
     What comes from the script is the script's own: its data, their order, and how they are split among the ranks. It
-    goes on exactly (bit for bit on as many ranks) where its pipeline gives the same batches each time that it is made.
-    On another number of ranks it goes on with the first batch of the epoch. The exact table is in docs/fit.md.
+    resumes exactly (bit for bit on as many ranks) if its pipeline gives the same batches each time.
+    On another number of ranks it continues with the first batch of the epoch. The exact table is in docs/fit.md.
     """
 
     current: ClassVar[KeptFit | None] = None  # while a fit goes on

@@ -35,7 +35,7 @@ NO_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """All that a run needs to go on bit for bit."""
+    """All that a run needs to resume bit for bit."""
 
     step: int  # the steps done
     variables: Mapping[str, npt.NDArray[Any]]  # by name: weights, optimizer slots, averages, loss scale

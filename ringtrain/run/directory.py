@@ -59,7 +59,7 @@ class RunDirectoryError(RingtrainError):
     def __init__(self, path: Path, reason: str, remedy: str = "Make room, or bring the directory back,") -> None:
         super().__init__(
             f"the run directory {str(path)!r} cannot be written: {reason}. {remedy} and start the same command again: "
-            "it goes on from the newest checkpoint."
+            "it resumes from the newest checkpoint."
         )
 
 
@@ -285,7 +285,7 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 def find_last_saved_step(path: Path) -> int | None:
     """The newest step of which a run's events say that its checkpoint was saved; None if none was."""
     saved = find_events(path, "checkpoint")
-    # The best one alone is nothing to go on from.
+    # The best one alone is nothing to resume from.
     return max((event["step"] for event in saved if "/best-" not in str(event.get("path"))), default=None)
 
 

@@ -167,7 +167,7 @@ def _job(environ: Mapping[str, str]) -> dict[str, Any]:
 def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
     """True if the holder is an earlier start of this same job.
 
-    Slurm starts a job again only when it has given up the former start: a node that it has lost may go on computing,
+    Slurm starts a job again only when it has given up the former start: a node that it has lost may keep computing,
     and beating, where nobody can end it.
     """
     mine, before = _job(environ), holder.get("restarts")

@@ -20,7 +20,7 @@ def is_place(value: Any) -> bool:
 
 @dataclass(kw_only=True)
 class Progress:
-    """Counters that a run needs to go on as if it had never stopped."""
+    """Counters that a run needs to resume as if it had never stopped."""
 
     evaluated_step: int = -1  # of the last evaluation; -1 before the first
     best: float | None = None  # of ``best_metric`` so far; None before the first evaluation

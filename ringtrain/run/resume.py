@@ -55,7 +55,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """A run directory that this process may write into, and what it goes on from."""
+    """A run directory that this process may write into, and what it resumes from."""
 
     start: Start
     directory: RunDirectory
@@ -110,7 +110,7 @@ def choose_directory(config: Config) -> Path:
 
 
 def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint from which the run goes on; None if it begins. It must be this run's, with these settings."""
+    """The checkpoint from which the run continues; None if it begins. It must be this run's, with these settings."""
     former = read_config(directory.path)
     if former is None:
         return None
@@ -187,7 +187,7 @@ def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Ma
 
 
 def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """See that a run goes on as it began."""
+    """See that a run resumes as it began."""
     changed = list_changed_settings(former, wanted)
     if changed:
         raise UsageError(
@@ -215,8 +215,8 @@ def describe_way_on(config: Config, run: Path) -> str:
     """Describe how to resume a stopped run. ``run`` is its directory."""
     if config.resume == "never":
         # The last flag wins, over a --config file's setting as well.
-        return f"To go on from there, add to the same command: --out {shlex.quote(str(run))} --resume auto"
-    return "The same command goes on from there."
+        return f"To resume from there, add to the same command: --out {shlex.quote(str(run))} --resume auto"
+    return "The same command resumes from there."
 
 
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:

@@ -53,7 +53,7 @@ def write_checkpoint(
         raise
     if is_best:
         for step in _list_bests(root):
-            if step > checkpoint.step:  # of steps that a run which went on from an older checkpoint trains again
+            if step > checkpoint.step:  # a run that resumed from an older checkpoint trains these steps again
                 _remove(root / f"{BEST}-{step_name(step)}")
     return root / name
 
@@ -83,7 +83,7 @@ def find_newest(
         except DamagedError as error:
             damages.append(str(error))
         except ValueError as error:
-            damages.append(f"{str(path)!r} is no checkpoint of its name that a run could go on from: {error}.")
+            damages.append(f"{str(path)!r} is no checkpoint of its name that a run could resume from: {error}.")
     if damages:
         raise DataError(
             f"{str(root)!r} holds {len(damages)} checkpoint{'s' if len(damages) > 1 else ''}, and none is whole: "

@@ -29,7 +29,7 @@ class RunTold(NamedTuple):
     """The run directory that rank 0 has opened."""
 
     path: Path  # absolute
-    step: int  # of the checkpoint from which the run goes on; 0 if there is none
+    step: int  # of the checkpoint from which the run continues; 0 if there is none
     is_complete: bool  # nothing was left to be done
 
 

@@ -100,7 +100,7 @@ def _watch(has_left_ranks: bool, timer: _Timer) -> None:
             timer.exit_in(_timeout, _earned_code())  # unless this thread runs before
     waits = not has_left_ranks and any(_is_in(frame, "shutdown", "horovod") for frame in _frames(_main_frame()))
     children = multiprocessing.active_children()
-    how = "It goes on waiting" if waits else f"It leaves with exit code {_earned_code()}"
+    how = "It keeps waiting" if waits else f"It leaves with exit code {_earned_code()}"
     message = (
         f"{_name} (pid {os.getpid()}) is still there {_timeout:g} s after its program has ended, kept by "
         f"{describe_keepers(children)}. {how}. What your code starts it should end, or make a daemon; where that may "

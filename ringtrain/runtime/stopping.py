@@ -157,7 +157,7 @@ class StopRequests:
         if self.reason is None:
             self.cause = cause
             self.reason = reason
-            with contextlib.suppress(Exception):  # whatever becomes of the words, the thread must go on listening
+            with contextlib.suppress(Exception):  # whatever becomes of the words, the thread must keep listening
                 self._announce(reason)
 
     def _end_now(self, reason: str, exit_code: int) -> None:

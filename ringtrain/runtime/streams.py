@@ -1,4 +1,4 @@
-"""stdout and stderr that go away: the program goes on without them.
+"""stdout and stderr that go away: the program continues without them.
 
 A pipe whose reader has ended (``| head``), a terminal that was closed, a full disk behind ``> log``: there every print
 raises an error, in the user's own code as well, and so does the interpreter's last flush. The streams that are made
@@ -109,7 +109,7 @@ def give_up(descriptor: int, name: str, error: OSError) -> None:
     _lead_to_nothing(descriptor)
     if error.errno != errno.EPIPE:  # a reader that left had what it wanted
         _lost.add(name)
-    _tell(name, f"{name} cannot be written any more ({error.strerror}): the program goes on without it.")
+    _tell(name, f"{name} cannot be written any more ({error.strerror}): the program continues without it.")
 
 
 def _tell(name: str, message: str) -> None:

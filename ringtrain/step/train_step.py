@@ -198,7 +198,7 @@ class TrainStep:
     def share_values(self, collective: Collective, slots: Mapping[str, np.ndarray] | None = None) -> None:
         """Give every rank rank 0's values; every rank must call it.
 
-        ``slots`` are whole ones, of rank 0, if it goes on from a checkpoint; on the others only whether it does.
+        ``slots`` are whole ones, of rank 0, if it resumes from a checkpoint; on the others only whether it does.
         """
         broadcast_variables(self.variables, collective)
         if self.sharded is not None:

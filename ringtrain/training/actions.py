@@ -181,7 +181,7 @@ class Evaluate(Action):
             start = time.perf_counter()
             result = self._job.evaluate(lambda: self._training.requests.is_pending)
             if result is None:
-                return Ending.PREEMPTED  # the evaluation is made when the run goes on
+                return Ending.PREEMPTED  # the evaluation is made when the run continues
             self.last = result
             progress.note_evaluation(step, result.values[config.best_metric], config.best_direction)
             if records is not None:
@@ -282,7 +282,7 @@ def require_same_pieces(sharded: ShardedOptimizer, collective: Collective, step:
             raise ReplicasDifferError(
                 f"at step {step} this rank's piece of {names[0]}{more}, which it updates for all ranks "
                 "(--shard_optimizer), is not what the ranks have. Nothing is saved of this step. Either a device or "
-                "memory is faulty, or something other than the step changes weights. The same command goes on from "
+                "memory is faulty, or something other than the step changes weights. The same command resumes from "
                 "the last checkpoint."
             )
 

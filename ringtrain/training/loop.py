@@ -146,7 +146,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
         f"{order.steps_per_epoch} steps an epoch, {job.plan.total_steps} in all"
     )
     if job.plan.first_step:
-        console.line(f"going on from the checkpoint of step {job.plan.first_step}")
+        console.line(f"resuming from the checkpoint of step {job.plan.first_step}")
     ranks = describe_ranks(job.collective)
     if opened is not None:
         data = digest_contents(job.contents)
@@ -178,7 +178,7 @@ def warn_of_other_data(job: Job, data: Mapping[str, str], opened: OpenedRun, con
             opened.directory,
             console,
             f"{', '.join(others)}: not what this run has used up to step {job.plan.first_step}, or rounded "
-            "otherwise; it goes on with what is there now. To train a run of its own on other data from these weights: "
+            "otherwise; it continues with what is there now. To train a new run on other data from these weights: "
             f"--init_from {opened.directory.path} with another --out.",
         )
 

@@ -33,7 +33,7 @@ class CheckpointWriter:
     """Writes a run's checkpoints, one at a time. A write that fails does not end the run: the next may succeed."""
 
     def __init__(self, run: RunDirectory, *, keep: int, print_line: Callable[[str], None], last_step: int) -> None:
-        """``last_step`` is that of the checkpoint from which the run goes on, 0 for a fresh run."""
+        """``last_step`` is that of the checkpoint from which the run continues, 0 for a fresh run."""
         self.last_step = last_step
         self._run, self._keep, self._print_line = run, keep, print_line
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -115,7 +115,7 @@ def take_snapshot(
     run_facts: Mapping[str, Any],
     gathered: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> Checkpoint:
-    """All that the run needs to go on, in host memory; ``gathered`` are slots that no rank holds as a whole.
+    """All that the run needs to resume, in host memory; ``gathered`` are slots that no rank holds as a whole.
 
     From a GPU the values are copied. On the host a tensor never changes once it is there: a step that updates a
     variable of which a snapshot holds the value writes to other memory. So nothing is copied, and nothing waits.

@@ -1,4 +1,4 @@
-"""What ends the launcher, or the kernel a rank: nothing of the run is left, and the same command goes on."""
+"""What ends the launcher, or the kernel a rank: nothing of the run is left, and the same command resumes."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def assert_answered(case: Case, run: Run, code: int) -> None:
 
 
 def assert_nothing_is_lost(case: Case, out: Path, log: Path) -> None:
-    """What is saved is whole, and the same command goes on to the end."""
+    """What is saved is whole, and the same command resumes to the end."""
     root = out / "checkpoints"
     for step in list_steps(root):
         assert read_checkpoint(root / step_name(step)).step == step

@@ -1,4 +1,4 @@
-"""Elastic training: ranks are killed, join and leave, and the others go on with the same state."""
+"""Elastic training: ranks are killed, join and leave, and the others continue with the same state."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_fit_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> 
     assert finished.rc == 0, finished.stdout + finished.stderr
     step = events(out, "start")[-1]["first_step"]
     assert step > BATCHES + 2
-    assert re.search(rf"it goes on from the checkpoint of step {step}, at epoch [23], batch", finished.stdout)
+    assert re.search(rf"it resumes from the checkpoint of step {step}, at epoch [23], batch", finished.stdout)
     assert said(finished.stdout) == said(reference.stdout)
     for event in ("train", "eval"):
         names = ("step", "loss", "accuracy")

@@ -33,7 +33,7 @@ def test_of_several_the_newest_is_the_best_and_the_others_are_tidied_away(tmp_pa
 
 
 def test_a_better_one_of_an_earlier_step_takes_the_place_of_one_that_is_trained_again(tmp_path: Path) -> None:
-    """A run went on from an older checkpoint than the best one."""
+    """A run resumed from an older checkpoint than the best one."""
     save(tmp_path, 9, is_best=True)
     save(tmp_path, 7)
     assert find_best(tmp_path) == tmp_path / f"best-{step_name(9)}"

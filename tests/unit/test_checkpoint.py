@@ -117,7 +117,7 @@ def test_nothing_that_runs_code_is_used_to_read() -> None:
     assert (called | named).isdisjoint({"load", "eval", "exec", "fromfile"})
 
 
-# --- Which one a run goes on from ---
+# --- Which one a run resumes from ---
 
 
 def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:

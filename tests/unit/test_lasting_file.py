@@ -64,7 +64,7 @@ def test_a_slow_reader_gets_everything(pipe: tuple[int, int], waits: bool) -> No
 
 
 def test_a_reader_that_stands_still_is_not_waited_for(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``| less`` and Ctrl-S: the run goes on, says so once, and prints again once it is read again."""
+    """As ``| less`` and Ctrl-S: the run continues, says so once, and prints again once it is read again."""
     reader, writer = pipe
     warnings: list[str] = []
     monkeypatch.setattr(streams, "PATIENCE_SECONDS", 0.2)
@@ -94,4 +94,4 @@ def test_a_stream_that_went_before_the_run_began_is_told_to_the_run(
     warnings: list[str] = []
     streams.warn_by(warnings.append)
     streams.warn_by(warnings.append)  # once is enough
-    assert warnings == ["stdout cannot be written any more (Broken pipe): the program goes on without it."]
+    assert warnings == ["stdout cannot be written any more (Broken pipe): the program continues without it."]

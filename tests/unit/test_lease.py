@@ -481,7 +481,7 @@ def test_letting_go_does_not_wait_for_the_next_beat(tmp_path: Path) -> None:
 
 
 def test_the_same_job_started_again_takes_over_from_a_start_that_still_lives(tmp_path: Path, start: Any) -> None:
-    """A node that Slurm has lost may go on writing; Slurm has started the job on another."""
+    """A node that Slurm has lost may keep writing; Slurm has started the job on another."""
     former = start()  # of job 42
     assert former.hold() == 1
     again = {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "1"}

@@ -1,4 +1,4 @@
-"""A run directory opened: a fresh run, one that goes on where it was, or one that is complete."""
+"""A run directory opened: a fresh run, one that resumes where it was, or one that is complete."""
 
 from __future__ import annotations
 
@@ -473,7 +473,7 @@ def test_a_run_that_is_refused_is_let_go_of(config: Config, spoil: Callable[[Con
 
 def test_a_run_that_was_begun_beside_another_names_itself_to_go_on() -> None:
     run = Path("runs/digits-2")
-    assert describe_way_on(Config(), run) == "The same command goes on from there."
+    assert describe_way_on(Config(), run) == "The same command resumes from there."
     assert describe_way_on(Config(resume="never"), run) == (
-        "To go on from there, add to the same command: --out runs/digits-2 --resume auto"
+        "To resume from there, add to the same command: --out runs/digits-2 --resume auto"
     )

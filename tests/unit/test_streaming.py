@@ -229,7 +229,7 @@ def test_a_state_of_another_pipeline_is_told_and_left_out_or_refused(caplog: pyt
     expected = [batch[1].numpy().tolist() for batch in batches]
     batches = Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 2, state)
     assert [batch[1].numpy().tolist() for batch in batches] == expected[2:]
-    assert "the pipeline cannot go on from where the checkpoint says that it was" in caplog.text
+    assert "the pipeline cannot resume from where the checkpoint says that it was" in caplog.text
     with pytest.raises(DataError, match="Give the dataset that the run began with, its files where they were"):
         Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 2, state, begins_anew=False)
 

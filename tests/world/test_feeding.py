@@ -106,7 +106,7 @@ def test_a_pass_begins_anew_with_each_epoch_and_a_run_goes_on_by_replay(
     assert other_size.rc == 2
     assert "begun by 2 ranks, each fed its own samples, and now there are 3" in other_size.stderr
     finished = run_ringtrain([*arguments, "--steps", "8"], launcher="mpirun")
-    assert "going on from the checkpoint of step 5" in finished.stdout, finished.stdout + finished.stderr
+    assert "resuming from the checkpoint of step 5" in finished.stdout, finished.stdout + finished.stderr
     assert re.search(r"the pass was replayed up to its step 2, in \d+\.\d s", finished.stdout)
     pass_of_three = list(itertools.islice(joined_steps(2), 3))
     check(out, train_plainly(iter([*pass_of_three, *pass_of_three, *pass_of_three[:2]])), step=8)

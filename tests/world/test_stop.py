@@ -1,4 +1,4 @@
-"""Requests to stop, of every kind and at every moment: all is saved at one step, and the same command goes on."""
+"""Requests to stop, of every kind and at every moment: all is saved at one step, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_ctrl_c_without_a_launcher_saves_and_tells_how_to_go_on(tmp_path: Path) 
         run.wait_for_step(2)
         run.signal_launcher(signal.SIGINT)
         assert run.wait() == 75, run.text()
-    assert "The same command goes on from there." in message_of(run)
+    assert "The same command resumes from there." in message_of(run)
     assert "Traceback" not in run.text()
     assert events(out, "checkpoint")
 

@@ -1,4 +1,4 @@
-"""stdout and stderr that go away: the run goes on without them, and ends with the exit code that it earned."""
+"""stdout and stderr that go away: the run continues without them, and ends with the exit code that it earned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.world.processes import MarkedProcess, clean_environment
 from tests.world.running import STAYING, events, running
 
 SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}
-LOST = "stdout cannot be written any more ({}): the program goes on without it."
+LOST = "stdout cannot be written any more ({}): the program continues without it."
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ def follow_up(
     newest_step: int = 150,
     failures: int = 0,
 ) -> tuple[int, list[str]]:
-    """What ``launch slurm after`` returns and prints after a run that went on from step 100."""
+    """What ``launch slurm after`` returns and prints after a run that resumed from step 100."""
     told, run = site.submit / ".launch" / "7-0", site.submit / "runs" / "a"
     told.mkdir(parents=True)
     (run / "checkpoints" / f"step-{newest_step:09d}").mkdir(parents=True)

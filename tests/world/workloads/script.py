@@ -1,4 +1,4 @@
-"""A script of a user's own, as a launcher starts it: it trains, and goes on with what came of it."""
+"""A script of a user's own, as a launcher starts it: it trains, and continues with what came of it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def fill_in(command: Command, directory: Path, ports: Sequence[int]) -> Command:
 def run_together(
     commands: Sequence[Command], directory: Path, *, env: Mapping[str, str], cwd: Path, timeout: float
 ) -> Finished:
-    """Run the processes of a contender to their end; none of them lives on, whatever becomes of them."""
+    """Run the processes of a contender to their end; all of them have ended when this returns."""
     mark = str(uuid.uuid4())
     ports = find_free_ports(len(commands))
     start = time.monotonic()

@@ -37,7 +37,7 @@ class Outcome:
     """What one run of a contender gave; loss and weights are None where they are not to be compared."""
 
     figures: Mapping[str, float]  # seconds by label, such as {"step": 0.06}
-    raw: Mapping[str, Any] = field(default_factory=dict)  # whatever else is worth keeping; JSON values
+    raw: Mapping[str, Any] = field(default_factory=dict)  # other values to keep; JSON values
     fault: str = ""  # why the result is wrong
     checked: str = ""  # by what that was seen
     loss: float | None = None  # of the last step, over all samples

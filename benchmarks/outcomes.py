@@ -1,4 +1,4 @@
-"""Read what a contender left behind. What is missing there, or not as it should be, raises whatever it raises."""
+"""Read what a contender left behind. Missing or invalid files raise their own exceptions."""
 
 from __future__ import annotations
 

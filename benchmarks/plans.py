@@ -58,7 +58,7 @@ def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:
         ("ringtrain_again", AGAIN, ringtrain("function")),
         ("ringtrain_copied", "the same, each rank with a sum of its own", ringtrain("copied")),
         ("ringtrain_eager", "the same outside of a tf.function", ringtrain("eager")),
-        ("nothing", "a tf.function of the same signature that asks nobody", ringtrain("nothing")),
+        ("nothing", "a tf.function of the same signature without communication", ringtrain("nothing")),
         ("horovod_stock", "hvd.allreduce in a tf.function under stock horovodrun", Command(horovod)),
         ("horovod", "the same with ringtrain's cores, threads and variables", pinned),
         ("horovod_eager", "the same outside of a tf.function", eager),

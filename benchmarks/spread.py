@@ -21,7 +21,7 @@ class Spread:
     median: float
     upper_quartile: float
     max: float
-    low: float  # with high an interval that holds the true median, whatever the distribution, with at least:
+    low: float  # with high an interval that holds the true median, for any distribution, with at least:
     high: float
     confidence: float  # CONFIDENCE, or less where there are too few numbers for it
 

@@ -1,4 +1,4 @@
-"""``python -m launch.gloo horovodrun --gloo ...``: horovodrun for ranks of this machine, heard by nobody else.
+"""``python -m launch.gloo horovodrun --gloo ...``: horovodrun for ranks of this machine, on loopback only.
 
 If all ranks are local, their connections are on the loopback already. The server in which they find each other, and
 in which whoever reaches it may write, is not, and no option of horovodrun's says so.

@@ -70,7 +70,7 @@ class Requests:
 
     def __init__(self) -> None:
         self.signals: list[signal.Signals] = []  # those for the ranks: they save and leave
-        self.is_end_wanted = False  # a second SIGINT: nobody waits for a save
+        self.is_end_wanted = False  # a second SIGINT: do not wait for a save
         for number in FORWARDED:
             if not is_ignored(number):
                 signal.signal(number, self._take)

@@ -1,4 +1,4 @@
-"""The ranks' output, line by line: each labelled with its rank, none broken, whatever pieces it arrives in."""
+"""The ranks' output, line by line: each labelled with its rank, none broken, in whichever pieces it arrives."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def print_line(*lines: str) -> None:
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Write all of it; if nobody reads any more (a terminal that was closed), nothing: the run continues."""
+    """Write all of it; nothing if the reader has gone (a closed terminal): the run continues."""
     with contextlib.suppress(OSError):
         while data:
             try:

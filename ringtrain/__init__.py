@@ -93,7 +93,7 @@ _HOMES = (
     "collectives.differentiable",
 )
 
-if not TYPE_CHECKING:  # to mypy it would give any name whatever, a misspelt one as well
+if not TYPE_CHECKING:  # mypy would accept any name, also a misspelt one
 
     def __getattr__(name: str) -> Any:
         for home in _HOMES if name in __all__ else ():

@@ -63,7 +63,7 @@ def make_parallel(
             - ``"concat"``: joined along the first dimension, in the order of the ranks.
             - ``"mean"``: the sum over ranks of output * n_r / n, for n_r of n samples. If an output is the mean over
               its slice's samples, that is the exact mean over all samples. Outputs are floating, and of the same shape
-              whatever the number of samples.
+              for any number of samples.
             - ``"sum"``: added up. Shapes as for ``"mean"``.
         collective: the ranks; by default those of the launcher, which are joined on the first call. Call
             ``ringtrain.keras.init()`` before to give each rank its own GPU or cores.

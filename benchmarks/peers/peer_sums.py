@@ -45,7 +45,7 @@ def time_sums(
 
     Args:
         prepare: (this rank's array) -> (what sums it, what makes a NumPy array of the outcome).
-        adds: whether the outcome is a sum; else each rank has its own array, and nobody waits.
+        adds: whether the outcome is a sum; else each rank has its own array, and none waits.
     """
     seconds, fault = {}, ""
     for text in arguments.sizes.split(","):

@@ -32,7 +32,7 @@ def render(request: JobRequest) -> str:
 
 
 def quote_shell(text: str) -> Quoted:
-    """One word of bash with exactly these bytes, on one line whatever they are.
+    """One word of bash with exactly these bytes, on one line.
 
     Control characters, and bytes that are no UTF-8, are written as ``$'...'`` does (Bash Reference Manual, 3.1.2.4).
     """

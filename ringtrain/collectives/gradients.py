@@ -5,7 +5,7 @@ ranks is the gradient of the mean over the global batch, and nothing is divided 
 
 Gradients leave in a few groups, in the order in which the backward pass makes them (the last layer's first), so that
 the first groups travel while the rest is still computed. Those of a small model, and all where a rank has one core,
-leave at once, with the step's other sums: then nobody has to agree on an order.
+leave at once, with the step's other sums: then the ranks need not agree on an order.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class HorovodCollective(Collective):
 
     def close(self) -> None:
         self.hvd.shutdown()
-        finalize_mpi()  # Horovod leaves MPI to whoever has started it
+        finalize_mpi()  # Horovod does not end an MPI that it did not start
 
 
 def _is_whole(name: str) -> bool:
@@ -138,7 +138,7 @@ def connect_horovod(world: World) -> HorovodCollective:
         if error.name != "horovod":
             raise _cannot_load(error) from error
         raise UsageError("Horovod is not installed. Run: make setup HOROVOD=1, or use --backend auto.") from error
-    except (Exception, SystemExit) as error:  # whatever a broken or half installed package raises
+    except (Exception, SystemExit) as error:  # a broken or half-installed package may raise anything
         raise _cannot_load(error) from error
     threads = list_threads()
     try:
@@ -251,7 +251,7 @@ def _mpi4py_size(hvd: ModuleType, world: World) -> int:
 
         mpi4py.rc.initialize = False  # Horovod has started MPI, and ends it
         from mpi4py import MPI
-    except (Exception, SystemExit) as error:  # whatever a broken or half installed package raises
+    except (Exception, SystemExit) as error:  # a broken or half-installed package may raise anything
         raise UsageError(
             f"mpi4py cannot be loaded: {describe_failed_import(error)}. Install it built against Horovod's MPI: "
             "run `make setup`, or see python -m ringtrain doctor."

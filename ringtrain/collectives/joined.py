@@ -1,4 +1,4 @@
-"""The ranks that this process has joined, for code that nobody hands a collective, such as a layer of a model."""
+"""The ranks that this process has joined, for code without access to the collective, such as a layer of a model."""
 
 from __future__ import annotations
 

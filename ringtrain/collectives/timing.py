@@ -39,5 +39,5 @@ def time_all_reduce(collective: Collective, num_bytes: int, *, calls: int = 5, w
 
 
 def bus_bandwidth(payload_bytes: int, seconds: float, size: int) -> float:
-    """Bytes per second over each link of a ring, whatever the number of ranks: nccl-tests, doc/PERFORMANCE.md."""
+    """Bytes per second over each link of a ring, independent of the number of ranks: nccl-tests, doc/PERFORMANCE.md."""
     return payload_bytes / seconds * 2 * (size - 1) / size

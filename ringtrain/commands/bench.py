@@ -74,7 +74,7 @@ def main(arguments: Sequence[str], world: World) -> int:
     options = Options(**parse_arguments(Options, arguments, world))
     if world.size == 1:
         raise UsageError(
-            "one process has nobody to sum with. Start several: horovodrun -np 2 python -m ringtrain bench"
+            "one process has no other to sum with. Start several: horovodrun -np 2 python -m ringtrain bench"
         )
     prepared = prepare({"backend": options.backend}, world)
     with (

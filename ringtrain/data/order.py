@@ -2,7 +2,7 @@
 
 Each epoch visits every sample once, in the order of a permutation of (seed, epoch). The permutation is a Feistel
 network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), so that the sample at any
-position is found at once: nothing is stored, whatever the size of the data, and resuming at a step costs nothing.
+position is found at once: nothing is stored, for any size of the data, and resuming at a step costs nothing.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, 
 def _feistel(
     values: npt.NDArray[np.uint64], half_bits: int, round_keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """A balanced Feistel network on 2*half_bits bits: it can be undone, whatever the round function, so it permutes."""
+    """A balanced Feistel network on 2*half_bits bits: invertible for any round function, so it is a permutation."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for round_key in round_keys:

@@ -1,7 +1,7 @@
 """Load the packages one by one and say what they are: the child process of ``ringtrain doctor``.
 
 A broken extension can end the interpreter that loads it, or hang. So this is a process of its own, and says at each
-step what it is about to load: whoever started it knows where it ended.
+step what it is about to load, so that its parent process knows where it ended.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main() -> None:
         tell(begins=name)
         try:
             tell(ends=name, found=look())
-        except BaseException as error:  # whatever it is, the next step may work
+        except BaseException as error:  # the next step may work all the same
             tell(ends=name, failure=describe_hiding(error) or shorten(f"{type(error).__name__}: {error}"))
     os._exit(0)  # libraries that were loaded only to be looked at have nothing to tidy up
 

@@ -28,7 +28,7 @@ class OutOfMemoryError(RingtrainError):
 
 @contextlib.contextmanager
 def explaining_memory(config: Config) -> Iterator[None]:
-    """Give whatever says that there is no memory left the words of a user's error."""
+    """Turn all errors that mean "out of memory" into one of the user's errors."""
     try:
         yield
     except Exception as error:

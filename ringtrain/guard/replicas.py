@@ -1,7 +1,7 @@
 """Have the replicas drifted apart? All ranks compare a hash of the bits of every weight and slot.
 
 The hash of an array is the sum over its 32-bit words w_i of m_i * w_i modulo 2^64, where m_i is odd and depends on the
-place i. An odd number has an inverse modulo 2^64, so whatever changes in a single word, be it one bit, always changes
+place i. An odd number has an inverse modulo 2^64, so a change in a single word, even of one bit, always changes
 the hash. Changes of several words cancel with a chance of 2^-33 for random m_i of 64 bits (with words of 64 bits, two
 flipped signs would always cancel). The hash of all variables is made likewise of their hashes.
 (Multilinear hashing: Carter and Wegman 1979; Lemire and Kaser 2014.)

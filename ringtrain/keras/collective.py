@@ -1,4 +1,4 @@
-"""Horovod over a process set, under names by which the ranks meet whatever their layers are called."""
+"""Horovod over a process set, under names that are the same on all ranks, also if the names of layers differ."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def why_horovod(self) -> str:
-        """The reason why Horovod carries these sums, whatever the ranks can, in words; empty: it need not."""
+        """Why only Horovod can compute these sums; empty if native sums can, too."""
         if self.op == hvd.Adasum:
             return "the optimizer has op=hvd.Adasum"
         if self.process_set != hvd.global_process_set:

@@ -24,7 +24,7 @@ class Means:
     """Over the samples of all ranks, in some steps or a validation."""
 
     values: dict[str, float]
-    samples: int = 0  # nobody knows
+    samples: int = 0  # unknown
     steps: int = 0
     seconds: float = 0.0
 

@@ -113,7 +113,7 @@ class TrainingGuard(keras.callbacks.Callback):
         why_not = self._distributed.exchange.settings.why_horovod
         if self.params.get("steps") is None:
             # A rank may have none at all, and would not know what to join.
-            why_not = "nobody knows the steps of an epoch"
+            why_not = "the steps of an epoch are unknown"
         may_sum_natively = wants_native_sums() and not why_not
         carrier = all_ranks() if may_sum_natively else collective
         if hvd.rank() == collective.ranks[0]:

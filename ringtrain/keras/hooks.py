@@ -13,7 +13,7 @@ Each calls the one that it replaces; with one rank, of a number that stays, they
   step to after its last, whatever ends it; with it, or ``elastic.UpdateBatchStateCallback``, it resumes in mid-epoch.
   And the first batches of each ``fit`` are noted (``same_samples.py``).
 - ``Model.evaluate``: called by a callback of such a ``fit``, it leaves what the metrics have counted as it was.
-- ``Trainer._get_metrics_result_or_logs``: of such an epoch all batches may be done, where nobody knew how many it has.
+- ``Trainer._get_metrics_result_or_logs``: of such an epoch all batches may be done, if their number was unknown.
 - ``TFEpochIterator._get_iterator``: on a rank's only core the end of an epoch waited for the thread that tunes it.
 """
 

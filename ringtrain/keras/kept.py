@@ -114,7 +114,7 @@ class KeptFit:
 
         Args:
             others: callbacks that count.
-            steps: of an epoch; None if nobody knows.
+            steps: of an epoch; None if unknown.
         """
         self._others, self._steps_of_epoch = others, steps
         model = self.model
@@ -292,7 +292,7 @@ class KeptFit:
                     end()
 
     def _announce(self, reason: str) -> None:
-        """Tell the user, from any thread, that a request was heard, where whoever passed it on has not."""
+        """Confirm a request to stop to the user, from any thread, unless its sender has."""
         if is_signal_passed_on():
             return
         self._console.line(f"{reason}: saving after this step, then leaving")

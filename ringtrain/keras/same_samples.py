@@ -55,7 +55,7 @@ class FirstBatches:
             yield *numbers, self._note_next(iterator, steps_per_call) if is_due else iterator
 
     def _note_next(self, iterator: Any, number: int) -> Any:
-        """An iterator of so many batches, which nobody here holds on to."""
+        """An iterator of so many batches, to which no reference is kept."""
         batches = list(itertools.islice(iterator, number))
         self.hashes = [*self.hashes, *map(_hash, batches)][:NUM_BATCHES]
         if not batches:

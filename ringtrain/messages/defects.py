@@ -42,7 +42,7 @@ def describe_failed_import(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def explaining_import(command: str) -> Iterator[None]:
-    """Report in one line that a package which a command imports does not load, whatever it raises."""
+    """Report in one line that a package which a command imports does not load, for any exception."""
     try:
         yield
     except Exception as error:

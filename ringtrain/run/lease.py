@@ -28,7 +28,7 @@ LEASE_DIRECTORY = ".lease"
 BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 45.0  # without a beat; on the same host a process that is gone is seen at once
 RESTART_VARIABLE = "SLURM_RESTART_COUNT"
-NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # the names of leases; what else lies there is nobody's
+NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # the names of leases; other files there are none
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
@@ -266,7 +266,7 @@ def _remove(directory: Path, number: int) -> bool:
             os.unlink(_file_name(number), dir_fd=descriptor)
     except FileNotFoundError:
         return False
-    except IsADirectoryError:  # nobody's
+    except IsADirectoryError:  # not a lease
         pass
     return True
 

@@ -96,7 +96,7 @@ def when_it_may_not_take_long(tell_at_once: Callable[[], None] | None) -> None:
 
 
 def move() -> None:
-    """Something moves on, whatever the training thread is doing; any thread may say so."""
+    """Record progress outside the training thread; any thread may call it."""
     global _last_move
     _last_move = next(_moves)
 

@@ -36,7 +36,7 @@ MIN_INTER_OP_THREADS = 2
 # of large gradients; it pays for those of which many fit in this. On GPUs and between nodes, where nothing was
 # measured, Horovod's own 128 MiB stand.
 FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
-# Open MPI's transports between nodes. Each rank would listen on all interfaces, whatever btl_tcp_if_include says, for
+# Open MPI's transports between nodes. Each rank would listen on all interfaces, in spite of btl_tcp_if_include, for
 # ranks that are on its own node and reach it through shared memory.
 TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
 # Open MPI takes 4 MiB in /dev/shm for a rank, ringtrain's own sums the rest. If there is less, as in containers, it
@@ -164,7 +164,7 @@ def plan_settings(
             wanted["PMIX_MCA_pmix_event_caching_window"] = "600"
     if is_one_node_of_mpi(world):
         # Only ob1 uses these transports. Without this, Open MPI tries PSM first, which waits 0.2 s for an adapter. All
-        # ranks need the same one, whatever each of them finds free.
+        # ranks need the same one, even if another is free on one of them.
         wanted["OMPI_MCA_pml"] = "ob1"
         if has_shared_memory(world, machine):
             wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
@@ -296,7 +296,7 @@ def open_device(device: str, world: World) -> None:
 
 
 def misses_gpus(machine: Machine, environ: Mapping[str, str]) -> bool:
-    """True if a rank computes on cores though its node seems to have GPUs, and nobody has hidden them."""
+    """True if a rank computes on cores though its node seems to have GPUs that are not hidden."""
     import tensorflow as tf
 
     is_hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

@@ -81,7 +81,7 @@ def explaining_tensorflow() -> Iterator[None]:
     """Say in one line that TensorFlow cannot be loaded, and what helps."""
     try:
         yield
-    except (Exception, SystemExit) as error:  # whatever a broken or half installed package raises
+    except (Exception, SystemExit) as error:  # a broken or half-installed package may raise anything
         stripped = " Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which TensorFlow may need: unset that."
         why = describe_hiding(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UsageError(

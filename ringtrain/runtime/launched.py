@@ -107,7 +107,7 @@ def _tell(name: str, values: Mapping[str, Any], *, replaces: bool) -> None:
         return
     file = Path(named) / name
     temporary = file.with_name(f".{name}-{secrets.token_hex(8)}")
-    with contextlib.suppress(OSError):  # nobody listens any more: no reason to fail
+    with contextlib.suppress(OSError):  # the listener has ended: no reason to fail
         with temporary.open("x", encoding="utf-8") as written:
             json.dump(dict(values), written)
         if replaces:

@@ -128,7 +128,7 @@ def _is_ending() -> bool:
 
 
 def _earned_code() -> int:
-    return 1 if hasattr(sys, "last_value") else _exit_code  # Python sets it for an error that nobody caught
+    return 1 if hasattr(sys, "last_value") else _exit_code  # Python sets it for an uncaught exception
 
 
 def describe_keepers(children: Sequence[BaseProcess]) -> str:

@@ -109,7 +109,7 @@ def claim_cores(cores: tuple[int, ...]) -> bool:
         address = f"\0ringtrain/core/{core}"
         try:
             claim.bind(address)
-            claim.listen(socket.SOMAXCONN)  # whoever connects is told by the system which process this is
+            claim.listen(socket.SOMAXCONN)  # the system tells a client which process this is
         except OSError:
             if is_run_on_core(address, core):
                 for taken in claims:

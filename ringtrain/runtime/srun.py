@@ -11,7 +11,7 @@ HOROVODRUN = "horovodrun"  # starts the ranks where srun cannot
 
 
 def choose_mpi(listing: str) -> str:
-    """The best of what ``srun --mpi=list`` prints, whatever the version of Slurm.
+    """The best of what ``srun --mpi=list`` prints, for any version of Slurm.
 
     PMIx comes first: every Open MPI since 2.0 speaks it, and PMI2 only if it was built with Slurm's library.
     """

@@ -104,7 +104,7 @@ class StopRequests:
         self._limits = sorted((now + limit.seconds_left, limit.reason) for limit in limits)
 
     def watch_launcher(self) -> None:
-        """Stop when a process ends that started this one, too; nobody would see what becomes of the run."""
+        """Stop also when a process ends that started this one."""
         self._lineage = self._lineage_at_start
 
     def at_early_end(self, leave: Callable[[str, int], None]) -> None:
@@ -157,7 +157,7 @@ class StopRequests:
         if self.reason is None:
             self.cause = cause
             self.reason = reason
-            with contextlib.suppress(Exception):  # whatever becomes of the words, the thread must keep listening
+            with contextlib.suppress(Exception):  # the thread must keep listening, even if the message is lost
                 self._announce(reason)
 
     def _end_now(self, reason: str, exit_code: int) -> None:

@@ -24,13 +24,13 @@ STREAMS = {"stdout": 1, "stderr": 2}
 PATIENCE_SECONDS = 30.0
 TICK_SECONDS = 1.0
 
-_lost: set[str] = set()  # those that took no more, whoever read them
+_lost: set[str] = set()  # those that can no longer be written
 _warn: Callable[[str], None] | None = None
 _untold: list[str] = []  # what went wrong before there was a run to tell
 
 
 class LastingFile(io.FileIO):
-    """A descriptor that takes whatever is written to it, shown or not."""
+    """A descriptor that accepts all output, shown or not."""
 
     def __init__(self, descriptor: int, name: str, *, closefd: bool = False) -> None:
         """``name`` is the stream's, in words."""

@@ -70,6 +70,6 @@ class ProgressBar(Progress):
 
     def _read_width(self) -> int:
         try:
-            return os.get_terminal_size(self._terminal).columns or USUAL_COLUMNS  # 0 if nobody has set a size
+            return os.get_terminal_size(self._terminal).columns or USUAL_COLUMNS  # 0 if no size was set
         except OSError:  # the terminal was closed
             return USUAL_COLUMNS

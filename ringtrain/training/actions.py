@@ -78,7 +78,7 @@ class Training:
         return self.records.writer.last_step if self.records is not None else 0
 
     def announce(self, reason: str) -> None:
-        """Tell the user, from any thread, that a request to stop was heard, where whoever passed it on has not."""
+        """Confirm a request to stop to the user, from any thread, unless its sender has."""
         if is_signal_passed_on():
             return
         stands = self.find_last_saved_step()
@@ -254,7 +254,7 @@ def note_places(training: Training, step: int) -> None:
 
 
 class CheckReplicas(Action):
-    """See that all ranks hold the same, every n steps and before whatever is saved, so that no drift is ever saved."""
+    """Compare the replicas, every n steps and before each save, so that no drift is ever saved."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)

@@ -87,7 +87,7 @@ def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], N
 
 
 def report_run(run: RunDirectory, console: Console) -> None:
-    """Write a run's report, whatever its end. A report that fails is a warning: the run is what it is without it."""
+    """Write a run's report, however it ended. If that fails, only a warning is logged."""
     from ringtrain.run.directory import REPORT_FILE  # here: it loads NumPy, which help and errors do without
     from ringtrain.run.lease import LeaseLostError
 

@@ -1,4 +1,4 @@
-"""Evaluation by all ranks together: each sample exactly once, whatever the sizes."""
+"""Evaluation by all ranks together: each sample exactly once, for any number of samples and ranks."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def create_job(
     activity.note(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
     sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
-    # That of the run's first start holds, whatever the number of ranks is now.
+    # That of the run's first start, also if the number of ranks has changed.
     global_batch_size = start.global_batch_size or choose_global_batch_size(config, collective.world.size)
     if isinstance(sources.train, Feed) and sources.train.steps_per_epoch is None:
         known = {"seed": config.seed, "global_batch_size": global_batch_size}

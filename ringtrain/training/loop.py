@@ -95,7 +95,7 @@ def train(
     try:
         profile.begin()
         with explaining_lost_ranks():  # before what is closed makes this rank be somewhere else
-            # The check comes before whatever is saved; a save last, as it holds what the others have found.
+            # The check comes before all that saves; the checkpoint last, since it contains the results of the others.
             step, ending = run_steps(training, [profile, *log, check, evaluate, Save(training)])
             profile.close()  # where the run ends within it
     except BaseException:

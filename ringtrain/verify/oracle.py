@@ -62,7 +62,7 @@ def train_oracle(
         variable.assign(value)
     optimizer = choose_optimizer(workload, config, job.plan.learning_rate(0))
     plain_class = getattr(keras.optimizers, OPTIMIZER_CLASSES[config.optimizer.name], None)
-    if type(optimizer) in OWN.values() and plain_class is not None:  # LARS is nobody else's
+    if type(optimizer) in OWN.values() and plain_class is not None:  # only ringtrain has LARS
         optimizer = plain_class.from_config(optimizer.get_config())
         if words := config.optimizer.excluded_words:
             optimizer.exclude_from_weight_decay(var_names=list(map(re.escape, words)))

@@ -97,6 +97,6 @@ def send(pid: int, number: int) -> None:
 
 
 def print_line(text: str) -> None:
-    """Write to the error stream; one that nobody reads any more is no error."""
+    """Write to the error stream; a closed one is no error."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

@@ -359,7 +359,7 @@ def is_debugged() -> bool:
 
 
 def start_bounded(action: Callable[[], None]) -> threading.Thread:
-    """Do something in a thread of its own, for whose end nobody needs to wait: whatever it needs may hang as well."""
+    """Do something in a new thread, without waiting for its end: it may hang as well."""
 
     def act() -> None:
         with contextlib.suppress(Exception):

@@ -78,7 +78,7 @@ def load_workload(spec: str) -> type[Workload]:
     place, class_name = _split(BUILT_IN.get(spec, spec))
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (Exception, SystemExit) as error:  # whatever a user's module may raise
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise UsageError(f"workload {spec!r} cannot be imported: {_describe(error)}.") from error
     workload = getattr(module, class_name or _only_workload(module, spec), None)
     if not (isinstance(workload, type) and issubclass(workload, Workload)):
@@ -106,7 +106,7 @@ def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) 
         workload.__init__()  # type: ignore[misc]
     except UsageError:
         raise
-    except Exception as error:  # whatever a user's code may raise
+    except Exception as error:  # a user's code may raise anything
         raise UsageError(
             f"{workload_class.__name__}() cannot be made: {_describe(error)}. It is called without arguments; what the "
             "user may set belongs into options, and is in self.options."

@@ -147,7 +147,7 @@ def test_what_keeps_sums_from_being_native_is_said_once_on_rank_0(collective: Co
             train_on(make_model(), optimizer, data, [])
             assert not optimizer.exchange.sums_natively
     start = "ringtrain.keras: communication: Horovod over MPI; no sum is native: "
-    whys = ["the optimizer has op=hvd.Adasum", "nobody knows the steps of an epoch"]
+    whys = ["the optimizer has op=hvd.Adasum", "the steps of an epoch are unknown"]
     said = [line for line in stderr.getvalue().splitlines() if "communication" in line]
     assert said == [f"{start}{why}; {cores}" for why in whys if collective.world.is_rank0]
 

@@ -90,7 +90,7 @@ WRONG = [
     (["--epochs"], ["epochs"]),
     (["verify", "--world_sizes", "2"], ["world_sizes is '2'"]),
     (["verify", "--world_sizes", "1,²"], ["world_sizes is '1,²'"]),
-    (["bench"], ["one process has nobody to sum with", "horovodrun -np 2"]),
+    (["bench"], ["one process has no other to sum with", "horovodrun -np 2"]),
     (["bench", "--min_bytes", "3"], ["min_bytes is 3; it must be at least 4"]),
     (["bench", "--max_bytes", "8"], ["max_bytes is 8; it must be at least min_bytes, 1024"]),
     (["bench", "--factor", "1"], ["factor is 1; it must be at least 2"]),

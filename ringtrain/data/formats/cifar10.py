@@ -232,7 +232,7 @@ def _copy(download: Download, file: BinaryIO) -> str:
         error.close()  # it holds the connection
         raise _DownloadError(f"{download.url} gave {error}") from None
     with response:
-        while block := response.read1(_BLOCK_BYTES):  # whatever has come: a slow server meets the limit as well
+        while block := response.read1(_BLOCK_BYTES):  # not a full block: the limit holds for a slow server, too
             if time.monotonic() > deadline:
                 raise _DownloadError(f"{download.url} took more than {download.limit_s:g} s")
             digest.update(block)

@@ -36,7 +36,7 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
     """Train on what Grain gives, or any other object of its forms.
 
     **Samples by number**: a ``grain.MapDataset``, or a data source such as ``grain.sources.ArrayRecordDataSource``;
-    any object with ``len(samples)`` and ``samples[number]``, a pair (x, y). ringtrain chooses the order, as with arrays:
+    any object with ``len(samples)`` and ``samples[number]``, a pair (x, y). ringtrain chooses the order, as for arrays:
     N ranks train exactly what one trains, a run resumes at any step without reading anything again, on any number of
     ranks, ``verify`` shows it, and it can be evaluated on as well. A sample that raises is named, or left out with
     ``--on_bad_sample skip``. ``samples[number]`` must always give the same sample, and in memory that no later call

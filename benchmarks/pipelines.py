@@ -21,7 +21,7 @@ SHUFFLED = 4096  # samples that tf.data has at hand, to draw from
 
 
 class _Piped(Cifar10):
-    """cifar10 but for how its samples come."""
+    """cifar10 with another source of samples."""
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         made = make_samples(NUM_SYNTHETIC, IMAGE_SIZE, NUM_CLASSES) if synthetic else load_cifar10(data_dir)

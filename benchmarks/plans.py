@@ -131,7 +131,7 @@ def plan_inputs(options: BenchOptions, _: Settings) -> list[Experiment]:
 def plan_starts(options: BenchOptions, settings: Settings) -> list[Experiment]:
     """From the command to the end of the first step: cold starts, and one that goes on after a step.
 
-    The latter resumes from the reference's run, which is first, and is kept beside the directories of the others.
+    The latter resumes from the reference's run, which is first, and is kept next to the directories of the others.
     """
     size = options.size
     cold = plan_training(size, workload_flags("CNN"), ONE_STEP)

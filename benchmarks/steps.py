@@ -139,7 +139,7 @@ def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
 
 
 def plan_guards(options: BenchOptions, _: Settings) -> list[Experiment]:
-    """What the guards cost that flags turn off: on, off, and on once more."""
+    """What the guards cost that flags turn off: on, off, and on again."""
     # The replicas are compared far more often than every 1000 steps, so that each timed interval has a comparison.
     experiments = []
     for name, flags, usual, goal in (

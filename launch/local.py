@@ -107,7 +107,7 @@ def supervise(
         )
         attempt = start(command, listener, num_ranks, requests, last_step=last_step)
         run, last_step = attempt.run or run, attempt.last_step
-        # A script that says so itself would begin a run of its own beside it.
+        # A script that says so itself would begin another run next to it.
         allowed = 0 if is_script(flags) and begins_anew(read_run(listener)) else max_restarts
         decision = decide(attempt, num_restarts=num_restarts, max_restarts=allowed)
         print_line(*explain(attempt), *([decision.reason] if decision.reason else []))
@@ -136,8 +136,8 @@ def plan_group(
 def plan_restart(flags: Sequence[str], run: Path | None, *, here: Path) -> list[str]:
     """The flags of a restart: those of the first start, and where that one had its run directory.
 
-    ``--resume never`` would otherwise begin again beside it, each time. (A script has named both itself.) ``here`` is
-    the ranks' current directory.
+    ``--resume never`` would otherwise begin again in a new directory each time. (A script has named both itself.)
+    ``here`` is the ranks' current directory.
     """
     if run is None or is_script(flags):
         return list(flags)

@@ -92,7 +92,7 @@ def set_values(model: keras.Model, checkpoint: Checkpoint) -> None:
 
 
 def write_model(model: keras.Model, output: Path, form: Format) -> None:
-    """Write a model beside its place, then give it its name."""
+    """Write a model to a temporary name, then rename it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix=".writing-", dir=output.parent))

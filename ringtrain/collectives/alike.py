@@ -1,7 +1,7 @@
-"""Inputs that all ranks must hold alike: what each has travels beside the computation, and every rank is told.
+"""Inputs that must be equal on all ranks: a digest is reduced with the results, and every rank checks it.
 
-What travels with each call are two numbers, while the ranks compute: the samples, and a digest of the types and of the
-other dimensions. Only if they differ do the ranks ask each other for the words of an error.
+Each call reduces two numbers while the ranks compute: the number of samples, and a digest of the types and of the other
+dimensions. Only if they differ do the ranks gather the shapes for an error message.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Totals(NamedTuple):
 
     tensors: list[tf.Tensor]  # in the order given
     # float64 [len(tensors)]: the sum of squares of each, if known. Of ``list_types`` it is finite where all values
-    # are, but for float64, whose squares may be too large; of whole numbers it is nothing.
+    # are, except for float64, whose squares may be too large; zero for integers.
     squares: tf.Tensor | None = None
 
 
@@ -35,7 +35,7 @@ class Collective(abc.ABC):
     # pass makes them; otherwise all at once, by an ordered sum.
     overlaps_compute: bool = True
     is_ordered: bool = False  # whether every rank must come to all calls in the same order, not to ordered sums alone
-    may_use_mpi: bool = False  # whether MPI may be called beside it
+    may_use_mpi: bool = False  # whether MPI may be called as well
     list_types: Collection[str] = ()  # of which an ordered sum takes many tensors, also of several, as fast as one
 
     @abc.abstractmethod

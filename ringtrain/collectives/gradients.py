@@ -118,7 +118,7 @@ class GradientReduction:
         return Reduced(reduced, *check_finite([of_gradients]), control)
 
     def sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sums of what is beside the gradients."""
+        """The sums of the other tensors, in addition to the gradients."""
 
         def sum_group(values: list[tf.Tensor]) -> list[tf.Tensor]:
             return self.collective.all_reduce(values, name=f"state/{values[0].dtype.name}").tensors

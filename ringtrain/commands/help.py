@@ -20,7 +20,7 @@ from ringtrain.messages.rules import kind_of
 PROGRAM = "python -m ringtrain"
 MAX_COLUMNS = 100
 FLAG_COLUMNS = 27
-LONGEST_CHOICE = 20  # characters of a|b|c beside a flag; longer choices stand in its text
+LONGEST_CHOICE = 20  # characters of a|b|c after a flag; longer choices are in its text
 
 OVERVIEW = f"""\
 usage: {PROGRAM} [COMMAND] [ARGUMENTS]

@@ -17,7 +17,7 @@ from ringtrain.runtime.world import World
 def main(arguments: Sequence[str], world: World) -> NoReturn:
     """Go on as ``launch``.
 
-    A wheel has ``launch`` within ringtrain, a checkout beside it. It takes the place of this process, which may have
+    A wheel has ``launch`` within ringtrain, a checkout next to it. It takes the place of this process, which may have
     imported NumPy by now: the signals that it waits for would go to NumPy's threads.
     """
     del world  # which is none yet

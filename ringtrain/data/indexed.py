@@ -47,7 +47,7 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
     anything else that is iterated. It is sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``),
     follows ``of.seed`` and ``of.epoch``, and makes batches of ``of.local_batch_size``. For what is exact then see
     ``from_dataset``'s second form: each step is the mean over all its samples, and a resumed run does so by the
-    iterator's ``get_state``, if it has one, or makes the batches of the pass once more.
+    iterator's ``get_state``, if it has one, or reads the batches of the pass again.
 
     Args:
         samples: the object, or the function.

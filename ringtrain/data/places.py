@@ -7,7 +7,7 @@ import logging
 from ringtrain.data.sources import Feed
 from ringtrain.messages.defects import describe_defect
 
-MAX_STATE_BYTES = 4 * 2**20  # of all ranks; a long buffer of shuffled images is made once more
+MAX_STATE_BYTES = 4 * 2**20  # of all ranks; a long buffer of shuffled images is filled again
 EVERY_STEPS = 50
 NUM_KEPT = 3  # the newest: a pipeline is a few batches ahead of the training
 Place = tuple[int, bytes]  # a step, and the state of a rank's pipeline before it
@@ -15,7 +15,7 @@ NOWHERE: Place = (0, b"")
 
 
 def warn_of_state(error: Exception) -> None:
-    """Say that a pipeline does not take the state that it had: the pass is made once more up to there."""
+    """Warn that a pipeline cannot restore its state, and reads the pass again up to there."""
     logging.getLogger("ringtrain").warning(
         "ringtrain: the pipeline cannot resume from where the checkpoint says that it was, and makes its samples once "
         "more up to there: %s",

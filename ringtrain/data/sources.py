@@ -161,10 +161,10 @@ class Feed(NamedTuple):
 
     Attributes:
         open_pass: (pass, batches to leave out) -> this rank's batches (x, y); with a third argument, what
-            ``read_state`` gave there, nothing has to be made once more.
+            ``read_state`` gave there, nothing has to be read again.
         steps_per_epoch: steps of a pass; None: there is one pass, as long as some rank still has a batch.
         count_steps: the batches of a pass on this rank; None if that is not known.
-        replays: whether batches to leave out have to be made once more.
+        replays: whether skipped batches have to be read again.
         is_shared: the batches are those of all ranks together, each of which takes its slice of them.
         read_state: where what was opened last stands now; empty if it cannot say.
         goes_on: a pass begins where the one before has ended, in the same iterator.
@@ -184,16 +184,16 @@ def from_generator(
 ) -> Feed:
     """Feed each rank by a generator of its own.
 
-    Ranks may end at different steps, and their batches may be of different sizes, also from step to step: the size of
-    each rank's next batch travels beside the gradients, so that every step trains the mean over all its samples. A rank
-    that has run out joins in with nothing until all have.
+    Ranks may end at different steps, and their batches may be of different sizes, also from step to step:
+    each step is the exact mean over the samples of all ranks. A rank without further batches takes part with none until
+    all ranks have ended.
 
     A resumed run replays the pass up to where it was, so a pass must always give the same: let its random numbers
     begin again with it. On another number of ranks the run is refused, since each rank's order is its own.
 
     Args:
         generate: (rank, size) -> an iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays; types,
-            and shapes but for n, are always the same, on every rank.
+            and shapes except n, are always the same, on every rank.
         steps_per_epoch: begin the generator again after so many steps. By default there is one pass, and the training
             ends before the first step for which no rank has a sample, or after ``--steps``.
     """
@@ -205,7 +205,7 @@ def from_generator(
 
 
 def replay(batches: Iterator[Any], skip: int) -> Iterator[Any]:
-    """The batches after those that were trained already, which are made once more; that may take long."""
+    """Yield the batches after those that were trained already, which are read again; that may take long."""
     for _ in itertools.islice(batches, skip):
         activity.move()
     return batches

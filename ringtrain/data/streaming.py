@@ -181,7 +181,7 @@ def _open_steps(
     while step < end_step:
         epoch, skip = divmod(step, feed.steps_per_epoch) if feed.steps_per_epoch else (0, step)
         end = min(end_step, (epoch + 1) * feed.steps_per_epoch) if feed.steps_per_epoch else end_step
-        known = step - known_step if state else 0  # batches after the state, which are made once more
+        known = step - known_step if state else 0  # batches after the state, which are read again
         batches = feed.open_pass(_pass_of(order, world, epoch), skip - known, *([state] if state else []))
         batches, state = replay(batches, known), b""
         while step < end:

@@ -33,7 +33,7 @@ class Current:
     def open(
         self, make: Callable[[], tf.data.Dataset], skip: int, state: bytes, *, begins_anew: bool = True
     ) -> Iterator[Any]:
-        """The batches after those to leave out, by the state there or by making them once more.
+        """Yield the batches after those to leave out, by restoring the state or by reading them again.
 
         ``begins_anew``: what ``make`` gives a second time has the order of its samples again.
 
@@ -75,7 +75,7 @@ class Current:
 def without_tuner(dataset: Any, state: bytes = b"") -> Any:
     """The dataset, if this rank has one core, without the thread that tunes it.
 
-    There is nothing to be tuned on one core, but for how many files are waited for at once (an interleave's AUTOTUNE).
+    There is nothing to be tuned on one core, except how many files are read at once (an interleave's AUTOTUNE).
     Who lets go of an iterator ends that thread, and waits for it with Python's lock held. If it is woken before its
     end is noted (TensorFlow's CancellationManager sets that last), as on the same core, it sleeps on for up to as long
     as the iterator has lived, or a minute: seen with 2.21 after most passes. A dataset that asks for it keeps it.

@@ -67,7 +67,7 @@ def look_at_mpi4py() -> dict[str, Any]:
     }
 
 
-# What each finds goes by the names of ``facts.Stack``, but for the version.
+# The keys are the names of ``facts.Stack``, except for the version.
 STEPS: dict[str, Callable[[], dict[str, Any]]] = {
     "tensorflow": look_at_tensorflow,
     "keras": look_at_keras,

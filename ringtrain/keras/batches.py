@@ -2,7 +2,7 @@
 
 Keras makes an iterator of the data for each epoch, or one for all epochs where ``steps_per_epoch`` is given. A rank's
 iterator says where it is, if it can (tf.data's own state, which knows of earlier shuffles). Else what was trained is
-read again and left out, and each earlier iterator is begun once more: a pipeline that shuffles again for each of them
+read again and left out, and each earlier iterator is started again: a pipeline that shuffles again for each of them
 then goes on with the order that would have come. Python's and NumPy's global generators, by which Keras and users
 shuffle, then get the states that they had when the iterator was created; those of the checkpoint if nothing is read
 again.
@@ -141,7 +141,7 @@ class Batches:
         return max(0, (start.all_batches % num if num else start.all_batches) - start.batches)
 
     def _begin_earlier(self, start: Place, data: Any) -> None:
-        """Begin former iterators once more, so that what shuffles again for each takes the order that would come."""
+        """Start former iterators again, so that a pipeline that shuffles for each takes the order that would come."""
         num, adapter = data._num_batches, data.data_adapter
         if hasattr(adapter, "py_dataset"):  # which gives its batches by number, read ahead by threads of Keras'
             for _ in range(start.epochs):

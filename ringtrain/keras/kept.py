@@ -172,7 +172,7 @@ class KeptFit:
         self._log.set_own(resumed)
         if self._progress.batches_done:
             self._metrics_so_far = resumed
-            for rate, value in self._rates:  # by which a scheduler of the epoch's begin has multiplied once more
+            for rate, value in self._rates:  # a scheduler at the begin of the epoch has multiplied again
                 rate.assign(value)
         self._log.leave_out_time()
 

@@ -78,7 +78,7 @@ def PartialDistributedOptimizer(  # noqa: N802 (upstream's name)
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> keras.optimizers.Optimizer:
-    """``DistributedOptimizer``, but for some layers, which each rank trains on its own.
+    """``DistributedOptimizer``, except for some layers, which each rank trains on its own.
 
     Args:
         local_layers: a layer, or a list of layers, whose gradients stay on their rank. They must be built.

@@ -71,7 +71,7 @@ class Run(keras.callbacks.Callback):
             keep: how many of the newest checkpoints are kept, besides the best.
             log_every: steps between two ``train`` events in ``metrics.jsonl``, and of TensorBoard.
             best_metric, best_direction: which value of the validation makes the best checkpoint, without ``val_``.
-            resume: ``"auto"``, ``"never"`` (a fresh directory beside it) or ``"must"``.
+            resume: ``"auto"``, ``"never"`` (a new directory) or ``"must"``.
             hang_timeout: seconds after which ranks that do not move are ended with exit code 6; 0: no watch.
             max_hours: hours after which the run saves and ends with exit code 75.
 

@@ -99,7 +99,7 @@ def PartialDistributedGradientTape(  # noqa: N802 (upstream's name)
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """``DistributedGradientTape``, but for some layers, whose gradients stay on their rank.
+    """``DistributedGradientTape``, except for some layers, whose gradients are not reduced.
 
     Args:
         local_layers: a layer, or a list of layers. They must be built.

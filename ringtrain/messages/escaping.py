@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# What moves the cursor, ends a line or turns the direction of writing: control characters but for the tab, and
+# What moves the cursor, ends a line or turns the direction of writing: control characters except the tab, and
 # Unicode's own. Also what stands for bytes that are no UTF-8 (PEP 383), which not every stream can write.
 UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")

@@ -24,7 +24,7 @@ def describe_hiding(error: BaseException) -> str:
             continue
         if module in sys.stdlib_module_names:
             return f"{os.path.join(folder, name)} hides Python's own module {module!r}{RENAME}"
-        # In the working directory, or beside the script. From elsewhere a newer version may be meant to hide it.
+        # In the working directory, or in that of the script. From elsewhere a newer version may be meant to hide it.
         found = importlib.machinery.PathFinder.find_spec(module, path[1:]) if folder == path[0] else None
         if found is not None and found.origin:
             return f"{os.path.join(folder, name)} hides the installed package {module!r}{RENAME}"

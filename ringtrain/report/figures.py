@@ -176,7 +176,7 @@ def _outline(x: Numbers, lows: Numbers, highs: Numbers) -> dict[str, Any]:
 
 
 def _marks(runs: Sequence[DrawnRun]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The line and the glyph of what happened; glyphs of one place stand beside each other."""
+    """The line and the glyph of what happened; glyphs of one place are next to each other."""
     taken: Counter[float] = Counter()
     for place, run in enumerate(runs):
         for mark in run.marks:

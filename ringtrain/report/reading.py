@@ -32,7 +32,7 @@ class RunRecord:
     path: Path  # as the user named it
     settings: dict[str, Any] = field(default_factory=dict)  # flat, such as {"optimizer.lr": 0.01}
     events: list[dict[str, Any]] = field(default_factory=list)  # in their order; those that need a step have one
-    num_unreadable: int = 0  # lines that are no event, but for a last one that is cut off while it is written
+    num_unreadable: int = 0  # lines that are no event, except a last one that is cut off while it is written
     facts: dict[str, Any] = field(default_factory=dict)  # what its newest checkpoint says of the program that wrote it
     images: dict[str, ImageSet] = field(default_factory=dict)  # what its workload showed, by name
 

@@ -27,8 +27,8 @@ from ringtrain.run.lease import acquire_lease
 from ringtrain.run.progress import Progress
 from ringtrain.run.store import find_newest, remove_unfinished, set_aside, step_name
 
-# Settings that do not enter what is trained (but for dropout's draws, which are others by XLA, as by other ranks). The
-# length of a run enters only where the learning rate follows it.
+# Settings that do not change the training (except dropout's draws, which differ with XLA and the number of ranks). The
+# length of a run counts only if the learning rate depends on it.
 FREE_SETTINGS = {
     "backend", "cache", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
     "detached", "exit_timeout", "hang_timeout", "init_from", "jit_compile",

@@ -83,7 +83,7 @@ def find_launcher() -> int | None:
 
 
 class Lineage:
-    """The processes between a rank and its launcher, both included but for the rank, as they were at the start."""
+    """The processes between a rank and its launcher, with the launcher, without the rank, as they were at the start."""
 
     def __init__(self) -> None:
         """Take this process' parent if no launcher is known by its name, such as Slurm's."""

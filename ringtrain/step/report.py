@@ -14,7 +14,7 @@ import tensorflow as tf
 # to end the training after the step, and what they have for the next one.
 CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes", "next_samples")
 NUM_EXTRA_SCALARS = 2  # the last of them are what each rank tells the others, besides what it computes
-# What a step returns behind the control vector: already identical on every rank but for the last two. Communication
+# What a step returns behind the control vector: already identical on every rank except the last two. Communication
 # is how long this rank waited for the sums after its own last gradient; 0 if that is not timed.
 STEP_FACTS = (
     "is_finite", "gradient_norm", "learning_rate", "loss_scale", "divergent_state", "local_data_loss",

@@ -2,7 +2,7 @@
 
 Each rank computes the gradient of the sum of its samples' losses over the planned number of samples of the *global*
 batch; the sum of that over the ranks is the gradient of the mean over the global batch, exactly, however ragged the
-ranks' shares are. Beside the gradients travels the control vector, a few sums that say how the step went; every
+ranks' shares are. The control vector is reduced with the gradients: a few sums that say how the step went; every
 decision is taken from these reduced numbers, which are the same on every rank.
 """
 
@@ -90,7 +90,7 @@ class TrainStep:
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
     def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:
-        """Trace the step that most batches take; if XLA cannot compile it and need not, once more without."""
+        """Trace the step that most batches take; if XLA cannot compile it and need not, again without."""
         self._local_gradients = LocalGradients(
             workload, config, self.model, self.loss_scale, dtype=self._dtype, rank=rank, jit_compile=jit_compile
         )
@@ -218,7 +218,7 @@ class TrainStep:
     def find_nonfinite_gradients(self, batch: Batch) -> list[str]:
         """The weights whose gradient by this rank's samples alone is not finite, in the order of the model.
 
-        It computes the gradients of the batch once more, and changes nothing. Every rank must call it.
+        It computes the gradients of the batch again, and changes nothing. Every rank must call it.
         """
         if not (batch.indices.shape[0] or self._local_gradients.needs_every_rank):
             return []
@@ -310,7 +310,7 @@ class TrainStep:
 
 
 def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) -> tuple[Any, Found]:
-    """A function of a batch and tensors, traced, and what its trace found beside them, such as a structure."""
+    """A function of a batch and tensors, traced, and other results of its trace, such as a structure."""
     found = []
 
     def compute(*arguments: Any) -> Any:

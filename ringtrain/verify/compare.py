@@ -13,7 +13,7 @@ them. So a tensor is held against the largest value of its kind (weights, or one
 or against a ten-thousandth of the largest one in the model.
 
 An optimizer may make much of such a gradient: Lion takes its sign, and Adam divides by its size if that is above
-epsilon. How far rounding moves a value is then measured: the reference trains once more, from weights that differ in
+epsilon. How far rounding moves a value is then measured: the reference trains again, from weights that differ in
 their last bit. What differs between world sizes by less than ``noise_factor`` times what that changes is not determined
 by the training; such tensors are named, and their gradients are what is compared, by the slots that add them up and by
 the step in float32, which is one of plain SGD. The losses never depend on such a weight, so there rounding excuses

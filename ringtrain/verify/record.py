@@ -197,7 +197,7 @@ def explaining_float64(config: Config) -> Iterator[None]:
 
 
 def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *, is_reference: bool = False) -> None:
-    """Train, and write down what came of it; a reference once more, from weights that differ in their last bit."""
+    """Train, and record the results; a reference again, from weights that differ in their last bit."""
     first, slots = [variable.numpy() for variable in job.step.variables], job.step.gather_shared_out()
     narrow = [] if trial.is_lossy else find_narrow(job)
     types = [lossy_type(trial.config)] if trial.is_lossy else [trial.config.precision, *(n.dtype for n in narrow)]

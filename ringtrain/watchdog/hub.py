@@ -54,7 +54,7 @@ def listen(world: World) -> tuple[socket.socket, list[str]]:
 
 
 def find_addresses() -> list[str]:
-    """The IPv4 addresses of this host's interfaces that are up, but for the loopback."""
+    """The IPv4 addresses of this host's interfaces that are up, without the loopback."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -57,7 +57,7 @@ class Autoencoder(Workload):
         return keras.ops.mean(keras.ops.square(outputs - keras.ops.cast(y, outputs.dtype)), axis=(1, 2, 3))
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
-        """Each image beside its reconstruction, and the distributions of each layer's weights and outputs."""
+        """Each image next to its reconstruction, and the distributions of each layer's weights and outputs."""
         import keras
 
         layers = [layer for layer in model.layers if layer.weights]

@@ -14,7 +14,7 @@ from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, is_users_own
 from ringtrain.workloads.base import Workload
 
-# The keys of the events in metrics.jsonl beside which the metrics stand.
+# The keys of the events in metrics.jsonl, in addition to the metrics.
 RESERVED_NAMES = {
     "communication_sec", "compute_sec", "data_loss", "epoch", "event", "examples_per_sec", "gradient_norm",
     "input_sec", "loss", "lr", "other_sec", "samples", "samples_seen", "sec_per_step", "seconds", "step", "time",

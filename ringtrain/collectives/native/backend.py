@@ -1,4 +1,4 @@
-"""Sums and gathers by operations of ringtrain's own, within nodes and between them, beside Horovod or alone.
+"""Sums and gathers by operations of ringtrain's own, within nodes and between them, with Horovod or without.
 
 They are in C++, and TensorFlow calls them itself: a sum waits neither for Horovod's cycle, nor for Python's
 interpreter. If a step makes all its sums at one place, the ranks need no agreement on an order: whoever comes there

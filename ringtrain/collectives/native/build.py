@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def compile_library() -> str | None:
-    """Compile it beside its sources; why that failed, or None. An older one does not stay: it may not fit them."""
+    """Compile it next to its sources; return why that failed, or None. Remove an older one, which may not fit them."""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     sources = sorted(map(str, HERE.glob("*.cc")))
     aside = LIBRARY.with_suffix(f".{os.getpid()}")

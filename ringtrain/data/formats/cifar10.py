@@ -225,7 +225,7 @@ def _download_to(archive: Path, download: Download) -> None:
 def _copy(download: Download, file: BinaryIO) -> str:
     """Write what the address gives into a file, and return its MD5."""
     deadline = time.monotonic() + download.limit_s
-    digest = hashlib.md5(usedforsecurity=False)  # what is published beside the archive
+    digest = hashlib.md5(usedforsecurity=False)  # published with the archive
     try:
         response = urllib.request.urlopen(download.url, timeout=min(SILENCE_LIMIT_S, download.limit_s))
     except urllib.error.HTTPError as error:

@@ -51,7 +51,7 @@ class Converted(NamedTuple):
 
 
 def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: int | None = None) -> Converted:
-    """Write the samples of a directory as TFRecord files, and the names of the classes beside them.
+    """Write the samples of a directory as TFRecord files, and a file with the names of the classes.
 
     Everything is written into a directory of another name, which is renamed at the end: the destination is whole, or
     not there.

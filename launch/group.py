@@ -82,7 +82,7 @@ class Requests:
             return
         # A terminal that is closed is no reason to lose anything.
         wanted = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
-        again = "; Ctrl-C once more ends them at once" if number == signal.SIGINT else ""
+        again = "; Ctrl-C again ends them at once" if number == signal.SIGINT else ""
         print_line(f"{signal.Signals(number).name}: the ranks save and leave{again}")
         self.signals.append(wanted)
 

@@ -217,7 +217,7 @@ class Config:
     """checkpoint, or run directory, whose weights a new run starts from"""
 
     backend: Literal["auto", "native", "horovod", "solo"] = "auto"
-    """who carries the reductions: auto is solo without a launcher, else Horovod (MPI where that is not installed), and
+    """who carries the reductions: auto is solo without a launcher, else Horovod (MPI if that is not installed), and
     among the cores of a single node ringtrain itself for what is short, or for all where each rank has one core; native
     is ringtrain for all sums, also between nodes, and MPI for the rest; horovod is Horovod for everything"""
 
@@ -225,7 +225,7 @@ class Config:
     """type in which gradients travel"""
 
     jit_compile: Literal["auto", "true", "false"] = "auto"
-    """whether XLA compiles the forward and backward pass of a rank; sums and update stay outside. auto: on GPUs, where
+    """whether XLA compiles a rank's forward and backward pass; sums and update are not compiled. auto: on GPUs, where
     all operations of the model can be compiled"""
 
     shard_optimizer: bool = False
@@ -252,7 +252,7 @@ class Config:
 
     # What a tracker's last upload needs; an allocation that idles for a minute costs less than what it would lose.
     exit_timeout: float = 60.0
-    """seconds that threads, child processes and atexit handlers of your own have when the run has ended; 0: any time"""
+    """seconds that threads, child processes and atexit handlers of your code have after the run; 0: any time"""
 
     detached: bool = False
     """whether the ranks train on where their launcher has been killed; else they save and leave"""

@@ -45,7 +45,7 @@ def export(workload: Workload, config: Config, checkpoint_path: Path, output: Pa
     if parts.has_code:
         raise UsageError(
             f"the model of {config.workload!r} has a Lambda layer or a TFSMLayer, whose code Keras will not load from "
-            "a file. Make it a layer of a class of its own, or give --format saved_model."
+            "a file. Make it a layer of a class, or give --format saved_model."
         )
     write_model(model, output, form)
     return [

@@ -143,7 +143,7 @@ def why_not_again(ended: Ended) -> str | None:
     if not ended.has_saved and not ended.max_restarts:
         return ""
     if ended.begins_anew:
-        return "Not started again: the settings say resume: never, so that it would begin anew."
+        return "Not started again: the settings say resume: never, so that it would start from the beginning."
     if ended.restarts >= ended.max_requeues:
         return (
             f"Not started again: {ended.restarts} restarts are behind it, and --max_requeues is {ended.max_requeues}."
@@ -339,13 +339,13 @@ def start_again(job: str, script: Path, ended: Ended, *, told: Path) -> None:
     if ask_state(job):
         return  # it was done, and the answer was lost: a second job would train the same again
     forget(next_start)
-    print_line(f"scontrol does not requeue job {job}: {refusal}. Submitting its script anew.")
+    print_line(f"scontrol does not requeue job {job}: {refusal}. Submitting its script again.")
     environ = {**without_job(os.environ), RESTARTS_VARIABLE: str(ended.restarts + 1)}
     answer = submit(f"--dependency=afterany:{job}", str(script), environ=environ)
     if answer.is_good:
         write_failures(told.with_name(f"{answer.text}-0"), failures)
-        print_line(f"job {answer.text} goes on when this one has ended. Follow it in the output file with that number.")
-    else:
         print_line(
-            f"sbatch does not take the script either: {answer.text}. Nothing goes on by itself: submit the job again."
+            f"job {answer.text} continues when this one has ended. Follow it in the output file with that number."
         )
+    else:
+        print_line(f"sbatch refused the script as well: {answer.text}. The job does not continue: submit it again.")

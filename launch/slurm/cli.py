@@ -95,8 +95,8 @@ def refuse_directory(request: JobRequest, directory: Path) -> None:
     """Refuse one whose name Slurm would read as another, and fail the job without a word."""
     if not Path(request.output).is_absolute() and set("%\\") & set(str(directory)):
         raise UsageError(
-            f"output is {request.output!r}, in the directory {str(directory)!r}; Slurm takes % and \\ in a path for "
-            "signs of its own. Submit from another directory, or give --output an absolute path."
+            f"output is {request.output!r}, in the directory {str(directory)!r}; Slurm reads % and \\ in a path as "
+            "patterns. Submit from another directory, or give --output an absolute path."
         )
 
 

@@ -139,7 +139,7 @@ class JobRequest:
         if seconds <= self.signal_seconds:
             raise UsageError(
                 f"time is {self.time!r}, {seconds} seconds, and signal_seconds is {self.signal_seconds}: the ranks "
-                "would be told to stop as soon as they start. Ask for more time, or give fewer --signal_seconds."
+                "would be asked to stop as soon as they start. Ask for more time, or give fewer --signal_seconds."
             )
 
     def _check_environment(self) -> None:

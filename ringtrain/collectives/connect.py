@@ -104,7 +104,7 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
         raise UsageError(
             f"{collective.description} sums wrongly: rank + 1 over all ranks is {expected:g}, but "
             f"{next(iter(wrong.values())):g} on rank {', '.join(map(str, wrong))}. "
-            f"{remedy if owners else 'Compile it anew: make setup'}."
+            f"{remedy if owners else 'Compile it again: make setup'}."
         )
 
 

@@ -80,7 +80,7 @@ def meet(facts: Facts, said: threading.Event) -> int:
     except RingtrainError as error:
         leave_alone(world, [*judge(facts), cannot_join(str(error), "")], said)
     except Exception as error:  # Horovod's and MPI's own errors are of many kinds
-        remedy = "mend what is broken above; where nothing is, try horovodrun --gloo"
+        remedy = "mend what is broken above; if nothing is, try horovodrun --gloo"
         leave_alone(world, [*judge(facts), cannot_join(shorten(f"{type(error).__name__}: {error}"), remedy)], said)
     collective.close()
     if code:  # the launcher ends this rank once another has left: with a code of its own, where Python is cleaning up

@@ -72,10 +72,10 @@ class RunOptions:
     """best, newest, or a name such as step-000001000"""
 
     workload: str | None = None
-    """the run's workload, as in training, where it is code of your own (the run's, where built in)"""
+    """the run's workload, as in training, if it is your own code (the run's, if built in)"""
 
     data_dir: Path | None = None
-    """directory of the workload's data, where it has moved"""
+    """directory of the workload's data, if it has moved"""
 
 
 def read_settings(command: str, options: RunOptions, arguments: Sequence[str], world: World) -> dict[str, Any]:
@@ -104,13 +104,13 @@ def read_settings(command: str, options: RunOptions, arguments: Sequence[str], w
     if is_file_within(spec, run):
         raise UsageError(
             f"the workload {spec!r} is Python code in the run directory itself, which may come from anybody: {command} "
-            "does not run it. Where you trust it, copy it to another directory and name the copy with --workload."
+            "does not run it. If you trust it, copy it to another directory and name the copy with --workload."
         )
     if options.workload is None:
         typed = shlex.join([*PROGRAM.split(), command, *arguments, "--workload", spec])
         raise UsageError(
             f"the run's {CONFIG_FILE} names the workload {spec!r}: Python code, which {command} would run. A run "
-            f"directory may come from anybody, so the command has to name it. Where you trust it: {typed}"
+            f"directory may come from anybody, so the command has to name it. If you trust it: {typed}"
         )
     return explicit
 

@@ -32,7 +32,7 @@ class Form:
             raise DataError(
                 f"rank {rank} was fed {describe_structure((x, y))} in step {step + 1}; each batch must have the first "
                 f"one's structure, types and shapes, {describe_structure(self._spec)}, and one number of samples in "
-                "all its arrays. Make all batches alike, such as by resizing or padding."
+                "all its arrays. Make all batches equal in shape, such as by resizing or padding."
             )
         # In this machine's byte order, and texts of any alphabet: TensorFlow takes an array's bytes as they are.
         arrays = [np.asarray(leaf, spec.dtype.as_numpy_dtype) for leaf, spec in zip(leaves, self.specs, strict=True)]

@@ -339,7 +339,7 @@ class IndexedSource:
             if _kind_of(array) != (dtype, shape):
                 raise DataError(
                     f"it has {array.dtype} {list(array.shape)} where the first has {dtype.name} {list(shape)}; all "
-                    "samples must be alike. Resize or pad them"
+                    "samples must have the same shape. Resize or pad them"
                 )
 
 

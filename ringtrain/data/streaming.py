@@ -200,7 +200,7 @@ def _open_steps(
             except ValueError as error:
                 raise DataError(
                     f"rank {world.rank} was fed a list in step {step + 1} that makes no array: "
-                    f"{describe_defect(error)} Make its rows alike, such as by padding."
+                    f"{describe_defect(error)} Make its rows equally long, such as by padding."
                 ) from error
             yield step, x, y
             step += 1

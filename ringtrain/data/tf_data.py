@@ -53,7 +53,8 @@ class Current:
                     raise DataError(
                         "the dataset cannot resume from where the checkpoint says that it was: "
                         f"{describe_defect(error)} Give the dataset that the run began with, its files where they "
-                        "were, on the same TensorFlow, or begin anew from its weights: --resume never --init_from RUN."
+                        "were, on the same TensorFlow, or start a new run from its weights: --resume never "
+                        "--init_from RUN."
                     ) from error
                 warn_of_state(error)
                 self._begin(make())

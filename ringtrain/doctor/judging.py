@@ -32,7 +32,7 @@ SHM_PER_RANK = 4 * MIB
 SHM_PER_NCCL_BUFFER = 10 * MIB
 SHM_PER_GPU = 32 * MIB
 
-SETUP = "make the environment anew: make setup (or environment.yml)"
+SETUP = "make the environment again: make setup (or environment.yml)"
 INSTALL_KERAS = "pip install 'keras>=3.10,<3.16'"
 REBUILD_HOROVOD = (
     "build it for this TensorFlow: make setup, or, in a checkout of ringtrain: "
@@ -207,7 +207,7 @@ def judge_gpus(facts: Facts) -> Finding:
         remedy = f"start at most {seen} ranks on a node, or set CUDA_VISIBLE_DEVICES= to compute on cores"
         return Finding("broken", text, remedy)
     if hardware.gpu_failure:
-        remedy = "install the NVIDIA driver anew, or give the container its GPUs (--gpus all)"
+        remedy = "reinstall the NVIDIA driver, or give the container its GPUs (--gpus all)"
         return Finding("warning", f"nvidia-smi fails: {hardware.gpu_failure}; computes on cores", remedy)
     if not gpus and not seen:
         return Finding("ok", "none: computes on cores")

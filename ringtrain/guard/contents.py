@@ -55,7 +55,7 @@ def require_same_contents(collective: Collective, contents: Contents, print_line
     if shown:
         raise DataError(describe_differences(OTHER_DATA, shown, nodes), reach="run")
     print_line(
-        f"warning: the ranks' data are the same but for rounding ({'; '.join(rounded)}), as processors of different "
+        f"warning: the ranks' data are the same except for rounding ({'; '.join(rounded)}), as processors of different "
         "kinds compute them."
     )
 

@@ -47,7 +47,7 @@ def explaining_lost_ranks() -> Iterator[None]:
         )
         if _first_lost:
             why = (
-                "it has ended, or the network to it has failed. Look for its own error; where it wrote none, it was "
+                "it has ended, or the network to it has failed. Look for its own error; if it wrote none, it was "
                 "killed, or its code left by sys.exit or os._exit."
             )
         lost = LostRanksError(f"lost {_first_lost or 'the other ranks'} while this one {place}: {why}")

@@ -45,7 +45,7 @@ TENSORFLOW_SETTINGS = (
 )  # fmt: skip
 NOT_SET = "nothing"
 SAME_COMMAND = "nothing was trained. Start all with the same command, in the same environment, from the same files."
-OTHER_START = f"the ranks were not started alike; {SAME_COMMAND}"
+OTHER_START = f"the ranks were started differently; {SAME_COMMAND}"
 OTHER_CODE = f"the ranks run different code; {SAME_COMMAND}"
 OTHER_DATA = "the ranks have different data; nothing was trained. All nodes must see the same files."
 OTHER_MODEL = (

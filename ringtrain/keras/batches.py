@@ -171,7 +171,8 @@ class Batches:
                     return
                 raise DataError(
                     f"the data end before batch {start.batches} of epoch {start.epochs + 1}, which the checkpoint has "
-                    "trained already. Give the data that the run began with, or start anew: Run(..., resume='never')."
+                    "trained already. Give the data that the run began with, or start a new run: "
+                    "Run(..., resume='never')."
                 )
 
     def _restore(self, iterator: Any, state: bytes) -> None:
@@ -180,5 +181,5 @@ class Batches:
         except (AttributeError, tf.errors.OpError) as error:
             raise DataError(
                 f"the data cannot resume from where the checkpoint says that they were: {error}. Give the pipeline and "
-                "the files with which the run began, or start anew: Run(..., resume='never')."
+                "the files with which the run began, or start a new run: Run(..., resume='never')."
             ) from error

@@ -160,7 +160,7 @@ def require_same_kinds(variables: Iterable[Any], collective: ProcessSetCollectiv
         raise UsageError(
             f"rank {collective.ranks[0]} has {len(all_kinds[0])} variables {purpose}, and rank {rank} "
             f"has {len(others)}; they differ first at number {number}: {first} and {other}. Create the same "
-            "model and optimizer on every rank, built alike: from data of one shape."
+            "model and optimizer on every rank, built from data of one shape."
         )
 
 

@@ -1,4 +1,4 @@
-"""``compile(jit_compile=True)``: XLA compiles a step's forward and backward pass; sums and update stay outside."""
+"""``compile(jit_compile=True)``: XLA compiles a step's forward and backward pass; sums and update are not compiled."""
 
 from __future__ import annotations
 

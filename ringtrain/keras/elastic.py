@@ -84,8 +84,7 @@ def telling_lost_ranks() -> Iterator[None]:
         if not any(sign in str(error) for sign in LOST_SIGNS):
             raise
         log.warning(
-            "ringtrain.keras: rank %d lost another: it takes back its last commit, and goes on with those that there "
-            "are. %s",
+            "ringtrain.keras: rank %d lost another: it restores its last commit, and continues with the others. %s",
             hvd.rank(),
             str(error).strip().splitlines()[-1],
         )

@@ -218,7 +218,7 @@ class TrainingGuard(keras.callbacks.Callback):
         weights, ranks, node = self._shared_weights(), collective.ranks, collective.world.node
         mine = [[hash_bits(weight.numpy()) for weight in weights], node, read_rate(self.model.optimizer)]
         hashes, nodes, rates = zip(*all_gather_object(collective, mine, name="guard_weights"), strict=True)
-        remedy = "Create the same model on every rank, built alike."
+        remedy = "Create and build the same model on every rank."
         _require_equal(list(map(len, hashes)), ranks, "numbers of weights", remedy)
         _require_equal(rates, ranks, f"learning rates after epoch {epoch + 1}", RATE_REMEDY, ReplicasDifferError)
         drift = describe_drift([w.path for w in weights], hashes, dict(zip(ranks, nodes, strict=True)), ranks)

@@ -153,7 +153,7 @@ class KeptFit:
             if progress.batches_done:
                 self._console.line(
                     f"the checkpoint was written by {self._start.size} ranks, and {size} go on: epoch "
-                    f"{progress.epochs_done + 1} begins anew with its weights"
+                    f"{progress.epochs_done + 1} starts again with its weights"
                 )
             progress.batches_done, place = 0, Place(progress.epochs_done)
         self.model._initial_epoch = progress.epochs_done
@@ -403,7 +403,7 @@ class KeptFit:
         if self._is_complete:
             self._console.line(
                 f"the run in {path} is complete: {self._step} steps, whose weights the model has now. "
-                "Run(..., resume='never') starts anew beside it."
+                "Run(..., resume='never') starts a new run."
             )
             return
         warn_of_best(self._config, self._console.line)

@@ -170,8 +170,8 @@ class Run(keras.callbacks.Callback):
     def _check_use(self, initial_epoch: int, *, is_alone: bool) -> None:
         if self._was_used or Run.current is not None or not is_alone:
             raise UsageError(
-                "callbacks.Run was given twice. One Run keeps one fit(), and a fit() has one: make another with a "
-                "directory of its own for each fit()."
+                "callbacks.Run was given twice. One Run keeps one fit(), and a fit() has one: make another with "
+                "another directory for each fit()."
             )
         if is_elastic():
             raise UsageError(

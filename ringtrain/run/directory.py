@@ -208,14 +208,13 @@ def read_config(path: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise UsageError(
-            f"{str(file)!r} cannot be read: {error.strerror}. Restore it, or start anew beside this run with --resume "
-            "never."
+            f"{str(file)!r} cannot be read: {error.strerror}. Restore it, or start a new run with --resume never."
         ) from None
     except (yaml.YAMLError, ValueError):
         values = None
     if not isinstance(values, dict) or not isinstance(values.get("optimizer"), dict):
         raise UsageError(
-            f"{str(file)!r} is damaged: it holds no settings of a run. Restore it, or start anew beside this run with "
+            f"{str(file)!r} is damaged: it holds no settings of a run. Restore it, or start a new run with "
             "--resume never."
         )
     return values

@@ -111,7 +111,7 @@ def acquire_lease(
         ) from error
     raise UsageError(
         f"the run directory {str(run)!r} is wanted by too many runs at once, or something else wrote into "
-        f"{str(directory)!r}. Give each run its own --out; where none is running, remove that directory."
+        f"{str(directory)!r}. Give each run its own --out; if none is running, remove that directory."
     )
 
 

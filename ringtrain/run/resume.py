@@ -123,7 +123,7 @@ def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[
     if checkpoint is None:
         if config.resume == "must":
             raise UsageError(f"resume is 'must', but the run in {str(directory.path)!r} holds no checkpoint yet.")
-        print_line(f"the run in {directory.path} holds no checkpoint yet: it starts anew")
+        print_line(f"the run in {directory.path} holds no checkpoint yet: it starts from the beginning")
         return None
     for moved in set_aside(directory.checkpoints, checkpoint.step):
         print_line(f"warning: the damaged checkpoint is kept as {moved}")
@@ -152,8 +152,8 @@ def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[s
         why = "is a file" if root.exists() else "is not there"
     raise DataError(
         f"the run in {str(directory.path)!r} has saved checkpoints, the newest of step {saved} ({METRICS_FILE} says "
-        f"so), but {str(root)!r} {why}. Mount it or bring it back, and start the same command again; or start anew "
-        "beside this run with --resume never."
+        f"so), but {str(root)!r} {why}. Mount it or bring it back, and start the same command again; or start a new "
+        "run with --resume never."
     )
 
 
@@ -181,18 +181,18 @@ def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Ma
     other = f" with other settings ({'; '.join(changed)})" if changed else ""
     raise UsageError(
         f"the newest checkpoint there, {str(path)!r}, is of another run{other}: it is of {describe_identity(theirs)}, "
-        f"and {str(directory.path)!r} is that of {describe_identity(own)}. Move it away to go on; to begin a new run "
+        f"and {str(directory.path)!r} is that of {describe_identity(own)}. Move it away to resume; to begin a new run "
         f"with its weights, give another --out, and --init_from {shlex.quote(str(path))}."
     )
 
 
 def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """See that a run resumes as it began."""
+    """Raise if a run would resume with other settings."""
     changed = list_changed_settings(former, wanted)
     if changed:
         raise UsageError(
             f"the run in {str(path)!r} was started with other settings: {'; '.join(changed)}. Give the former ones to "
-            "go on, or start anew elsewhere with --out, or beside it with --resume never (--out then goes on with it)."
+            "resume, or start a new run with another --out, or with --resume never (--out then resumes that one)."
         )
 
 

@@ -87,7 +87,7 @@ def find_newest(
     if damages:
         raise DataError(
             f"{str(root)!r} holds {len(damages)} checkpoint{'s' if len(damages) > 1 else ''}, and none is whole: "
-            f"{' '.join(damages)} Put a whole one back, or start anew beside this run with --resume never."
+            f"{' '.join(damages)} Put a whole one back, or start a new run with --resume never."
         )
     return None, []
 

@@ -30,11 +30,11 @@ class Phase(enum.Enum):
     COMPILE = ("create the model and compile its step", None)
     RESTORE = ("set the first weights", None)
     DATA = ("wait for data of step {step}", None)
-    STEP = ("stand in step {step}", "in step {step}")
+    STEP = ("are in step {step}", "in step {step}")
     GRADIENTS = ("wait for data or gradients of step {step}", None)  # of a step that reads its data itself
     CALLBACKS = ("run the callbacks after step {step}", None)
     EVALUATION_DATA = ("wait for data of batch {step} of the evaluation", None)
-    EVALUATION_STEP = ("stand in batch {step} of the evaluation", "in batch {step} of the evaluation")
+    EVALUATION_STEP = ("are in batch {step} of the evaluation", "in batch {step} of the evaluation")
     CHECK = ("compare the weights of step {step}", None)
     LOG = ("write the log of step {step}", None)
     SAVE = ("save step {step}", None)
@@ -57,7 +57,7 @@ class Note(NamedTuple):
     def words_of_one(self) -> str:
         """The phase in words, after "rank 0"."""
         verb, _, rest = self.words.partition(" ")
-        return f"{verb}s {rest}"
+        return f"{'is' if verb == 'are' else f'{verb}s'} {rest}"
 
     @property
     def may_hold_lock(self) -> bool:

@@ -103,7 +103,7 @@ def _watch(has_left_ranks: bool, timer: _Timer) -> None:
     how = "It keeps waiting" if waits else f"It leaves with exit code {_earned_code()}"
     message = (
         f"{_name} (pid {os.getpid()}) is still there {_timeout:g} s after its program has ended, kept by "
-        f"{describe_keepers(children)}. {how}. What your code starts it should end, or make a daemon; where that may "
+        f"{describe_keepers(children)}. {how}. Your code should end what it starts, or make it a daemon; if that may "
         "take so long, raise --exit_timeout."
     )
     with contextlib.suppress(OSError):

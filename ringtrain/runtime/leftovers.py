@@ -63,7 +63,7 @@ def main(name: str, seconds: str, *numbers: str) -> None:
     commands = ", ".join(f"{pid} ({describe_command(pid)})" for pid in pids)
     message = (
         f"{name} has left processes that hold its output, for which the launcher waits: {commands}. They are ended, "
-        f"{timeout:g} s after it. Give such a process an output of its own, or raise --exit_timeout."
+        f"{timeout:g} s after it. Redirect the output of such a process, or raise --exit_timeout."
     )
     with contextlib.suppress(OSError):
         os.write(2, f"ringtrain: warning: {message}\n".encode())

@@ -104,7 +104,7 @@ class TrainStep:
             return
         is_unknown = compiled.function.has_unknown_lengths
         if is_unknown and not is_forced:
-            self.not_compiled = "the lengths of a sample are not known before, and it would compile each anew"
+            self.not_compiled = "the lengths of a sample are not known before, and it would compile each length"
         # Where lengths are not known it cannot be tried; Python is what XLA has under no length.
         elif why := ", ".join(self.python_operations()[:MAX_NAMED]) if is_unknown else compiled.function.why_not():
             if is_forced:

@@ -124,7 +124,7 @@ def warn_of_settings(
     if step.not_compiled:
         print_line(f"XLA compiles no part of the step: {step.not_compiled}.")
     elif step.compiled is not None:
-        print_line("XLA compiles each rank's forward and backward pass; sums and update stay outside.")
+        print_line("XLA compiles each rank's forward and backward pass; sums and update are not compiled.")
     if config.shard_optimizer and step.sharded is None:
         print_line("warning: --shard_optimizer has no effect: there is one rank, which updates all weights.")
     if is_parallel and config.accumulate > 1 and workload.needs_every_rank:

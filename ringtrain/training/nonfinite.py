@@ -71,7 +71,7 @@ class NonfiniteGuard:
         if self._job.config.on_nonfinite == "stop":
             raise DivergedError(
                 f"{message} Nothing was updated by this step. Lower --optimizer.lr, add --optimizer.clip_global_norm "
-                "or --optimizer.warmup_epochs, look at the data, or go on with --on_nonfinite skip."
+                "or --optimizer.warmup_epochs, look at the data, or use --on_nonfinite skip."
             )
         if self._training.progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise DivergedError(f"{message} That is {MAX_SKIPPED_IN_A_ROW} skipped steps in a row.")

@@ -97,7 +97,7 @@ class CheckpointWriter:
         if is_best:
             best = find_best(self._run.checkpoints)
             is_former = best is not None and not best.name.endswith(step_name(checkpoint.step))
-            stands = "The best one before it stands" if is_former else "There was no best one before it"
+            stands = "The best one before it is kept" if is_former else "There was no best one before it"
         return (
             f"the {'best ' if is_best else ''}checkpoint of step {checkpoint.step} cannot be written below "
             f"{str(self._run.checkpoints)!r}: {error.strerror or error}. {stands}."
@@ -153,7 +153,8 @@ def restore(job: Job, checkpoint: Checkpoint) -> None:
         if checkpoint.run.get(name) != value:
             raise UsageError(
                 f"the newest checkpoint of the run is of another run: its {name} is {checkpoint.run.get(name)}, not "
-                f"{value}. Give the data and the workload that the run began with, or start anew with --resume never."
+                f"{value}. Give the data and the workload that the run began with, or start a new run with "
+                "--resume never."
             )
     set_values(job.step.named_variables, checkpoint.variables, shared_out=job.step.shapes_of_shared_out)
 
@@ -175,7 +176,7 @@ def set_values(
         differences = [*([names] if names else []), *changed[:5]]
         raise UsageError(
             f"the model or the optimizer is not the one that the run began with: {'; '.join(differences)}. "
-            "Bring the former one back, or start anew with --resume never and --init_from."
+            "Bring the former one back, or start a new run with --resume never and --init_from."
         )
     for name, variable in variables.items():
         variable.assign(values[name])

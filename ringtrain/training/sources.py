@@ -35,7 +35,7 @@ def open_sources(
     if has_order_of_ranks and former_size not in (None, size):
         raise UsageError(
             f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
-            f"were fed cannot be divided anew. Start {former_size} ranks, or start anew with --resume never."
+            f"were fed cannot be divided again. Start {former_size} ranks, or start a new run with --resume never."
         )
     contents = Contents(sources._asdict())
     return cache_sources(sources, config, collective, num_threads=num_threads), contents

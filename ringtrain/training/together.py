@@ -56,9 +56,7 @@ def train_together(
         console.line(line)
     with opened_together(prepared.config, collective, requests, watchdog, console) as (start, opened):
         if start.is_complete:
-            console.line(
-                f"the run in {start.name} is complete: {start.step} steps. --resume never starts anew beside it."
-            )
+            console.line(f"the run in {start.name} is complete: {start.step} steps. --resume never starts a new run.")
             return None
         with leaving.ending_forked(), explaining_lost_ranks(), explaining_memory(prepared.config):
             result = train(prepared, collective, start=start, opened=opened, requests=requests, console=console)

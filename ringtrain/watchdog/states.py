@@ -141,13 +141,13 @@ def find_busy(states: Mapping[int, RankState]) -> list[int]:
 
 
 def describe_group(ranks: Sequence[int], state: RankState, nodes: Sequence[str]) -> str:
-    """Describe the phase of some ranks, and since when."""
+    """Describe the phase of some ranks, and for how long they have been in it."""
     who = name_ranks(ranks, nodes)
-    words, be = (state.note.words_of_one, "is") if len(ranks) == 1 else (state.note.words, "are")
+    words, have = (state.note.words_of_one, "has") if len(ranks) == 1 else (state.note.words, "have")
     if state.is_missing:
         how = "gone" if state.is_gone else "silent"
-        return f"{who} {be} {how} since {state.silent:.0f} s (last words: {words})"
-    return f"{who} {words} since {state.all_still:.0f} s{f', in {state.where}' if state.where else ''}"
+        return f"{who} {have} been {how} for {state.silent:.0f} s (before: {words})"
+    return f"{who} {words} ({state.all_still:.0f} s){f', in {state.where}' if state.where else ''}"
 
 
 def group_alike(ranks: Sequence[int], states: Mapping[int, RankState], *, by_time: bool) -> list[list[int]]:

@@ -41,7 +41,7 @@ class Fault:
 
 
 KILLED = r"launch: rank {rank} on {node} \(pid \d+\) was killed by %s, the first to end"
-STOPPED = r"error: .*(rank {rank} on {node} is silent since \d+ s|nothing was heard of rank {rank} on {node}\.)"
+STOPPED = r"error: .*(rank {rank} on {node} has been silent for \d+ s|nothing was heard of rank {rank} on {node}\.)"
 FAILED = r"(?s)Traceback.*error: rank {rank} on {node} failed: .*ZeroDivisionError: the fault of rank {rank}"
 FAULTS = {
     "SIGKILL": Fault(signal=signal.SIGKILL, exit_code=1, status=None, named=KILLED % "SIGKILL"),

@@ -135,4 +135,4 @@ def test_where_no_launcher_ends_the_others_they_leave_once_a_rank_has_died(rank:
         run.wait()
     [last] = events(run.out, "end")
     # Who sees it first: the watchdog, or the sum that waits for it.
-    assert re.search(rf"rank {rank} on {NODE} (is gone since|while this one)", last["message"]), last
+    assert re.search(rf"rank {rank} on {NODE} (has been gone for|while this one)", last["message"]), last

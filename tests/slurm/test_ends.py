@@ -67,7 +67,7 @@ def test_where_a_requeue_is_refused_another_job_goes_on_and_restarts_are_bounded
     send(first)
     assert (first.wait_for_end(), cluster.exit_code(first.number)) == ("FAILED", 75)
     saved = last_step(out)
-    found = re.search(r"^job (\d+) goes on when this one has ended", first.said[-1])
+    found = re.search(r"^job (\d+) continues when this one has ended", first.said[-1])
     assert found, first.output
 
     second = RunJob(cluster, int(found[1]), out)

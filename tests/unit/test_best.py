@@ -134,7 +134,7 @@ def test_what_cannot_be_removed_or_kept_as_best_is_told_as_that(
         patched.setattr(store, "_remove", refuse)
         [first, *_] = write_bests(tmp_path / "run", range(3, 5), keep=9)
     assert f"the best checkpoint of step 3 cannot be written below {root!r}: Permission denied." in first
-    assert "The best one before it stands." in first
+    assert "The best one before it is kept." in first
     rename = store._rename_over
 
     def refuse_best(source: Path, target: Path) -> None:

@@ -253,7 +253,7 @@ def test_a_run_that_saved_only_a_best_one_begins_anew_as_ever(config: Config) ->
     said: list[str] = []
     opened = open_run(config, print_line=said.append)
     opened.directory.close()
-    assert said == [f"the run in {config.out} holds no checkpoint yet: it starts anew"]
+    assert said == [f"the run in {config.out} holds no checkpoint yet: it starts from the beginning"]
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "profile"])

@@ -23,7 +23,7 @@ def test_a_real_tensor_that_does_not_fit_is_explained() -> None:
     with pytest.raises(OutOfMemoryError) as caught, explaining_memory(Config(batch_size=512)):
         tf.zeros([2**50])
     message = str(caught.value)
-    assert message.startswith("out of memory on the host while it stands in step 12, with 512 samples a rank")
+    assert message.startswith("out of memory on the host while it is in step 12, with 512 samples a rank")
     assert "OOM when allocating tensor with shape[1125899906842624]" in message
     assert "--batch_size 256 --accumulate 2, which trains the same global batch" in message
     assert "fewer ranks on a node" in message

@@ -152,7 +152,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_says_so(config
     opened.directory.close()
     said: list[str] = []
     opened = open_run(config, print_line=said.append)
-    assert said == [f"the run in {config.out} holds no checkpoint yet: it starts anew"]
+    assert said == [f"the run in {config.out} holds no checkpoint yet: it starts from the beginning"]
     assert opened.start == Start(path=str(config.out))
     assert read_events(opened.directory.path) == [("start", 0)]
     opened.directory.close()
@@ -163,7 +163,7 @@ def test_where_nothing_was_saved_other_settings_contradict_nothing(config: Confi
     open_quietly(config).directory.close()
     said: list[str] = []
     opened = open_run(replace(config, batch_size=32), print_line=said.append)
-    assert said == [f"the run in {config.out} holds no checkpoint yet: it starts anew"]
+    assert said == [f"the run in {config.out} holds no checkpoint yet: it starts from the beginning"]
     assert yaml.safe_load((opened.directory.path / CONFIG_FILE).read_text())["batch_size"] == 32
     opened.directory.close()
 

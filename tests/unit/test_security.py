@@ -107,7 +107,7 @@ def test_the_code_that_a_run_directory_names_is_run_once_the_user_names_it(
     assert main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert not witness.exists()
-    _, _, typed = line.partition("Where you trust it: python -m ringtrain ")
+    _, _, typed = line.partition("If you trust it: python -m ringtrain ")
     assert typed.split() == [*arguments, "--workload", workload]
     assert main(typed.split()) == 2
     assert witness.exists()

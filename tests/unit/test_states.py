@@ -41,41 +41,39 @@ def stands(step: int = 412, **more: float) -> RankState:
 REPORTS = {
     "one rank waits for data": (
         {0: stands(), 1: state(Phase.DATA, still=11.0, where="train.py:42 (load)"), 2: stands(), 3: stands()},
-        "nothing has moved for 10 s: rank 1 on node7 waits for data of step 412 since 11 s, in train.py:42 (load); "
+        "nothing has moved for 10 s: rank 1 on node7 waits for data of step 412 (11 s), in train.py:42 (load); "
         "ranks 0, 2, 3 wait for it in step 412.",
     ),
     "all wait for data": (
         dict.fromkeys(range(4), state(Phase.DATA)),
         "nothing has moved for 10 s: rank 0 on node6, ranks 1, 2 on node7 and rank 3 on node8 wait for data of step "
-        "412 since 10 s.",
+        "412 (10 s).",
     ),
     "nobody stands out": (
         {0: stands(), 1: stands()},
-        "nothing has moved for 10 s: rank 0 on node6 and rank 1 on node7 stand in step 412 since 10 s.",
+        "nothing has moved for 10 s: rank 0 on node6 and rank 1 on node7 are in step 412 (10 s).",
     ),
     "a callback of one reduces alone, and another saves": (
         {0: state(Phase.MEET, limit=600.0), 1: state(Phase.CALLBACKS)},
-        "nothing has moved for 10 s: rank 1 on node7 runs the callbacks after step 412 since 10 s; rank 0 waits "
-        "for it.",
+        "nothing has moved for 10 s: rank 1 on node7 runs the callbacks after step 412 (10 s); rank 0 waits for it.",
     ),
     "one is a step behind": (
         {0: stands(), 1: stands(411), 2: stands()},
-        "nothing has moved for 10 s: rank 1 on node7 stands in step 411 since 10 s; ranks 0, 2 wait for it in step "
-        "412.",
+        "nothing has moved for 10 s: rank 1 on node7 is in step 411 (10 s); ranks 0, 2 wait for it in step 412.",
     ),
     "one is silent": (
         {0: stands(), 1: stands(still=0.0, silent=10.5), 2: state(Phase.DATA, 413)},
-        "nothing has moved for 10 s: rank 1 on node7 is silent since 10 s (last words: stands in step 412); rank 0 "
+        "nothing has moved for 10 s: rank 1 on node7 has been silent for 10 s (before: is in step 412); rank 0 "
         "waits for it in step 412; rank 2 waits for it.",
     ),
     "one was stopped in a save": (
         {0: stands(), 1: state(Phase.SAVE, still=0.0, silent=10.5, limit=600.0)},
-        "nothing has moved for 10 s: rank 1 on node7 is silent since 10 s (last words: saves step 412); rank 0 waits "
+        "nothing has moved for 10 s: rank 1 on node7 has been silent for 10 s (before: saves step 412); rank 0 waits "
         "for it in step 412.",
     ),
     "one was stopped in a save, in which another waits for it": (
         {0: state(Phase.MEET, limit=600.0), 1: state(Phase.SAVE, still=0.0, silent=10.5, limit=600.0)},
-        "nothing has moved for 10 s: rank 1 on node7 is silent since 10 s (last words: saves step 412); rank 0 waits "
+        "nothing has moved for 10 s: rank 1 on node7 has been silent for 10 s (before: saves step 412); rank 0 waits "
         "for it.",
     ),
     "one is gone": (
@@ -83,17 +81,17 @@ REPORTS = {
             0: stands(still=20.0, limit=300.0, max_silence=300.0),
             1: stands(still=0.0, silent=20.4, limit=300.0, max_silence=300.0, is_gone=True),
         },
-        "nothing has moved for 20 s: rank 1 on node7 is gone since 20 s (last words: stands in step 412); rank 0 waits "
+        "nothing has moved for 20 s: rank 1 on node7 has been gone for 20 s (before: is in step 412); rank 0 waits "
         "for it in step 412.",
     ),
     "two do different things": (
         {0: state(Phase.SAVE), 1: state(Phase.DATA, 413, still=12.0), 2: state(Phase.MEET)},
-        "nothing has moved for 10 s: rank 1 on node7 waits for data of step 413 since 12 s; rank 0 on node6 saves step "
-        "412 since 10 s; rank 2 waits for them.",
+        "nothing has moved for 10 s: rank 1 on node7 waits for data of step 413 (12 s); rank 0 on node6 saves step "
+        "412 (10 s); rank 2 waits for them.",
     ),
     "one process alone": (
         {0: state(Phase.PREPARE, 0, still=600.0, limit=600.0)},
-        "nothing has moved for 600 s: rank 0 on node6 prepares the data since 600 s.",
+        "nothing has moved for 600 s: rank 0 on node6 prepares the data (600 s).",
     ),
 }
 
@@ -131,7 +129,7 @@ def test_a_long_wait_is_reported_with_its_end() -> None:
     assert find_hang(states, NODES, sees_all=True) is None
     report = find_long_wait(states, NODES, 15.0)
     assert report is not None
-    assert report.startswith("no progress for 15 s: rank 1 on node7 saves step 412 since 16 s; rank 0 waits for")
+    assert report.startswith("no progress for 15 s: rank 1 on node7 saves step 412 (16 s); rank 0 waits for")
     assert report.endswith("if nothing moves for another 585 s.")
     assert find_long_wait({**states, 2: stands(still=1.0)}, NODES, 15.0) is None
 
@@ -142,7 +140,7 @@ def test_another_rank_than_the_first_judges_only_where_the_first_is_missing() ->
     assert find_hang({2: mine}, NODES, sees_all=False) is None
     report = find_hang({0: stands(still=0.0, silent=10.0), 2: mine}, NODES, sees_all=False)
     assert report is not None
-    assert "rank 0 on node6 is silent since 10 s" in report
+    assert "rank 0 on node6 has been silent for 10 s" in report
 
 
 def test_many_groups_are_not_all_named() -> None:
@@ -174,4 +172,5 @@ def test_what_is_no_state_is_refused(message: dict[str, object]) -> None:
 def test_every_activity_can_be_said_of_one_and_of_many(doing: Phase) -> None:
     note = Note(doing, 7)
     assert "{" not in note.words + note.words_of_one + (note.place or "")
-    assert note.words_of_one.split()[0] == note.words.split()[0] + "s"
+    verb = note.words.split()[0]
+    assert note.words_of_one.split()[0] == ("is" if verb == "are" else verb + "s")

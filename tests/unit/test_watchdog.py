@@ -110,7 +110,7 @@ def run(tmp_path: Path) -> Iterator[Start]:
 def test_what_hangs_ends_with_its_stacks_and_its_name(run: Start) -> None:
     code, out, err = run("time.sleep(30)").end()
     assert code == 6
-    assert re.search(r"nothing has moved for 1 s: rank 0 on n1 stands in step 7 since 1 s\.", out)
+    assert re.search(r"nothing has moved for 1 s: rank 0 on n1 is in step 7 \(1 s\)\.", out)
     assert "raise --hang_timeout (1 s)" in out
     assert out.startswith("RECORDED [{'ranks': [0], 'text': 'Thread MainThread (most recent call first):")
     assert "ringtrain: rank 0 on n1 is here:" in err
@@ -147,7 +147,7 @@ time.sleep(30)
 """
     code, out, _ = run(body).end()
     assert code == 6
-    assert re.search(r"nothing has moved for 2 s: rank 1 on n1 waits for the other ranks since 2 s; ", out)
+    assert re.search(r"nothing has moved for 2 s: rank 1 on n1 waits for the other ranks \(2 s\); ", out)
     assert "; nothing was heard of rank 0 on n1. " in out
 
 
@@ -160,14 +160,14 @@ time.sleep(30)
 """
     code, out, _ = run(body).end()
     assert code == 6
-    assert "stands in step 7" in out
+    assert "is in step 7" in out
 
 
 def test_a_call_that_holds_pythons_lock_is_ended_from_outside(run: Start) -> None:
     program = run("move_for(0.5)\nwait_with_the_lock()")
     code, _, err = program.end()
     assert code == -signal.SIGKILL
-    assert "rank 0 on n1 stands in step 7; no other thread of it has run for 1 s. Its threads:" in err
+    assert "rank 0 on n1 is in step 7; no other thread of it has run for 1 s. Its threads:" in err
     assert "in wait_with_the_lock" in err
     assert "a call holds Python's lock" in err
     assert json.loads((program.told / "end.json").read_text())["exit_code"] == 6
@@ -305,7 +305,7 @@ watchdog._tick = 3600.0
 watchdog._star.wake()  # the tick that is under way is short
 time.sleep(0.5)
 told = threading.Semaphore(0)
-watchdog._outside.tell = lambda limit, words: told.release() if words == "stands in step 9" else None
+watchdog._outside.tell = lambda limit, words: told.release() if words == "is in step 9" else None
 activity.note(Phase.SAVE, 8, takes_long=True)
 activity.note(Phase.STEP, 9)
 print("TOLD" if told.acquire(timeout=20) else "SILENT", flush=True)

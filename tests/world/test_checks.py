@@ -83,7 +83,7 @@ def test_a_backend_whose_sums_come_back_as_they_were_is_refused_on_all(collectiv
         return Totals([*totals.tensors[:-1], tensors[-1]]) if collective.world.rank == last else totals
 
     right = size * (size + 1) // 2
-    remedy = "make setup GPU=1" if gpu else r"Compile it anew: make setup\."
+    remedy = "make setup GPU=1" if gpu else r"Compile it again: make setup\."
     with (
         patch.object(collective, "all_reduce", reduce_on_others),
         pytest.raises(UsageError, match=rf"all ranks is {right}, but {size} on rank {last}\. .*{remedy}") as caught,

@@ -115,7 +115,7 @@ def test_ctrl_c_saves(tmp_path: Path) -> None:
         run.wait_for_step(4)
         run.signal_launcher(signal.SIGINT)
         assert run.wait() == 75, run.text()
-    assert "launch: SIGINT: the ranks save and leave; Ctrl-C once more ends them at once" in run.text()
+    assert "launch: SIGINT: the ranks save and leave; Ctrl-C again ends them at once" in run.text()
     assert "saving after this step" not in run.text(), "it is acknowledged once"
     assert run.text().splitlines()[-1].startswith("launch: stopped by SIGINT at rank 0 on ")
     assert [event["exit_code"] for event in events(out, "end")] == [75]

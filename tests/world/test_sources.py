@@ -131,7 +131,7 @@ def test_rounding_is_a_warning(collective: Collective) -> None:
     [line] = said
     node = collective.world.node
     assert line.startswith(
-        f"warning: the ranks' data are the same but for rounding (train x/a of ranks 1, 2 on {node})"
+        f"warning: the ranks' data are the same except for rounding (train x/a of ranks 1, 2 on {node})"
     )
 
 

@@ -139,7 +139,9 @@ def _create_source(
     entries = index.entries
     known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
     if not len(known):
-        raise file_error(f"no record of {index.paths[0].parent} holds an image that can be read. Write the files anew.")
+        raise file_error(
+            f"no record of {index.paths[0].parent} holds an image that can be read. Write the files again."
+        )
     first = entries[known[0]]
     is_raw = bool(first["kind"] == RAW)
     fixed: dict[str, int] = {"kind": int(first["kind"])}

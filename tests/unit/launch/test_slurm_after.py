@@ -331,7 +331,7 @@ def test_where_nothing_is_taken_the_user_is_told(site: Site) -> None:
     exit_code, lines = follow_up(site, SIGNAL)
     assert exit_code == 75
     assert "exit code 1" in lines[1]
-    assert lines[2].endswith("sbatch: error: no. Nothing goes on by itself: submit the job again.")
+    assert lines[2].endswith("sbatch: error: no. It does not continue by itself: submit the job again.")
 
 
 @pytest.mark.parametrize(

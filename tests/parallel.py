@@ -85,7 +85,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByScope(LoadScopeScheduling):
         def schedule(self) -> None:
-            self.scopes = json.loads(_shared_file("scopes.json").read_text())
+            scopes = _shared_file("scopes.json")  # missing if pytest has collected nothing
+            self.scopes = json.loads(scopes.read_text()) if scopes.exists() else {}
             super().schedule()
 
         def _split_scope(self, nodeid: str) -> str:

@@ -408,5 +408,8 @@ def test_the_reader_of_indices(file: Path, records: list[int], sizes: list[int],
         file.write_bytes(b"ringtfr1" + hashlib.sha256(junk).digest() + junk)
     with in_time():
         read = tfrecord_index._read_cache(file, files)
+    # The length of a file limits how many records are read: 16 bytes hold one without data.
+    is_whole = not is_junk and len(records) <= sum(sizes) // 16
+    assert (read is not None) == is_whole
     if read is not None:
-        assert all(0 <= e["offset"] <= e["offset"] + e["length"] <= sizes[e["file"]] for e in read.entries)
+        assert read.entries.tobytes() == entries.tobytes()

@@ -73,7 +73,7 @@ def test_runs_compared(tmp_path: Path) -> None:
 
 def test_the_workloads_are_those_that_the_command_lists() -> None:
     named = re.findall(
-        r"^\| `(\w+)` \|", WORKLOADS.partition("## What is built in")[2].partition("\n## ")[0], re.MULTILINE
+        r"^\| `(\w+)` \|", WORKLOADS.partition("## Built-in workloads")[2].partition("\n## ")[0], re.MULTILINE
     )
     assert sorted(named) == sorted(BUILT_IN)
 

@@ -45,15 +45,15 @@ def depends_on_other_samples(job: Job, tolerance: float) -> bool:
 def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
     """Try a step that is not finite on the last rank that has samples; what is wrong after it, on any rank.
 
-    With a loss scale it is the gradients alone that are not finite: the scale is too high. Otherwise weights are NaN.
+    With a loss scale it is the gradients alone that are not finite: the scale is too high. Otherwise the last weight is
+    NaN, and so are the loss and all gradients. (Layers before it would compute with NaN, and some raise an error then.)
     """
     assert batch is not None
     step, collective, rank = job.step, job.collective, job.collective.world.rank
     counts = all_gather_object(collective, int(batch.indices.shape[0]), name="nonfinite/counts")
     chosen = max(number for number, count in enumerate(counts) if count)
-    spoiled = step.loss_scale.variables[:1] or [
-        weight for weight in step.model.trainable_variables if tf.as_dtype(weight.dtype).is_floating
-    ]
+    weights = [weight for weight in step.model.trainable_variables if tf.as_dtype(weight.dtype).is_floating]
+    spoiled = step.loss_scale.variables[:1] or weights[-1:]
     value = HUGE_SCALE if step.loss_scale.is_dynamic else np.nan
     before = {name: digest(variable) for name, variable in step.named_variables.items()}
     kept = [variable.numpy() for variable in spoiled]

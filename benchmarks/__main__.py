@@ -1,7 +1,7 @@
 """Measure ringtrain against plain Horovod and others.
 
-The others are tf.distribute and what no communication can be faster than. It needs a machine on which nothing else
-runs, and starts all processes itself. Use no launcher, and start it at the top of a checkout.
+The others are tf.distribute, and processes without communication (an upper bound). It needs an idle machine,
+and starts all processes itself. Use no launcher, and start it at the top of a checkout.
 
     python -m benchmarks step
     python -m benchmarks step --models CNN,WIDE --rounds 15
@@ -37,6 +37,7 @@ from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text
 from ringtrain.files.outputs import require_same_kind
 from ringtrain.messages.defects import describe_defect
+from ringtrain.messages.escaping import escape, escape_block
 from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World, read_world
 from ringtrain.training.ending import report_end
@@ -196,8 +197,8 @@ def show(path: Path, print_line: Callable[[str], None]) -> None:
             f"{str(path)!r} is no result file of the benchmarks ({describe_defect(error)}). Check the path."
         ) from error
     for line in lines:
-        print_line(line)
-    print_line(str(path))
+        print_line(escape_block(line))
+    print_line(escape(str(path)))
 
 
 def write_page(print_line: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""How fast one process reads images as a rank does, shuffled and in batches, without training: of ``bench input``.
+"""How fast one process reads images as a rank does, shuffled and in batches: for ``benchmarks input``.
 
 python -m benchmarks.own_reading --kind image_folder --data_dir DIR --output DIR
 """

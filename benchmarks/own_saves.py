@@ -1,4 +1,4 @@
-"""How long the training stands still for a save: a rank of ``bench checkpoint``.
+"""How long the training stands still for a save: a rank of ``benchmarks checkpoint``.
 
     horovodrun -np 2 python -m benchmarks.own_saves --model WIDE --how written --output DIR
 

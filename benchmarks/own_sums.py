@@ -1,4 +1,4 @@
-"""ringtrain's own collective for what leaves at once, by sizes: a rank of ``bench allreduce``.
+"""ringtrain's own collective for what leaves at once, by sizes: a rank of ``benchmarks allreduce``.
 
 horovodrun -np 2 python -m benchmarks.own_sums --sizes 4096,65536 --output DIR --how function
 

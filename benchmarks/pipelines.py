@@ -1,4 +1,4 @@
-"""The tutorial's network on the same samples through the pipelines that people have: of ``bench input``."""
+"""The tutorial's network on the same samples through the pipelines that people have: for ``benchmarks input``."""
 
 from __future__ import annotations
 

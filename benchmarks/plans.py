@@ -1,4 +1,4 @@
-"""``bench allreduce``, ``input``, ``startup``, ``checkpoint`` and ``settings``: who is measured, and what compared."""
+"""``benchmarks allreduce``, ``input``, ``startup``, ``checkpoint`` and ``settings``: contenders and comparisons."""
 
 from __future__ import annotations
 

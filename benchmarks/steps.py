@@ -1,4 +1,4 @@
-"""``bench step``, ``bench loop`` and ``bench guards``: the time of a training step."""
+"""``benchmarks step``, ``loop`` and ``guards``: the time of a training step."""
 
 from __future__ import annotations
 

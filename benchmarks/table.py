@@ -1,4 +1,4 @@
-"""A result file as a table, and the page of all results (``bench page``): each figure is from a result file."""
+"""A result file as a table, and the page of all results (``benchmarks page``): each figure is from a result file."""
 
 from __future__ import annotations
 

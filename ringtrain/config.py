@@ -211,7 +211,7 @@ class Config:
     """how many of the newest checkpoints are kept, besides the best"""
 
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: resume from the newest whole checkpoint in the run directory; never: start anew, in another directory"""
+    """auto: resume from the newest whole checkpoint in the run directory; never: start a new run, elsewhere"""
 
     init_from: Path | None = None
     """checkpoint, or run directory, whose weights a new run starts from"""

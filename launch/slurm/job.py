@@ -60,7 +60,7 @@ class JobRequest:
         if self.can_requeue and not is_script(self.flags) and read_flag(self.flags, "resume") == "never":
             raise UsageError(
                 "resume is 'never', with which each start of a requeued job would train a new run from the beginning. "
-                "Leave --resume out (the run continues where its directory ends), or give --no_requeue."
+                "Leave --resume out (the run resumes from its directory), or give --no_requeue."
             )
 
     @property

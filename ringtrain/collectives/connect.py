@@ -68,7 +68,7 @@ def with_native_sums(collective: Collective, backend: Backend = "auto", *, stall
 
 
 def require_working_sums(collective: Collective, gpu: str | None) -> None:
-    """See that no two ranks have one GPU, and that the backend sums rightly. Every rank must call it.
+    """See that no two ranks have one GPU, and that the backend's sums are right. Every rank must call it.
 
     A rank that sees one GPU alone takes it for its own, as under Slurm's ``--gpus-per-task=1``; NCCL does not sum
     between two on one unless the user asks for it, nor between a GPU and cores. And Horovod does not ask whether its
@@ -93,7 +93,7 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
     if owners and on_cores:
         raise UsageError(
             f"rank {', '.join(map(str, on_cores))} on {', '.join(sorted(set(on_cores.values())))} computes on cores, "
-            "the others on GPUs, and NCCL sums between GPUs alone. Run python -m ringtrain doctor there, or set "
+            "the others on GPUs, and NCCL sums only between GPUs. Run python -m ringtrain doctor there, or set "
             "CUDA_VISIBLE_DEVICES= on all nodes to compute on cores."
         )
     expected = sum(rank + 1.0 for rank, _, _ in ranks)

@@ -6,6 +6,7 @@ import statistics
 import time
 
 from ringtrain.collectives.base import Collective
+from ringtrain.runtime import activity
 
 VALUE_BYTES = 4  # float32
 
@@ -13,7 +14,7 @@ VALUE_BYTES = 4  # float32
 def time_all_reduce(collective: Collective, num_bytes: int, *, calls: int = 5, warm_up: int = 1) -> tuple[float, int]:
     """Sum float32 values over all ranks by a compiled function, as training does. Every rank must call it.
 
-    Returns the median seconds of ``calls`` after ``warm_up``, and how many values of the last sum are wrong.
+    Returns the median seconds of ``calls`` after ``warm_up``, and how many values of all sums are wrong on this rank.
     """
     import tensorflow as tf
 
@@ -28,14 +29,15 @@ def time_all_reduce(collective: Collective, num_bytes: int, *, calls: int = 5, w
         [total] = collective.all_reduce([tensor], name=f"timing/{num_bytes}", ordered=is_ordered).tensors
         return total
 
-    seconds = []
+    seconds, wrong = [], 0
     for _ in range(warm_up + calls):
         start = time.perf_counter()
         total = add()
         float(total[0])  # a GPU's work has ended once its result is here
         seconds.append(time.perf_counter() - start)
-    wrong = tf.math.count_nonzero(total != size * (size + 1) / 2)
-    return statistics.median(seconds[warm_up:]), int(wrong)
+        wrong += int(tf.math.count_nonzero(total != size * (size + 1) / 2))
+        activity.move()  # the watchdog sees progress
+    return statistics.median(seconds[warm_up:]), wrong
 
 
 def bus_bandwidth(payload_bytes: int, seconds: float, size: int) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringtrain.collectives.connect import Backend
+from ringtrain.collectives.objects import all_gather_object
 from ringtrain.collectives.timing import VALUE_BYTES, bus_bandwidth, time_all_reduce
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import prepare
@@ -93,6 +94,7 @@ def measure(collective: Collective, options: Options, device: str) -> int:
     console.line("  ".join(f"{column:>12}" for column in COLUMNS))
     for num_bytes in options.sizes():
         seconds, wrong = time_all_reduce(collective, num_bytes, calls=options.calls, warm_up=options.warm_up)
+        wrong = sum(all_gather_object(collective, wrong, name=f"bench/{num_bytes}"))
         speeds = (num_bytes / seconds / 1e9, bus_bandwidth(num_bytes, seconds, size) / 1e9)
         cells = [str(num_bytes), str(num_bytes // VALUE_BYTES), f"{seconds * 1e6:.1f}", *(f"{s:.3f}" for s in speeds)]
         console.line("  ".join(f"{cell:>12}" for cell in [*cells, str(wrong)]))

@@ -23,7 +23,7 @@ class Source(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples there are."""
+        """Number of samples."""
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
         """The samples ``indices`` (int64 [n]) as (x, y), tensors [n, ...] or structures of them; runs in a graph."""

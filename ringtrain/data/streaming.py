@@ -110,11 +110,11 @@ class _Reader:
         return steps.map(graph_code(self._to_batch))
 
     def explain(self, error: Exception, step: int) -> Exception:
-        """The error that the feed raised, which tf.data has turned into a text; or a wrong step (from 0)."""
+        """The error that the feed raised, which tf.data has turned into a text; or the error of a step (from 0)."""
         return self._failures[0] if self._failures else explain_change(error, step)
 
     def _read(self) -> list[Any]:
-        """Read the next step, if there is one: its number, the samples of all ranks if known, and this rank's."""
+        """Read: whether there is a next step, its number, the samples of all ranks if known, and this rank's."""
         world, order = self._world, self._order
         try:
             fed = next(self._steps, None)

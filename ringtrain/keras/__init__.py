@@ -116,7 +116,7 @@ NOT_HERE = {
 def __getattr__(name: str) -> Any:
     why = NOT_HERE.get(name)
     if why is None and not name.startswith("_") and hasattr(horovod.tensorflow, name):
-        why = f"take it from horovod.tensorflow, imported beside this module, after {__name__}.init()"
+        why = f"take it from horovod.tensorflow, imported in addition to this module, after {__name__}.init()"
     if why is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Of an AttributeError Python makes one of its own where the name stands in an import.

@@ -242,7 +242,7 @@ class Exchange:
 
     @property
     def sums_natively(self) -> bool:
-        """True if the step that was traced last does."""
+        """True if the step that was traced last sums natively."""
         return any(one.is_native for one in self._step.read())
 
     def begin_fit(self, *, may_sum_natively: bool) -> bool:

@@ -152,7 +152,7 @@ class KeptFit:
         if self._start.size != size:
             if progress.batches_done:
                 self._console.line(
-                    f"the checkpoint was written by {self._start.size} ranks, and {size} go on: epoch "
+                    f"the checkpoint was written by {self._start.size} ranks, and now there are {size}: epoch "
                     f"{progress.epochs_done + 1} starts again with its weights"
                 )
             progress.batches_done, place = 0, Place(progress.epochs_done)

@@ -23,7 +23,7 @@ from ringtrain.runtime.segments import remove_dead_segments
 from ringtrain.runtime.world import GLOO_LAUNCHER, World, read_world
 
 log = logging.getLogger("ringtrain")
-_has_begun = False  # a script may shut Horovod down and start it again
+_has_begun = False  # True once init() has started Horovod; with MPI it can do so only once
 
 
 def init(

@@ -17,36 +17,37 @@ OWN = ("ringtrain", "launch", "benchmarks", "tests")  # of a checkout, in which 
 def describe_hiding(error: BaseException) -> str:
     """Name the file that hides a module where an import failed; empty if none does."""
     path = list(map(os.path.abspath, sys.path))
-    for file, is_involved in _list_files(error):
+    for file in _list_files(error):
         folder, name = os.path.split(os.path.abspath(file).removesuffix(f"{os.sep}__init__.py"))
         module = name.removesuffix(".py")
         if not file or folder not in path or file.startswith(STANDARD) or module in OWN:
             continue
         if module in sys.stdlib_module_names:
             return f"{os.path.join(folder, name)} hides Python's own module {module!r}{RENAME}"
-        if not is_involved or folder != path[0]:
+        if folder != path[0]:
             continue  # other than in the directory of the script, a newer version may be meant to hide it
-        found = importlib.machinery.PathFinder.find_spec(module, path[1:])
+        found = importlib.machinery.PathFinder.find_spec(module, [each for each in path if each != folder])
         if found is not None and found.origin:
             return f"{os.path.join(folder, name)} hides the installed package {module!r}{RENAME}"
     return ""
 
 
-def _list_files(error: BaseException | None) -> Iterator[tuple[str, bool]]:
-    """Yield the files of the traceback, the innermost first, and of all modules, and if the error involves each."""
-    failed = error
+def _list_files(error: BaseException | None) -> Iterator[str]:
+    """Yield the files of modules in the traceback, the innermost first, and of modules that the message names."""
+    message = str(error)
     while error is not None:
         if isinstance(error, SyntaxError):
-            yield error.filename or "", True
+            yield error.filename or ""
         frames, trace = [], error.__traceback__
         while trace is not None:
-            frames.append(trace.tb_frame.f_code.co_filename)
+            if trace.tb_frame.f_globals.get("__name__") != "__main__":  # a script hides no module
+                frames.append(trace.tb_frame.f_code.co_filename)
             trace = trace.tb_next
-        yield from ((file, True) for file in reversed(frames))
+        yield from reversed(frames)
         error = error.__cause__ or error.__context__
-    names = [name for name in sys.modules if "." not in name]
-    names.sort(key=lambda name: name not in str(failed))  # the one of the message first
-    yield from ((getattr(sys.modules[name], "__file__", None) or "", name in str(failed)) for name in names)
+    for name, module in list(sys.modules.items()):
+        if f"'{name}'" in message or f"'{name}." in message:
+            yield getattr(module, "__file__", None) or ""
 
 
 @contextlib.contextmanager

@@ -96,7 +96,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def read_facts(path: Path) -> dict[str, Any]:
     """The facts about a run in a checkpoint, without its variables: see ``read_manifest``."""
-    return dict(read_manifest(path / MANIFEST_FILE)["run"])
+    run = read_manifest(path / MANIFEST_FILE).get("run")
+    if not isinstance(run, dict):
+        raise DamagedError(f"{str(path)!r} holds no facts about a run.")
+    return run
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -109,8 +112,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         content, digest = manifest["content"], manifest["sha256"]
         if type(content["format"]) is int and content["format"] != FORMAT:
             raise DataError(
-                f"{str(path)!r} has format {content['format']}, and this ringtrain reads format {FORMAT}. Go on with "
-                "the version that wrote it, or update ringtrain."
+                f"{str(path)!r} has format {content['format']}, and this ringtrain reads format {FORMAT}. Use "
+                "the version that wrote it, or update ringtrain if that is newer."
             )
         if digest != digest_of(content):
             raise DamagedError(f"{str(path)!r} does not have the checksum that it states.")

@@ -28,7 +28,7 @@ LEASE_DIRECTORY = ".lease"
 BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 45.0  # without a beat; on the same host a process that is gone is seen at once
 RESTART_VARIABLE = "SLURM_RESTART_COUNT"
-NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # the names of leases; other files there are none
+NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # the names of leases; other files are ignored
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 

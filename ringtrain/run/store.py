@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written, listed, found; the best one found; what is old, damaged or unfinished put away."""
+"""The checkpoints of a run: write, list and find them; remove old, damaged and unfinished ones."""
 
 from __future__ import annotations
 
@@ -117,8 +117,9 @@ def find_best(root: Path) -> Path | None:
 
 
 def _list_bests(root: Path) -> list[int]:
-    names = [path.name for path in root.glob(f"{BEST}-*") if path.is_dir()]
-    return sorted(int(match[1]) for name in names if (match := BEST_NAME.fullmatch(name)))
+    names = {path.name for path in root.glob(f"{BEST}-*") if path.is_dir()}
+    steps = sorted({int(match[1]) for name in names if (match := BEST_NAME.fullmatch(name))})
+    return [step for step in steps if f"{BEST}-{step_name(step)}" in names]
 
 
 def set_aside(root: Path, newer_than: int) -> list[Path]:

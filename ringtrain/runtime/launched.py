@@ -54,12 +54,12 @@ def tell_end(values: Mapping[str, Any]) -> None:
 
 
 def note_signal(directory: Path) -> None:
-    """``launch local`` passes a signal on to the ranks, and has said so."""
+    """Record that ``launch local`` passes a signal on to the ranks, and has reported it."""
     (directory / SIGNAL_FILE).touch()
 
 
 def is_signal_passed_on() -> bool:
-    """True if it has, to this rank."""
+    """True if ``launch local`` has passed a signal on to this rank."""
     named = os.environ.get(DIRECTORY_VARIABLE)
     return named is not None and Path(named, SIGNAL_FILE).exists()
 

@@ -40,7 +40,7 @@ _has_watch = threading.Lock()  # held from the first call of ``watch_end`` on
 
 
 def allow(timeout: float, name: str) -> None:
-    """Set the seconds that user threads have after the end of a process, such as ``rank 1 on node7``; 0: no limit."""
+    """Set the seconds that this process, ``name``, has to exit after its end; 0: no limit."""
     global _timeout, _name
     _timeout, _name = timeout, name
 

@@ -106,7 +106,7 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """True if to act when ``step`` steps are done, and no more come if ``is_last``: alike on every rank."""
+        """True if the action is due after ``step`` steps, the last ones if ``is_last``: identical on every rank."""
 
     @abc.abstractmethod
     def act(self, step: int, batch: Batch, report: StepReport, /) -> Ending | None:

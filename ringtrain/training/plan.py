@@ -31,7 +31,7 @@ def choose_global_batch_size(config: Config, size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a run, as far as it does not depend on the number of ranks."""
+    """The plan of a run, equal on all ranks."""
 
     order: SampleOrder  # which samples make each global batch
     learning_rate: LearningRate  # by the samples seen

@@ -56,7 +56,7 @@ def train_together(
         console.line(line)
     with opened_together(prepared.config, collective, requests, watchdog, console) as (start, opened):
         if start.is_complete:
-            console.line(f"the run in {start.name} is complete: {start.step} steps. --resume never starts a new run.")
+            console.line(f"the run in {start.name} is complete: {start.step} steps. Use --resume never for a new run.")
             return None
         with leaving.ending_forked(), explaining_lost_ranks(), explaining_memory(prepared.config):
             result = train(prepared, collective, start=start, opened=opened, requests=requests, console=console)
@@ -94,7 +94,7 @@ def opened_together(
 
 
 def describe_result(result: Result, start: Start, config: Config) -> list[str]:
-    """The last lines of a run: what came of it, if it is, and what to do with it."""
+    """The last lines of a run: its result, its directory, and what to do with it."""
     from ringtrain.training.actions import Ending
 
     early = " (stopped early: no better evaluation for a while)" if result.ending is Ending.EARLY else ""

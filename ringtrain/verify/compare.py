@@ -187,7 +187,7 @@ def compare_series(name: str, reference: Record, other: Record, noise: Record, r
 
 
 def check_replicas(record: Record) -> Comparison:
-    """True if all ranks of one run ended with the same bits."""
+    """Check that all ranks of one run ended with the same bits."""
     digests = record["replicas"]  # [ranks, variables]
     differing = np.argwhere(digests != digests[0])
     where = "".join(f"rank {rank}, {record['variables'][variable]}" for rank, variable in differing[:1])

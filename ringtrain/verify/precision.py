@@ -100,7 +100,7 @@ def is_narrower(dtype: Any, other: Any) -> bool:
 
 
 def find_narrow(job: Job) -> list[Narrow]:
-    """Find, in a trace of their own, if the model and the loss make narrower floats of what depends on a weight."""
+    """Find, in a separate trace, where the model and the loss make narrower floats of what depends on a weight."""
     workload, model, spec = job.workload, job.step.model, job.batches.element_spec
 
     def compute(x: Any, y: Any) -> Any:

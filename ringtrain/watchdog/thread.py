@@ -352,7 +352,7 @@ class Watchdog:
 
 
 def is_debugged() -> bool:
-    """True if the main thread is in a debugger, if the user may take any time."""
+    """True if the main thread is in a debugger, in which the user may take any time."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.walk_stack(innermost) if innermost else ()
     return any(os.path.basename(frame.f_code.co_filename) in DEBUGGERS for frame, _ in frames)

@@ -35,7 +35,7 @@ PROMISES = {
     "strangers run no code, forge no line and shut nobody out": (
         "unit/test_security.py", "unit/test_escaping.py", "unit/test_hub.py", "world/test_listening.py",
     ),
-    "`verify` passes what is right, and shows each defect that is planted": ("world/test_verify.py",),
+    "`verify` accepts correct workloads, and reports planted defects": ("world/test_verify.py",),
 }  # fmt: skip
 TESTS = ("tests/faults", *(f"tests/{module}" for modules in PROMISES.values() for module in modules))
 

@@ -200,4 +200,4 @@ def test_other_settings_and_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert "options.learning_rate 0.05" in finished.stderr
     finished = fit("dataset", out, np=3)
     assert finished.rc == 0, finished.stdout + finished.stderr
-    assert "was written by 2 ranks, and 3 go on: epoch 2 starts again with its weights" in finished.stdout
+    assert "was written by 2 ranks, and now there are 3: epoch 2 starts again with its weights" in finished.stdout

@@ -202,7 +202,7 @@ def write_all(folder: Path, names: list[str]) -> None:
         (lambda folder: write_all(folder / "train/cat", ["x.txt", "y.txt", "z.md"]), "holds 3 such things as 'x.txt'"),
         (lambda folder: write(folder / "train/cat/more/x.png", make_image()), "/train/cat holds 'more'"),
         (lambda folder: (folder / "train/cat/y.png").mkdir(), r"/train/cat holds 'y\.png'"),
-        (lambda folder: write(folder / "train/labels.csv", b"x"), r"/train holds 'labels\.csv' beside the classes"),
+        (lambda folder: write(folder / "train/labels.csv", b"x"), r"/train holds 'labels\.csv' in addition to the"),
         (lambda folder: write(folder / "val/dog/x.png", make_image()), r"/val holds the class 'dog', which train/"),
     ],
     ids=["no train", "no class", "empty class", "hidden alone", "empty evaluation class", "another ending",

@@ -24,7 +24,7 @@ from ringtrain.run.store import step_name
 from tests.faults.test_fuzz import make_run
 from tests.unit.checkpoints import read_tree
 
-FILES = ["metrics.jsonl", "config.yaml", "run.json", "checkpoints/best.json", REPORT_FILE, ".lease/000001"]
+FILES = ["metrics.jsonl", "config.yaml", "run.json", REPORT_FILE, ".lease/000001"]
 DIRECTORIES = [".lease", "checkpoints", "tensorboard", "profile", "nonfinite"]
 
 

@@ -174,7 +174,7 @@ def _list_part(folder: Path) -> _Listing:
     entries = _scan(folder)
     others = [entry.name for entry in entries if not entry.is_dir()]
     if others:
-        raise file_error(f"{folder} holds {_count_of(others)} beside the classes' folders. {_REMEDY}")
+        raise file_error(f"{folder} holds {_count_of(others)} in addition to the classes' folders. {_REMEDY}")
     if not entries:
         raise file_error(
             f"{folder} holds no class; it must hold one folder for each, as {folder}/cat/1.jpg. Put them there, or "

@@ -166,7 +166,7 @@ def test_a_rank_is_killed_and_hosts_come_and_go(start: Callable[..., Run]) -> No
     subprocess.run(["kill", "-9", str(run.pid_at(HOSTS[1]))], check=True)
     run.set_hosts(HOSTS[0])
     run.await_training(1, CHANGE_SECONDS)
-    assert re.search(r"rank \d lost another: it takes back its last commit", run.output), run.output
+    assert re.search(r"rank \d lost another: it restores its last commit", run.output), run.output
     run.set_hosts(HOSTS[0], HOSTS[2])
     run.await_training(2, CHANGE_SECONDS)
     run.set_hosts(HOSTS[0])

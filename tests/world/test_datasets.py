@@ -117,7 +117,7 @@ def test_ranks_that_read_the_very_same_are_warned(run_ringtrain: RunRingtrain, t
             "the dataset gives rank 1 other samples than rank 0: the first 4, of which each rank",
             marks=pytest.mark.slow,
         ),
-        pytest.param("no end", 2, "how long the training lasts is not known", marks=pytest.mark.slow),
+        pytest.param("no end", 2, "the length of the training is not known", marks=pytest.mark.slow),
         pytest.param("no pairs", 3, "each must be a pair (x, y). Make them so", marks=pytest.mark.slow),
         ("fewer, unknown", 3, "the dataset gives this rank 3 samples for step 2, but the ranks' slices"),
         pytest.param("fewer", 3, "3 batches on rank 0, 2 batches on rank 1", marks=pytest.mark.slow),

@@ -279,7 +279,7 @@ def test_where_requeueing_is_refused_the_script_is_submitted_anew_and_restarts_a
     assert exit_code == 75
     assert "restart 6 of at most 20" in lines[0]
     assert "does not requeue job 7: Requested operation is presently disabled for job 7." in lines[1]
-    assert lines[2].startswith("launch: job 8 goes on")
+    assert lines[2].startswith("launch: job 8 continues")
     assert site.calls("sbatch") == [[b"--parsable", b"--dependency=afterany:7", b"slurm_script"]]
     environ = (site.programs / "sbatch.environ").read_text().splitlines()
     slurm = sorted(line for line in environ if line.startswith(("SLURM_", "RINGTRAIN_LAUNCH_RESTARTS")))
@@ -331,7 +331,7 @@ def test_where_nothing_is_taken_the_user_is_told(site: Site) -> None:
     exit_code, lines = follow_up(site, SIGNAL)
     assert exit_code == 75
     assert "exit code 1" in lines[1]
-    assert lines[2].endswith("sbatch: error: no. It does not continue by itself: submit the job again.")
+    assert lines[2].endswith("sbatch: error: no. The job does not continue: submit it again.")
 
 
 @pytest.mark.parametrize(

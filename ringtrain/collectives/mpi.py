@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import math
 import re
@@ -27,7 +29,7 @@ Array = npt.NDArray[Any]
 
 LARGEST_WORD_BYTES = 8
 FIRST_WAIT_SECONDS = 60.0  # ranks start apart, by the time that a slow file system takes to load TensorFlow
-_started: set[str] = set()  # "MPI" once this process has started it by ``require_same_carrier``
+_started: set[str] = set()  # "MPI" once ``start_mpi`` has started it
 
 
 class MpiCollective(Collective):
@@ -84,8 +86,28 @@ class MpiCollective(Collective):
         finalize_mpi()
 
 
+def start_mpi() -> Any:
+    """Import mpi4py's MPI, and start MPI if it is not running.
+
+    MPI's start waits for all ranks. mpi4py would hold Python's lock for as long: no watchdog, no request to stop and no
+    other thread of a waiting rank could run. A call by ctypes releases it.
+    """
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        _started.add("MPI")
+        ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+        for ranks in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            ranks.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does: errors are exceptions
+    return MPI
+
+
 def finalize_mpi() -> None:
-    """End MPI if ``require_same_carrier`` has started it, rather than Horovod or a script of the user."""
+    """End MPI if ``start_mpi`` has started it, rather than Horovod or a user script."""
     if "MPI" in _started:
         from mpi4py import MPI
 
@@ -114,20 +136,20 @@ def _is_half(tensor: tf.Tensor) -> bool:
 def connect_mpi(world: World) -> MpiCollective:
     """Start MPI and hold what it sees against what the launcher said."""
     try:
-        from mpi4py import MPI
+        mpi = start_mpi()
     except (ImportError, RuntimeError) as error:
         raise UsageError(
             f"MPI cannot be loaded: {describe_failed_import(error)}. Install it with mpi4py built against it; or, for "
             "--backend horovod, Horovod."
         ) from error
-    require_size(world, "mpi4py", MPI.COMM_WORLD.Get_size())
-    if MPI.COMM_WORLD.Get_rank() != world.rank:
+    require_size(world, "mpi4py", mpi.COMM_WORLD.Get_size())
+    if mpi.COMM_WORLD.Get_rank() != world.rank:
         raise UsageError(
-            f"{world.launcher} says that this is rank {world.rank}, but MPI says {MPI.COMM_WORLD.Get_rank()}. "
+            f"{world.launcher} says that this is rank {world.rank}, but MPI says {mpi.COMM_WORLD.Get_rank()}. "
             "Start the run again in a clean shell.",
             reach="rank",
         )
-    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         raise UsageError(
             "MPI gives its main thread alone access (MPI_THREAD_FUNNELED or less), and TensorFlow's threads call it. "
             "Use an MPI built with threads, or --backend horovod."
@@ -140,14 +162,6 @@ def require_same_carrier(world: World, carrier: str) -> None:
 
     Horovod finds MPI started then. What keeps MPI from starting is left to ``connect_mpi`` and ``connect_horovod``.
     """
-    was_started = "mpi4py.MPI" in sys.modules
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):
-        return
-    if MPI.COMM_WORLD.Get_size() != world.size:
-        return
-    _started.update([] if was_started else ["MPI"])
     who = f"rank {world.rank} on {world.node}"
     text = (
         f"ringtrain: warning: {who} has waited {FIRST_WAIT_SECONDS:g} s for the others by MPI. A rank that has not "
@@ -156,8 +170,15 @@ def require_same_carrier(world: World, carrier: str) -> None:
     warning = threading.Timer(FIRST_WAIT_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
     warning.daemon = True
     warning.start()
-    ranks = gather_by_mpi([world.node, carrier])
-    warning.cancel()
+    with contextlib.ExitStack() as stack:
+        stack.callback(warning.cancel)
+        try:
+            mpi = start_mpi()
+        except (ImportError, RuntimeError):
+            return
+        if mpi.COMM_WORLD.Get_size() != world.size:
+            return
+        ranks = gather_by_mpi([world.node, carrier])
     nodes, carriers = zip(*ranks, strict=True)
     if len({*carriers}) > 1:
         groups = group_ranks(carriers)

@@ -194,45 +194,50 @@ def from_dataset(
     """
     if callable(dataset):
         return _from_function(dataset, steps_per_epoch)
-    num_passes = 0  # that were begun
-    endless: Iterator[Any] = iter(())
-    position = -1  # of what has no end, in batches
-    current = Current()
-
-    def batches_of(of: Pass) -> tf.data.Dataset:
-        return _require_pairs(dataset, are_samples=True).batch(of.global_batch_size)
-
-    def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
-        nonlocal num_passes
-        while num_passes < of.epoch:  # a shuffle takes another order each time that it is begun
-            iter(batches_of(of))
-            num_passes += 1
-        num_passes += 1
-        return current.open(lambda: batches_of(of), skip, state, begins_anew=False)
-
-    def go_on(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
-        nonlocal endless, position
-        wanted = of.epoch * (steps_per_epoch or 0) + skip
-        if position != wanted:
-            endless = current.open(lambda: batches_of(of).repeat(), wanted, state, begins_anew=False)
-            position = wanted
-        return count(itertools.islice(endless, (steps_per_epoch or 0) - skip))
-
-    def count(batches: Iterator[Any]) -> Iterator[Any]:
-        nonlocal position
-        for batch in batches:
-            position += 1
-            yield batch
-
+    one = _OneDataset(dataset, steps_per_epoch)
     has_end = steps_per_epoch is None or _cardinality(dataset) >= 0
     return Feed(
-        open_pass if has_end else go_on,
+        one.open_pass if has_end else one.resume_endless,
         steps_per_epoch,
-        lambda of: _count(batches_of(of)),
+        lambda of: _count(one.batches_of(of)),
         is_shared=True,
-        read_state=current.read_state,
+        read_state=one.current.read_state,
         goes_on=not has_end,
     )
+
+
+class _OneDataset:
+    """The passes of a dataset that all ranks read."""
+
+    def __init__(self, dataset: tf.data.Dataset, steps_per_epoch: int | None) -> None:
+        self.current = Current()
+        self._dataset, self._steps_per_epoch = dataset, steps_per_epoch or 0
+        self._num_passes = 0  # that were begun
+        self._endless: Iterator[Any] = iter(())
+        self._position = -1  # in the endless batches
+
+    def batches_of(self, of: Pass) -> tf.data.Dataset:
+        return _require_pairs(self._dataset, are_samples=True).batch(of.global_batch_size)
+
+    def open_pass(self, of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
+        while self._num_passes < of.epoch:  # a shuffle takes another order each time that it is begun
+            iter(self.batches_of(of))
+            self._num_passes += 1
+        self._num_passes += 1
+        return self.current.open(lambda: self.batches_of(of), skip, state, begins_anew=False)
+
+    def resume_endless(self, of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
+        """Continue with the next batches of a dataset without a known end."""
+        wanted = of.epoch * self._steps_per_epoch + skip
+        if self._position != wanted:
+            self._endless = self.current.open(lambda: self.batches_of(of).repeat(), wanted, state, begins_anew=False)
+            self._position = wanted
+        return self._count(itertools.islice(self._endless, self._steps_per_epoch - skip))
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._position += 1
+            yield batch
 
 
 def _from_function(make: Callable[[Pass], tf.data.Dataset], steps_per_epoch: int | None) -> Feed:

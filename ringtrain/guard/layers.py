@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ringtrain.config import flatten_settings
+
 if TYPE_CHECKING:
     import keras
 
@@ -29,24 +31,24 @@ def describe_layers(model: keras.Model, is_own: Callable[[keras.Layer], bool] = 
 def _config_of(layer: keras.Layer) -> Mapping[str, Any]:
     try:
         config = layer.get_config()
-    except Exception:  # of the user's own code; Keras refuses for a layer whose arguments it does not know
+    except Exception:  # from user code; Keras raises for a layer whose arguments it does not know
         return {}
     return config if isinstance(config, Mapping) else {}
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in config.items():
-        is_of_a_layer = not prefix or "trainable" in config  # Keras numbers its name in the order of creation
-        if str(name).endswith(OF_A_RANK) or (name == "name" and is_of_a_layer):
-            continue
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}={plain(value)}"
+def _flatten(config: Mapping[str, Any]) -> Iterator[str]:
+    settings = {str(path): value for path, value in flatten_settings(config).items()}
+    for path, value in settings.items():
+        parent, _, name = path.rpartition(".")
+        is_of_a_layer = (
+            not parent or f"{parent}.trainable" in settings
+        )  # Keras numbers its name in the order of creation
+        if not (name == "name" and is_of_a_layer) and not any(part.endswith(OF_A_RANK) for part in path.split(".")):
+            yield f"{path}={plain(value)}"
 
 
 def plain(value: Any) -> str:
-    """A value in words that are alike on all ranks: of an object without such words, its type."""
+    """A value as text that is the same on all ranks: for other objects, the type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return str(value)
     if isinstance(value, (list, tuple)):

@@ -109,13 +109,7 @@ def create_job(
     """
     activity.note(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
-    sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
-    # That of the run's first start, also if the number of ranks has changed.
-    global_batch_size = start.global_batch_size or choose_global_batch_size(config, collective.world.size)
-    if isinstance(sources.train, Feed) and sources.train.steps_per_epoch is None:
-        known = {"seed": config.seed, "global_batch_size": global_batch_size}
-        sources = sources._replace(train=with_steps_of_its_own(sources.train, collective, **known))
-    plan = plan_steps(workload, config, sources.train, global_batch_size, first_step=start.step)
+    sources, plan, contents = open_data(workload, config, collective, num_threads=num_threads, start=start)
     batches = create_batches(
         sources.train,
         plan,
@@ -158,6 +152,19 @@ def create_job(
     )
     require_same_job(job, sources, print_line)
     return job
+
+
+def open_data(
+    workload: Workload, config: Config, collective: Collective, *, num_threads: int, start: Start
+) -> tuple[Sources, Plan, Contents]:
+    """The data of a run, and the plan of its steps. Every rank must call it."""
+    sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
+    # That of the run's first start, also if the number of ranks has changed.
+    global_batch_size = start.global_batch_size or choose_global_batch_size(config, collective.world.size)
+    if isinstance(sources.train, Feed) and sources.train.steps_per_epoch is None:
+        known = {"seed": config.seed, "global_batch_size": global_batch_size}
+        sources = sources._replace(train=with_steps_of_its_own(sources.train, collective, **known))
+    return sources, plan_steps(workload, config, sources.train, global_batch_size, first_step=start.step), contents
 
 
 def open_evaluation(

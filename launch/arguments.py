@@ -1,4 +1,4 @@
-"""Options before ``--``; after it ringtrain's own flags, or a script of the user's with its arguments."""
+"""Options before ``--``; after it ringtrain's own flags, or a user script with its arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def find_command(name: str, commands: Mapping[str, Found], *, of: str = "") -> F
 
 
 def is_script(words: Sequence[str]) -> bool:
-    """True if what follows ``--`` is a script of the user's, such as one that calls ``fit``, and its arguments."""
+    """True if a user script, such as one that calls ``fit``, and its arguments follow ``--``."""
     return bool(words) and words[0].endswith(".py")
 
 
@@ -51,7 +51,7 @@ def require_script(words: Sequence[str]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command's options, whose errors are ours to tell."""
+    """A parser of one command's options, which leaves errors to the caller."""
 
     def __init__(self, prog: str, **texts: str) -> None:
         raw = argparse.RawDescriptionHelpFormatter

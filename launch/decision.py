@@ -32,11 +32,11 @@ class Attempt:
     """One start of the group, ended."""
 
     group: GroupEnd
-    end: EndTold | None  # what the run told of its end
+    end: EndTold | None  # the end record of the run
     run: Path | None  # the run directory; None if none was opened
     first_step: int  # the newest checkpoint's before; 0 if there was none
     last_step: int  # and after
-    signals: Sequence[signal.Signals] = ()  # what the user told this program, to stop the run; passed on to the ranks
+    signals: Sequence[signal.Signals] = ()  # signals from the user to stop the run; passed on to the ranks
     is_cut_short: bool = False  # the user did not want to wait for a save
 
     @property
@@ -46,7 +46,7 @@ class Attempt:
 
     @property
     def was_stopped_early(self) -> bool:
-        """True if the ranks were told to stop before they listened, so that the signal itself ended them."""
+        """True if the signal to stop ended the ranks, since they did not handle it yet."""
         first = self.group.first_failure
         is_signal = first is not None and first.signal in [number.name for number in self.signals]
         nothing_started = not self.group.num_started and bool(self.signals)

@@ -1,4 +1,4 @@
-"""Processes that come of this one, wherever they moved to: none outlives it.
+"""The descendants of this process, also those in other sessions: none outlives it.
 
 Launchers open sessions of their own and leave orphans, so that neither a process group nor a session holds all that
 they start. On Linux a process can ask to be killed when its parent dies, and a parent to adopt the orphans among its
@@ -38,7 +38,7 @@ def adopt_orphans() -> None:
 
 
 def run_guarded(work: Callable[[], int]) -> int:
-    """Do ``work`` in a process of its own, which this one outlives only to end all that came of it.
+    """Do ``work`` in a child process, and end all descendants afterwards.
 
     Whichever of the two is killed, the other one cleans up. Signals of ``FORWARDED`` are passed on; they are blocked
     when ``work`` begins, which unblocks them once it has its handlers. SIGQUIT ends all at once; the worker gets it

@@ -49,7 +49,7 @@ class GroupEnd:
 
     num_ranks: int  # that were wanted
     num_started: int
-    ends: Sequence[RankEnd]  # of the ranks that told of their end, the first one first
+    ends: Sequence[RankEnd]  # of the ranks that reported their end, the first one first
     last_errors: Sequence[Sequence[str]]  # for each rank the last lines of its stderr
     launcher: str  # its name
     launcher_code: int | None  # its exit code; negative where a signal ended it, None if it had to be ended
@@ -160,7 +160,7 @@ class Group:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _pass_on_signals(self) -> None:
-        """To the ranks themselves: a launcher that is told to stop gives them a second or two."""
+        """Signal the ranks themselves: a launcher would kill them after a second or two."""
         for number in self._requests.signals[self._num_signals_sent :]:
             self._num_signals_sent += 1
             note_signal(self._listener)

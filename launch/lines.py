@@ -44,7 +44,7 @@ class LabelledLines:
 
 
 def print_line(*lines: str) -> None:
-    """Tell the user, behind all that the ranks have said."""
+    """Print a line for the user, after all output of the ranks."""
     write(sys.stderr.fileno(), "".join(f"launch: {escape(line)}\n" for line in lines).encode())
 
 

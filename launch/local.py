@@ -134,7 +134,7 @@ def plan_group(
 
 
 def plan_restart(flags: Sequence[str], run: Path | None, *, here: Path) -> list[str]:
-    """The flags of a restart: those of the first start, and where that one had its run directory.
+    """The flags of a restart: those of the first start, and its run directory.
 
     ``--resume never`` would otherwise begin again in a new directory each time. (A script has named both itself.)
     ``here`` is the ranks' current directory.

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
     # Those who listen signal the rank itself; what a launcher sends, to this process alone or to its whole group, is
     # passed on. A second SIGINT would end a rank without saving, so that one is not.
-    is_ours = command[1:3] == ["-m", "ringtrain"]  # a script of the user's ends as it likes
+    is_ours = command[1:3] == ["-m", "ringtrain"]  # a user script has its own exit codes
     left = listener / f"rank-{rank}.left"
     left.unlink(missing_ok=True)
     pending: list[int] = []

@@ -24,7 +24,7 @@ COMMANDS = {
         "train", "launch", "eval", "report", "export", "verify", "workloads", "init", "convert", "doctor", "bench",
     )
 }  # fmt: skip
-# What the commands start themselves; not for the user.
+# Commands that other commands start; not for the user.
 INTERNAL_COMMANDS = {"_record": "ringtrain.commands.record"}
 
 

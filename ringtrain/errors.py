@@ -87,7 +87,7 @@ class HangError(RingtrainError):
 
 
 class PreemptedError(RingtrainError):
-    """The run was told to stop before its end. All that it needs to resume is saved.
+    """The run was asked to stop before its end, and is saved.
 
     ``stopped_by`` says what told it: ``"signal"``, ``"file"`` (the user's wish, which nobody overrules by starting the
     run again) or ``"time"``.

@@ -114,7 +114,7 @@ def write_model(model: keras.Model, output: Path, form: Format) -> None:
 
 @contextlib.contextmanager
 def explaining_keras(form: Format) -> Iterator[None]:
-    """Give whatever a layer of the user's raises, when it is to be written, the words of a user's error."""
+    """Turn any exception of a user's layer while it is saved into a user's error."""
     try:
         yield
     except OSError:
@@ -131,7 +131,7 @@ def take_name(written: Path, output: Path) -> None:
     """Give what was written its name, unless something has it."""
     refuse_taken(output)
     if written.is_dir():
-        os.mkdir(output)  # fails where it exists; an empty directory can be renamed over
+        os.mkdir(output)  # fails if it exists; an empty directory could be renamed over
         os.rename(written, output)
     else:
         os.link(written, output)

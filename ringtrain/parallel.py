@@ -94,7 +94,7 @@ def make_parallel(
 
 
 def _parallel(fn: Callable[..., Any], combine: Any, collective: Collective | None) -> Callable[..., Any]:
-    # Where fn is a plain function the traces are kept with it: make_parallel(fn, x=x) in a loop traces once.
+    # If fn is a plain function the traces are kept with it: make_parallel(fn, x=x) in a loop traces once.
     traces: dict[str, Any] = vars(fn).setdefault(_TRACES, {}) if isinstance(fn, types.FunctionType) else {}
 
     @functools.wraps(fn)
@@ -140,7 +140,7 @@ def _run(fn: Callable[..., Any], inputs: Any, combine: Any, collective: Collecti
 
 
 def _read_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The inputs with their names, flat: tensors [n, ...], and what is passed on as it is."""
+    """The inputs with their names, flat: tensors [n, ...], and other objects, which are passed on unchanged."""
     labelled = [(f"argument {i}", arg) for i, arg in enumerate(args)]
     labelled += [(repr(name), kwargs[name]) for name in sorted(kwargs)]  # as tf.nest flattens a dict
     leaves = [

@@ -23,7 +23,7 @@ from ..decision import is_final
 from ..lines import print_line
 from .controller import describe_job, requeue, submit, without_job
 
-# Restarts under former numbers, if this site refuses to requeue and each restart is a job of its own.
+# Restarts under former numbers, if this site refuses to requeue and each restart is a new job.
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
 # In the directory of a start: how many starts before it have failed since the newest checkpoint.
 FAILURES_FILE = "failures"
@@ -35,9 +35,9 @@ FAILED = (
     # Open MPI: "mpirun noticed that process rank 1 with PID 7 on node n1 exited on signal 9 (Killed)."
     re.compile(r"process (?P<who>rank \d+) with PID \d+ on node (?P<node>\S+) exited on (?P<how>signal \d+ \(.*\))"),
 )
-# What a rank ends with that was told to stop, or was told so before it could listen.
+# Exit codes of a rank that was asked to stop, also before it handled the signal.
 ORDERLY = re.compile(r"exit code 75$|Terminated|User defined signal 1")
-# The job's name, which may say anything, stands on a line of its own.
+# The job's name, which may contain anything, is on a separate line.
 STATE_LINE = re.compile(r"^ +JobState=(\w+) Reason=(\S+)", re.MULTILINE)
 RESTARTS_LINE = re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE)
 
@@ -61,7 +61,7 @@ class FailedRank(NamedTuple):
 
     @property
     def was_told_to_stop(self) -> bool:
-        """True if it ended as told to: after saving, or by the signal itself."""
+        """True if it ended because it was asked to: after saving, or by the signal."""
         return ORDERLY.search(self.how) is not None
 
 
@@ -70,7 +70,7 @@ class Ended:
     """A start of a job whose ranks have ended."""
 
     status: int  # exit code of srun or horovodrun
-    end: EndTold | None  # what the run told of its end; None if it told nothing
+    end: EndTold | None  # the end record of the run; None if there is none
     run: RunTold | None  # the run directory that it opened; None if it opened none
     newest_step: int | None  # the newest checkpoint there; None if there is none
     state: JobState | None  # None: the job is ours
@@ -96,7 +96,7 @@ class Ended:
 
     @property
     def has_lost_rank(self) -> bool:
-        """True if a rank failed first, and the others were told to stop by the launcher for that reason."""
+        """True if a rank failed first, and the launcher stopped the others for that reason."""
         was_told_to_stop = self.end is not None and self.end.exit_code == PreemptedError.exit_code
         return was_told_to_stop and self.failed_rank is not None and not self.failed_rank.was_told_to_stop
 
@@ -321,7 +321,7 @@ def count_requeues() -> int:
 
 
 def begins_anew(run: RunTold | None) -> bool:
-    """True if each start of this run's command begins a run of its own: its settings say so, in a file perhaps."""
+    """True if each start of this run's command begins a new run: so say its settings, perhaps in a file."""
     try:
         return run is not None and (read_config(run.path) or {}).get("resume") == "never"
     except UsageError:

@@ -146,7 +146,7 @@ def create_request_parser(command: str, description: str) -> Parser:
         add(f"--{name}", help="as sbatch's")
     add("--mem", help="memory of each node, such as 64G (default: the partition's)")
     add("--job_name", help=f"(default: {default['job_name'].default})")
-    # argparse fills in % signs of its own
+    # argparse replaces % itself
     add("--output", help="file of all that the job prints (default: %%x-%%j.out, its name and number)")
     add("--mpi", default="auto", help="pmix, pmi2, horovodrun, or auto: the best of srun --mpi=list (default: auto)")
     add("--signal_seconds", type=int, metavar="N", help="seconds before the time limit to save and stop (default: 120)")

@@ -19,7 +19,7 @@ class Answer(NamedTuple):
     """The answer of a Slurm program."""
 
     is_good: bool
-    text: str  # what it printed if it did as told, else why not, in one line
+    text: str  # its output if it succeeded, else the reason, in one line
 
 
 def describe_job(job: str) -> str | None:

@@ -23,7 +23,7 @@ from ringtrain.errors import UsageError
 from ringtrain.messages.ranks import group_ranks, name_ranks
 from ringtrain.messages.rules import shorten
 
-Inputs = Sequence[tuple[str, Any]]  # labels with tensors [n, ...], or what is passed on as it is
+Inputs = Sequence[tuple[str, Any]]  # labels with tensors [n, ...], or other objects, which are passed on unchanged
 
 NAME = "parallel/inputs"
 CPU = "/CPU:0"  # not by NCCL, and without waiting for a GPU

@@ -31,7 +31,7 @@ class Collective(abc.ABC):
 
     world: World
     description: str  # who carries the communication, such as ``"Horovod over MPI"``
-    # Whether sums travel while this rank computes; alike on all ranks. Gradients then leave in groups, as the backward
+    # True if sums travel while this rank computes, on all ranks. Gradients then leave in groups, as the backward
     # pass makes them; otherwise all at once, by an ordered sum.
     overlaps_compute: bool = True
     is_ordered: bool = False  # whether every rank must come to all calls in the same order, not to ordered sums alone

@@ -1,4 +1,4 @@
-"""Four operations between what all ranks hold alike (the whole) and what is a rank's own (a part), with gradients.
+"""Four operations between a tensor that all ranks hold (the whole) and the part of a rank, with gradients.
 
     take    whole -> this rank's rows        gather  this rank's rows -> whole, in the order of the ranks
     spread  whole -> the same, used here     add     this rank's part -> the sum over all ranks
@@ -28,7 +28,7 @@ Tensors = list[tf.Tensor]
 # TensorFlow's graphs of the branches and bodies within a function.
 BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
 
-# What notes the calls of ``all_gather`` while a step is traced.
+# Recorders of the calls of ``all_gather`` while a step is traced.
 _calls: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("calls", default=None)
 _uses: weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
@@ -73,7 +73,7 @@ def noting_calls() -> Iterator[list[str]]:
 
 
 def take(whole: tf.Tensor, start: Any, rows: Any, collective: Collective, name: str) -> tf.Tensor:
-    """This rank's rows of what all ranks hold alike: [n, ...] -> [rows, ...]."""
+    """This rank's rows of a tensor that all ranks hold: [n, ...] -> [rows, ...]."""
 
     gradient_names = _names_of_gradients(name)
 

@@ -96,7 +96,7 @@ class GradientReduction:
         return sums
 
     def sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor]) -> Reduced:
-        """All in one sum: as they are, or, if the backend sums one tensor faster than many, as one vector."""
+        """Sum all at once: separately, or, if the backend sums one tensor faster than many, as one vector."""
         GradientReduction.calls += 1
         name, num = f"{self.name}/0", len(gradients)
         if not self.collective.list_types:
@@ -131,12 +131,12 @@ class GradientReduction:
         return {spec.dtype for spec in specs} <= set(self.collective.list_types) and self.leaves_at_once(specs)
 
     def sum_alone(self, gradients: Sequence[tf.Tensor], *, scaled: tuple[int, float]) -> list[tf.Tensor]:
-        """One sum of all, each as it is, to which every rank comes in the same order (``Collective.all_reduce``)."""
+        """One sum of all tensors, without packing them, in the same order on every rank (``Collective.all_reduce``)."""
         GradientReduction.calls += 1
         return self.collective.all_reduce(gradients, name=f"{self.name}/0", ordered=True, scaled=scaled).tensors
 
     def leaves_at_once(self, specs: Sequence[GradientSpec]) -> bool:
-        """True if such are summed together, each as it is: none of them sparse, and of a type where that counts."""
+        """True if such gradients are summed together, without packing: none is sparse, and their type is a fast one."""
         if self.groups is not None or self.compression != "none" or any(spec.is_sparse for spec in specs):
             return False
         dtypes = {spec.dtype for spec in specs}
@@ -224,7 +224,7 @@ def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) ->
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    # Not cast where it is a number of Python's, which would become a float32 before.
+    # Not cast if it is a Python number, which would become a float32 before.
     return gradient * (tf.cast if tf.is_tensor(factor) else tf.constant)(factor, gradient.dtype)
 
 

@@ -112,7 +112,7 @@ class HorovodCollective(Collective):
 
     @property
     def _has_dynamic_timeline(self) -> bool:
-        """Not so where HOROVOD_TIMELINE names a file of the user's own, which is written from the start to the end."""
+        """Not if HOROVOD_TIMELINE names a file: Horovod writes it from the start to the end."""
         return os.environ.get("HOROVOD_TIMELINE") == DYNAMIC_TIMELINE
 
     def close(self) -> None:

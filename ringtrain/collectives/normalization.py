@@ -36,7 +36,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         collective = ranks_for(f"the layer {self.name!r}")
         weights = tf.ones([], inputs.dtype) if mask is None else _broadcast_mask(mask, inputs)
         count, mean, variance = global_moments(inputs, weights, self._reduction_axes, collective)
-        has_samples = count > 0  # otherwise the moving statistics stay as they are
+        has_samples = count > 0  # otherwise the moving statistics do not change
         return (
             tf.where(has_samples, mean, tf.cast(self.moving_mean, mean.dtype)),
             tf.where(has_samples, variance, tf.cast(self.moving_variance, variance.dtype)),

@@ -39,7 +39,7 @@ def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[
 
 
 def raise_on_all_ranks(collective: Collective, action: Callable[[], Result], *, name: str) -> Result:
-    """Do something that may fail on some ranks, so that either all go on or all raise.
+    """Do something that may fail on some ranks, so that either all continue or all raise.
 
     If ``action`` raised a RingtrainError on any rank, it is every rank's: the first such rank's, with ranks and host
     named where not all failed alike.

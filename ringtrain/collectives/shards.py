@@ -20,7 +20,7 @@ import tensorflow as tf
 from ringtrain.collectives.differentiable import hide
 from ringtrain.collectives.gradients import GradientReduction, GradientSpec, Reduced, check_finite
 
-# Values: TensorFlow takes a part of a tensor as it is where it begins with a line of 64 bytes, and else copies it.
+# Values: TensorFlow uses a part of a tensor without a copy if it is aligned to 64 bytes.
 ALIGNED = 16
 
 

@@ -64,16 +64,16 @@ GROUPS: Mapping[str, Sequence[str]] = {
 
 
 class Option(NamedTuple):
-    """A field of a command's dataclass: a word where it is positional, else a flag."""
+    """A field of a command's dataclass: positional (a word), or a flag."""
 
     name: str  # the field's own, after that of the group that it is in, such as optimizer.lr
     hint: Any  # the type of its values; of a tuple's, if it takes all words that are left
     default: Any  # its value if none is given; dataclasses.MISSING where one must be
-    is_word: bool  # its value stands by itself, at its place
+    is_word: bool  # positional
 
 
 def find_options(command: type, group: str = "") -> dict[str, Option]:
-    """The options of a command by name; a field that is a dataclass is a group, whose name stands before theirs."""
+    """The options of a command by name; a field that is a dataclass is a group, whose name is their prefix."""
     hints, found = get_type_hints(command), dict[str, Option]()
     for field in dataclasses.fields(command):
         name, hint = group + field.name, hints[field.name]
@@ -86,7 +86,7 @@ def find_options(command: type, group: str = "") -> dict[str, Option]:
 
 
 def read_texts(command: type, group: str = "") -> dict[str, str]:
-    """The docstrings of the options by name, as they stand in the source."""
+    """The docstrings of the options by name, from the source."""
     found: dict[str, str] = {}
     for part in filter(dataclasses.is_dataclass, command.__mro__):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(part))).body

@@ -107,7 +107,7 @@ class _Reader:
             raise UsageError(f"{', '.join(missing)} must be given. See --help.")
 
     def result(self) -> dict[str, Any]:
-        """All that was given, but what stands for nothing: it has its default."""
+        """All values given, except those that mean none: they have their defaults."""
         result: dict[str, Any] = {}
         for name, value in self._given.items():
             if value is not None:
@@ -117,7 +117,7 @@ class _Reader:
 
 
 def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
-    """A value, a text or what YAML makes of one, in the type of its field; None where it stands for nothing."""
+    """A value, a text or what YAML makes of one, in the type of its field; None if it means none."""
     kind, may_be_none = kind_of(hint)
     if value is None or (may_be_none and value in NOTHING):
         return None

@@ -1,4 +1,4 @@
-"""From settings, as they are given or a run's own, to a rank that has its devices, and is ready to join the others."""
+"""Prepare a rank: settings from flags or from a run, devices, TensorFlow, workload."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ringtrain.workloads.base import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Config):
-    """The settings of a run, as they are given: as flags or in a file."""
+    """The settings of a run, from flags or a file."""
 
     config: Path | None = None
     """YAML file of these settings; flags behind it win over it"""

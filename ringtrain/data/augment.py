@@ -104,7 +104,7 @@ def random_flip_left_right(images: tf.Tensor, keys: tf.Tensor, *, draw: int = 0)
 
 @graph_code
 def random_brightness(images: tf.Tensor, keys: tf.Tensor, max_delta: float, *, draw: int = 0) -> tf.Tensor:
-    """Add to each image [n, h, w, c] of floats a number of its own, from -max_delta up to, not including, max_delta."""
+    """Add a random number to each image [n, h, w, c] of floats, from -max_delta up to, not including, max_delta."""
     return images + _one_for_each(uniform(keys, draw) * (2 * max_delta) - max_delta, images)
 
 

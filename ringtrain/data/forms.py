@@ -58,7 +58,7 @@ def as_arrays(value: Any, *, with_names: bool = False) -> Any:
 
 
 def _spec_of(array: Any) -> tf.TensorSpec:
-    """Type and shape of an array [n, ...], for any n; of a single number where it is one."""
+    """Type and shape of an array [n, ...], for any n; or of a single number."""
     value = np.asarray(array)
     return tf.TensorSpec([None, *value.shape[1:]] if value.ndim else [], tf.as_dtype(value.dtype))
 

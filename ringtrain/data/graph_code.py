@@ -14,7 +14,7 @@ _OUTSIDE = tf.__internal__.autograph.control_status_ctx()
 
 
 def graph_code(function: Function) -> Function:
-    """A user's function made graph code by AutoGraph, as tf.data makes it; one of ours as it is, since it is that.
+    """Convert a user's function by AutoGraph, as tf.data does; return one of ours unchanged.
 
     AutoGraph writes again all that is called within: a tenth of the time of a start, if all of it was ours.
     """

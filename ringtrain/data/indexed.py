@@ -1,4 +1,4 @@
-"""Samples, or batches, that an object of the user's gives by their number: Grain's, Keras' PyDataset, or their own."""
+"""Samples, or batches, that a user's object gives by their number: Grain's, a PyDataset of Keras, or another."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> 
             return replay(iterator, skip)
         try:
             iterator.set_state(state[1:] if state.startswith(AS_BYTES) else json.loads(state[1:]))
-        except Exception as error:  # such as of a DataLoader whose source has no __repr__ of its own
+        except Exception as error:  # such as of a DataLoader whose source defines no __repr__
             warn_of_state(error)
             iterator = iter(make(of))
             return replay(iterator, skip)
@@ -95,7 +95,7 @@ def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> 
 
 
 def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
-    """Feed each rank by a ``keras.utils.PyDataset`` of its own, to train on.
+    """Feed each rank with its own ``keras.utils.PyDataset``, to train on.
 
     Its batches are read in the order of their numbers by as many ``workers`` as it asks for, in threads, or in
     processes if it has ``use_multiprocessing``, at most ``max_queue_size`` ahead. Ranks may have batches of

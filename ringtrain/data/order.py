@@ -98,7 +98,7 @@ class StreamingOrder(SampleOrder):
     """
 
     is_single_pass: bool  # the training ends where no rank is fed anything more
-    is_shared: bool = False  # all ranks are fed alike and take their slices: the same steps on every number of ranks
+    is_shared: bool = False  # all ranks get the same data and take their slices: the same steps for any number of ranks
 
 
 def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:

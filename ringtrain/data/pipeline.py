@@ -88,7 +88,7 @@ def local_batches(
 def in_own_threads(
     dataset: tf.data.Dataset, num_threads: int, *, num_ahead: int = PREFETCHED_BATCHES
 ) -> tf.data.Dataset:
-    """The dataset, computed by a thread pool of its own, ``num_ahead`` elements ahead."""
+    """The dataset, computed by a separate thread pool, ``num_ahead`` elements ahead."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = num_threads
@@ -96,7 +96,7 @@ def in_own_threads(
 
 
 def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """The samples (x, y) that a method of the user's gave, as it is traced; it was to change those ``of``."""
+    """The samples (x, y) that a user's method returned while it was traced; it had to change those ``of``."""
     if isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_holds_samples, tf.nest.flatten(given))):
         pair = (given[0], given[1])
         if of is None or has_structure_of(of, pair):
@@ -116,7 +116,7 @@ def change(augment: Augment, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]
     """
     changed = as_pair(augment, graph_code(augment)(x, y, keys), of=(x, y))
     said = f"{getattr(augment, '__qualname__', type(augment).__name__)} {OTHER_COUNT}"
-    given = {id(leaf) for leaf in tf.nest.flatten((x, y))}  # what comes back as it was is not looked at in each step
+    given = {id(leaf) for leaf in tf.nest.flatten((x, y))}  # unchanged tensors are not checked in each step
     others = [leaf for leaf in tf.nest.flatten(changed) if id(leaf) not in given]
     same = [tf.debugging.assert_equal(tf.shape(leaf)[0], tf.shape(keys)[0], said) for leaf in others]
     with tf.control_dependencies(same):
@@ -165,7 +165,7 @@ def _holds_samples(leaf: Any) -> bool:
 
 
 def has_structure_of(one: Any, other: Any, *, with_keys: bool = False) -> bool:
-    """True if two are tuples or dicts alike, or both neither; ``with_keys``: dicts of the same keys."""
+    """True if both are tuples, both dicts, or both neither; ``with_keys``: dicts of the same keys."""
     try:
         tf.nest.assert_same_structure(one, other, check_types=with_keys)
     except (TypeError, ValueError):

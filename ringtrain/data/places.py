@@ -34,7 +34,7 @@ class Places:
 
     @property
     def are_kept(self) -> bool:
-        """Alike on all ranks."""
+        """The same on all ranks."""
         return self._read_state is not None
 
     def note(self, step: int) -> None:

@@ -129,7 +129,7 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
     return ArraySource(x, y, num_samples=lengths.pop())
 
 
-# Where all ranks must read the same, and do not.
+# If all ranks must read the same, and do not.
 SAME_REMEDY = (
     "Let all ranks list the same files, in one order, and draw nothing in parallel; or give from_dataset a function, "
     "which reads what is the rank's own."
@@ -157,7 +157,7 @@ class Pass(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """Batches that each rank is fed by code of the user's, by one of the functions ``from_...``.
+    """Batches that user code feeds to each rank, from one of the functions ``from_...``.
 
     Attributes:
         open_pass: (pass, batches to leave out) -> this rank's batches (x, y); with a third argument, what
@@ -182,7 +182,7 @@ class Feed(NamedTuple):
 def from_generator(
     generate: Callable[[int, int], Iterator[tuple[Any, Any]]], *, steps_per_epoch: int | None = None
 ) -> Feed:
-    """Feed each rank by a generator of its own.
+    """Feed each rank with its own generator.
 
     Ranks may end at different steps, and their batches may be of different sizes, also from step to step:
     each step is the exact mean over the samples of all ranks. A rank without further batches takes part with none until

@@ -63,7 +63,7 @@ class Batches:
         return None
 
     def is_last(self, step: int) -> bool:
-        """True if no step comes after this one (from 1), the last that was given: alike on every rank."""
+        """True if no step comes after this one (from 1), the last that was given: the same on every rank."""
         return step == self._end_step
 
     def _next_of(self, remaining: Iterator[Batch], step: int) -> Batch:

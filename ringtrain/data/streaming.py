@@ -31,7 +31,7 @@ from ringtrain.messages.defects import describe_defect
 from ringtrain.runtime.world import World
 
 PAIR_REMEDY = "Weights of samples go into y, such as {'label': ..., 'weight': ...}, and the workload's loss uses them."
-TELLING_SECONDS = 1.0  # a replay that takes longer is told, though a state has made it shorter
+TELLING_SECONDS = 1.0  # a replay that takes longer is reported, though a state has made it shorter
 END = object()
 
 
@@ -212,7 +212,7 @@ def _open_steps(
 def _require_own_samples(
     feed: Feed, order: SampleOrder, collective: Collective, first: Any, print_line: Callable[[str], None]
 ) -> None:
-    """See that all ranks read the same samples where each takes its slice of them, and others if it does not."""
+    """Check that all ranks read the same samples if each takes its slice, and different ones otherwise."""
     digests = all_gather_object(collective, _digest(first), name="first samples")
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if feed.is_shared and different:

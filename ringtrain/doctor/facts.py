@@ -13,7 +13,7 @@ from ringtrain.runtime.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The packages, as a process of its own loaded them."""
+    """The packages, as a child process loaded them."""
 
     python: str  # its version, such as ``3.11.2``
     executable: str  # the interpreter's path

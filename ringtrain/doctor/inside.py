@@ -104,7 +104,7 @@ def shorten(message: str) -> str:
 
 
 def main() -> None:
-    """Look at one library after the other, and tell each finding in a line of JSON at once: the next may crash."""
+    """Look at one library after the other, and report each finding in a line of JSON at once: the next may crash."""
     # What libraries print must not get between the lines of the answer.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -91,7 +91,7 @@ def require_module(name: str) -> None:
 
 
 def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stack:
-    """The packages: their versions here, and whether they load in a process of its own."""
+    """The packages: their versions here, and whether they load in a child process."""
     found, failures = load_packages([sys.executable, "-m", "ringtrain.doctor.inside"], LOAD_SECONDS)
     versions: dict[str, str] = {}
     for name in STEPS:
@@ -114,7 +114,7 @@ def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stac
 
 def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Load packages in a child process (``inside.py``), and report why others could not be loaded."""
-    reader, writer = os.pipe()  # its end tells the child that this process is gone
+    reader, writer = os.pipe()  # by its end the child knows that this process is gone
     child = subprocess.Popen(
         command, stdin=reader, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     )

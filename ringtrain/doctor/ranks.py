@@ -11,7 +11,7 @@ from ringtrain.messages.ranks import name_ranks
 
 
 def judge_ranks(ranks: Sequence[Facts], all_reduce: AllReduce | None) -> list[Finding]:
-    """Rank 0's findings, what is not well on other ranks, whether all are alike, and what they did together."""
+    """Rank 0's findings, problems of other ranks, differences between ranks, and the result of the all-reduce."""
     return [
         *judge(ranks[0]),
         *judge_others(ranks),

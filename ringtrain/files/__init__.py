@@ -1,4 +1,4 @@
-"""Files that anybody may have written, or may read at any moment; and where those lie that a user's runs share."""
+"""Files that other processes may write or read at any time; and the place of those that a user's runs share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are there whole, or as they were before: written aside, flushed to the disk, renamed."""
+"""Atomic files: written under another name, flushed to the disk, renamed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WRITING = ".writing-"  # with this begin the names of files that are not complet
 
 @contextlib.contextmanager
 def replacing(target: Path, *, may_write: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of ``target`` once this ends, and is gone where it ends with an error.
+    """A file to write that replaces ``target`` at the end of this context, and is removed after an error.
 
     ``may_write`` is called just before it becomes visible, and raises where another process has taken over. A target
     that is no regular file, such as a link, is an OSError: it is not replaced.

@@ -18,7 +18,7 @@ PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
 
 
 def describe_loaded_code() -> dict[str, str | list[str]]:
-    """The lines of each module of the user's, and the versions of the packages that these modules import.
+    """The lines of each user module, and the versions of the packages that these modules import.
 
     Files are named as they are imported, since nodes may keep them in different places.
     """

@@ -1,4 +1,4 @@
-"""A rank whose collectives fail because another rank is gone: told as what it is, a consequence."""
+"""Explain collectives that fail because another rank is gone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def note_lost(who: str) -> None:
 
 @contextlib.contextmanager
 def explaining_lost_ranks() -> Iterator[None]:
-    """Give Horovod's error after another rank's end, which shows where this rank was, words that say what it is."""
+    """Explain Horovod's error after the end of another rank."""
     try:
         yield
     except Exception as error:

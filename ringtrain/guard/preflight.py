@@ -58,7 +58,7 @@ MAX_VALUE_LENGTH = 160
 
 
 def require_same_start(collective: Collective, config: Config, *, command: str, environ: Mapping[str, str]) -> None:
-    """See that all ranks were started alike. It must be the first thing that the ranks do together."""
+    """Check that all ranks were started in the same way. It must be the first collective operation."""
     facts = {"command": command, "communication": collective.description, **describe_start(config, environ)}
     require_alike(collective, facts, UsageError, OTHER_START, name="preflight/start")
     require_same_code(collective, name="preflight/code")
@@ -128,7 +128,7 @@ def summarize(facts: Facts) -> dict[str, Any]:
 
 
 def find_differing(summaries: Sequence[Summary]) -> list[str]:
-    """The names of the facts that the ranks do not hold alike, in the order of the facts."""
+    """The names of the facts that differ between ranks, in the order of the facts."""
     names = dict.fromkeys(itertools.chain.from_iterable(summaries))
     return [name for name in names if any(s.get(name) != summaries[0].get(name) for s in summaries)]
 

@@ -36,12 +36,12 @@ class ReplicaGuard:
     """Sees that all ranks hold the same values, bit for bit."""
 
     def __init__(self, variables: Mapping[str, keras.Variable], collective: Collective) -> None:
-        """``variables`` are those that must be alike, by names: without the states of seed generators."""
+        """``variables`` are those that must be equal, by names: without the states of seed generators."""
         self._variables, self._collective = variables, collective
         self._equal_at: int | None = None
 
     def check(self, step: int) -> None:
-        """Compare the values as they are when ``step`` steps are done. Every rank must call it."""
+        """Compare the values after ``step`` steps. Every rank must call it."""
         if self._collective.world.size == 1 or self._equal_at == step:
             return
         hashes = [hash_bits(_values_of(v)) for v in self._variables.values()]

@@ -119,6 +119,6 @@ def __getattr__(name: str) -> Any:
         why = f"take it from horovod.tensorflow, imported in addition to this module, after {__name__}.init()"
     if why is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Of an AttributeError Python makes one of its own where the name stands in an import.
+    # Python replaces an AttributeError if the name is in an import statement.
     is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
     raise (ImportError if is_import else AttributeError)(f"{__name__} has no {name!r}: {why}. See {PAGE}.")

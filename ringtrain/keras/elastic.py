@@ -92,7 +92,7 @@ def telling_lost_ranks() -> Iterator[None]:
 
 
 class KerasState(ObjectState):
-    """The state that survives the end of a rank: a model, its optimizer, and attributes of your own.
+    """The state that survives the end of a rank: a model, its optimizer, and your attributes.
 
     ``commit()`` keeps it in this process's memory, and asks whether hosts have come or are to leave; ``restore()``
     takes back what has changed since; ``sync()`` gives every rank that of rank 0.

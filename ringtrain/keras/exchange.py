@@ -112,7 +112,7 @@ class Exchange:
         self.settings, self.accumulation = settings, accumulation
         self._local: set[Hashable] = set()
         self._last: Gradients = []
-        # Where all ranks are in a fit, about to take as many steps: there a rank that ends early can join.
+        # If all ranks are in a fit with the same number of steps: there a rank that ends early can join.
         self.may_sum_natively = False
         self._step = StepSums()  # of the fits of a model with this optimizer
         self._traced_natively: bool | None = None  # whether the step that was traced last might sum natively
@@ -157,7 +157,7 @@ class Exchange:
 
     def _reduce_now(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
         settings = self.settings
-        # Where ranks come and go, of those at the time of the step, not of its trace.
+        # If ranks come and go, of those at the time of the step, not of its trace.
         size = settings.process_set.size()
         if is_elastic():
             size = tf.cast(hvd.size_op(settings.process_set.process_set_id), tf.float64)
@@ -192,7 +192,7 @@ class Exchange:
         of_variables = zip(given, [*(variable.shape for variable in variables), None, None], strict=False)
         nothing = [zeros_like_gradient(tensor, shape) for tensor, shape in of_variables]
         one = Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
-        if fit is not None:  # where a rank may join
+        if fit is not None:  # in which a rank may join
             # The scale may be a tensor of the graph, which would keep it alive; a rank that joins reads none.
             fit.add(
                 replace(one, scale=1.0) if graph is not None and not one.is_native else one,

@@ -73,7 +73,7 @@ class FitLog:
         """Since the last line. Every rank must call it."""
         sums = self._metrics.sum()
         values, samples = self._metrics.read(sums if self._sums_before is None else sums - self._sums_before)
-        if values.keys() != logs.keys() or not samples:  # of a train_step that gives values of its own
+        if values.keys() != logs.keys() or not samples:  # of a train_step that returns other values
             values = self._metrics.mean_over_ranks(scalars(logs))
         means = Means(values, samples, step - self._steps_before, self._seconds)
         self._sums_before, self._steps_before, self._seconds = sums, step, 0.0

@@ -159,7 +159,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._require_same_weights(self._collective, epoch)
 
     def _trains_by_tape(self) -> bool:
-        """True if all ranks reduce this model's gradients, in a train_step of the user's: as long as it is not traced
+        """True if all ranks reduce this model's gradients, in a user's train_step: as long as it is not traced
         again, no reduction is noticed after the first ``fit``."""
         if self.has_reduced():
             _trained_by_tape.add(self.model)
@@ -280,7 +280,7 @@ def describe_compiled(model: keras.Model) -> dict[str, Any]:
 
 
 def read_settings(optimizer: Any) -> dict[str, str]:
-    """An optimizer's other settings as text, the same in all processes; none if it does not tell them."""
+    """An optimizer's other settings as text, the same in all processes; none if unknown."""
     try:
         config = _without_names(optimizer.get_config())
         if isinstance(config.get("learning_rate"), float):  # a value that is broadcast
@@ -301,7 +301,7 @@ def _without_names(config: Any) -> Any:
 
 
 def read_rate(optimizer: Any) -> float | None:
-    """An optimizer's present learning rate; None if it has none of its own."""
+    """An optimizer's present learning rate; None if it has none."""
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
     try:
         return float(f"{float(rate):.7g}")  # type: ignore[arg-type]

@@ -144,7 +144,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         first_batches().end()
         distributed = find_distributed(getattr(model, "optimizer", None))
         if distributed is not None:
-            distributed.exchange.end_fit()  # Keras does not tell callbacks of the end where something was raised
+            distributed.exchange.end_fit()  # Keras does not call on_train_end after an exception
 
 
 def _evaluate(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,7 +62,7 @@ REMEDY = "Lower the learning rate, clip the gradients (clipnorm=1.0), or look at
 
 
 class KeptFit:
-    """A ``fit`` under way, kept in its run directory. What it decides, it decides alike on every rank."""
+    """A ``fit`` under way, kept in its run directory. Its decisions are the same on every rank."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class KeptFit:
         if not self.model.built:
             try:
                 self.model._symbolic_build(data_batch=batch_spec)
-            except Exception as error:  # of the user's own code: ``begin`` reports it
+            except Exception as error:  # from user code: ``begin`` reports it
                 self._build_error = error
 
     def begin(self, others: list[keras.callbacks.Callback], *, steps: int | None) -> None:
@@ -142,7 +142,7 @@ class KeptFit:
         activity.note(Phase.DATA, self._step + 1, takes_long=True)
 
     def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on in the data and with what each rank had of its own, where as many ranks go on."""
+        """Restore the position in the data and each rank's own state, if the number of ranks is the same."""
         progress, size = self._progress, self._collective.world.size
         if self._is_complete:
             self.model._initial_epoch = self._config.epochs
@@ -177,7 +177,7 @@ class KeptFit:
         self._log.leave_out_time()
 
     def refine(self, note: Note) -> Note:
-        """Tell a step that waits for the other ranks from one that has no gradients yet: Keras reads the data in it."""
+        """Distinguish a step that waits for other ranks from one without gradients yet: Keras reads the data in it."""
         if note.doing == Phase.STEP and self._votes.is_summed and not self._votes.is_reducing():
             return note._replace(doing=Phase.GRADIENTS)
         return note
@@ -192,7 +192,7 @@ class KeptFit:
         self._is_first_batch = False
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
-        """After a step (or ``steps_per_execution`` of them): log, stop, save, each where it is due."""
+        """After a step (or ``steps_per_execution`` of them): log, stop, save, each if it is due."""
         self._step = self._epoch_began_at + batch + 1
         self._progress.batches_done = batch + 1
         self._log.count_time()
@@ -362,7 +362,7 @@ class KeptFit:
         [of_all] = self._collective.broadcast([tf.constant(given)], name="fit/own_values")
         parts = np.split(of_all.numpy(), np.cumsum(sizes)[:-1])
         own = unpack(parts[world.rank if size == world.size else 0])
-        if size != world.size:  # what callbacks count is alike on all ranks
+        if size != world.size:  # the counts of callbacks are the same on all ranks
             own = {name: value for name, value in own.items() if name.startswith("counts/")}
         best = pack({name: named[name] for name in of_callbacks})
         size = run_on_rank0(self._collective, lambda: int(best.size), name="fit/best_size")

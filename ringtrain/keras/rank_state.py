@@ -17,7 +17,7 @@ from ringtrain.run.variables import is_seed_state
 Arrays = dict[str, npt.NDArray[Any]]
 RANKS = "ranks/"  # in a checkpoint: what differs between ranks, packed
 CALLBACKS = "callbacks/"
-# What Keras' own callbacks count, and begin again in each ``fit``.
+# The counters of Keras' callbacks, which start again in each ``fit``.
 COUNTED = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
@@ -130,7 +130,7 @@ def set_counts(callbacks: Sequence[keras.callbacks.Callback], values: Arrays) ->
 
 
 def best_weights_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
-    """The weights that EarlyStopping would bring back, alike on all ranks."""
+    """The weights that EarlyStopping would restore, the same on all ranks."""
     return {
         f"{CALLBACKS}{its}/{place}": _plain(weight)
         for its, callback in _bringing_back(callbacks)

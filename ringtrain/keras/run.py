@@ -157,7 +157,7 @@ class Run(keras.callbacks.Callback):
         self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
 
     def before_others(self) -> keras.callbacks.Callback:
-        """A callback that tells the watchdog that those after it run."""
+        """A callback that marks for the watchdog that the callbacks after it run."""
 
         def begin(*_: Any, takes_long: bool = False) -> None:
             activity.note(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
@@ -216,7 +216,7 @@ class Run(keras.callbacks.Callback):
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """An optimizer as settings of a run, so that a script that is started again with another one is told so."""
+    """An optimizer as settings of a run, so that a script that is started again with another one is refused."""
     kind, rate = type(optimizer).__name__, getattr(optimizer, "_learning_rate", None)
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:

@@ -1,4 +1,4 @@
-"""``init``: what a script of its own can still be given of a run's settings, and then Horovod."""
+"""``init``: devices and settings for a user script, then Horovod."""
 
 from __future__ import annotations
 

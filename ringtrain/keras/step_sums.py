@@ -34,7 +34,7 @@ class Sum:
 
     @functools.cached_property
     def traced(self) -> Callable[[Gradients], Gradients]:
-        """``act`` in a graph of its own; traced once, not in each epoch."""
+        """``act`` in a separate graph; traced once, not in each epoch."""
         return tf.function(self.act, autograph=False)
 
     def scale_sums(self, sums: Gradients) -> Gradients:

@@ -1,4 +1,4 @@
-"""Numbers that each training step of a ``fit`` with ``callbacks.Run`` keeps, of all ranks and of its own."""
+"""Numbers that each training step of a ``fit`` with ``callbacks.Run`` keeps, of all ranks and of this rank."""
 
 from __future__ import annotations
 

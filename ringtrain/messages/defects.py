@@ -1,4 +1,4 @@
-"""An error of the program or of the user's code in words: the line that says what is wrong, and the traceback."""
+"""Describe an error of the program or of user code: one line, and the traceback."""
 
 from __future__ import annotations
 

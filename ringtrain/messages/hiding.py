@@ -1,6 +1,6 @@
 """A user's file that hides another module, such as a ``random.py`` in the working directory.
 
-This file imports only what Python itself has loaded when a program begins: anything else may be hidden.
+This file imports few modules, since any of them may be hidden.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ OWN = ("ringtrain", "launch", "benchmarks", "tests")  # of a checkout, in which 
 
 
 def describe_hiding(error: BaseException) -> str:
-    """Name the file that hides a module where an import failed; empty if none does."""
+    """Name the file that hides a module and so made an import fail; empty if there is none."""
     path = list(map(os.path.abspath, sys.path))
     for file in _list_files(error):
         folder, name = os.path.split(os.path.abspath(file).removesuffix(f"{os.sep}__init__.py"))

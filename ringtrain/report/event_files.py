@@ -39,7 +39,7 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class Place:
-    """A record that holds images: where it lies in which file, and the step that it belongs to."""
+    """A record that holds images: its file, its offset, and its step."""
 
     path: Path
     offset: int
@@ -81,7 +81,7 @@ def choose_evenly(values: Sequence[int], number: int) -> list[int]:
 
 
 def _find_images(path: Path) -> Iterator[tuple[str, Place]]:
-    """The records of a file that hold images, up to its end or to where it is cut off."""
+    """The records of a file that hold images, up to its end, also if it is cut off."""
     for content, begin, num_bytes in iterate_records(path):
         if num_bytes > len(PNG) and content.find(PNG, begin, begin + min(num_bytes, HEAD_BYTES)) >= 0:
             event = parse_event(content[begin : begin + num_bytes])
@@ -122,7 +122,7 @@ def _read_pngs(place: Place, name: str) -> list[str]:
 def parse_event(record: bytes) -> Any:
     """A record as TensorBoard's ``Event``; None if it is none."""
     from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event  # of its own: no TensorFlow behind it
+    from tensorboard.compat.proto.event_pb2 import Event  # a copy of its own, without TensorFlow
 
     try:
         return Event.FromString(record)

@@ -88,7 +88,7 @@ def describe_thinning(curves: Sequence[dict[str, Curve]]) -> list[str]:
 
 
 def embed_json(value: Any) -> str:
-    """JSON that can stand in a script element: no character of it can end the element or begin a comment."""
+    """JSON for a script element: no character of it can end the element or begin a comment."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

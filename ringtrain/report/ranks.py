@@ -1,4 +1,4 @@
-"""The ranks of a run's last start: where each computed, and what it used."""
+"""The ranks of a run's last start: device, cores and memory of each."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory, whose run may be under way; UsageError where it holds nothing that can be shown."""
+    """Read a run directory, whose run may be under way; UsageError if it holds nothing that can be shown."""
     try:
         config = read_config(path)
         lines = read_lines(path / METRICS_FILE) if config is not None else ()

@@ -40,7 +40,7 @@ class Curve:
 
     @property
     def is_thinned(self) -> bool:
-        """True if a point stands for more than one value."""
+        """True if a point is the mean of several values."""
         return self.num_values > len(self.steps)
 
 

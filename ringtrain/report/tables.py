@@ -1,4 +1,4 @@
-"""The report's tables: how a run stands, where its time went, what happened, its settings and environment."""
+"""The report's tables: state of a run, its time, events, settings and environment."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def describe_environment(run: RunRecord) -> list[Fact]:
 
 
 def compare_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[str]]], list[Fact]]:
-    """Settings with each run's value if they differ, and those that all runs have alike and are set."""
+    """Settings with each run's value if they differ, and those that are set and equal in all runs."""
     names = dict.fromkeys(name for settings in runs for name in settings)
     differing, same = [], []
     for name in names:

@@ -29,7 +29,7 @@ MANIFEST_FILE = "manifest.json"
 VARIABLES_FILE = "variables.bin"
 HASHED_CHUNK_BYTES = 16 * 2**20
 MAX_MANIFEST_BYTES = 32 * 2**20  # about 100,000 variables
-# Of this process and of the way to the disk; they say nothing about what lies there.
+# Errors of this process or the connection to the disk, not of the file.
 NO_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 
 
@@ -103,7 +103,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of a manifest, verified: a DamagedError where it is missing, or not what was written.
+    """The content of a manifest, verified: a DamagedError if it is missing or damaged.
 
     Another DataError where another version of ringtrain wrote it, or this process may not read it.
     """

@@ -111,7 +111,7 @@ class RunDirectory:
             self._has_ended |= event == "end"
 
     def _append(self, line: bytes) -> None:
-        """Write a line; what a full disk leaves of one is a line of its own, which readers pass over."""
+        """Write a line; a part of one that a full disk left becomes a line that readers skip."""
         data = (b"\n" if self._is_cut_off else b"") + line
         with self._explaining():
             while data:
@@ -130,7 +130,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Say of what cannot be written where it is, and what helps."""
+        """Explain a file that cannot be written, with the remedy."""
         try:
             yield
         except OSError as error:
@@ -167,7 +167,7 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
     others = (named.parent / f"{named.name or 'run'}-{number}" for number in range(2, 10_000))
     for candidate in itertools.chain([wanted], others):
         try:
-            candidate.mkdir(parents=True)  # fails where it exists, so that two runs that start together never share one
+            candidate.mkdir(parents=True)  # fails if it exists, so that two runs that start together never share one
             return candidate
         except FileExistsError:
             if not is_anew:

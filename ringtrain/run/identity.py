@@ -24,7 +24,7 @@ RULES = {
 
 
 def draw_identity(seed: int) -> dict[str, Any]:
-    """A new run's identity: a random number, and what tells people which run it is."""
+    """A new run's identity: a random number, and a description for people."""
     host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:255] or "_"
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"id": secrets.token_hex(8), "started": started, "host": host, "seed": seed}

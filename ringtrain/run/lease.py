@@ -80,7 +80,7 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # taken over, or a file system that is away for now: check() tells
+            with contextlib.suppress(OSError):  # taken over, or a file system that is away for now: check() reports it
                 os.utime(self._file, follow_symlinks=False)
 
 

@@ -24,7 +24,7 @@ class Progress:
 
     evaluated_step: int = -1  # of the last evaluation; -1 before the first
     best: float | None = None  # of ``best_metric`` so far; None before the first evaluation
-    best_step: int = -1  # where it was seen
+    best_step: int = -1  # of the best value
     evaluations_without_best: int = 0  # since then
     samples_seen: int = 0  # of all ranks so far, if that does not follow from the step
     epochs_done: int = 0  # of a ``fit``, whose own data say what a step is

@@ -98,7 +98,7 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
 
 
 def choose_directory(config: Config) -> Path:
-    """The run's directory, made where it is not there."""
+    """The run's directory, created if it is missing."""
     name = Path(config.workload.rpartition(":")[2]).name.removesuffix(".py")
     wanted = config.out or Path("runs") / name.lower()
     if config.resume == "must" and not (wanted / CONFIG_FILE).is_file():
@@ -169,7 +169,7 @@ def require_resumable(checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Mapping[str, Any]) -> None:
-    """See that the checkpoint from which a run goes on is its own.
+    """Raise if the checkpoint to resume from belongs to another run.
 
     One that an older ringtrain wrote has no identity: its settings tell it from another run's.
     """

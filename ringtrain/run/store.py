@@ -76,7 +76,7 @@ def find_newest(
         path = root / step_name(step)
         try:
             checkpoint = read_checkpoint(path)
-            if checkpoint.step != step:  # as it is, its name would have others taken for newer
+            if checkpoint.step != step:  # otherwise its name would make others look newer
                 raise ValueError(f"it is of step {checkpoint.step}")
             check(checkpoint)
             return checkpoint, damages

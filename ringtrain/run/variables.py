@@ -17,7 +17,7 @@ BROADCAST_BYTES = 64 * 2**20
 
 
 def is_seed_state(variable: keras.Variable) -> bool:
-    """True if a variable is the state of a seed generator (dropout's): broadcasting it would make all masks alike."""
+    """True if a variable is the state of a seed generator (dropout's): broadcasting it would make all masks equal."""
     return variable.name == "seed_generator_state"
 
 

@@ -34,7 +34,7 @@ Source = Literal["ringtrain", "environment", "launcher"]
 MIN_INTER_OP_THREADS = 2
 # Horovod copies what it fuses into a buffer, and back. Between the cores of one node that costs more than the messages
 # of large gradients; it pays for those of which many fit in this. On GPUs and between nodes, where nothing was
-# measured, Horovod's own 128 MiB stand.
+# measured, Horovod's own 128 MiB are kept.
 FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
 # Open MPI's transports between nodes. Each rank would listen on all interfaces, in spite of btl_tcp_if_include, for
 # ranks that are on its own node and reach it through shared memory.
@@ -63,7 +63,7 @@ class DevicePlan:
     own_cores: tuple[int, ...]  # for this rank alone; empty if the ranks share all of ``cores``
     cores: tuple[int, ...]  # that this rank runs on: its own, and those that no rank has for itself
     cores_source: Source
-    why_unpinned: str  # why it has no cores of its own; empty if it has, or where it is alone on its node
+    why_unpinned: str  # why it is not pinned to its own cores; empty if it is, or if it is alone on its node
     intra_op_threads: int
     inter_op_threads: int
     settings: tuple[Setting, ...]  # for the communication and for TensorFlow
@@ -224,7 +224,7 @@ def describe_shared_memory(world: World, plan: DevicePlan) -> list[str]:
 
 
 def uses_horovod(backend: str, launcher: str) -> bool:
-    """True if Horovod carries anything among several ranks; MPI does where it is not there or not wanted."""
+    """True if Horovod carries anything among several ranks; MPI does if it is missing or not wanted."""
     is_wanted = backend == "horovod" or (backend == "auto" and importlib.util.find_spec("horovod") is not None)
     return is_wanted or launcher == GLOO_LAUNCHER
 

@@ -53,7 +53,7 @@ def note_exit_code(status: object) -> None:
 
 @contextlib.contextmanager
 def ending_forked() -> Iterator[None]:
-    """End a process that the user's code has forked, where it comes back from there: the run is its parent's."""
+    """End a process that user code has forked, if it returns from there: the run is its parent's."""
     pid = os.getpid()
     try:
         yield
@@ -132,7 +132,7 @@ def _earned_code() -> int:
 
 
 def describe_keepers(children: Sequence[BaseProcess]) -> str:
-    """The threads and child processes for which the interpreter waits, and where it is itself."""
+    """The threads and child processes for which the interpreter waits, and its own position."""
     frames = sys._current_frames()
     keepers = [
         f"the thread {thread.name!r}{_describe_place(frames.get(thread.ident or 0))}"
@@ -172,7 +172,7 @@ def _is_in(frame: FrameType, function: str, package: str) -> bool:
 
 
 class _Timer:
-    """Calls ``_exit`` of the C library in a thread of its own, which needs nothing of Python (timer_create(2))."""
+    """Calls ``_exit`` of the C library in a separate thread, without Python (timer_create(2))."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)

@@ -19,7 +19,7 @@ LIBRARY = HERE / "libringtrain.so"
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra",
     "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2", "-fstack-protector-strong", "-Wl,-z,relro,-z,now,-z,noexecstack",
-    "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL",  # TensorFlow has a C++ library of its own
+    "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL",  # TensorFlow brings its own C++ library
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Decoded samples as they lie in memory or in a file, and a source that keeps and reads them there."""
+"""Decoded samples in memory or in a file, and a source that stores and reads them there."""
 
 from __future__ import annotations
 

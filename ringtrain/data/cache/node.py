@@ -47,7 +47,7 @@ _CHUNK_SAMPLES = 1024
 
 
 def open_node_cache(source: FallibleSource, collective: Collective, *, name: str, num_threads: int) -> CachedSource:
-    """The source with its samples in the node's file, which is filled first where it is missing: see ``with_cache``."""
+    """The source with its samples in the node's file, which is filled first if it is missing: see ``with_cache``."""
     world, label = collective.world, f"cache/{name}"
     # With the node's name, since a home directory may be shared by nodes, and the ranks of one node fill a file.
     directory = cache_directory("decoded", world.node)

@@ -1,4 +1,4 @@
-"""Data as they lie in files: CIFAR-10, image folders, TFRecord files with their index, and their conversion."""
+"""File formats: CIFAR-10, image folders, TFRecord files with their index, and their conversion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def file_error(message: str) -> DataError:
 
 @contextlib.contextmanager
 def reading(path: str | Path, *, what: str = "the file") -> Iterator[None]:
-    """Say of what cannot be read where it is, and what helps."""
+    """An error that names a file that cannot be read, and the remedy."""
     try:
         yield
     except OSError as error:

@@ -151,7 +151,7 @@ def _open_image_part(part: ImageFolderSource) -> Split:
 
 
 def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
-    """A file's bytes as they are, with what its header says."""
+    """A file's bytes, with the facts from its header."""
     with reading(path):
         encoded = path.read_bytes()
     try:

@@ -35,7 +35,7 @@ class HeaderError(Exception):
 
 
 def read_header(file: BinaryIO) -> ImageHeader:
-    """The header of a JPEG or PNG image, whichever it is by its first bytes.
+    """The header of a JPEG or PNG image, which its first bytes tell apart.
 
     Args:
         file: at its beginning; what lies between the parts of the header is skipped, not read.

@@ -132,7 +132,7 @@ def _check_labels(index: Index, num_classes: int, class_names: list[str], *, mus
 def _create_source(
     index: Index, image_size: int | None, channels: int, train_shape: tuple[int, int, int] | None, num_classes: int
 ) -> TFRecordSource:
-    """The source of an index, once its images are known to be alike in what is not converted.
+    """The source of an index, once its images are known to have the same shape, if they are not converted.
 
     Those to evaluate on must have the ``train_shape``.
     """

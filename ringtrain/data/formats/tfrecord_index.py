@@ -1,4 +1,4 @@
-"""The index of TFRecord files: where each record lies, and what is to be known about it before training.
+"""The index of TFRecord files: position, kind, shape and label of each record.
 
 A TFRecord file is a row of records: the length of the data (8 bytes), its masked CRC32C (4), the data, and their masked
 CRC32C (4); see TensorFlow's ``tsl/lib/io/record_writer.h``. The data are ``tf.train.Example`` messages. All records
@@ -54,7 +54,7 @@ _PARSED_TOGETHER = 64
 
 
 class FileState(NamedTuple):
-    """A data file as it was when its records were read."""
+    """The state of a data file when its records were read."""
 
     name: str
     num_bytes: int
@@ -83,7 +83,7 @@ class Index(NamedTuple):
 
 
 def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
-    """The index of files, from a cache that is whole, and whose files are as they were, else by reading them.
+    """The index of files, from a cache that is valid for these files, otherwise by reading them.
 
     It is written to the first of the caches that can be. Any number of processes may do so at once: each writes a file
     of its own and renames it.
@@ -126,7 +126,7 @@ def _write_cache(cache: Path, index: Index) -> None:
 
 
 def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
-    """The index in a file; None if there is none for these files as they are now, or it is damaged."""
+    """The index in a file; None if there is none for the present state of these files, or it is damaged."""
     header, start = _header(files), len(_MAGIC) + hashlib.sha256().digest_size
     most_records = sum(file.num_bytes for file in files) // (HEADER_BYTES + FOOTER_BYTES)
     try:
@@ -161,7 +161,7 @@ def scan_file(path: Path, number: int) -> np.ndarray:
 
 def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
     """Offset, length of the data and the data of each record; None if the data's CRC is wrong."""
-    from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the one reader that tells offsets
+    from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the only reader that returns offsets
 
     try:
         with path.open("rb", buffering=0) as opened:

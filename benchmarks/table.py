@@ -27,9 +27,9 @@ QUESTIONS = {
 HEAD = """\
 # Benchmarks
 
-Each table shows how many times as fast the first of two contenders is as the second: the median over all rounds, and an
-interval that contains the true median. Above 1 the first is faster. [benchmarks/README.md](../benchmarks/README.md)
-explains each contender; the most important are:
+Each table shows how many times as fast the first of two contenders is as the second: the median of the pairs, one in
+each round, and an interval that contains the true median with at least 94 %. Above 1 the first is faster.
+[benchmarks/README.md](../benchmarks/README.md) explains each contender; the most important are:
 
 - `bound`: the same processes without communication, an upper limit for the speed
 - `minimal`: a hand-written Horovod loop with ringtrain's cores, threads and variables; `minimal_stock`: without them
@@ -59,9 +59,9 @@ def make_page(results: Mapping[str, Result]) -> str:
 
 
 def _page_rows(result: Result) -> list[list[str]]:
-    """Experiment, contenders, ratio and interval of each comparison that was measured."""
+    """Experiment, contenders, ratio, interval and number of pairs of each comparison that was measured."""
     return [
-        [experiment["name"], *row[:3]]
+        [experiment["name"], *row[:3], row[3].partition(" ")[0]]
         for experiment in result["experiments"]
         for comparison in experiment["comparisons"]
         for row in _ratio_rows(experiment, comparison)
@@ -70,7 +70,7 @@ def _page_rows(result: Result) -> list[list[str]]:
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    head = ["experiment", "compared", "times as fast", "interval"]
+    head = ["experiment", "compared", "times as fast", "interval", "pairs"]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 
@@ -207,7 +207,8 @@ def _ratio_rows(experiment: Result, comparison: Result) -> list[list[str]]:
             [
                 name,
                 f"{spread.median:.3f}",
-                f"{spread.low:.3f} to {spread.high:.3f} ({100 * spread.confidence:.0f} %, {spread.count} pairs)",
+                f"{spread.low:.3f}-{spread.high:.3f}",
+                f"{spread.count} pairs ({100 * spread.confidence:.0f} %)",
                 f"goal {goal:.3f} {reached}" if goal is not None else "",
             ]
         )

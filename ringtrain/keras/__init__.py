@@ -1,7 +1,6 @@
 """Horovod's Keras interface for Keras 3: ``import ringtrain.keras as hvd``.
 
-In place of ``import horovod.tensorflow.keras as hvd`` or ``import horovod.keras as hvd``, whose
-``DistributedOptimizer`` reduces nothing under Keras 3. What Horovod does well is passed on from there.
+It replaces ``horovod.tensorflow.keras``, whose ``DistributedOptimizer`` reduces nothing under Keras 3.
 """
 
 import sys

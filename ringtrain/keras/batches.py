@@ -1,11 +1,9 @@
 """The position of a ``fit`` in its data, so that a resumed ``fit`` continues with the next batch.
 
-Keras makes an iterator of the data for each epoch, or one for all epochs where ``steps_per_epoch`` is given. A rank's
-iterator says where it is, if it can (tf.data's own state, which knows of earlier shuffles). Else what was trained is
-read again and left out, and each earlier iterator is started again: a pipeline that shuffles again for each of them
-then goes on with the order that would have come. Python's and NumPy's global generators, by which Keras and users
-shuffle, then get the states that they had when the iterator was created; those of the checkpoint if nothing is read
-again.
+Keras makes an iterator for each epoch, or one for all epochs if ``steps_per_epoch`` is given. If the iterator can save
+its state, it is restored. Otherwise the trained batches are read and skipped, and earlier iterators are started first,
+so that a pipeline that reshuffles reaches the same order. Python's and NumPy's global generators get the states that
+they had when the iterator was created; those of the checkpoint if nothing is read.
 """
 
 from __future__ import annotations
@@ -23,17 +21,15 @@ from ringtrain.errors import DataError
 from ringtrain.keras.rank_state import Arrays, generator_states, set_generator_states
 from ringtrain.runtime import activity
 
-MAX_STATE_BYTES = 16 * 2**20  # it travels to rank 0 with each save; a long buffer of shuffled images is read again
+MAX_STATE_BYTES = 16 * 2**20  # each save sends it to rank 0; larger ones (a buffer of shuffled images) are read again
 GENERATORS = "generators/"
 _NOTHING = object()
 
 
 class Place(NamedTuple):
-    """The amount of data that has been trained."""
-
     epochs: int = 0
     batches: int = 0  # of the epoch after these
-    all_batches: int = 0  # of all epochs
+    all_batches: int = 0
 
 
 class Batches:
@@ -42,31 +38,28 @@ class Batches:
     def __init__(self, print_line: Callable[[str], None]) -> None:
         self._print_line = print_line
         self._start, self._state = Place(), b""
-        self._generators: Arrays = {}  # when the present iterator was created
-        self._saved_generators: Arrays = {}  # of the checkpoint
+        self._generators: Arrays = {}  # at creation of the current iterator
+        self._saved_generators: Arrays = {}  # from the checkpoint
         self._data: Any = None  # Keras' EpochIterator
         self._iterator: Any = None
         self._is_one_for_all = self._is_awaited = False
 
     def wait(self) -> None:
-        """Count the next batches; validation has its own EpochIterator."""
+        """Expect the next iterator to be the training's; validation has its own."""
         self._is_awaited = True
 
     def are_of(self, data: Any) -> bool:
-        """True if these are the batches of Keras' EpochIterator ``data``."""
         if self._is_awaited:
             self._data, self._is_awaited = data, False
         return self._data is data
 
     def begin_at(self, start: Place, saved: Arrays) -> None:
-        """Resume after what was trained; ``saved`` is what ``read_state`` returned there."""
         self._start, self._state = start, saved["data"].tobytes() if "data" in saved else b""
         self._saved_generators = {
             name.removeprefix(GENERATORS): value for name, value in saved.items() if name.startswith(GENERATORS)
         }
 
     def read_state(self, batches: int) -> Arrays:
-        """State of the data after so many batches of an epoch, for ``begin_at``."""
         position = self._read_position(batches)
         is_read_again = self._is_within(batches) and not position
         generators = self._generators if is_read_again else generator_states()
@@ -74,31 +67,25 @@ class Batches:
         return {"data": np.frombuffer(position, np.uint8), **named}
 
     def _is_within(self, batches: int) -> bool:
-        """True if the present iterator yields the next batch."""
         return bool(batches) or (self._is_one_for_all and self._data._current_iterator is self._iterator)
 
     def _read_position(self, batches: int) -> bytes:
-        """The iterator's own state; empty if the data have to be read again."""
         if self._iterator is None or not self._is_within(batches):
             return b""
         dataset = getattr(self._iterator, "_dataset", None)
-        if dataset is None or buffered_bytes(dataset) > MAX_STATE_BYTES:  # to make a long state may take all memory
+        if dataset is None or buffered_bytes(dataset) > MAX_STATE_BYTES:  # serializing it may use all memory
             return b""
         data = read_iterator_state(self._iterator)
         return data if len(data) <= MAX_STATE_BYTES else b""
 
     def state_for(self, data: Any) -> bytes:
-        """The state that the next iterator of Keras' EpochIterator ``data`` is going to take; mostly empty."""
         return self._state if data is self._data else b""
 
     def enumerate(self, plain: Callable[[], Iterator[tuple[Any, ...]]], data: Any) -> Iterator[tuple[Any, ...]]:
-        """The batches of an epoch as Keras' EpochIterator ``data`` numbers them; of the first, what is left of it.
-
-        Yields:
-            The numbers of those that one call of the training function takes, and their iterator, as Keras does.
+        """Yield Keras' step numbers and iterator for an epoch; for the first one, only the remaining batches.
 
         Raises:
-            DataError: there are no longer as many as were trained, or the state is of another pipeline.
+            DataError: fewer batches than were trained, or the state belongs to another pipeline.
         """
         start, self._start = self._start, Place()
         state = self._state
@@ -111,7 +98,7 @@ class Batches:
         self._saved_generators = {}
         if not (self._iterator is not None and self._is_within(0)):
             self._generators = generator_states()
-        for numbers in plain():  # and the iterator behind them: from Keras 3.11 on the first and the last, before one
+        for numbers in plain():  # Keras < 3.11: (step, iterator); later: (first, last, iterator)
             first, iterator = numbers[0], numbers[-1]
             if iterator is not self._iterator:
                 self._iterator, self._state = iterator, b""
@@ -134,19 +121,19 @@ class Batches:
         self._state = b""
 
     def _given_before(self, start: Place, data: Any) -> int:
-        """The batches that the present iterator gave to former epochs."""
+        """Count the batches that the current iterator yielded in earlier epochs."""
         if not self._is_one_for_all:
             return 0
         num = data._num_batches
         return max(0, (start.all_batches % num if num else start.all_batches) - start.batches)
 
     def _begin_earlier(self, start: Place, data: Any) -> None:
-        """Start former iterators again, so that a pipeline that shuffles for each takes the order that would come."""
+        """Start the earlier iterators, so that a reshuffling pipeline reaches the next order."""
         num, adapter = data._num_batches, data.data_adapter
-        if hasattr(adapter, "py_dataset"):  # which gives its batches by number, read ahead by threads of Keras'
+        if hasattr(adapter, "py_dataset"):  # indexed, prefetched by Keras' threads
             for _ in range(start.epochs):
                 getattr(adapter.py_dataset, "on_epoch_begin", lambda: None)()
-                if adapter.shuffle and num:  # as Keras does, by the generator that the user's methods may draw from
+                if adapter.shuffle and num:  # as Keras does, with the generator that user methods may draw from
                     random.shuffle(list(range(num)))
                 adapter.py_dataset.on_epoch_end()
         elif self._is_one_for_all:
@@ -163,7 +150,7 @@ class Batches:
                 activity.move()
 
     def _read(self, iterator: Any, number: int, start: Place, *, may_end: bool = False) -> None:
-        """Leave out so many batches; those that one call of the training function took may have been fewer."""
+        """Skip ``number`` batches; fewer if ``may_end``, after the last call of the training function."""
         for place in range(number):
             activity.move()
             if next(iterator, _NOTHING) is _NOTHING:

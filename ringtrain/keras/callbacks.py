@@ -17,19 +17,19 @@ from ringtrain.keras.run import Run as Run
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives every rank the root's weights and optimizer state, before the first step.
+    """Broadcast the root's weights and optimizer state before the first step.
 
-    A model without a known input shape gets them after its first step, which creates them. The state of seed generators
-    stays: with the same one, all ranks would drop out the same units.
+    A model without a known input shape gets them after its first step, which creates them. Seed generators keep their
+    state: with equal states, all ranks would drop the same units.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         """Prepare the broadcast.
 
         Args:
-            root_rank: whose values count.
+            root_rank: source of the broadcast.
             device: TensorFlow device of the operation.
-            local_variables: a variable, or variables, that each rank keeps as they are.
+            local_variables: a variable, or variables, that are not broadcast.
         """
         super().__init__()
         self.root_rank, self.device, self.broadcast_done = root_rank, device, False
@@ -45,7 +45,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Let each rank keep its value of a variable."""
+        """Exclude a variable from the broadcast."""
         self._local.add(variable_key(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -59,7 +59,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self.broadcast_done:
             return
         require_init("BroadcastGlobalVariablesCallback")
-        # Keras' "weights" are without the states of metrics, which one rank may have created already, and of seeds.
+        # Keras' "weights" exclude the states of metrics, which one rank may have created already, and of seeds.
         variables = [variable for variable in self.model.weights if variable_key(variable) not in self._local]
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is not None and self.model.trainable_variables:
@@ -72,19 +72,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Makes the logs of an epoch those of all ranks: means over all samples.
+    """Replace the logs of an epoch by means over the samples of all ranks.
 
-    Each rank's value counts with its number of samples, in training and, for ``val_`` values, in validation. (Horovod's
-    own callback takes the plain mean, which is off where ranks have different numbers.) Put it before callbacks that
-    read the logs.
+    Each rank's value is weighted by its number of samples, in training and (``val_``) in validation; Horovod's callback
+    takes the unweighted mean. Put it before callbacks that read the logs.
     """
 
     def __init__(self, device: str = "") -> None:
-        """Prepare the averages.
-
-        Args:
-            device: TensorFlow device of the operation.
-        """
         super().__init__()
         self._device = device
         self._train_samples: float | None = None
@@ -93,7 +87,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._train_samples = None
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._train_samples = self._count_samples()  # evaluate() is about to count again
+        self._train_samples = self._count_samples()  # evaluate() resets the count
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         require_init("MetricAverageCallback")
@@ -104,14 +98,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         weights = np.array([last_samples if name.startswith("val_") else train_samples for name in names])
         values = np.array([logs[name] for name in names], np.float64)
-        weighted = np.where(weights > 0, values * weights, 0.0)  # the mean of no samples is not a number
+        weighted = np.where(weights > 0, values * weights, 0.0)  # the mean of no samples is NaN
         with tf.device(self._device):
             [sums] = ProcessSetCollective().all_reduce([tf.constant([weighted, weights])], name="metrics").tensors
         for name, total, weight in zip(names, *sums.numpy(), strict=True):
             logs[name] = float(total / weight) if weight else float("nan")
 
     def _count_samples(self) -> float:
-        """The samples that Keras' own mean of the loss has seen; 1 where the model keeps none."""
+        """Samples in Keras' mean of the loss; 1 if the model has none."""
         for metric in self.model.metrics:
             if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
                 return float(metric.count.numpy())
@@ -119,10 +113,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate of the epochs ``start_epoch`` to ``end_epoch`` to ``initial_lr * multiplier``.
+    """Set the learning rate to ``initial_lr * multiplier`` from ``start_epoch`` until ``end_epoch``.
 
-    When the rate changes, the velocities of SGD and RMSprop, which hold past steps with the old rate in them, are
-    rescaled (Goyal et al. 2017, section 3, "momentum correction").
+    When the rate changes, the velocities of SGD and RMSprop, which contain the old rate, are rescaled (Goyal et al.
+    2017, section 3, "momentum correction").
     """
 
     def __init__(
@@ -138,12 +132,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """Prepare the schedule.
 
         Args:
-            initial_lr: the rate that is multiplied.
+            initial_lr: the base rate.
             multiplier: a function of the epoch, or a number for ``multiplier ** (epoch - start_epoch)``.
-            start_epoch, end_epoch: the first epoch and the one after the last; None: until the end.
-            staircase: set it once an epoch; otherwise with every batch, for a fraction of an epoch.
-            momentum_correction: whether to rescale velocities.
-            steps_per_epoch: batches an epoch, where Keras does not know.
+            start_epoch, end_epoch: the first epoch, and the one after the last; None: no end.
+            staircase: update once per epoch; otherwise each batch, with a fractional epoch.
+            momentum_correction: rescale velocities.
+            steps_per_epoch: required if Keras does not know it.
         """
         super().__init__()
         if initial_lr is None:
@@ -207,9 +201,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over the first epochs.
+    """Raise the learning rate from ``initial_lr / size`` to ``initial_lr`` over the first epochs.
 
-    In epoch e (a fraction), it is ``initial_lr / size * (e * (size - 1) / warmup_epochs + 1)``: Goyal et al. 2017.
+    At epoch e (fractional): ``initial_lr / size * (e * (size - 1) / warmup_epochs + 1)`` (Goyal et al. 2017).
     """
 
     def __init__(
@@ -224,15 +218,15 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
         Args:
             initial_lr: the full rate.
-            warmup_epochs: its epochs.
+            warmup_epochs: length of the warm-up.
             momentum_correction, steps_per_epoch: as for ``LearningRateScheduleCallback``.
-            verbose: 1 says on rank 0 when it is over.
+            verbose: 1 reports the end on rank 0.
         """
         require_init("LearningRateWarmupCallback")
         size = hvd.size()
 
         def multiplier(epoch: float) -> float:
-            epoch += 1 / (self.steps_per_epoch or 1)  # reach the round values at the ends of epochs
+            epoch += 1 / (self.steps_per_epoch or 1)  # full values at the ends of epochs
             return (epoch * (size - 1) / warmup_epochs + 1) / size
 
         super().__init__(
@@ -253,7 +247,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keras' ModelCheckpoint that keeps the best model only. Set its ``filepath`` before training."""
+    """Keras' ModelCheckpoint that keeps only the best model. Set ``filepath`` before training."""
 
     def __init__(
         self,
@@ -264,7 +258,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_freq: Any = "epoch",
     ) -> None:
         super().__init__(
-            filepath="best.weights.h5" if save_weights_only else "best.keras",  # Keras checks its ending
+            filepath="best.weights.h5" if save_weights_only else "best.keras",  # Keras checks the suffix
             monitor=monitor,
             verbose=verbose,
             save_best_only=True,
@@ -284,7 +278,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 def _velocities(optimizer: keras.optimizers.Optimizer) -> Sequence[keras.Variable]:
-    """The slots of an optimizer that hold steps with the learning rate in them."""
+    """Slots that contain steps scaled by the learning rate."""
     if not optimizer.built or not getattr(optimizer, "momentum", 0):
         return []
     if isinstance(optimizer, keras.optimizers.SGD):

@@ -1,4 +1,4 @@
-"""Horovod over a process set, under names that are the same on all ranks, also if the names of layers differ."""
+"""Horovod over a process set, with operation names that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.runtime.devices import is_on
 from ringtrain.runtime.world import World
 
-STALL_SECONDS = 60.0  # as Horovod's own check
+STALL_SECONDS = 60.0  # as in Horovod's stall check
 BACKENDS = ("auto", "horovod")
 _all_ranks: Collective | None = None
 _backend = "auto"
@@ -28,10 +28,10 @@ _cores = ""
 
 
 class ProcessSetCollective(HorovodCollective):
-    """Carries sums among the ranks of a process set.
+    """Collective over a process set.
 
-    Ranks meet by the last part of an operation's name alone: the scopes before it hold names of layers and optimizers,
-    which Keras numbers in the order of their creation, and rank 0 may have created more of them.
+    Only the last part of an operation's name identifies it: the scopes before it contain names of layers and
+    optimizers, which Keras numbers in order of creation, and rank 0 may have created more.
     """
 
     def __init__(
@@ -42,14 +42,13 @@ class ProcessSetCollective(HorovodCollective):
         device_dense: str = "",
         device_sparse: str = "",
     ) -> None:
-        """Join a process set, to sum or to add by Adasum, on devices for ``all_reduce`` and ``all_gather``."""
         super().__init__(_read_world(), hvd)
         self._process_set, self._op = process_set, op
         self._device_dense, self._device_sparse = device_dense, device_sparse
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks of the process set, in the order of a gather."""
+        """In the order of a gather."""
         return self._process_set.ranks or range(self.world.size)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
@@ -70,7 +69,7 @@ class ProcessSetCollective(HorovodCollective):
 
 
 def all_ranks() -> Collective:
-    """All ranks, who sum natively if they can. The first time every rank must come here at one place."""
+    """Return the collective of all ranks, native if possible. The first call is a collective call."""
     global _all_ranks
     if _all_ranks is None:
         with tf.init_scope():
@@ -79,17 +78,16 @@ def all_ranks() -> Collective:
 
 
 def wants_native_sums() -> bool:
-    """True if they may be made: among ranks that do not come and go."""
     return _backend == "auto" and not is_elastic()
 
 
 def is_elastic() -> bool:
-    """True if the ranks of this run come and go: so horovodrun says to those that it starts so."""
+    """True under ``horovodrun --min-np`` or ``--host-discovery-script``."""
     return is_on(os.environ.get("HOROVOD_ELASTIC", ""))
 
 
 def choose_backend(backend: str) -> None:
-    """Set the backend of all ranks; ranks that have joined stay joined, unless Horovod was shut down."""
+    """Set the backend of all ranks; existing connections remain unless Horovod was shut down."""
     global _all_ranks, _backend
     if backend not in BACKENDS:
         raise UsageError(f"backend is {backend!r}; ringtrain.keras.init() takes {' or '.join(map(repr, BACKENDS))}.")
@@ -98,19 +96,16 @@ def choose_backend(backend: str) -> None:
 
 
 def note_cores(words: str) -> None:
-    """Keep on which cores this process computes, for the line that describes the communication."""
     global _cores
     _cores = words
 
 
 def describe_communication(carrier: Collective, why_not_native: str) -> str:
-    """Describe what carries the sums of a ``fit``, and the cores of this rank if it shares them."""
     native = f"; no sum is native: {why_not_native}" if why_not_native else ""
     return f"communication: {carrier.description}{native}{f'; {_cores}' if _cores else ''}"
 
 
 def require_init(what: str) -> None:
-    """See that Horovod has been started."""
     if not hvd.is_initialized():
         raise UsageError(
             f"{what} needs to know the ranks, and {NO_HOROVOD_SIGN}. Call ringtrain.keras.init() first: right after "
@@ -127,20 +122,20 @@ def broadcast_variables(
     """Set variables to the root's values.
 
     Args:
-        variables: TensorFlow's or Keras', the same and in the same order on every rank.
-        root_rank: whose values count.
-        process_set: the ranks that take part.
-        inplace: of Horovod: whether to receive into the variables' own memory.
+        variables: of TensorFlow or Keras, in the same order on every rank.
+        root_rank: source of the broadcast.
+        process_set: the participating ranks.
+        inplace: ignored; Horovod's argument.
 
     Raises:
-        UsageError: the ranks have other variables: their numbers, types or shapes differ.
+        UsageError: number, types or shapes of the variables differ between ranks.
     """
     require_init("broadcast_variables")
     plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
     name = unique_name("broadcast_variables")
     if tf.executing_eagerly():
         require_same_kinds(plain, ProcessSetCollective(process_set=process_set), purpose="to broadcast")
-    # Ranks meet by position, not by the variables' names, which Keras numbers in the order of creation.
+    # Names are by position: Keras numbers the variables' names in order of creation.
     for number, variable in enumerate(plain):
         value = hvd.broadcast(
             variable, root_rank, name=f"{name}_{number}", ignore_name_scope=True, process_set=process_set
@@ -149,7 +144,7 @@ def broadcast_variables(
 
 
 def require_same_kinds(variables: Iterable[Any], collective: ProcessSetCollective, *, purpose: str) -> None:
-    """Ranks with other variables would wait for each other for ever, or sum what is none of the other's."""
+    """Raise if the ranks' variables differ: they would deadlock, or sum unrelated values."""
     kinds = [f"{tf.as_dtype(variable.dtype).name} {list(variable.shape)}" for variable in variables]
     all_kinds = all_gather_object(collective, kinds, name="variable_kinds")
     for rank, others in zip(collective.ranks, all_kinds, strict=True):

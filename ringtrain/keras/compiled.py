@@ -1,4 +1,4 @@
-"""``compile(jit_compile=True)``: XLA compiles a step's forward and backward pass; sums and update are not compiled."""
+"""``compile(jit_compile=True)``: XLA compiles a step's forward and backward pass, not the sums and the update."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ log = logging.getLogger("ringtrain")
 
 
 class CompiledStep:
-    """Keras' own ``train_step`` of a model, its optimizer outside of what XLA compiles."""
-
     def __init__(self, model: Any) -> None:
         self._model, self._plain = model, model.train_step
         self._function = CompiledFunction(self._compute)
-        self._why_not: str | None = None  # not asked yet
+        self._why_not: str | None = None  # None: not checked yet
 
     def __call__(self, data: Any) -> Any:
-        """Train one batch (x, y, weights), while Keras traces its function: the metrics."""
         if self._why_not is None:
             self._why_not = self._function.why_not(data)
             if self._why_not:
@@ -36,7 +33,7 @@ class CompiledStep:
         return metrics
 
     def _compute(self, data: Any) -> tuple[list[Any], Any]:
-        """Compute the gradients for the optimizer, and the metrics."""
+        """Return the gradients, captured from the optimizer, and the metrics."""
         optimizer, found = self._model.optimizer, list[Any]()
         optimizer.apply = lambda gradients, variables=None: found.extend(gradients)
         try:
@@ -47,7 +44,6 @@ class CompiledStep:
 
 
 def why_not_compiled(model: Any) -> str:
-    """The reason why a model's step cannot be split, in words; empty if it can."""
     if "train_step" in vars(model) or not type(model).train_step.__module__.startswith("keras."):
         return f"{type(model).__name__} has a train_step of its own, in which ranks may sum"
     if any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers()):
@@ -57,7 +53,6 @@ def why_not_compiled(model: Any) -> str:
 
 @functools.cache
 def notice(why_not: str) -> None:
-    """Say once, on rank 0, that a step is not compiled."""
     if hvd.rank() == 0:
         log.warning(
             "ringtrain.keras: the training step runs without XLA: %s. Pass jit_compile=False to compile() to say so "

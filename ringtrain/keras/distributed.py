@@ -1,4 +1,4 @@
-"""An optimizer of a subclass of its Keras class, whose ``apply`` reduces the gradients of all ranks first."""
+"""A dynamic subclass of an optimizer's Keras class, whose ``apply`` first reduces the gradients."""
 
 from __future__ import annotations
 
@@ -14,45 +14,42 @@ from ringtrain.errors import UsageError
 from ringtrain.keras.exchange import Accumulation, Exchange, Settings
 from ringtrain.step.optimizers import FUSED_UPDATES
 
-# Whether what a distributed optimizer has reduced is being applied: by it, by the parts of a MultiOptimizer, or by the
-# LossScaleOptimizer around it.
+# True while reduced gradients are applied: by the optimizer, parts of a MultiOptimizer or a LossScaleOptimizer.
 is_applying = contextvars.ContextVar("is_applying", default=False)
 
 
 class Distributed:
-    """Methods of a distributed optimizer, before its Keras class among the bases."""
+    """Mixin, before the Keras class in the bases."""
 
     _settings: ClassVar[Settings]
-    _accumulation: ClassVar[tuple[int, bool]]  # passes to a reduction, whether their gradients are averaged
+    _accumulation: ClassVar[tuple[int, bool]]  # passes per reduction; average them
     _plain_class: ClassVar[type[keras.optimizers.Optimizer]]
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[keras.optimizers.Optimizer]:
-        """The Keras class: under this name, and no other, Keras saves the optimizer, so that plain Keras loads it."""
+        """The Keras class: Keras saves the optimizer under its name, so that plain Keras can load it."""
         return self._plain_class
 
     @functools.cached_property
     def _agg_helper(self) -> Accumulation | None:
-        """Gradients added up so far; None if every pass is reduced. (Upstream's name.)"""
+        """None if every pass is reduced. (Upstream's name.)"""
         passes, averages = self._accumulation
         return Accumulation(passes, averages=averages) if passes > 1 else None
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """The reduction of this optimizer's gradients."""
         return Exchange(self._settings, self._agg_helper)
 
     def register_local_var(self, var: Any) -> None:
-        """Keep the gradients of a variable on this rank."""
         self.exchange.register_local(var)
 
     def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: tf.GradientTape | None = None) -> list[Any]:
-        """Reduced gradients with their variables, for ``apply_gradients``, which does not reduce them again.
+        """Return (reduced gradient, variable) pairs for ``apply_gradients``, which does not reduce them again.
 
         Args:
-            loss: a tensor recorded by ``tape``, or a function that computes it.
+            loss: a tensor recorded by ``tape``, or a function.
             var_list: the variables.
-            tape: what recorded ``loss``.
+            tape: required if ``loss`` is a tensor.
         """
         if callable(loss):
             tape = tape or tf.GradientTape()
@@ -65,7 +62,6 @@ class Distributed:
         return list(zip(gradients, var_list, strict=True))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Reduce the gradients of all ranks and apply them."""
         apply_here: Callable[..., None] = super().apply  # type: ignore[misc]
         if is_applying.get():
             apply_here(grads, trainable_variables)
@@ -74,10 +70,7 @@ class Distributed:
 
 
 def distribute(optimizer: keras.optimizers.Optimizer, settings: Settings, *, passes: int, averages: bool) -> None:
-    """Make a Keras optimizer, this very object, one that reduces what ``passes`` calls have added up or averaged.
-
-    If its class is one of Keras' own, and there is one, its update is the one that goes through memory once.
-    """
+    """Turn this object into an optimizer that reduces every ``passes`` calls, with a fused update if there is one."""
     plain_class = type(optimizer)
     bases = [Distributed, *filter(None, [FUSED_UPDATES.get(plain_class)]), plain_class]
     attributes = {
@@ -96,10 +89,10 @@ def apply_reduced(
     gradients: Sequence[Any],
     variables: Sequence[Any] | None,
 ) -> None:
-    """Reduce gradients by ``distributed``, and apply them by an optimizer's own ``apply`` once they are complete.
+    """Reduce gradients by ``distributed``, and apply them once complete.
 
-    ``optimizer`` is the same, or the ``LossScaleOptimizer`` around it, which must test the reduced gradients for
-    overflow, since ranks that test their own would part ways there.
+    ``optimizer`` is the same object, or the ``LossScaleOptimizer`` around it. That must check the reduced gradients for
+    overflow: ranks that check their own would diverge.
     """
     if not gradients:
         return
@@ -128,13 +121,13 @@ def apply_reduced(
 
 
 def find_distributed(optimizer: Any) -> Distributed | None:
-    """The distributed optimizer in this one: itself, or the one that a LossScaleOptimizer scales for."""
+    """Return this optimizer, or the one inside a LossScaleOptimizer, if distributed."""
     candidates = (optimizer, getattr(optimizer, "inner_optimizer", None))
     return next((candidate for candidate in candidates if isinstance(candidate, Distributed)), None)
 
 
 def check_parts(optimizer: Any) -> None:
-    """See that no part of a ``MultiOptimizer`` reduces by itself: the others would train each rank's model apart."""
+    """Refuse a ``MultiOptimizer`` with distributed parts: the other parts would not be reduced."""
     names = [part.name for part in getattr(optimizer, "optimizers", ()) if find_distributed(part) is not None]
     if names:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Elastic training: the run continues when ranks end or join, without starting again.
+"""Elastic training: the run continues when ranks leave or join, without a restart.
 
     @hvd.elastic.run
     def train(state):
@@ -10,7 +10,7 @@
 
     train(hvd.elastic.KerasState(model, batch=0, epoch=0))
 
-It is started by ``horovodrun --min-np N --host-discovery-script ...``. The names and what they mean are those of
+Start it by ``horovodrun --min-np N --host-discovery-script ...``. The interface is that of
 ``horovod.tensorflow.keras.elastic``, which needs Keras 2.
 """
 
@@ -35,18 +35,17 @@ from ringtrain.keras.distributed import find_distributed
 from ringtrain.messages.defects import describe_defect
 
 log = logging.getLogger("ringtrain")
-# What fails is a sum of an operation that the error names, or of a library below Horovod, whose words these are.
+# Words in an error of a failed sum: the operation, or a library below Horovod.
 LOST_SIGNS = (*SIGNS, "Horovod", "gloo/", "NCCL")
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function of a state, and of any other arguments, be called again whenever ranks have ended or joined.
+    """Call a function of a state again whenever ranks have left or joined.
 
-    Before each call all ranks have rank 0's state: the one that was committed last where a rank was lost, the present
-    one where hosts were added. (Where some were only removed, each keeps its own, as they all stand at one commit.)
-    What a call trained after the last commit is trained again. No collective may come before the function: a rank that
-    joins would wait there for those that are in it. A ``tf.function`` of your own is made in it, for the ranks that
-    there are then.
+    Before each call all ranks get rank 0's state: the last commit if a rank was lost, the current state if hosts were
+    added. If hosts were only removed, each rank keeps its own. Steps after the last commit are trained again. Call no
+    collective before the function: a joining rank would deadlock. Create your ``tf.function`` inside it, for the
+    current ranks.
     """
 
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,17 +56,17 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rejoin() -> None:
-    """Join the ranks that there are now.
+    """Restart Horovod among the current ranks.
 
     Raises:
-        RingtrainError: Horovod did not start again, as when yet another rank was lost meanwhile.
+        RingtrainError: Horovod did not start, for example because another rank was lost.
     """
     for is_last in (False, True):
         hvd.shutdown()
         try:
             hvd.init()
             return
-        except Exception as error:  # of several kinds, by what Horovod's controller is made of
+        except Exception as error:  # the class depends on Horovod's controller
             if is_last:
                 raise RingtrainError(
                     f"this rank could not join the others again after ranks had changed: {describe_defect(error)} "
@@ -77,10 +76,10 @@ def rejoin() -> None:
 
 @contextlib.contextmanager
 def telling_lost_ranks() -> Iterator[None]:
-    """Raise a sum that failed for want of a rank as what Horovod knows, so that the others continue without it."""
+    """Convert errors of lost ranks to Horovod's, so that the other ranks continue."""
     try:
         yield
-    except tf.errors.UnknownError as error:  # Horovod's kind, for a rank that is gone; it has others for wrong use
+    except tf.errors.UnknownError as error:  # Horovod's class for a lost rank; wrong use has others
         if not any(sign in str(error) for sign in LOST_SIGNS):
             raise
         log.warning(
@@ -92,21 +91,21 @@ def telling_lost_ranks() -> Iterator[None]:
 
 
 class KerasState(ObjectState):
-    """The state that survives the end of a rank: a model, its optimizer, and your attributes.
+    """State that survives the loss of a rank: a model, its optimizer, and user-defined attributes.
 
-    ``commit()`` keeps it in this process's memory, and asks whether hosts have come or are to leave; ``restore()``
-    takes back what has changed since; ``sync()`` gives every rank that of rank 0.
+    ``commit()`` saves it in memory and checks for changed hosts; ``restore()`` undoes changes since then; ``sync()``
+    broadcasts rank 0's state.
     """
 
     def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **kwargs: Any) -> None:
-        """Keep a state; ``kwargs`` become attributes, such as ``batch=0, epoch=0``, which callbacks update.
+        """Save a state; ``kwargs`` become attributes, such as ``batch=0, epoch=0``, which callbacks update.
 
         Args:
-            model: a built one.
-            optimizer: by default the one that the model is compiled with.
+            model: a built model.
+            optimizer: default: the compiled one.
 
         Raises:
-            UsageError: the model has no weights yet, or there is no optimizer.
+            UsageError: the model has no weights, or no optimizer.
         """
         optimizer = optimizer or getattr(model, "optimizer", None)
         if not model.built:
@@ -124,25 +123,25 @@ class KerasState(ObjectState):
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
 
     def save(self) -> None:
-        """Keep what is now; without asking for hosts, as ``commit`` does."""
+        """Save the current state, without the check for hosts of ``commit``."""
         self._save_variables()
         super().save()
 
     def restore(self) -> None:
-        """Take back all changes since the last ``save``."""
+        """Undo all changes since the last ``save``."""
         for variable, value in self._saved:
             variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
-        """Give every rank rank 0's state, and keep it. Seeds stay each rank's own."""
-        with telling_lost_ranks():  # a rank may be lost again while it joins
+        """Broadcast rank 0's state and save it. Seeds are not broadcast."""
+        with telling_lost_ranks():  # another rank may be lost during the broadcast
             broadcast_variables([*self.model.weights, *self.optimizer.variables], root_rank=0)
             self._save_variables()
             super().sync()
 
     def reset(self) -> None:
-        """Forget what belongs to the ranks that were: gradients added up, and the traced training step."""
+        """Discard what depends on the former ranks: accumulated gradients and the traced training step."""
         distributed = find_distributed(self.optimizer)
         if distributed is not None and distributed._agg_helper is not None:
             distributed._agg_helper.clear()
@@ -154,10 +153,7 @@ class KerasState(ObjectState):
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits a state every ``batches_per_commit`` batches, and at the end of each epoch, when all else is done.
-
-    It comes after all other callbacks, wherever it is given, so that what is committed is of one moment.
-    """
+    """Commit a state every ``batches_per_commit`` batches and after each epoch, always after all other callbacks."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
@@ -172,8 +168,8 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._done = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        former, self._done = self._done, batch + 1  # with steps_per_execution, several batches later
-        is_last = self._done >= (self.params.get("steps") or self._done + 1)  # the epoch's own commit follows
+        former, self._done = self._done, batch + 1  # steps_per_execution may skip batches
+        is_last = self._done >= (self.params.get("steps") or self._done + 1)  # the commit of the epoch follows
         if self._done // self.batches_per_commit > former // self.batches_per_commit and not is_last:
             self.state.commit()
 
@@ -182,12 +178,12 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keeps the number of batches that are done of an epoch in ``state.batch``; 0 between epochs.
+    """Store the number of finished batches of an epoch in ``state.batch``; 0 between epochs.
 
-    With ``steps_per_epoch``, the first epoch after a reset has as many fewer steps; else it begins again.
+    With ``steps_per_epoch``, the first epoch after a reset runs the remaining steps only; otherwise it starts again.
     """
 
-    _awaits: ClassVar[UpdateBatchStateCallback | None] = None  # whose epoch begins, of which batches are done already
+    _awaits: ClassVar[UpdateBatchStateCallback | None] = None  # whose partly trained epoch begins
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -211,29 +207,28 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     @classmethod
     def enumerate(cls, plain: Callable[[], Iterator[Any]], data: Any) -> Iterator[Any]:
-        """The batches of an epoch as Keras' EpochIterator ``data`` numbers them, or what is left of it."""
         awaits = cls._awaits
         if awaits is None or data.steps_per_epoch is None or data.steps_per_epoch != awaits.params.get("steps"):
-            return plain()  # such as an evaluation's
+            return plain()  # an evaluation
         cls._awaits = None
         return awaits._enumerate_rest(plain, data)
 
     def _enumerate_rest(self, plain: Callable[[], Iterator[Any]], data: Any) -> Iterator[Any]:
-        params = self.params  # of this fit: it may be closed after the next has begun
+        params = self.params  # of this fit: the generator may be closed after the next fit has begun
         steps, done = data.steps_per_epoch, self.state.batch
         self._done_before = done
         data.steps_per_epoch = params["steps"] = max(1, steps - done)
         try:
             for numbers in plain():
                 if numbers[0] == 0:
-                    data._steps_seen += done  # as if they had been taken: what ends with the epoch begins again with it
+                    data._steps_seen += done  # count them, so that data that end with the epoch restart with it
                 yield numbers
         finally:
             data.steps_per_epoch = params["steps"] = steps
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keeps the number of epochs that are done, over all resets, in ``state.epoch``."""
+    """Store the number of finished epochs, over all resets, in ``state.epoch``."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -245,7 +240,6 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
 
 def require_attribute(state: Any, name: str, callback: keras.callbacks.Callback) -> None:
-    """See that a state was made with what a callback keeps in it."""
     if not hasattr(state, name):
         raise UsageError(
             f"{type(callback).__name__} keeps state.{name}, which the state has not. Make it with KerasState(model, "

@@ -1,8 +1,7 @@
 """The reduction of the gradients of an optimizer or a tape.
 
-``Exchange`` is built on ``ringtrain.collectives.gradients``, which the training step uses as well. What is added here
-are the arguments of Horovod's interface: which variables stay local, factors, groups, and passes that are added up
-first.
+``Exchange`` adds the arguments of Horovod's interface to ``ringtrain.collectives.gradients``: local variables,
+factors, groups and accumulation.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from ringtrain.step.train_step import python_operations
 from ringtrain.training.creation import warn_of_python
 
 log = logging.getLogger("ringtrain")
-# Horovod's in the words of ``ringtrain.collectives.gradients``.
 COMPRESSIONS: dict[Any, Compression] = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Arguments that ``DistributedOptimizer`` and ``DistributedGradientTape`` have in common."""
+    """Arguments that ``DistributedOptimizer`` and ``DistributedGradientTape`` share."""
 
     name: str
     device_dense: str = ""
@@ -50,7 +48,6 @@ class Settings:
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Settings:
-        """Take the settings from the arguments of a function."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def __post_init__(self) -> None:
@@ -73,7 +70,7 @@ class Settings:
 
     @property
     def why_horovod(self) -> str:
-        """Why only Horovod can compute these sums; empty if native sums can, too."""
+        """Reason why only Horovod can compute these sums; empty if native sums can."""
         if self.op == hvd.Adasum:
             return "the optimizer has op=hvd.Adasum"
         if self.process_set != hvd.global_process_set:
@@ -100,40 +97,36 @@ class Settings:
 
 
 class Exchange:
-    """Reduces the gradients of one optimizer or tape."""
-
-    _fit: ClassVar[StepSums | None] = None  # of the fit that is under way, with a distributed optimizer
-    spans_world: ClassVar[bool] = True  # all that were made
+    _fit: ClassVar[StepSums | None] = None  # of the current fit with a distributed optimizer
+    spans_world: ClassVar[bool] = True  # true of all instances
     _local_somewhere: ClassVar[set[Hashable]] = set()
-    votes: ClassVar[Votes | None] = None  # what each step of a fit with callbacks.Run sums as well
+    votes: ClassVar[Votes | None] = None  # summed in each step of a fit with callbacks.Run
 
     def __init__(self, settings: Settings, accumulation: Accumulation | None = None) -> None:
         Exchange.spans_world &= settings.process_set == hvd.global_process_set
         self.settings, self.accumulation = settings, accumulation
         self._local: set[Hashable] = set()
         self._last: Gradients = []
-        # If all ranks are in a fit with the same number of steps: there a rank that ends early can join.
+        # True if all ranks are in a fit with the same number of steps, so that a rank that ends early can join.
         self.may_sum_natively = False
-        self._step = StepSums()  # of the fits of a model with this optimizer
-        self._traced_natively: bool | None = None  # whether the step that was traced last might sum natively
+        self._step = StepSums()  # of fits of a model with this optimizer
+        self._traced_natively: bool | None = None  # for the last traced step
 
     def register_local(self, variable: Any) -> None:
-        """Keep the gradients of a variable on this rank."""
         self._local.add(variable_key(variable))
         self._local_somewhere.add(variable_key(variable))
 
     @classmethod
     def is_local_somewhere(cls, variable: Any) -> bool:
-        """True if any optimizer or tape keeps a variable's gradients on this rank."""
         return variable_key(variable) in cls._local_somewhere
 
     def is_local(self, variable: Any) -> bool:
         return variable_key(variable) in self._local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Gradients:
-        """The gradients over all ranks; with accumulation, on the passes before the last, what this rank added up.
+        """Reduce gradients over all ranks; accumulation returns this rank's sums until its last pass.
 
-        Gradients that this exchange gave out last are given back as they are.
+        The gradients that ``remember`` was given are returned unchanged.
         """
         gradients = list(gradients)
         if self._last and list(map(id, gradients)) == list(map(id, self._last)):
@@ -152,12 +145,12 @@ class Exchange:
         return gradients
 
     def remember(self, gradients: Gradients) -> None:
-        """Gradients that need no reduction when they come back."""
+        """Mark gradients as reduced."""
         self._last = gradients
 
     def _reduce_now(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
         settings = self.settings
-        # If ranks come and go, of those at the time of the step, not of its trace.
+        # Elastic: the number of ranks when the step runs, not when it is traced.
         size = settings.process_set.size()
         if is_elastic():
             size = tf.cast(hvd.size_op(settings.process_set.process_set_id), tf.float64)
@@ -193,7 +186,7 @@ class Exchange:
         nothing = [zeros_like_gradient(tensor, shape) for tensor, shape in of_variables]
         one = Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
         if fit is not None:  # in which a rank may join
-            # The scale may be a tensor of the graph, which would keep it alive; a rank that joins reads none.
+            # The scale may be a tensor of the graph and would keep it alive; a joined rank reads none.
             fit.add(
                 replace(one, scale=1.0) if graph is not None and not one.is_native else one,
                 graph,
@@ -206,22 +199,20 @@ class Exchange:
         if votes is not None:
             votes.note(sums[len(gradients)])
         if may_travel_alone:
-            # Who trains no more adds to the last as well; TensorFlow would leave it out where it travels alone, unused.
+            # Joined ranks take part in the last message too. If it were separate and unused, TensorFlow would prune it.
             tf.debugging.assert_positive(sums[-1])
         return one.scale_sums(sums)
 
     def begin_batch(self) -> None:
-        """A step begins; if it is no graph, its sums are those that come now."""
         self._step.is_new = True
 
     def join(self, *, had_batch: bool) -> None:
-        """Add nothing to the other ranks' sums until all have come here.
+        """Contribute zeros to the other ranks' sums until all ranks have joined.
 
-        (Horovod's own join does so once. From the second time on a rank may come out of it while others wait for it:
-        seen with 0.28.1.)
+        This replaces Horovod's join: from its second call on, a rank may leave it while others wait (seen with 0.28.1).
 
         Raises:
-            UsageError: this rank had no batch at all, and does not know what the others sum.
+            UsageError: this rank had no batch, and does not know the others' sums.
         """
         sums, is_of_graph = self._step.read(), self._step.is_of_graph
         if not had_batch and not sums:
@@ -230,8 +221,8 @@ class Exchange:
                 "as many, such as by shards of one size and batch(..., drop_remainder=True).",
                 reach="rank",
             )
-        # Outside of a graph Horovod does not see the names by which the ranks meet. What is added comes from outside of
-        # it, or TensorFlow would compute the sum once, as that of constants.
+        # Horovod sees operation names in graphs only. The zeros are created outside: TensorFlow would fold the sum of
+        # constants.
         joining = [(one.traced if is_of_graph else one.act, one.nothing) for one in sums]
         is_anyone_training = bool(joining)
         while is_anyone_training:
@@ -242,16 +233,16 @@ class Exchange:
 
     @property
     def sums_natively(self) -> bool:
-        """True if the step that was traced last sums natively."""
+        """For the last traced step."""
         return any(one.is_native for one in self._step.read())
 
     def begin_fit(self, *, may_sum_natively: bool) -> bool:
-        """Say whether the steps of a fit may sum natively; whether one was traced for the contrary."""
+        """Allow or forbid native sums in a fit; return True if the traced step contradicts that."""
         Exchange._fit, self.may_sum_natively = self._step, may_sum_natively
         return self._traced_natively is not None and self._traced_natively != may_sum_natively
 
     def end_fit(self) -> None:
-        """Mark the end of ``fit``: later traces belong to a custom loop, of unknown length on each rank."""
+        """Mark the end of ``fit``: a later trace belongs to a custom loop, whose length may differ between ranks."""
         Exchange._fit, self.may_sum_natively = None, False
 
     def _reduction(self, gradients: Gradients, variables: Sequence[Any], *, natively: bool) -> GradientReduction:
@@ -269,12 +260,12 @@ class Exchange:
             collective=all_ranks() if natively and not settings.why_horovod else of_horovod,
             compression=COMPRESSIONS[settings.compression],
             name=unique_name(settings.name),
-            # Adasum looks at each gradient as a whole, so each travels alone.
+            # Adasum needs each gradient as a whole, so no two are fused.
             groups=[[index] for index in range(len(gradients))] if is_adasum else self._groups(gradients, variables),
         )
 
     def _groups(self, gradients: Gradients, variables: Sequence[Any]) -> list[list[int]] | None:
-        """The user's groups as positions; each split where types differ, since a group is of one type."""
+        """The user's groups as positions, split by type: a group has one type."""
         wanted = self.settings.groups
         if wanted is None:
             return None
@@ -286,34 +277,32 @@ class Exchange:
             position = {variable_key(variable): index for index, variable in enumerate(variables)}
             groups = [[position.pop(key) for key in map(variable_key, group) if key in position] for group in wanted]
             groups += [[index] for index in position.values()]
-        groups += [[index] for index in range(len(variables), len(gradients))]  # which are no gradients
+        groups += [[index] for index in range(len(variables), len(gradients))]  # the step's other sums
         return [part for group in groups for part in _split_by_type(group, gradients)]
 
 
 class Accumulation:
-    """Adds up the gradients of several backward passes on this rank, so that they travel once."""
+    """Accumulates gradients of several backward passes on this rank before one reduction."""
 
     def __init__(self, passes: int, *, averages: bool) -> None:
-        """Begin with nothing; ``averages`` says whether to divide the sum of ``passes`` by their number."""
         self.passes, self.averages = passes, averages
-        with tf.init_scope():  # passes added up since the last reduction; the same on every rank
+        with tf.init_scope():  # passes since the last reduction; equal on all ranks
             self.counter = tf.Variable(0, trainable=False, dtype=tf.int32)
         self._sums: dict[Hashable, tf.Variable] = {}
 
     def clear(self) -> None:
-        """Forget what was added up."""
         self.counter.assign(0)
         for total in self._sums.values():
             total.assign(tf.zeros_like(total))
 
     def is_complete(self) -> tf.Tensor:
-        """bool []: whether the last gradients given out are reduced ones."""
+        """bool []: the last returned gradients are reduced."""
         return tf.equal(self.counter, 0)
 
     def reduce(
         self, gradients: Gradients, variables: Sequence[Any], reduce_now: Callable[[Gradients], Gradients]
     ) -> Gradients:
-        """Add gradients, and on the last pass reduce the sums and begin again."""
+        """Add gradients; on the last pass reduce and reset the sums."""
         buffers = [self._buffer(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)]
         sums = [tf.identity(buffer.assign_add(g)) for buffer, g in zip(buffers, gradients, strict=True)]
         count = self.counter.assign_add(1)
@@ -340,12 +329,11 @@ class Accumulation:
 
 
 def variable_key(variable: Any) -> Hashable:
-    """The same for a Keras variable and the TensorFlow variable in it."""
+    """Equal for a Keras variable and its TensorFlow variable."""
     return (variable.value if isinstance(variable, keras.Variable) else variable).ref()
 
 
 def find_local_variables(local_layers: Any) -> list[Any]:
-    """The trainable variables of the layers that are to stay local."""
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):

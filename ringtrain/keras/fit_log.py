@@ -1,4 +1,4 @@
-"""The log of a resumable ``fit``: its steps and validations."""
+"""Log of the steps and validations of a ``fit`` with a run directory."""
 
 from __future__ import annotations
 
@@ -21,70 +21,65 @@ from ringtrain.training.summaries import EventFiles
 
 @dataclasses.dataclass(frozen=True)
 class Means:
-    """Over the samples of all ranks, in some steps or a validation."""
+    """Means over the samples of all ranks, of some steps or a validation."""
 
     values: dict[str, float]
-    samples: int = 0  # unknown
+    samples: int = 0  # 0: unknown
     steps: int = 0
     seconds: float = 0.0
 
 
 class FitLog:
-    """Means over the samples of all ranks, for ``metrics.jsonl`` and TensorBoard's files, which rank 0 alone writes."""
+    """Means over all ranks' samples, for ``metrics.jsonl`` and TensorBoard (written by rank 0)."""
 
     def __init__(
         self, model: keras.Model, collective: ProcessSetCollective, opened: OpenedRun | None, *, first_step: int
     ) -> None:
-        """``opened`` is None if nothing is to be written."""
         self._model, self._collective = model, collective
         self._metrics = MetricsOverRanks(model, collective)
         self._files = (
             (opened.directory, EventFiles(opened.directory.tensorboard, first_step=first_step)) if opened else None
         )
-        self._sums_before: npt.NDArray[np.float64] | None = None  # at the last line; None: it was before this epoch
-        self._carried: npt.NDArray[np.float64] | None = None  # of an epoch that has ended, since the last line
+        self._sums_before: npt.NDArray[np.float64] | None = None  # at the last line; None: in an earlier epoch
+        self._carried: npt.NDArray[np.float64] | None = None  # of the last epoch, since its last line
         self._steps_before = first_step
         self._seconds, self._last_time = 0.0, 0.0
 
     def count_time(self) -> None:
-        """Add the time since the last call, of this or of ``leave_out_time``, to that of the steps."""
+        """Count the time since the last call of this or of ``leave_out_time``."""
         now = time.perf_counter()
         self._seconds += now - self._last_time
         self._last_time = now
 
     def leave_out_time(self) -> None:
-        """Take no account of the time up to now, such as that of a save."""
         self._last_time = time.perf_counter()
 
     def carry_over(self) -> None:
-        """Keep the sums since the last line, for the next epoch's first; Keras begins them again there. Every rank must
-        call it."""
+        """Save the sums since the last line: Keras resets them in the next epoch. Collective."""
         sums = self._metrics.sum()
         self._carried = sums if self._sums_before is None else sums - self._sums_before
 
     def end_epoch(self, step: int) -> None:
-        """Restart the counts, or continue them from the last line if they were carried over."""
         if self._carried is None:
             self._sums_before, self._steps_before, self._seconds = None, step, 0.0
         else:
             self._sums_before, self._carried = -self._carried, None
 
     def take_means(self, step: int, logs: Mapping[str, Any]) -> Means:
-        """Since the last line. Every rank must call it."""
+        """Return means since the last line. Collective."""
         sums = self._metrics.sum()
         values, samples = self._metrics.read(sums if self._sums_before is None else sums - self._sums_before)
-        if values.keys() != logs.keys() or not samples:  # of a train_step that returns other values
+        if values.keys() != logs.keys() or not samples:  # a train_step that returns other values
             values = self._metrics.mean_over_ranks(scalars(logs))
         means = Means(values, samples, step - self._steps_before, self._seconds)
         self._sums_before, self._steps_before, self._seconds = sums, step, 0.0
         return means
 
     def write(self, means: Means, step: int, *, epoch: float, samples_seen: int) -> None:
-        """The ``train`` event."""
         if self._files is None:
             return
         values = dict(means.values)
-        if not hasattr(self._model.optimizer, "optimizers"):  # of which each has its own
+        if not hasattr(self._model.optimizer, "optimizers"):  # each part has its own
             values["lr"] = float(keras.ops.convert_to_numpy(self._model.optimizer.learning_rate))
         speed = {
             "examples_per_sec": round(means.samples / means.seconds, 1),
@@ -96,18 +91,17 @@ class FitLog:
         events.scalars("train", values | speed, step=step)
 
     def read_validation(self, logs: Mapping[str, Any]) -> Means:
-        """The means of an evaluation at the end of an epoch; no values if there was none. Every rank must call it."""
+        """Return the means of an epoch's validation; empty if none. Collective."""
         mine = {name.removeprefix("val_"): v for name, v in scalars(logs).items() if name.startswith("val_")}
         had = all_gather_object(self._collective, bool(mine), name="fit/validated")
         if not all(had):
             return Means(run_on_rank0(self._collective, lambda: mine, name="fit/validated_by_rank0"))
-        values, samples = self._metrics.read(self._metrics.sum())  # still those that fit() has validated by
+        values, samples = self._metrics.read(self._metrics.sum())  # the sums of that validation
         if not samples:
             return Means(self._metrics.mean_over_ranks(mine))
         return Means({name: value for name, value in values.items() if name in mine}, samples)
 
     def write_validation(self, means: Means, step: int, *, epoch: int) -> None:
-        """The ``eval`` event."""
         if self._files is None:
             return
         directory, events = self._files
@@ -115,7 +109,7 @@ class FitLog:
         events.scalars("eval", means.values, step=step)
 
     def own(self) -> Arrays:
-        """The state of this rank that is needed to resume within an epoch."""
+        """This rank's state for a resume in mid-epoch."""
         sums = () if self._sums_before is None else self._sums_before
         return {
             "metrics/log": np.array([self._steps_before, *sums], np.float64),
@@ -123,7 +117,6 @@ class FitLog:
         }
 
     def set_own(self, own: Arrays) -> None:
-        """Resume from what ``own`` gave; if the number of ranks has changed, from nothing."""
         if "metrics/log" not in own:
             return
         steps, *sums = own["metrics/log"]
@@ -131,11 +124,9 @@ class FitLog:
         self._seconds = float(own["metrics/seconds"][0])
 
     def flush(self) -> None:
-        """Bring what was written to TensorBoard's files."""
         if self._files is not None:
             self._files[1].flush()
 
     def close(self) -> None:
-        """Write no more."""
         if self._files is not None:
             self._files[1].close()

@@ -1,4 +1,4 @@
-"""Guards against training that goes wrong in silence: ranks that train apart, drift apart, or wait for ever."""
+"""Guards of ``fit`` against divergent ranks, wrong settings and deadlocks."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ log = logging.getLogger("ringtrain")
 
 
 def check_distributed(optimizer: Any) -> None:
-    """Notice an optimizer that updates this rank's model alone. Called at its first step, while that is traced.
+    """Refuse an optimizer that updates only this rank's model. Called while its first step is traced.
 
-    Then this process has reduced no gradients at all; in a ``fit`` of weights that a distributed optimizer has trained
-    before, none since its begin.
+    It is refused if this process has reduced no gradients; if a distributed optimizer has trained the weights in an
+    earlier ``fit``, then if this ``fit`` has reduced none.
     """
     if isinstance(optimizer, Distributed) or is_applying.get() or TrainingGuard.may_apply_alone():
         return
@@ -58,35 +58,33 @@ def check_distributed(optimizer: Any) -> None:
 
 
 class TrainingGuard(keras.callbacks.Callback):
-    """Holds the ranks of a ``fit`` with a distributed optimizer together.
+    """Keeps the ranks of a distributed ``fit`` consistent.
 
-    Before training, all must be about to take as many steps, with weights of the same shapes, and what they sum must be
-    right; after each epoch, all must hold the same weights, also where a distributed tape reduces, and all must go on
-    or stop. A rank that has no more batches, or was told to stop by a callback, adds zeros to the others' reductions
-    until all are there, and then the numbers of batches are compared.
+    Before training it compares steps, weight shapes and settings, and tests the sums; after each epoch it compares the
+    weights (also if a distributed tape reduces) and the decision to continue or stop. A rank that runs out of batches
+    or is stopped by a callback contributes zeros until all ranks have joined; then the numbers of batches are compared.
     """
 
     reductions_before: ClassVar[int] = 0  # this fit
-    goes_on: ClassVar[bool] = False  # with weights that an earlier fit trained together
-    batches_before: ClassVar[int] = 0  # this process, of the epoch that begins next: set by callbacks.Run
+    goes_on: ClassVar[bool] = False  # the weights were trained by an earlier distributed fit
+    batches_before: ClassVar[int] = 0  # of the resumed epoch; set by callbacks.Run
     trained_together: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self) -> None:
         super().__init__()
-        self._collective: ProcessSetCollective | None = None  # None: this fit does not train together
+        self._collective: ProcessSetCollective | None = None  # None: this fit is not distributed
         self._distributed: Distributed | None = None
         self._num_batches = 0
-        self._num_epochs = 0  # of this fit
+        self._num_epochs = 0  # in this fit
 
     @classmethod
     def has_reduced(cls) -> bool:
-        """True if this fit has reduced gradients, or traced that."""
+        """True if this fit has reduced gradients, or traced a reduction."""
         return GradientReduction.calls > cls.reductions_before
 
     @classmethod
     def may_apply_alone(cls) -> bool:
-        """True if an optimizer that is not distributed may be meant so: what it is given may be reduced already, or the
-        model be this rank's own."""
+        """True if a plain optimizer may be intended: its gradients are reduced already, or the model is this rank's."""
         return cls.has_reduced() if cls.goes_on else GradientReduction.calls > 0
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -108,11 +106,11 @@ class TrainingGuard(keras.callbacks.Callback):
         self._num_epochs = 0
 
     def _may_sum_natively(self, collective: ProcessSetCollective) -> bool:
-        """True if this fit's sums may be native; the first such fit joins the ranks. Rank 0 says who carries them."""
+        """True if this fit may use native sums; the first such fit connects the ranks. Collective."""
         assert self._distributed is not None
         why_not = self._distributed.exchange.settings.why_horovod
         if self.params.get("steps") is None:
-            # A rank may have none at all, and would not know what to join.
+            # A rank without any batch would not know the sums to join.
             why_not = "the steps of an epoch are unknown"
         may_sum_natively = wants_native_sums() and not why_not
         carrier = all_ranks() if may_sum_natively else collective
@@ -139,7 +137,7 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_batches = batch + 1
-        if (note := activity.current()[0]).doing == Phase.STEP:  # of callbacks.Run
+        if (note := activity.current()[0]).doing == Phase.STEP:  # set by callbacks.Run
             activity.note(Phase.CALLBACKS, note.step)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -159,14 +157,13 @@ class TrainingGuard(keras.callbacks.Callback):
         self._require_same_weights(self._collective, epoch)
 
     def _trains_by_tape(self) -> bool:
-        """True if all ranks reduce this model's gradients, in a user's train_step: as long as it is not traced
-        again, no reduction is noticed after the first ``fit``."""
+        """True if a user's train_step reduces over all ranks; recorded, as only a trace shows it."""
         if self.has_reduced():
             _trained_by_tape.add(self.model)
         return self.model in _trained_by_tape and Exchange.spans_world
 
     def _connect(self) -> ProcessSetCollective | None:
-        """The ranks that train this model together."""
+        """Return the collective of the ranks that train this model; None if it is only this rank."""
         if self._distributed is None:
             return None
         process_set = self._distributed.exchange.settings.process_set
@@ -177,11 +174,11 @@ class TrainingGuard(keras.callbacks.Callback):
         return ProcessSetCollective(process_set=process_set)
 
     def _spans_world(self) -> bool:
-        """True if no rank is outside of those that train this model together; it would not take part in the join."""
+        """True if the process set has all ranks: others would not take part in the join."""
         return self._distributed is not None and self._distributed.exchange.settings.process_set.process_set_id == 0
 
     def _require_same_way_on(self, *, is_end: bool) -> None:
-        """See that all ranks begin another epoch, or all end; each comes here between two epochs and at the end."""
+        """Check that all ranks continue, or all stop. Collective, between epochs and at the end."""
         if self._collective is None:
             return
         are_at_end = all_gather_object(self._collective, is_end, name="guard_way_on")
@@ -200,7 +197,7 @@ class TrainingGuard(keras.callbacks.Callback):
         _require_equal(steps, collective.ranks, "numbers of batches in an epoch", BATCHES_REMEDY)
         _require_equal(epochs, collective.ranks, "numbers of epochs", "Pass the same epochs to fit() on every rank.")
         rates = [its.pop("learning rates") for its in compiled]
-        if len(set(rates)) > 1 and hvd.rank() == collective.ranks[0]:  # as when one has loaded a model, or by mistake
+        if len(set(rates)) > 1 and hvd.rank() == collective.ranks[0]:  # for example, if one rank has loaded a model
             log.warning(
                 "ringtrain.keras: the ranks have different learning rates (%s). All get that of the root, which "
                 "broadcasts its first values (callbacks.Run: rank 0).",
@@ -241,7 +238,7 @@ class TrainingGuard(keras.callbacks.Callback):
 
 @functools.cache
 def _say_once(line: str) -> None:
-    """Once in a process; printed, as the log shows warnings alone."""
+    """Print: the logger shows warnings only."""
     print(f"ringtrain.keras: {line}", file=sys.stderr, flush=True)
 
 
@@ -266,7 +263,7 @@ COMPILED_REMEDY = "Compile the same model with the same optimizer on every rank:
 
 
 def describe_compiled(model: keras.Model) -> dict[str, Any]:
-    """Settings of ``compile`` that must be the same on all ranks, by names in the plural."""
+    """Settings that must be equal on all ranks; the names are plurals."""
     outer = model.optimizer
     inner = getattr(outer, "inner_optimizer", None)
     kinds = [optimizer.__class__.__name__ for optimizer in (outer, inner) if optimizer is not None]
@@ -280,28 +277,28 @@ def describe_compiled(model: keras.Model) -> dict[str, Any]:
 
 
 def read_settings(optimizer: Any) -> dict[str, str]:
-    """An optimizer's other settings as text, the same in all processes; none if unknown."""
+    """Other settings of an optimizer as comparable text; empty if unknown."""
     try:
         config = _without_names(optimizer.get_config())
-        if isinstance(config.get("learning_rate"), float):  # a value that is broadcast
+        if isinstance(config.get("learning_rate"), float):  # the value is broadcast
             del config["learning_rate"]
         return {
             name: json.dumps(value, sort_keys=True, default=lambda part: type(part).__name__)
             for name, value in config.items()
         }
-    except Exception:  # of a class of the user, or one without a configuration
+    except Exception:  # user-defined, or without a configuration
         return {}
 
 
 def _without_names(config: Any) -> Any:
-    """A configuration without the names that Keras numbers in the order of creation."""
+    """Remove names: Keras numbers them in order of creation."""
     if not isinstance(config, dict):
         return config
     return {name: _without_names(value) for name, value in config.items() if name != "name"}
 
 
 def read_rate(optimizer: Any) -> float | None:
-    """An optimizer's present learning rate; None if it has none."""
+    """None if the optimizer has no rate."""
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
     try:
         return float(f"{float(rate):.7g}")  # type: ignore[arg-type]

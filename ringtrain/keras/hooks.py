@@ -1,20 +1,19 @@
-"""The Keras methods that ringtrain replaces once a script uses ``ringtrain.keras``.
+"""The Keras methods that ``ringtrain.keras`` replaces.
 
-Each calls the one that it replaces; with one rank, of a number that stays, they do nothing else.
+Each calls the original; with one non-elastic rank the guards do nothing else.
 
-- ``Optimizer.apply``: an optimizer that nothing distributes is noticed.
-- ``MultiOptimizer.apply``: so is one of these, and parts of it that are distributed by themselves.
-- ``LossScaleOptimizer.apply``: ``compile`` puts it *around* a distributed optimizer; gradients are reduced before it
-  tests them for overflow. Ranks that tested their own would part ways there, and wait for each other for ever.
-- ``Model.make_train_function``: XLA has none of the operations by which ranks sum: it compiles the rest of a step.
-- ``CallbackList.__init__``: the guards of ``fit`` (``guards.py``) take part without being asked for, and what saves
-  (``elastic.CommitStateCallback``, ``callbacks.Run``) comes last, when all others have acted.
-- ``Model.fit``, ``EpochIterator._enumerate_iterator``: a ``fit`` with ``callbacks.Run`` is kept from before its first
-  step to after its last, whatever ends it; with it, or ``elastic.UpdateBatchStateCallback``, it resumes in mid-epoch.
-  And the first batches of each ``fit`` are noted (``same_samples.py``).
-- ``Model.evaluate``: called by a callback of such a ``fit``, it leaves what the metrics have counted as it was.
-- ``Trainer._get_metrics_result_or_logs``: of such an epoch all batches may be done, if their number was unknown.
-- ``TFEpochIterator._get_iterator``: on a rank's only core the end of an epoch waited for the thread that tunes it.
+- ``Optimizer.apply``: refuse an optimizer that is not distributed.
+- ``MultiOptimizer.apply``: likewise, and refuse distributed parts.
+- ``LossScaleOptimizer.apply``: ``compile`` wraps it *around* a distributed optimizer; gradients must be reduced before
+  the check for overflow, or ranks would diverge and deadlock.
+- ``Model.make_train_function``: XLA cannot compile the sums; it compiles the rest of a step.
+- ``CallbackList.__init__``: add the guards (``guards.py``); move callbacks that save
+  (``elastic.CommitStateCallback``, ``callbacks.Run``) to the end.
+- ``Model.fit``, ``EpochIterator._enumerate_iterator``: open and close the run of ``callbacks.Run``; resume in
+  mid-epoch; hash the first batches (``same_samples.py``).
+- ``Model.evaluate``: within a ``fit`` with ``callbacks.Run``, restore the metrics' counts.
+- ``Trainer._get_metrics_result_or_logs``: a resumed epoch of unknown length may have no batch left.
+- ``TFEpochIterator._get_iterator``: with one core per rank, the end of an epoch waited for tf.data's tuner thread.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ from ringtrain.keras.same_samples import first_batches
 
 @functools.cache
 def install() -> None:
-    """Replace the methods, the first time that this is called."""
     _replace(keras.optimizers.Optimizer, "apply", _apply)
-    if hasattr(keras.optimizers, "MultiOptimizer"):  # from Keras 3.15 on
+    if hasattr(keras.optimizers, "MultiOptimizer"):  # since Keras 3.15
         _replace(keras.optimizers.MultiOptimizer, "apply", _apply_parts)
     _replace(keras.optimizers.LossScaleOptimizer, "apply", _apply_scaled)
     _replace(keras.Model, "make_train_function", _make_train_function)
@@ -73,7 +71,7 @@ def _apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = No
 
 def _apply_parts(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
     if trainable_variables is not None:
-        optimizer.build(list(trainable_variables))  # which is when a function that chooses optimizers is asked
+        optimizer.build(list(trainable_variables))  # calls the function that chooses optimizers
     check_parts(optimizer)
     check_distributed(optimizer)
     return plain(grads, trainable_variables)
@@ -82,7 +80,7 @@ def _apply_parts(plain: Any, optimizer: Any, grads: Any, trainable_variables: An
 def _apply_scaled(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
     inner = optimizer.inner_optimizer
     if not isinstance(inner, Distributed):
-        if hasattr(inner, "optimizers") and trainable_variables is not None:  # here, outside of Keras' cond
+        if hasattr(inner, "optimizers") and trainable_variables is not None:  # must be outside of Keras' cond
             inner.build(list(trainable_variables))
             check_parts(inner)
         return plain(grads, trainable_variables)
@@ -118,8 +116,8 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
         guard = TrainingGuard()
         guard.set_model(callback_list.model)
         guard.set_params(callback_list.params)
-        callback_list._async_train = callback_list._async_test = False  # else batches might be noted out of order
-        listed.insert(0, guard)  # first: what it looks at must not wait for the others' collectives
+        callback_list._async_train = callback_list._async_test = False  # else batches may be counted out of order
+        listed.insert(0, guard)  # First: its checks must not wait for other callbacks' collectives.
         # Last: others may evaluate when an epoch begins.
         listed.append(keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: first_batches().wait()))
 
@@ -136,7 +134,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     first_batches().begin()
     try:
         with contextlib.ExitStack() as kept:
-            for run in runs[:1] if model.compiled else ():  # else Keras names what is missing
+            for run in runs[:1] if model.compiled else ():  # else Keras reports what is missing
                 around = run.around(model, epochs=epochs, initial_epoch=initial_epoch, is_alone=len(runs) == 1)
                 kept.enter_context(around)
             return plain(*args, **kwargs)
@@ -148,7 +146,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _evaluate(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if Run.current is None or kwargs.get("_use_cached_eval_dataset"):  # the validation of fit itself
+    if Run.current is None or kwargs.get("_use_cached_eval_dataset"):  # the validation of fit
         return plain(*args, **kwargs)
     counted = [(variable, keras.ops.convert_to_numpy(variable.value)) for variable in model.metrics_variables]
     try:

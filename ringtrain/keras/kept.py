@@ -1,4 +1,4 @@
-"""A ``fit`` under way, kept in its run directory."""
+"""A ``fit`` with a run directory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REMEDY = "Lower the learning rate, clip the gradients (clipnorm=1.0), or look at
 
 
 class KeptFit:
-    """A ``fit`` under way, kept in its run directory. Its decisions are the same on every rank."""
+    """A ``fit`` with a run directory. Its decisions are equal on all ranks."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class KeptFit:
         start: Start,
         opened: OpenedRun | None,
     ) -> None:
-        """``opened`` is rank 0's alone."""
+        """``opened`` is None on all ranks but 0."""
         self.model, self._others = model, list[keras.callbacks.Callback]()
         self.batches = Batches(console.line)
         self._config, self._collective, self._requests, self._console = config, collective, requests, console
@@ -84,11 +84,11 @@ class KeptFit:
         self._log = FitLog(model, collective, None if self._is_complete else opened, first_step=start.step)
         self._variables: dict[str, keras.Variable] = {}
         self._build_error: Exception | None = None
-        self._resumed: Arrays = {}  # what this rank alone had, until the first epoch begins
-        self._metrics_so_far: Arrays = {}  # of the epoch, until its first step after a resume is done
+        self._resumed: Arrays = {}  # this rank's own state, until the first epoch begins
+        self._metrics_so_far: Arrays = {}  # of the epoch, until the first step after a resume
         self._last_logs: Mapping[str, Any] = {}
         self._is_first_batch, self._is_stopped = True, False
-        self._rates: list[tuple[keras.Variable, Any]] = []  # as the checkpoint has them
+        self._rates: list[tuple[keras.Variable, Any]] = []  # from the checkpoint
         self._looked_at = start.step
         self._writer: CheckpointWriter | None = None
         if opened is not None and not self._is_complete:
@@ -98,10 +98,10 @@ class KeptFit:
             self._facts = describe_run(config, collective.world.size, opened.identity)
 
     def build_model(self, batch_spec: Any) -> None:
-        """Create the weights of a model without ``keras.Input``, before those of a checkpoint are set.
+        """Create the weights of a model without ``keras.Input``, before a checkpoint is restored.
 
         Args:
-            batch_spec: ``tf.TensorSpec`` of a batch as ``fit`` gets it: (x,), (x, y) or (x, y, sample_weight).
+            batch_spec: ``tf.TensorSpec`` of a batch of ``fit``: (x,), (x, y) or (x, y, sample_weight).
         """
         if not self.model.built:
             try:
@@ -110,11 +110,11 @@ class KeptFit:
                 self._build_error = error
 
     def begin(self, others: list[keras.callbacks.Callback], *, steps: int | None) -> None:
-        """Rank 0's values for every rank, from the checkpoint if there is one; then wait for requests to stop.
+        """Restore and broadcast the state of rank 0. Collective.
 
         Args:
-            others: callbacks that count.
-            steps: of an epoch; None if unknown.
+            others: callbacks whose counters are saved.
+            steps: per epoch; None if unknown.
         """
         self._others, self._steps_of_epoch = others, steps
         model = self.model
@@ -136,13 +136,13 @@ class KeptFit:
         self._describe(checkpoint)
         self._votes.is_summed = False
         Exchange.votes = self._votes
-        model.make_train_function(force=True)  # the one that an earlier fit has traced has no votes
+        model.make_train_function(force=True)  # a function traced by an earlier fit has no votes
         if not self._is_complete:
             self._requests.start_training(self._announce)
         activity.note(Phase.DATA, self._step + 1, takes_long=True)
 
     def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Restore the position in the data and each rank's own state, if the number of ranks is the same."""
+        """Restore the position in the data, and each rank's own state if the number of ranks is the same."""
         progress, size = self._progress, self._collective.world.size
         if self._is_complete:
             self.model._initial_epoch = self._config.epochs
@@ -163,7 +163,7 @@ class KeptFit:
         self._resumed = {name: value for name, value in self._resumed.items() if not name.startswith(of_data)}
 
     def begin_epoch(self) -> None:
-        """After all that other callbacks and Keras begin again: take back what was counted in this epoch so far."""
+        """Restore this epoch's counts, after Keras and other callbacks have reset theirs."""
         resumed, self._resumed = self._resumed, {}
         self._epoch_began_at = self._step - self._progress.batches_done
         self.batches.wait()
@@ -172,19 +172,18 @@ class KeptFit:
         self._log.set_own(resumed)
         if self._progress.batches_done:
             self._metrics_so_far = resumed
-            for rate, value in self._rates:  # a scheduler at the begin of the epoch has multiplied again
+            for rate, value in self._rates:  # a scheduler has multiplied it again when the epoch began
                 rate.assign(value)
         self._log.leave_out_time()
 
     def refine(self, note: Note) -> Note:
-        """Distinguish a step that waits for other ranks from one without gradients yet: Keras reads the data in it."""
+        """Report a step without gradients as such: Keras reads the data within the step."""
         if note.doing == Phase.STEP and self._votes.is_summed and not self._votes.is_reducing():
             return note._replace(doing=Phase.GRADIENTS)
         return note
 
     @property
     def step(self) -> int:
-        """The steps that are done."""
         return self._step
 
     def begin_batch(self) -> None:
@@ -192,22 +191,22 @@ class KeptFit:
         self._is_first_batch = False
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
-        """After a step (or ``steps_per_execution`` of them): log, stop, save, each if it is due."""
+        """Log, stop or save after a step (or ``steps_per_execution`` steps), if due."""
         self._step = self._epoch_began_at + batch + 1
         self._progress.batches_done = batch + 1
         self._log.count_time()
-        # Not before: Keras makes the metrics' variables with the first step. The sum has the same bits in either order.
+        # Keras creates metric variables in the first step. The order of this sum does not change its bits.
         add_metrics(self.model, self._metrics_so_far)
         self._metrics_so_far, self._last_logs = {}, logs
         if self._requests.is_pending:
             self._votes.vote()
-        if not self._is_between:  # where the ranks are is known after a reduction alone
+        if not self._is_between:  # accumulated gradients would be lost.
             return
         former, self._looked_at = self._looked_at, self._step
         self._is_stopped = self._find_stopped(batch)
         if self._passes(former, self._config.log_every):
             self._write_log(logs)
-        if self._steps_of_epoch and batch + 1 >= self._steps_of_epoch:  # what is due now comes after the validation
+        if self._steps_of_epoch and batch + 1 >= self._steps_of_epoch:  # what is due follows the validation
             self._log.carry_over()
         elif self._is_stopped:
             self._leave()
@@ -217,9 +216,9 @@ class KeptFit:
         self._log.leave_out_time()
 
     def take_logs(self) -> dict[str, Any]:
-        """The logs of an epoch that was resumed after its last batch, which was not known before."""
+        """Logs of an epoch that was resumed after its last batch."""
         so_far, self._metrics_so_far = self._metrics_so_far, {}
-        add_metrics(self.model, so_far)  # which MetricAverageCallback counts samples by
+        add_metrics(self.model, so_far)  # MetricAverageCallback counts samples by it
         logs = {name.removeprefix("logs/"): value for name, value in so_far.items() if name.startswith("logs/")}
         return {name: value if value.ndim else float(value) for name, value in logs.items()}
 
@@ -233,7 +232,7 @@ class KeptFit:
 
     @property
     def _is_between(self) -> bool:
-        """True if no gradients are added up (``backward_passes_per_step``) that would be lost."""
+        """True if no gradients are accumulated (``backward_passes_per_step``)."""
         return not self._accumulation or not int(self._accumulation.counter.numpy())
 
     def _find_stopped(self, batch: int) -> bool:
@@ -256,7 +255,7 @@ class KeptFit:
         return votes > 0
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """After an epoch and its validation."""
+        """Save and log after an epoch and its validation."""
         self._progress.epochs_done, self._progress.batches_done = epoch + 1, 0
         ends = all_gather_object(self._collective, bool(self.model.stop_training), name="fit/stop_training")
         if len(set(ends)) > 1:
@@ -274,7 +273,7 @@ class KeptFit:
         activity.note(Phase.DATA, self._step + 1, takes_long=True)
 
     def end(self) -> None:
-        """Save the last step, and leave no rank before all know that it is saved."""
+        """Save the last step; returns on all ranks only after it is saved."""
         if self._is_complete:
             return
         is_early = self._progress.epochs_done < (self._config.epochs or 0)
@@ -282,7 +281,7 @@ class KeptFit:
         self._finish()
 
     def close(self) -> None:
-        """Let a save that is under way end; bring what was written to its files."""
+        """Finish a pending save and flush the logs."""
         Exchange.votes = None
         self.model._initial_epoch = None
         self._requests.end_training()
@@ -292,7 +291,7 @@ class KeptFit:
                     end()
 
     def _announce(self, reason: str) -> None:
-        """Confirm a request to stop to the user, from any thread, unless its sender has."""
+        """Confirm a request to stop, from any thread, unless its sender has done so."""
         if is_signal_passed_on():
             return
         self._console.line(f"{reason}: saving after this step, then leaving")
@@ -311,7 +310,7 @@ class KeptFit:
         )
 
     def _finish(self) -> str:
-        """The last save of this process; returns its directory."""
+        """Save for the last time; return the directory of the checkpoint."""
         snapshot = self._take_snapshot()
         usage = gather_usage(self._collective, {})
 
@@ -330,11 +329,11 @@ class KeptFit:
             self._writer.save(snapshot, as_step=as_step, as_best=as_best)
 
     def _take_snapshot(self) -> Checkpoint | None:
-        """All that the fit needs to resume, on rank 0; None on the others."""
+        """Return the state to resume from, on rank 0; None on others. Collective."""
         activity.note(Phase.SAVE, self._step, takes_long=True)
         self._require_finite()
         own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)
-        if self._progress.batches_done and self._steps_of_epoch is None:  # who goes on may find no batch left
+        if self._progress.batches_done and self._steps_of_epoch is None:  # a resume may find no batch left
             logs = self.model._get_metrics_result_or_logs(self._last_logs)
             arrays = {f"logs/{name}": np.asarray(value) for name, value in logs.items()}
             own |= {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
@@ -352,7 +351,7 @@ class KeptFit:
         return dataclasses.replace(snapshot, variables={**snapshot.variables, **extra})
 
     def _receive_own(self, named: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Receive this rank's own state, and the best weights of callbacks, which rank 0 has read."""
+        """Return this rank's state and callbacks' best weights, read by rank 0. Collective."""
         world, size = self._collective.world, self._start.size or 0
         names = [f"{RANKS}{rank}" for rank in range(size)]
         of_callbacks = sorted(name for name in named if name.startswith(CALLBACKS))
@@ -362,7 +361,7 @@ class KeptFit:
         [of_all] = self._collective.broadcast([tf.constant(given)], name="fit/own_values")
         parts = np.split(of_all.numpy(), np.cumsum(sizes)[:-1])
         own = unpack(parts[world.rank if size == world.size else 0])
-        if size != world.size:  # the counts of callbacks are the same on all ranks
+        if size != world.size:  # the same on all ranks
             own = {name: value for name, value in own.items() if name.startswith("counts/")}
         best = pack({name: named[name] for name in of_callbacks})
         size = run_on_rank0(self._collective, lambda: int(best.size), name="fit/best_size")
@@ -425,7 +424,7 @@ class KeptFit:
         )
 
     def _write_log(self, logs: Mapping[str, Any]) -> None:
-        """Means since the last line, over the samples of all ranks; DivergedError where the loss is not finite."""
+        """Log means over all ranks since the last line. Collective; raises DivergedError for a non-finite loss."""
         activity.note(Phase.LOG, self._step)
         means = self._log.take_means(self._step, logs)
         progress, steps = self._progress, self._steps_of_epoch
@@ -437,14 +436,14 @@ class KeptFit:
         self._log.write(means, self._step, epoch=epoch, samples_seen=progress.samples_seen)
 
     def _require_finite(self) -> None:
-        """Check the state: the loss need not show a non-finite gradient, and moving statistics differ between ranks."""
+        """Check the state: the loss may hide non-finite gradients, and moving statistics differ between ranks."""
         mine = bool(_are_finite([variable.value for variable in self._variables.values()]))
         if all(all_gather_object(self._collective, mine, name="fit/finite")):
             return
         require_finite_values(self._variables, self._collective, step=self._step, though="", remedy=REMEDY)
 
     def _diverge(self, num_steps: int) -> None:
-        """Name the ranks whose own gradients were the first that were not finite: the sum makes those of all so."""
+        """Name the ranks with the first non-finite gradients, before the sum spread them."""
         mine = [self._votes.first_nonfinite(), self._votes.num_reductions()]
         firsts, numbers = zip(*all_gather_object(self._collective, mine, name="fit/diverged"), strict=True)
         first = min((number for number in firsts if number), default=0)
@@ -453,13 +452,13 @@ class KeptFit:
         stands = run_on_rank0(self._collective, lambda: self._writer.last_step if self._writer else 0, name="fit/last")
         saved = f"The checkpoint of step {stands} stands." if stands else "Nothing is saved."
         within = f"within the {num_steps} steps up to step {self._step}"
-        if first:  # a step may have several reductions, or a reduction several steps
+        if first:  # a step may have several reductions, and a reduction several steps
             steps = first * (self._step - self._start.step) / max(numbers)
             within = f"in step {self._start.step + math.ceil(steps)}"
         raise DivergedError(f"the loss of {who} is not finite, {within}. {saved} {REMEDY}.")
 
     def _note_validation(self, logs: Mapping[str, Any]) -> bool:
-        """Write the ``eval`` event; whether it is the best so far. Every rank must call it."""
+        """Write the ``eval`` event; return True if it is the best so far. Collective."""
         means = self._log.read_validation(logs)
         if not means.values:
             return False
@@ -474,6 +473,6 @@ class KeptFit:
 
 @tf.function(autograph=False)
 def _are_finite(values: list[tf.Tensor]) -> tf.Tensor:
-    """bool []: whether all of these are; in one call, as it is asked after each line of the log."""
+    """bool []: all values are finite; one call, to be fast."""
     floating = [value for value in values if value.dtype.is_floating]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in floating])

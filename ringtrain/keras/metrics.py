@@ -15,19 +15,17 @@ from ringtrain.keras.rank_state import metric_variables
 
 
 class MetricsOverRanks:
-    """The metrics of a model over all ranks. Every rank must call the methods that communicate."""
-
     def __init__(self, model: keras.Model, collective: Collective) -> None:
         self._model, self._collective = model, collective
 
     def sum(self) -> npt.NDArray[np.float64]:
-        """The variables of all metrics, summed over all ranks, float64 [n]."""
+        """Return the variables of all metrics summed over all ranks, float64 [n]. Collective."""
         mine = [np.ravel(keras.ops.convert_to_numpy(v.value)).astype(np.float64) for v in metric_variables(self._model)]
         [total] = self._collective.all_reduce([tf.constant(np.concatenate([[0.0], *mine]))], name="fit/metrics").tensors
         return np.asarray(total.numpy(), np.float64)[1:]
 
     def read(self, sums: npt.NDArray[np.float64]) -> tuple[dict[str, float], int]:
-        """The metrics whose variables have these sums, float64 [n], and the number of samples."""
+        """Return metrics and number of samples for these sums, float64 [n]."""
         variables = metric_variables(self._model)
         if not variables:
             return {}, 0
@@ -45,11 +43,10 @@ class MetricsOverRanks:
         return results, samples
 
     def mean_over_ranks(self, mine: dict[str, float]) -> dict[str, float]:
-        """The plain means of the ranks' values."""
+        """Return unweighted means. Collective."""
         of_ranks = all_gather_object(self._collective, mine, name="fit/values")
         return {name: float(np.mean([float(each[name]) for each in of_ranks])) for name in of_ranks[0]}
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are single numbers."""
     return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}

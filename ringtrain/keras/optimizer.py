@@ -1,7 +1,6 @@
-"""Optimizers that reduce the gradients of all ranks before they update anything.
+"""Optimizers that reduce the gradients of all ranks before an update.
 
-Whatever the optimizer is and holds (slots, exclusions from weight decay, a restored state) stays as it is, and so do
-clipping, moving averages and accumulation, which act on the reduced gradients.
+The optimizer's state and settings are kept. Clipping, moving averages and accumulation act on reduced gradients.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ def DistributedOptimizer(  # noqa: N802 (upstream's name)
     """Make an optimizer reduce the gradients of all ranks before it applies them.
 
     Args:
-        optimizer: a Keras optimizer. It is this very object that reduces from now on, and that is returned.
-        name: prefix of the operations' names; ``"Distributed"`` and the optimizer's class by default.
-        device_dense, device_sparse: TensorFlow devices for the reduction of dense and of sparse gradients.
+        optimizer: a Keras optimizer, changed in place and returned.
+        name: prefix of operation names; default: ``"Distributed"`` and the optimizer's class.
+        device_dense, device_sparse: TensorFlow devices for the reduction of dense and sparse gradients.
         compression: ``hvd.Compression.none``, or ``fp16`` to send gradients as float16.
-        sparse_as_dense: whether to make sparse gradients dense first.
+        sparse_as_dense: convert sparse gradients to dense first.
         gradient_predivide_factor: f splits Average's division by n: by f before the sum, by n/f after it.
         op: ``hvd.Average`` (the gradient of the mean of the ranks' losses), ``hvd.Sum`` or ``hvd.Adasum``.
-        backward_passes_per_step: calls whose gradients are added up on each rank before they are reduced and applied.
-        average_aggregated_gradients: whether to divide that sum by their number.
+        backward_passes_per_step: calls whose gradients are accumulated on each rank before one reduction and update.
+        average_aggregated_gradients: divide that sum by the number of calls.
         num_groups: the old name of ``groups``.
-        groups: how many groups of gradients travel together, or which (lists of variables); by default, a few that
-            leave while the backward pass goes on.
+        groups: number of groups of fused gradients, or the groups (lists of variables); default: a few that overlap
+        with
+            the backward pass.
         process_set: the ranks that train together.
-        scale_local_gradients: whether to divide the gradients of local variables by the number of ranks, which makes
-            their step what it would be in the average.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks, as the average does.
 
     Raises:
-        UsageError: an argument is wrong; ``hvd.init()`` was not called; the optimizer is distributed already.
+        UsageError: an argument is invalid; ``hvd.init()`` was not called; the optimizer is distributed already.
     """
     arguments = locals() | {"name": name or f"Distributed{type(optimizer).__name__}"}
     _check_optimizer(optimizer, backward_passes_per_step)
@@ -78,10 +77,10 @@ def PartialDistributedOptimizer(  # noqa: N802 (upstream's name)
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> keras.optimizers.Optimizer:
-    """``DistributedOptimizer``, except for some layers, which each rank trains on its own.
+    """``DistributedOptimizer``, except for local layers, which each rank trains alone.
 
     Args:
-        local_layers: a layer, or a list of layers, whose gradients stay on their rank. They must be built.
+        local_layers: a built layer, or a list of them, whose gradients are not reduced.
     """
     arguments = locals()
     local_variables = find_local_variables(arguments.pop("local_layers"))
@@ -98,15 +97,13 @@ def load_model(
     compression: Any = hvd.Compression.none,
     legacy_opts: bool = False,
 ) -> keras.Model:
-    """Load a saved model, whose optimizer resumes where it was, distributed.
+    """Load a saved model and distribute its optimizer.
 
     Args:
-        filepath: a file that ``model.save`` wrote, with or without a distributed optimizer. Code in it (a ``Lambda``)
-            is refused, not run.
-        custom_optimizers: optimizer classes of your own that the file names.
-        custom_objects: other classes and functions that it names.
-        compression: as for ``DistributedOptimizer``.
-        legacy_opts: of Keras 2; must be False.
+        filepath: written by ``model.save``, with or without a distributed optimizer. Code in it (a ``Lambda``) is
+        refused. custom_optimizers: user-defined optimizer classes in the file. custom_objects: other user-defined
+        classes and functions in it. compression: as for ``DistributedOptimizer``. legacy_opts: of Keras 2; must be
+        False.
     """
     if legacy_opts:
         raise UsageError("legacy_opts=True, but Keras 3 has no legacy optimizers. Leave it out.")

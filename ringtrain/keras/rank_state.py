@@ -1,4 +1,4 @@
-"""The state of a ``fit`` besides weights and optimizer, in a checkpoint: of each rank, and of its callbacks."""
+"""The state of a ``fit`` in a checkpoint other than weights and optimizer: of ranks and callbacks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy.typing as npt
 from ringtrain.run.variables import is_seed_state
 
 Arrays = dict[str, npt.NDArray[Any]]
-RANKS = "ranks/"  # in a checkpoint: what differs between ranks, packed
+RANKS = "ranks/"  # prefix in a checkpoint: packed state of one rank
 CALLBACKS = "callbacks/"
-# The counters of Keras' callbacks, which start again in each ``fit``.
+# Counters of Keras' callbacks, which Keras resets in each ``fit``.
 COUNTED = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
@@ -28,12 +28,11 @@ COUNTED = {
 
 
 def is_extra(name: str) -> bool:
-    """True if a name in a checkpoint is neither a weight nor a slot."""
     return name.startswith((RANKS, CALLBACKS))
 
 
 def _own_variables(model: keras.Model) -> dict[str, keras.Variable]:
-    """Variables that differ between ranks: moving statistics, and the states of seeds."""
+    """Variables that differ between ranks: moving statistics and seeds."""
     statistics = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
     seeds = [v for v in model.variables if is_seed_state(v)]
     by_id = {id(v): v for v in (*statistics, *seeds)}
@@ -41,17 +40,15 @@ def _own_variables(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables that count samples, whose sum over ranks counts the samples of all ranks."""
+    """Variables that are sums over samples, and so can be summed over ranks."""
     return [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
 
 
 def metrics_of(model: keras.Model) -> Arrays:
-    """The state of this rank's metrics in the current epoch."""
     return {f"metrics/{number}": _plain(v.value) for number, v in enumerate(metric_variables(model))}
 
 
 def add_metrics(model: keras.Model, values: Arrays) -> None:
-    """Add what ``metrics_of`` gave."""
     for number, variable in enumerate(metric_variables(model) if values else ()):
         saved = values.get(f"metrics/{number}")
         if saved is not None and saved.shape == tuple(variable.shape):
@@ -59,19 +56,17 @@ def add_metrics(model: keras.Model, values: Arrays) -> None:
 
 
 def own_of(model: keras.Model) -> Arrays:
-    """The state of this rank, for a checkpoint."""
     return {name: _plain(v.value) for name, v in _own_variables(model).items()}
 
 
 def set_own(model: keras.Model, values: Arrays) -> None:
-    """Give this rank back what ``own_of`` gave."""
     for name, variable in _own_variables(model).items():
         if name in values and values[name].shape == tuple(variable.shape):
             variable.assign(values[name])
 
 
 def generator_states() -> Arrays:
-    """States of Python's and NumPy's global generators, from which Keras and users draw the order of data."""
+    """States of Python's and NumPy's global generators, which Keras and users shuffle data with."""
     _, internal, gauss = random.getstate()
     states: Arrays = {
         "python": np.array(internal, np.uint32),
@@ -85,7 +80,6 @@ def generator_states() -> Arrays:
 
 
 def set_generator_states(states: Arrays) -> None:
-    """Set Python's and NumPy's global generators to what ``generator_states`` returned; nothing if empty."""
     if "python" in states:
         gauss = states["python_gauss"]
         random.setstate((3, tuple(states["python"].tolist()), float(gauss[0]) if gauss.size else None))
@@ -96,7 +90,7 @@ def set_generator_states(states: Arrays) -> None:
 
 
 def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, Any]]:
-    """Callbacks by class, and number within it: rank 0 may have others besides, such as its ModelCheckpoint."""
+    """Callbacks by class and number within it: rank 0 may have others, such as ModelCheckpoint."""
     seen = collections.Counter[str]()
     for callback in callbacks:
         kind = type(callback).__name__
@@ -112,13 +106,11 @@ def _counting(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[s
 
 
 def counts_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
-    """The state of callbacks."""
     counts = {key: getattr(callback, name) for key, callback, name in _counting(callbacks)}
     return {key: np.asarray(value, np.float64) for key, value in counts.items() if value is not None}
 
 
 def set_counts(callbacks: Sequence[keras.callbacks.Callback], values: Arrays) -> None:
-    """Give callbacks back what ``counts_of`` and ``best_weights_of`` gave."""
     for key, callback, name in _counting(callbacks):
         if key in values:
             now = getattr(callback, name)
@@ -130,7 +122,7 @@ def set_counts(callbacks: Sequence[keras.callbacks.Callback], values: Arrays) ->
 
 
 def best_weights_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
-    """The weights that EarlyStopping would restore, the same on all ranks."""
+    """The weights that EarlyStopping would restore; equal on all ranks."""
     return {
         f"{CALLBACKS}{its}/{place}": _plain(weight)
         for its, callback in _bringing_back(callbacks)
@@ -145,7 +137,7 @@ def _bringing_back(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[
 
 
 def _plain(value: Any) -> npt.NDArray[Any]:
-    """A value in a type that NumPy keeps in files."""
+    """A value in a type that NumPy can save."""
     array = np.asarray(keras.ops.convert_to_numpy(value))
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
@@ -155,7 +147,6 @@ def _number_of(name: str) -> int:
 
 
 def pack(arrays: Arrays) -> npt.NDArray[np.uint8]:
-    """Arrays as bytes that travel."""
     buffer = io.BytesIO()
     named: dict[str, Any] = {name.replace("/", "|"): value for name, value in arrays.items()}
     np.savez(buffer, **named)
@@ -163,6 +154,5 @@ def pack(arrays: Arrays) -> npt.NDArray[np.uint8]:
 
 
 def unpack(data: npt.NDArray[np.uint8]) -> Arrays:
-    """The arrays that ``pack`` was given; nothing in them is code."""
     with np.load(io.BytesIO(data.tobytes()), allow_pickle=False) as arrays:
         return {name.replace("|", "/"): arrays[name] for name in arrays.files}

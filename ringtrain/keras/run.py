@@ -1,4 +1,4 @@
-"""``callbacks.Run``: a ``fit`` with what ``python -m ringtrain`` gives its runs."""
+"""``callbacks.Run``: run directory, resume and watchdog for ``fit``."""
 
 from __future__ import annotations
 
@@ -32,23 +32,21 @@ from ringtrain.training.together import opened_together
 
 
 class Run(keras.callbacks.Callback):
-    """Keeps a ``fit`` in a run directory, as ``python -m ringtrain`` keeps its runs.
+    """Keeps a ``fit`` in a run directory, as ``python -m ringtrain`` does.
 
         model.fit(batches, epochs=90, callbacks=[hvd.callbacks.Run("runs/mine")])
 
-    The same script, started again, resumes where it was: in mid-epoch, with the next batch, with the optimizer, the
-    metrics of the epoch, dropout's seeds, and what EarlyStopping, ReduceLROnPlateau and ModelCheckpoint count. SIGTERM,
-    Slurm's warning, the end of the allocation or the file ``stop`` save after the step under way and end the script
-    with exit code 75. A watchdog ends ranks that wait for ever. A loss that is not finite ends the run with exit code 4
-    at the next line of the log; nothing of it is saved. A run that is complete gives its weights, and ``fit`` returns
-    at once.
+    The same script, started again, resumes with the next batch. Restored are weights, optimizer, metrics of the epoch,
+    dropout's seeds and the counters of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint. On SIGTERM, Slurm's
+    warning, the end of the allocation or a file ``stop``, the run saves after the current step and exits with code 75.
+    A watchdog ends hung ranks. A non-finite loss ends the run with exit code 4 at the next log line, unsaved. A
+    complete run restores its weights, and ``fit`` returns at once.
 
-    What comes from the script is the script's own: its data, their order, and how they are split among the ranks. It
-    resumes exactly (bit for bit on as many ranks) if its pipeline gives the same batches each time.
-    On another number of ranks it continues with the first batch of the epoch. The exact table is in docs/fit.md.
+    The script provides the data, their order and sharding. A resume is exact (bit for bit on as many ranks) if the
+    pipeline yields the same batches each time. With another number of ranks, it restarts the epoch. See docs/fit.md.
     """
 
-    current: ClassVar[KeptFit | None] = None  # while a fit goes on
+    current: ClassVar[KeptFit | None] = None  # during a fit
 
     def __init__(
         self,
@@ -63,20 +61,20 @@ class Run(keras.callbacks.Callback):
         hang_timeout: float = Config.hang_timeout,
         max_hours: float | None = Config.max_hours,
     ) -> None:
-        """Name the run directory. The arguments are the settings of ``python -m ringtrain`` of these names.
+        """Set the run directory. The arguments are settings of ``python -m ringtrain``.
 
         Args:
-            out: the run directory, the same on every rank; rank 0 alone writes into it.
-            checkpoint_every: steps between two checkpoints, besides one at the end of each epoch; 0: none.
-            keep: how many of the newest checkpoints are kept, besides the best.
-            log_every: steps between two ``train`` events in ``metrics.jsonl``, and of TensorBoard.
-            best_metric, best_direction: which value of the validation makes the best checkpoint, without ``val_``.
+            out: the run directory, equal on all ranks; only rank 0 writes it.
+            checkpoint_every: steps between checkpoints, in addition to each epoch's; 0: none.
+            keep: number of newest checkpoints to keep, in addition to the best.
+            log_every: steps between ``train`` events in ``metrics.jsonl`` and TensorBoard.
+            best_metric, best_direction: validation value that selects the best checkpoint, without ``val_``.
             resume: ``"auto"``, ``"never"`` (a new directory) or ``"must"``.
-            hang_timeout: seconds after which ranks that do not move are ended with exit code 6; 0: no watch.
-            max_hours: hours after which the run saves and ends with exit code 75.
+            hang_timeout: seconds without progress until exit with code 6; 0: no watchdog.
+            max_hours: hours until the run saves and exits with code 75.
 
         Raises:
-            UsageError: one of them cannot be.
+            UsageError: an argument is invalid.
         """
         super().__init__()
         if not isinstance(out, str | os.PathLike):
@@ -98,10 +96,10 @@ class Run(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def around(self, model: keras.Model, *, epochs: int, initial_epoch: int, is_alone: bool) -> Iterator[None]:
-        """Within it ``fit`` trains: called by ``ringtrain.keras`` itself, on every rank.
+        """Context of ``fit``'s training. Collective.
 
         Raises:
-            SystemExit: the run ended before its end, on every rank, for a reason that has been printed.
+            SystemExit: the run ended early, on every rank; the reason is printed.
         """
         require_init("callbacks.Run")
         collective = ProcessSetCollective()
@@ -137,7 +135,7 @@ class Run(keras.callbacks.Callback):
                 ):
                     Run.current = kept = KeptFit(model, config, collective, requests, console, start, opened)
                     watchdog.refine_by(kept.refine)
-                    activity.note(Phase.PREPARE, takes_long=True)  # Keras looks at the first batch
+                    activity.note(Phase.PREPARE, takes_long=True)  # Keras reads the first batch
                     try:
                         yield
                     finally:
@@ -147,17 +145,16 @@ class Run(keras.callbacks.Callback):
                     console.line(f"done: the run is in {start.name}, its curves in {start.name}/{REPORT_FILE}")
             except BaseException as error:
                 if world.size > 1 or isinstance(error, RingtrainError):
-                    # The script's own code may have raised any other.
+                    # any other error may be of the script on one rank
                     is_agreed = isinstance(error, PreemptedError | DivergedError | ReplicasDifferError)
                     leave_by(error, collective, watchdog, is_agreed=is_agreed)
                 raise
 
     def note_others(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        """Record the other callbacks."""
         self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
 
     def before_others(self) -> keras.callbacks.Callback:
-        """A callback that marks for the watchdog that the callbacks after it run."""
+        """A callback that reports the start of the callbacks to the watchdog."""
 
         def begin(*_: Any, takes_long: bool = False) -> None:
             activity.note(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
@@ -216,7 +213,7 @@ class Run(keras.callbacks.Callback):
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """An optimizer as settings of a run, so that a script that is started again with another one is refused."""
+    """An optimizer as settings of a run, so that a resume with another one is refused."""
     kind, rate = type(optimizer).__name__, getattr(optimizer, "_learning_rate", None)
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:

@@ -1,4 +1,4 @@
-"""Ranks that train on the very same samples: found by hashes of the first batches of each."""
+"""Detection of ranks that train on the same samples, by hashes of the first batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from ringtrain.messages.ranks import name_ranks
 
 log = logging.getLogger("ringtrain")
 NUM_BATCHES = 3
-HASHED_VALUES = 2**18  # of each tensor
-MAX_HELD = 16  # batches of one call of the training function, all of which are in memory at once
+HASHED_VALUES = 2**18  # per tensor
+MAX_HELD = 16  # batches per call of the training function, all in memory at once
 
 
 class FirstBatches:
     """Hashes of the first batches that this rank trains in a ``fit``.
 
-    They are read here, and given to the training function by an iterator of their own: what hashed them within the step
-    would be in every step.
+    A separate iterator feeds them to the training function: a hash within the step would run in every step.
     """
 
     def __init__(self) -> None:
@@ -33,19 +32,18 @@ class FirstBatches:
         self._is_in_fit = self._is_awaited = False
 
     def begin(self) -> None:
-        """A ``fit`` begins; forget those of an earlier one."""
         self.hashes, self._is_in_fit, self._is_awaited = [], True, False
 
     def end(self) -> None:
-        """It has ended; what a user's own loop asks for next may be validation."""
+        """End: a user's own loop may validate next."""
         self._is_in_fit = self._is_awaited = False
 
     def wait(self) -> None:
-        """Note the next batches; validation comes later."""
+        """Hash the next batches; validation comes later."""
         self._is_awaited = self._is_in_fit and len(self.hashes) < NUM_BATCHES
 
     def note(self, steps: Iterator[Any], steps_per_call: int) -> Iterator[Any]:
-        """The steps of an epoch as Keras numbers them, each with its iterator, of which the first are noted."""
+        """Yield Keras' steps, with an iterator each; hash the first ones."""
         is_awaited, self._is_awaited = self._is_awaited, False
         return self._note(steps, steps_per_call) if is_awaited and steps_per_call <= MAX_HELD else steps
 
@@ -55,7 +53,7 @@ class FirstBatches:
             yield *numbers, self._note_next(iterator, steps_per_call) if is_due else iterator
 
     def _note_next(self, iterator: Any, number: int) -> Any:
-        """An iterator of so many batches, to which no reference is kept."""
+        """Return an iterator over ``number`` batches; keep no reference to them."""
         batches = list(itertools.islice(iterator, number))
         self.hashes = [*self.hashes, *map(_hash, batches)][:NUM_BATCHES]
         if not batches:
@@ -65,7 +63,6 @@ class FirstBatches:
 
 
 def _is_plain(iterator: Any) -> bool:
-    """True if batches are dense tensors."""
     parts = tf.nest.flatten(getattr(iterator, "element_spec", None))
     return isinstance(iterator, tf.data.Iterator) and all(type(part) is tf.TensorSpec for part in parts)
 
@@ -80,13 +77,11 @@ def _hash(batch: Any) -> str:
 
 @functools.cache
 def first_batches() -> FirstBatches:
-    """The batches of this process."""
     return FirstBatches()
 
 
 def find_same(hashes: Sequence[Sequence[str]]) -> list[int]:
-    """The first ranks, of which each has had the same hashes [ranks, batches] as the others; none if that may be
-    meant so: where a rank's own batches are alike, as those of a benchmark are."""
+    """Return ranks with equal hashes [ranks, batches]; empty if one rank's batches are all equal, as in a benchmark."""
     telling = [tuple(its) for its in hashes if len({*its}) == NUM_BATCHES]
     twice = next((its for its in telling if telling.count(its) > 1), None)
     return [rank for rank, its in enumerate(hashes) if tuple(its) == twice]
@@ -94,7 +89,6 @@ def find_same(hashes: Sequence[Sequence[str]]) -> list[int]:
 
 @functools.cache
 def warn_of_same(ranks: tuple[int, ...]) -> None:
-    """Once in a process."""
     log.warning(
         "ringtrain.keras: %s had the very same data in each of the first %d batches of fit(): they "
         "train on the same samples. Give each rank its own, such as by dataset.shard(hvd.size(), hvd.rank()) before "

@@ -23,7 +23,7 @@ from ringtrain.runtime.segments import remove_dead_segments
 from ringtrain.runtime.world import GLOO_LAUNCHER, World, read_world
 
 log = logging.getLogger("ringtrain")
-_has_begun = False  # True once init() has started Horovod; with MPI it can do so only once
+_has_begun = False  # init() has started Horovod; with MPI only possible once
 
 
 def init(
@@ -35,23 +35,22 @@ def init(
 ) -> None:
     """Start Horovod, on this rank's own GPU or cores.
 
-    Call it right after the imports: devices, cores and thread pools cannot be changed once TensorFlow has computed
-    something. Variables in the environment take precedence.
+    Call it right after the imports: devices, cores and thread pools are fixed once TensorFlow has computed something.
+    Environment variables take precedence.
 
     Args:
-        comm: ranks, or a communicator of mpi4py; by default all processes of the launcher.
+        comm: ranks, or a communicator of mpi4py; default: all processes of the launcher.
         process_sets: process sets to create, or ``"dynamic"``.
-        backend: the same on all ranks. ``"auto"``: in a ``fit`` with a known number of steps, ranks on the cores of one
-            node sum the gradients of the model's optimizer in shared memory, and Horovod carries everything else. If
-            each rank has one core, TensorFlow then runs one operation at a time (TF_NUM_INTEROP_THREADS=1, unless the
-            environment sets it): Python code in the step or in a ``tf.data`` pipeline must not call a ``tf.function``.
-            ``"horovod"``: Horovod carries everything.
-        exit_timeout: seconds after the end of the script for its threads, child processes and ``atexit`` functions; 0:
-            no limit. At the end each rank waits for the others, without a limit.
+        backend: the same on all ranks. ``"horovod"``: Horovod reduces everything. ``"auto"``: in a ``fit`` with a known
+            number of steps, ranks on one node's cores sum gradients in shared memory; Horovod does the rest. With one
+            core per rank, TensorFlow runs one operation at a time (TF_NUM_INTEROP_THREADS=1, unless set): Python code
+            in a step or a ``tf.data`` pipeline must not call a ``tf.function``.
+        exit_timeout: seconds for threads, child processes and ``atexit`` functions after the script ends; 0: no limit.
+            Each rank first waits for the others, without a limit.
 
     Raises:
-        UsageError: there is no such backend; the launcher's processes do not see each other; Keras does not run on
-            TensorFlow; or the node has fewer GPUs than ranks.
+        UsageError: unknown backend; the launcher's processes do not see each other; Keras is not on TensorFlow; fewer
+            GPUs than ranks on the node.
     """
     global _has_begun
     if keras.config.backend() != "tensorflow":
@@ -63,14 +62,14 @@ def init(
     world = read_world(os.environ)
     if not hvd.is_initialized():
         _take_devices(world)
-        if not is_elastic():  # where rank 0 may be long past this
+        if not is_elastic():  # elastic: rank 0 may have passed this long ago
             if _has_begun and comm is None and world.launcher != GLOO_LAUNCHER:
                 _require_mpi()
             require_same_settings_by_rendezvous(world)
         _has_begun = True
         hvd.init(comm, process_sets)
     if comm is None and world.launcher != "no launcher" and not is_elastic():
-        connect_horovod(world)  # started already: it compares what Horovod and the launcher say
+        connect_horovod(world)  # also if started already: compares Horovod's and the launcher's ranks
     hooks.install()
     show_once(world)
     allow(exit_timeout, f"rank {world.rank} on {world.node}")
@@ -78,11 +77,9 @@ def init(
 
 
 def _take_devices(world: World) -> None:
-    """Pin this rank to its GPU or cores, and start TensorFlow there."""
     if world.local_rank == 0:
         remove_dead_segments()
-    # Elastic ranks use Horovod's own settings: ours depend on the world, which is different for a rank that joins
-    # later, and Horovod's processes need equal settings.
+    # Horovod's processes need equal settings; ours depend on the world, which differs for a rank that joins later.
     one_at_a_time = wants_native_sums() and LIBRARY.exists()
     needs = Needs(horovod=not is_elastic(), one_at_a_time=one_at_a_time, ends_stalls=True)
     plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
@@ -91,7 +88,7 @@ def _take_devices(world: World) -> None:
         note_cores(f"rank {world.rank} on {describe_cores(plan)}")
     try:
         start_tensorflow(plan, world)
-    except RuntimeError as error:  # its devices and threads are settled
+    except RuntimeError as error:  # devices and threads are fixed
         if not _has_begun:
             log.warning(
                 "ringtrain.keras: rank %d called init() when TensorFlow had computed something: devices and threads "
@@ -102,7 +99,7 @@ def _take_devices(world: World) -> None:
 
 
 def _require_mpi() -> None:
-    """Raise if ``shutdown`` has ended MPI: a process can start it once only, and Horovod would abort."""
+    """Raise if ``shutdown`` has ended MPI, which can start only once per process: Horovod would abort."""
     try:
         import mpi4py
 
@@ -110,7 +107,7 @@ def _require_mpi() -> None:
         from mpi4py import MPI
 
         has_ended = MPI.Is_finalized()
-    except ImportError:  # then Horovod started it
+    except ImportError:  # then Horovod started MPI
         has_ended = True
     if has_ended:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The sums of one step of ``fit``, recorded so that a rank without batches can take part in them."""
+"""The sums of one step of ``fit``, recorded so that a rank without batches can contribute zeros."""
 
 from __future__ import annotations
 
@@ -12,52 +12,51 @@ import tensorflow as tf
 
 from ringtrain.collectives.gradients import GradientReduction, scaled
 
-Gradients = list[Any]  # tf.Tensor, tf.IndexedSlices or None, one for each variable
+Gradients = list[Any]  # per variable: tf.Tensor, tf.IndexedSlices or None
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum within a step: of the gradients, and last of the ranks that train it."""
+    """One sum of a step: the gradients, and last the number of ranks that train it."""
 
     reduction: GradientReduction
-    nothing: list[Callable[[], Any]]  # zero contributions of a joined rank, tensor by tensor
+    nothing: list[Callable[[], Any]]  # zeros of a joined rank, per tensor
     num_gradients: int
-    scale: float | tf.Tensor  # of their sums: of the graph that it is made in, where ranks come and go
+    scale: float | tf.Tensor  # elastic: a tensor of the step's graph
 
     is_native: bool
 
     def act(self, tensors: Gradients) -> Gradients:
-        """The sums over all ranks; natively, those of gradients are scaled already."""
+        """Sum over all ranks; native sums of gradients are scaled already."""
         if self.is_native:
             return self.reduction.sum_alone(tensors, scaled=(self.num_gradients, float(self.scale)))
         return self.reduction.all_reduce(tensors)
 
     @functools.cached_property
     def traced(self) -> Callable[[Gradients], Gradients]:
-        """``act`` in a separate graph; traced once, not in each epoch."""
+        """``act`` as a graph; traced once, not per epoch."""
         return tf.function(self.act, autograph=False)
 
     def scale_sums(self, sums: Gradients) -> Gradients:
-        """The gradients among the sums of ``act``, scaled."""
         gradients = sums[: self.num_gradients]
         return gradients if self.is_native else [scaled(total, self.scale) for total in gradients]
 
 
 class StepSums:
-    """The sums of a step of ``fit``, in order, of all optimizers and tapes that take part in it.
+    """The sums of a step of ``fit``, in order, of all its optimizers and tapes.
 
-    Those of a traced step are kept as long as its graph; those of a step outside of a graph until the next one.
+    Sums of a traced step live as long as its graph; eager ones until the next step.
     """
 
     def __init__(self) -> None:
         self._of_graphs: weakref.WeakKeyDictionary[Any, list[Sum]] = weakref.WeakKeyDictionary()
         self._outside: list[Sum] = []
-        self._graph: Callable[[], Any] = lambda: None  # in which the model's optimizer has summed last
-        self.is_new = False  # True until the first sum of a step
+        self._graph: Callable[[], Any] = lambda: None  # of the last sum of the model's optimizer
+        self.is_new = False  # until the first sum of a step
         self.is_of_graph = False
 
     def add(self, one: Sum, graph: Any, *, is_owner: bool) -> None:
-        """Add a sum; ``is_owner`` is True for the optimizer of the model, in whose graph the step is."""
+        """``is_owner``: of the model's optimizer, whose graph is the step's."""
         if graph is None and self.is_new:
             self._outside = []
         self.is_new = False
@@ -67,7 +66,7 @@ class StepSums:
             self._graph = weakref.ref(graph) if graph is not None else lambda: None
 
     def read(self) -> list[Sum]:
-        """The sums of the last step; none if its graph is gone."""
+        """The sums of the last step; empty if its graph is gone."""
         if not self.is_of_graph:
             return self._outside
         graph = self._graph()
@@ -75,7 +74,7 @@ class StepSums:
 
 
 def zeros_like_gradient(tensor: Any, shape: Any) -> Callable[[], Any]:
-    """Create a zero contribution for a gradient; ``shape`` is the variable's, or None."""
+    """``shape`` is the variable's, or None."""
     if isinstance(tensor, tf.IndexedSlices):
         values, indices = tensor.values.dtype, tensor.indices.dtype
         return lambda: tf.IndexedSlices(tf.zeros([0, *shape[1:]], values), tf.zeros([0], indices), tf.constant(shape))
@@ -84,7 +83,7 @@ def zeros_like_gradient(tensor: Any, shape: Any) -> Callable[[], Any]:
 
 
 def outermost_graph() -> Any:
-    """The graph of the function that is being traced, with all functions in it; None if nothing is."""
+    """Return the graph of the outermost function that is traced; None if eager."""
     graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
         graph = graph.outer_graph

@@ -13,12 +13,11 @@ from ringtrain.keras.exchange import Exchange, Settings, find_local_variables
 
 
 class Distributed:
-    """Methods of a distributed tape, before its class among the bases."""
+    """Mixin, before the tape's class in the bases."""
 
     exchange: Exchange
 
     def register_local_source(self, source: Any) -> None:
-        """Keep the gradients of a variable on this rank."""
         self.exchange.register_local(source)
 
     def gradient(
@@ -29,10 +28,10 @@ class Distributed:
         use_generic_names: bool = False,
         **options: Any,
     ) -> Any:
-        """The gradients over all ranks, in the structure of ``sources`` (of TensorFlow's or Keras' variables).
+        """Return the gradients over all ranks, in the structure of ``sources``.
 
         Args:
-            use_generic_names: of Horovod; names never depend on the variables here.
+            use_generic_names: ignored; Horovod's argument.
             options: further arguments of ``tf.GradientTape.gradient``.
         """
         gradients = super().gradient(target, sources, output_gradients, **options)  # type: ignore[misc]
@@ -42,7 +41,7 @@ class Distributed:
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """Pairs (variable, gradient): those of the local variables, and those of all others."""
+        """Return (variable, gradient) pairs: of the local variables, and of all others."""
         sources = tf.nest.flatten(sources)
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients, use_generic_names), strict=True))
         return (
@@ -64,14 +63,15 @@ def DistributedGradientTape(  # noqa: N802 (upstream's name)
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """Make a tape give the gradients over all ranks. Use a plain optimizer with it.
+    """Make a tape return the gradients over all ranks. Use a plain optimizer with it.
 
     Args:
-        gradtape: a tape, before or after it has recorded. It is this very object that reduces from now on, and that is
-            returned. The other arguments are those of ``DistributedOptimizer``.
+        gradtape: a tape, changed in place and returned; it may have recorded already.
+
+    The other arguments are those of ``DistributedOptimizer``.
 
     Raises:
-        UsageError: an argument is wrong, or ``hvd.init()`` was not called.
+        UsageError: an argument is invalid, or ``hvd.init()`` was not called.
     """
     arguments = locals() | {"name": "DistributedGradientTape"}
     if not isinstance(gradtape, tf.GradientTape) or isinstance(gradtape, Distributed):
@@ -99,10 +99,10 @@ def PartialDistributedGradientTape(  # noqa: N802 (upstream's name)
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """``DistributedGradientTape``, except for some layers, whose gradients are not reduced.
+    """``DistributedGradientTape``, except for local layers.
 
     Args:
-        local_layers: a layer, or a list of layers. They must be built.
+        local_layers: a built layer, or a list of them, whose gradients are not reduced.
     """
     arguments = locals()
     local_variables = find_local_variables(arguments.pop("local_layers"))

@@ -1,4 +1,4 @@
-"""Numbers that each training step of a ``fit`` with ``callbacks.Run`` keeps, of all ranks and of this rank."""
+"""Numbers that each training step of a ``fit`` with ``callbacks.Run`` sums over all ranks or records on this one."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class Votes:
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
             self._mine = tf.Variable([0, 1], trainable=False)
-            # Sums over all ranks, and the reductions that this rank has begun, when the last step ended.
+            # Sums over all ranks, and ``_begun`` after the last step.
             self._all = tf.Variable([0, 0, 0], trainable=False)
-            self._begun = tf.Variable(0, trainable=False)  # reductions that this rank has begun
-            self._nonfinite = tf.Variable(0, trainable=False)  # the first of the latest that were not finite here; or 0
+            self._begun = tf.Variable(0, trainable=False)  # reductions begun by this rank
+            self._nonfinite = tf.Variable(0, trainable=False)  # see ``first_nonfinite``
         self.is_summed = False  # by a step that has been traced
 
     def mine(self, gradients: Sequence[Any]) -> tf.Tensor:
-        """int32 [2]: 1 from ``vote`` on, until then 0, and 1; as part of a graph that has computed ``gradients``.
+        """int32 [2]: (1 if this rank voted, 1), in a graph that has computed ``gradients``.
 
-        Of a loop that makes no step, as where Keras finds the data at their end, TensorFlow runs all the same what is
-        made of captured variables alone: this rank would take part in a step of the others.
+        Without that dependency, TensorFlow would run it even in a loop without steps, when Keras finds the end of the
+        data, and this rank would take part in another rank's step.
         """
         with tf.control_dependencies(tf.nest.flatten(gradients[0], expand_composites=True)):
             number = self._begun.assign_add(1)
             mine = self._mine.read_value()
-        # A loss that is not finite makes the gradients of all variables so that it depends on. Two are enough to read:
-        # the last variable is next to the loss, as a rule, and the smallest is the cheapest.
+        # A non-finite loss reaches all gradients that depend on it. Two suffice: the last variable's, mostly next to
+        # the loss, and the smallest, the cheapest.
         values = list(map(_values, gradients))
         smallest = min(values, key=lambda value: value.shape.num_elements() or math.inf)
         is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in (smallest, values[-1])])
@@ -40,29 +40,28 @@ class Votes:
         return mine
 
     def note(self, total: tf.Tensor) -> None:
-        """Keep the sum over all ranks; as part of a graph."""
+        """Record the sum over all ranks, in the graph."""
         self.is_summed = True
         self._all.assign(tf.concat([total, [self._begun]], axis=0))
 
     def vote(self) -> None:
-        """Have this rank's wish travel with the next step."""
+        """Ask to stop, in the next step."""
         self._mine.assign([1, 1])
 
     def count(self) -> tuple[int, int]:
-        """The ranks that wished to stop in the last step, and those that trained it: the same on each of these."""
+        """Return the votes to stop and the ranks that trained in the last step; equal on these ranks."""
         votes, ranks, _ = self._all.numpy()
         return int(votes), int(ranks)
 
     def is_reducing(self) -> bool:
-        """True if this rank has the gradients of its present step; any thread may ask."""
+        """True if this rank has this step's gradients. Thread-safe."""
         return int(self._begun.numpy()) > int(self._all.numpy()[2])
 
     def num_reductions(self) -> int:
-        """The reductions that this rank has begun."""
         return int(self._begun.numpy())
 
     def first_nonfinite(self) -> int:
-        """The first of the latest reductions to which this rank has given values that are not finite, from 1; or 0."""
+        """First of the latest series of this rank's non-finite reductions, from 1; 0: none."""
         return int(self._nonfinite.numpy())
 
 

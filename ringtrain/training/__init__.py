@@ -1,1 +1,1 @@
-"""The training loop, and what happens in it."""
+"""The training loop and its actions."""

@@ -1,4 +1,4 @@
-"""Actions every n steps: log, check, evaluate, save. They depend on the step, never on a rank."""
+"""Actions every n steps: log, check, evaluate, save. They depend on the step, never on the rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PROFILE_DIRECTORY = "profile"
 
 
 class Records:
-    """The files that rank 0 writes: events of the run directory, TensorBoard's, and checkpoints."""
+    """Run directory, TensorBoard events and checkpoints, written by rank 0."""
 
     def __init__(self, job: Job, opened: OpenedRun, console: Console) -> None:
         self.run, first_step = opened.directory, job.plan.first_step
@@ -52,10 +52,7 @@ class Records:
         self.run_facts = describe_job(job, opened.identity)
 
     def close(self) -> None:
-        """Let a save that is under way end; bring TensorBoard's events to their files.
-
-        Should that fail, what ended the training is what the user has to know.
-        """
+        """Finish a pending save and flush events. Errors are suppressed: the cause of the end matters more."""
         activity.note(Phase.SAVE, self.writer.last_step, takes_long=True)
         for end in (self.writer.wait, self.events.close):
             with contextlib.suppress(RingtrainError):
@@ -64,21 +61,21 @@ class Records:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training under way: what its loop and its actions share."""
+    """State of a training that its loop and actions share."""
 
     job: Job
-    progress: Progress = field(default_factory=Progress)  # alike on every rank
+    progress: Progress = field(default_factory=Progress)  # equal on all ranks
     console: Console = field(default_factory=lambda: Console(None, is_terminal=False))
     requests: StopRequests = field(default_factory=StopRequests)  # to this rank
-    path: Path | None = None  # the run directory, the same on every rank; None if there is none
-    records: Records | None = None  # rank 0's; None on the others
+    path: Path | None = None  # run directory, equal on all ranks
+    records: Records | None = None  # None on ranks other than 0
 
     def find_last_saved_step(self) -> int:
-        """The step from which the run would go on; 0 if there is none."""
+        """Return the step to resume from, or 0."""
         return self.records.writer.last_step if self.records is not None else 0
 
     def announce(self, reason: str) -> None:
-        """Confirm a request to stop to the user, from any thread, unless its sender has."""
+        """Confirm a request to stop, from any thread, unless its sender has done so."""
         if is_signal_passed_on():
             return
         stands = self.find_last_saved_step()
@@ -89,8 +86,6 @@ class Training:
 
 
 class Ending(enum.Enum):
-    """The reason why the training ends."""
-
     COMPLETED = "completed"
     EARLY = "stopped early"
     PREEMPTED = "preempted"
@@ -99,22 +94,22 @@ class Ending(enum.Enum):
 class Action(abc.ABC):
     """Something to do after some steps, on every rank."""
 
-    needs_weights = True  # those after the step: no later step may be under way
+    needs_weights = True  # of this step: no later step may be in flight
 
     def __init__(self, training: Training) -> None:
         self._job, self._training = training.job, training
 
     @abc.abstractmethod
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """True if the action is due after ``step`` steps, the last ones if ``is_last``: identical on every rank."""
+        """Equal on all ranks."""
 
     @abc.abstractmethod
     def act(self, step: int, batch: Batch, report: StepReport, /) -> Ending | None:
-        """Act when ``step`` steps are done, with batch and report of the last; why, on every rank, to end now."""
+        """Act after ``step`` steps, with batch and report of the last; the return value is equal on all ranks."""
 
 
 class Log(Action):
-    """The line of a step, on rank 0's console, in metrics.jsonl and in TensorBoard."""
+    """Log a step on rank 0's console, in metrics.jsonl and in TensorBoard."""
 
     needs_weights = False
 
@@ -168,8 +163,6 @@ class Log(Action):
 
 
 class Evaluate(Action):
-    """Evaluation by all ranks together."""
-
     last: EvalReport | None = None
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
@@ -181,7 +174,7 @@ class Evaluate(Action):
             start = time.perf_counter()
             result = self._job.evaluate(lambda: self._training.requests.is_pending)
             if result is None:
-                return Ending.PREEMPTED  # the evaluation is made when the run continues
+                return Ending.PREEMPTED  # the resumed run evaluates
             self.last = result
             progress.note_evaluation(step, result.values[config.best_metric], config.best_direction)
             if records is not None:
@@ -205,13 +198,13 @@ class Evaluate(Action):
             self._show(step, records)
         except RunDirectoryError:
             raise
-        except Exception as error:  # of the user's code; what was trained is not to be lost for a picture
+        except Exception as error:  # user code; training must not fail for a picture
             message = f"{type(self._job.workload).__name__}.summaries is not shown: {describe_defect(error)}"
             console.line(f"warning: {message}")
             records.run.write_event("warning", step=step, message=message)
 
     def _show(self, step: int, records: Records) -> None:
-        """Compute the workload's summaries of the first samples: on this rank alone, without any collective."""
+        """Show the workload's summaries of the first samples, on rank 0, without a collective."""
         source = self._job.evaluation
         if source is not None:
             shown = tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64)
@@ -221,7 +214,7 @@ class Evaluate(Action):
 
 
 class Save(Action):
-    """Checkpoints: every n steps, and after each evaluation that is the best so far."""
+    """Save every n steps, and after the best evaluation so far."""
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return self._job.may_save(step, is_last=is_last)
@@ -243,18 +236,18 @@ class Save(Action):
 
 
 def note_places(training: Training, step: int) -> None:
-    """Remember where each rank's pipeline was, from where it can go on. Every rank must call it."""
+    """Record the state of each rank's pipeline, for a resume. Collective."""
     place = training.job.batches.place_before(step)
     if place is None:  # on all ranks
         return
     mine = [place[0], base64.b64encode(place[1]).decode(), place_of_data(training.job.config)]
     places = all_gather_object(training.job.collective, mine, name="places")
-    # create_batches takes those of all ranks, or rank 0's where all read alike.
+    # create_batches takes the states of all ranks, or rank 0's if the stream is shared.
     training.progress.places = [(at, state, where) for at, state, where in places if state]
 
 
 class CheckReplicas(Action):
-    """Compare the replicas, every n steps and before each save, so that no drift is ever saved."""
+    """Compare the replicas every n steps and before each save, so that no divergent state is saved."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -265,7 +258,6 @@ class CheckReplicas(Action):
         return every > 0 and (step % every == 0 or self._job.may_save(step, is_last=is_last))
 
     def act(self, step: int, *_: object) -> None:
-        """Check unless no checks are wanted; once for a step."""
         if self._job.config.check_replicas_every:
             activity.note(Phase.CHECK, step)
             self._guard.check(step)
@@ -274,7 +266,7 @@ class CheckReplicas(Action):
 
 
 def require_same_pieces(sharded: ShardedOptimizer, collective: Collective, step: int) -> None:
-    """See that each rank's pieces of the weights are what all ranks have. Every rank must call it."""
+    """Check each rank's shards against the replicated weights. Collective."""
 
     def look() -> None:
         if names := sharded.find_changed():
@@ -290,10 +282,9 @@ def require_same_pieces(sharded: ShardedOptimizer, collective: Collective, step:
 
 
 class Profile(Action):
-    """``--profile START:STOP``: what rank 0 computes, by TensorFlow's profile, and a timeline of the sums of all ranks.
+    """``--profile START:STOP``: TensorFlow's profile of rank 0, and a timeline of all ranks' sums.
 
-    Both cost time: steps with a profile are slower than others. No step may be under way when it begins, or all its
-    work would not be within it.
+    Profiled steps are slower. No step may be in flight at the start, or its work would be cut off.
     """
 
     def __init__(self, training: Training) -> None:
@@ -310,14 +301,13 @@ class Profile(Action):
         return step == self._last or step == self._first - 1
 
     def act(self, step: int, *_: object) -> None:
-        """Begin, or end, where ``step`` steps are done."""
         if self._first <= step and self._is_under_way:
             self.close()
         elif self._first - 1 <= step < self._last:
             self._begin()
 
     def begin(self) -> None:
-        """Before the first step: begin where the range does, or has; say where no step of it comes any more."""
+        """Start before the first step, if due; warn if the range has no steps."""
         first, total = self._job.plan.first_step, self._job.plan.total_steps
         if self._first > total:
             why = f"the run ends with step {total}"
@@ -329,7 +319,7 @@ class Profile(Action):
         self._training.console.line(f"warning: --profile {self._job.config.profile}: {why}; there is none")
 
     def close(self, *, on_all: bool = True) -> None:
-        """Write what is there, if it is under way; the timeline only where all ranks do so, ``on_all``."""
+        """Write a running profile; the timeline only if all ranks do so (``on_all``)."""
         if not self._is_under_way:
             return
         self._is_under_way = False
@@ -344,7 +334,7 @@ class Profile(Action):
         if self._directory is not None:
             activity.note(Phase.LOG, self._last, takes_long=True)
             with self._job.times.leaving_out(), explaining(self._directory):
-                # TensorFlow would make a directory again that was moved away.
+                # TensorFlow would create a directory again that was moved away.
                 is_there = self._directory.is_dir()
                 tf.profiler.experimental.stop(save=is_there)
             if not is_there:
@@ -360,15 +350,15 @@ class Profile(Action):
         self._is_under_way = True
         if self._directory is not None:
             with self._job.times.leaving_out(), explaining(self._directory):
-                for below in (".", "plugins", "plugins/profile"):  # which TensorFlow would follow if they were links
+                for below in (".", "plugins", "plugins/profile"):  # TensorFlow would follow links
                     make_directory(self._directory / below)
                 for file in self._directory.glob(f"*-{self._name}.json"):
-                    file.unlink()  # the timelines of a former start, or a link of their name
+                    file.unlink()  # an earlier start's timelines, or links
                 tf.profiler.experimental.start(str(self._directory))
         self._job.collective.start_timeline(str(self._directory or ""), self._name)
 
 
 def epoch_after(order: SampleOrder, step: int) -> float:
-    """The epochs done when ``step`` steps are done, such as 2.5; whole numbers as integers."""
+    """Return epochs, such as 2.5; whole numbers as int."""
     epochs = order.samples_before(step) / order.num_samples
     return int(epochs) if epochs == int(epochs) else round(epochs, 4)

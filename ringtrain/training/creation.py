@@ -1,4 +1,4 @@
-"""The model, its optimizer, and the compiled steps, made of a workload and the settings."""
+"""Creation of model, optimizer and compiled steps from workload and settings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ringtrain.step.train_step import TrainStep, set_precision
 from ringtrain.training.evaluation import EvalStep
 from ringtrain.workloads.base import Workload
 
-# Attributes of a DistributedOptimizer, ringtrain.keras' and Horovod's own, neither of which need be loaded here.
+# Attributes of a DistributedOptimizer, ringtrain.keras' and Horovod's, neither of which is imported here.
 MARKS_OF_DISTRIBUTED = ("exchange", "_allreduce_grads")
 
 
 def set_up_keras(config: Config) -> None:
-    """Precision, seeds and determinism, before anything is created."""
+    """Call it before anything is created."""
     set_precision(config.precision)
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
@@ -36,7 +36,6 @@ def set_up_keras(config: Config) -> None:
 
 
 def create_model(workload: Workload) -> keras.Model:
-    """The workload's model."""
     model = workload.create_model()
     if not isinstance(model, keras.Model) or not model.built:
         raise UsageError(
@@ -49,7 +48,6 @@ def create_model(workload: Workload) -> keras.Model:
 
 
 def choose_optimizer(workload: Workload, config: Config, first_learning_rate: float) -> keras.optimizers.Optimizer:
-    """The workload's own optimizer, or that of the settings."""
     method = f"{type(workload).__name__}.create_optimizer"
     reduces_itself = UsageError(
         f"{method} gave a DistributedOptimizer, but the training step reduces gradients itself: give the plain "
@@ -71,7 +69,7 @@ def choose_optimizer(workload: Workload, config: Config, first_learning_rate: fl
 
 
 def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
-    """The Keras optimizer of the settings. Its clipping acts on the gradients that it is given: the reduced ones."""
+    """Clipping acts on the reduced gradients."""
     names = ("momentum", "nesterov", "rho", "epsilon", "weight_decay", "trust_coefficient")
     options = {"global_clipnorm": settings.clip_global_norm, **{name: getattr(settings, name) for name in names}}
     given = {name: value for name, value in options.items() if value}
@@ -93,10 +91,10 @@ def create_step(
     *,
     in_groups: bool | None = None,
 ) -> TrainStep:
-    """The compiled training step of the settings; ``in_groups`` is the reduction's."""
+    """``in_groups``: see ``GradientReduction``."""
     require_gradients_that_add(model.trainable_variables)
     world, has_gpus = collective.world, bool(tf.config.get_visible_devices("GPU"))
-    # As many as are planned, which most batches have that are fed, or lose samples, as well.
+    # The planned size; most batches of a stream, or with skipped samples, have it too.
     usual = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
     return TrainStep(
         workload=workload,
@@ -119,7 +117,6 @@ def create_step(
 def warn_of_settings(
     workload: Workload, config: Config, step: TrainStep, print_line: Callable[[str], None], *, is_parallel: bool
 ) -> None:
-    """Report what XLA compiles, if it is to compile something; which setting has no effect, and which is inexact."""
     warn_of_best(config, print_line)
     if step.not_compiled:
         print_line(f"XLA compiles no part of the step: {step.not_compiled}.")
@@ -143,12 +140,11 @@ def warn_of_settings(
 
 
 def find_micro_batch_state(config: Config, step: TrainStep) -> list[str]:
-    """Paths of the model's variables that each micro-batch updates, such as statistics of SyncBatchNormalization."""
+    """Paths of variables that each micro-batch updates, such as SyncBatchNormalization's statistics."""
     return [v.path for v in step.state if not is_integer_or_bool(v)] if config.accumulate > 1 else []
 
 
 def warn_of_best(config: Config, print_line: Callable[[str], None]) -> None:
-    """Say where the best checkpoint would be the worst one."""
     if config.best_direction == "min" and config.best_metric.endswith(("accuracy", "acc")):
         print_line(
             f"warning: the best checkpoint is the one of the smallest {config.best_metric}; for the largest give "
@@ -164,7 +160,7 @@ def create_eval_step(
     collective: Collective,
     batch_spec: Batch,
 ) -> EvalStep | None:
-    """The compiled evaluation; None if there is nothing to evaluate on. ``batch_spec`` is the training's."""
+    """None without evaluation data; ``batch_spec`` is the training's."""
     if evaluation is None:
         check_best_metric(config, step.metric_names)
         return None
@@ -181,7 +177,6 @@ def create_eval_step(
 
 
 def require_same_structure(workload: Workload, train: Batch, evaluation: Batch) -> None:
-    """See that the samples to evaluate on have the structure of those to train on."""
     for name in ("x", "y"):
         specs = getattr(train, name), getattr(evaluation, name)
         if not has_structure_of(*specs):
@@ -193,7 +188,6 @@ def require_same_structure(workload: Workload, train: Batch, evaluation: Batch) 
 
 
 def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
-    """See that an evaluation gives the value that the best checkpoint is chosen by, besides loss these metrics."""
     names = ("loss", "data_loss", *metric_names)
     if config.best_metric not in names:
         raise UsageError(
@@ -202,10 +196,7 @@ def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
 
 
 def warn_of_python(find: Callable[[], Sequence[str]], print_line: Callable[[str], None]) -> None:
-    """Say what could wait for itself: a ``tf.function`` in a ``tf.py_function`` needs another inter-op thread.
-
-    ``find`` gives the operations of a step that call Python code, by name (``train_step.python_operations``).
-    """
+    """Warn of a deadlock: a ``tf.function`` in a ``tf.py_function`` needs another inter-op thread."""
     if tf.config.threading.get_inter_op_parallelism_threads() == 1 and (names := find()):
         print_line(
             f"warning: the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A "
@@ -214,7 +205,6 @@ def warn_of_python(find: Callable[[], Sequence[str]], print_line: Callable[[str]
 
 
 def warn_of_own_step(model: keras.Model, print_line: Callable[[str], None]) -> None:
-    """Say that a model's own ``train_step`` trains nothing here."""
     if own := find_own_steps(model):
         print_line(
             f"warning: {' and '.join(own)} is never called: a step here is the workload's loss, metrics and optimizer. "
@@ -223,7 +213,6 @@ def warn_of_own_step(model: keras.Model, print_line: Callable[[str], None]) -> N
 
 
 def find_own_steps(model: keras.Model) -> list[str]:
-    """The steps for ``fit`` that the class of a model defines itself, such as ``GAN.train_step``."""
     names = ("train_step", "test_step")
     own = [name for name in names if not getattr(type(model), name).__module__.startswith("keras.")]
     return [f"{type(model).__name__}.{name}" for name in own]

@@ -1,4 +1,4 @@
-"""The end of a run: its last lines, its ``end`` record and its report."""
+"""The end of a run: last lines, ``end`` record and report."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Start
     from ringtrain.terminal.console import Console
 
-# Time for rank 0 to say an error that it has as well, and for the launcher to end the other ranks then; on a busy node
-# ranks start seconds apart.
+# For rank 0 to report the same error, and the launcher to end the other ranks; on a busy node, ranks start seconds
+# apart.
 FIRST_RANK_SECONDS = 15.0
 
 
@@ -33,7 +33,7 @@ FIRST_RANK_SECONDS = 15.0
 def recording_end(
     run: RunDirectory | None, is_complete: bool, requests: StopRequests, world: World, console: Console
 ) -> Iterator[None]:
-    """Write the ``end`` record of a run on rank 0, however it ends, then its report, and let go of its directory."""
+    """On rank 0, write a run's ``end`` record and report, and release its directory."""
     if run is None or is_complete:
         yield
         if run is not None:
@@ -51,14 +51,14 @@ def recording_end(
     report = functools.partial(report_run, run, console)
 
     def end(values: Mapping[str, Any], then: Callable[[], None] = lambda: None) -> None:
-        requests.at_early_end(lambda reason, exit_code: None)  # one last record is enough
+        requests.at_early_end(lambda reason, exit_code: None)  # one record is enough
         write_end(run, values, then=then)
 
     try:
         yield
     except RingtrainError as error:
         end(end_of(error))
-        report_error(error, world)  # the other ranks leave now, and then the launcher may end this one at any moment
+        report_error(error, world)  # other ranks exit now, and then the launcher may end this one
         report()
         raise
     except BaseException as error:
@@ -69,15 +69,15 @@ def recording_end(
 
 
 def early_end(reason: str, exit_code: int) -> RingtrainError:
-    """The error of a process that ends before all ranks have saved together."""
+    """Error of a process that ends before a common save."""
     kind = PreemptedError if exit_code == PreemptedError.exit_code else RingtrainError
     return kind(f"stopped by {reason}.", reach="run")
 
 
 def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], None] = lambda: None) -> None:
-    """The last record of a process, and what is done ``then``, before the directory is let go of.
+    """Write the last record of a process, then call ``then``, then release the directory.
 
-    There is none if another process has taken over the directory.
+    Writes no record if another process has taken over the directory.
     """
     tell_end(end)
     with contextlib.suppress(RingtrainError):
@@ -87,8 +87,8 @@ def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], N
 
 
 def report_run(run: RunDirectory, console: Console) -> None:
-    """Write a run's report, however it ended. If that fails, only a warning is logged."""
-    from ringtrain.run.directory import REPORT_FILE  # here: it loads NumPy, which help and errors do without
+    """A failure only logs a warning."""
+    from ringtrain.run.directory import REPORT_FILE  # imports NumPy, which help and errors do not need
     from ringtrain.run.lease import LeaseLostError
 
     try:
@@ -96,19 +96,18 @@ def report_run(run: RunDirectory, console: Console) -> None:
 
         write_report([run.path], run.path / REPORT_FILE, may_write=run.may_write)
     except LeaseLostError:
-        return  # it is another process's to write
+        return  # the other process writes it
     except Exception as error:
         console.line(f"warning: {REPORT_FILE} was not written: {describe_defect(error)}")
 
 
 def write_warning(run: RunDirectory, console: Console, message: str) -> None:
-    """Tell the user that something is odd, and keep it with the run."""
     console.line(f"warning: {message}")
     run.write_event("warning", step=activity.current()[0].step, message=message)
 
 
 def write_end_at_hang(run: RunDirectory | None, start: Start, error: RingtrainError) -> None:
-    """The last record of a run that hangs: by rank 0, or in its stead by the first rank that takes its lease."""
+    """Write the last record at a hang: by rank 0, or by the first rank that takes over its lease."""
     if run is not None:
         write_end(run, end_of(error))
         return
@@ -116,21 +115,19 @@ def write_end_at_hang(run: RunDirectory | None, start: Start, error: RingtrainEr
     from ringtrain.run.lease import take_over
 
     path = Path(start.path)
-    with contextlib.suppress(OSError):  # not to be seen from this host
+    with contextlib.suppress(OSError):  # not visible from this host
         if not start.is_complete and take_over(path, start.fence, environ=os.environ):
             tell_end(end_of(error))
             append_event(path, **end_of(error))
 
 
 def end_values(status: str, exit_code: int, message: str | None = None) -> dict[str, Any]:
-    """An ``end`` event."""
     return {
         "event": "end", "status": status, "exit_code": exit_code, **({"message": message} if message else {})
     }  # fmt: skip
 
 
 def end_of(error: RingtrainError) -> dict[str, Any]:
-    """The ``end`` event of a run that an error ends."""
     values = end_values(error.status(), error.exit_code, str(error))
     if isinstance(error, HangError) and error.stacks:
         values["stacks"] = error.stacks
@@ -138,10 +135,10 @@ def end_of(error: RingtrainError) -> dict[str, Any]:
 
 
 def report_end(error: RingtrainError, world: World) -> None:
-    """Print, once, why this command ends.
+    """Report once why this command ends.
 
-    What every rank should have found wrong before they met, such as a setting, may be this rank's alone, if it was
-    started in another way. If rank 0 has it as well, the launcher ends this process while it waits here.
+    An error before the ranks have joined may be this rank's only. If rank 0 has it too, the launcher ends this process
+    during the wait.
     """
     if error.reach == "run" and not error.is_agreed and not world.is_rank0:
         time.sleep(FIRST_RANK_SECONDS)
@@ -150,7 +147,7 @@ def report_end(error: RingtrainError, world: World) -> None:
 
 
 def report_error(error: RingtrainError, world: World) -> None:
-    """Print why a run ends, once, however many processes raise it: in one piece."""
+    """Print an error once, even if several processes raise it, in one write."""
     if error.is_told:
         return
     error.is_told = True

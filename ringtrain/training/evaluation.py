@@ -1,4 +1,4 @@
-"""Evaluation by all ranks together: each sample exactly once, for any number of samples and ranks."""
+"""Distributed evaluation: each sample exactly once, for any number of samples and ranks."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
-    """An evaluation over the exact evaluation data."""
-
-    samples: int  # that were evaluated, each once
-    loss: float  # mean data loss plus regularisation, comparable with the training's ``loss``
+    samples: int
+    loss: float  # mean data loss plus regularization, comparable with the training's ``loss``
     data_loss: float  # mean of the samples' losses
-    metrics: dict[str, float]  # means of the workload's
-    left_out: tuple[BadSample, ...] = ()  # those that could not be read
+    metrics: dict[str, float]
+    left_out: tuple[BadSample, ...] = ()  # unreadable samples
 
     @property
     def values(self) -> dict[str, float]:
-        """``loss``, ``data_loss`` and the metrics; ``best_metric`` is one of these."""
+        """``best_metric`` is one of these."""
         return {"loss": self.loss, "data_loss": self.data_loss, **self.metrics}
 
 
@@ -52,10 +50,9 @@ def evaluate(
     skips_bad: bool = False,
     is_stop_wanted: Callable[[], bool] = lambda: False,
 ) -> EvalReport | None:
-    """Evaluate each sample of a source exactly once, each rank its ``batches``. Every rank must call it.
+    """Evaluate each sample of a source exactly once. Collective.
 
-    With ``skips_bad`` samples that cannot be read are left out. The report is the same on every rank, and so is None:
-    one of them wanted to stop meanwhile.
+    ``skips_bad`` skips unreadable samples. The report is equal on all ranks; None if any rank was asked to stop.
     """
     sums = np.zeros(2 + len(eval_step.metric_names))
     read: list[np.ndarray] = []
@@ -88,7 +85,7 @@ def evaluate(
 
 
 def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> tuple[BadSample, ...]:
-    """Describe the samples that no rank has read. Every rank must call it, with those that it has."""
+    """Describe the samples that no rank has read. Collective."""
     all_read = collective.all_gather(tf.constant(read, tf.int64), name="evaluated").numpy()
     missing = np.setdiff1d(np.arange(source.num_samples), all_read)
 
@@ -101,7 +98,7 @@ def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> t
 def evaluation_batches(
     source: Source, world: World, *, global_batch_size: int, num_threads: int, skips_bad: bool = False
 ) -> Batches:
-    """This rank's share of the samples to evaluate on, as stored."""
+    """This rank's evaluation batches, in stored order."""
     order = SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, shuffle=False)
     steps: dict[str, Any] = {"first_step": 0, "end_step": order.steps_per_epoch}
     skips_bad = skips_bad and is_fallible(source)
@@ -110,7 +107,7 @@ def evaluation_batches(
 
 
 class EvalStep:
-    """Evaluates the model, with the average of its weights if there is one, on one global batch at a time."""
+    """Evaluates a global batch, with averaged weights if the run averages them."""
 
     def __init__(
         self,
@@ -121,8 +118,8 @@ class EvalStep:
         collective: Collective,
         batch_spec: Batch,
     ) -> None:
-        """Trace the step; ``batch_spec`` holds the tensor specs of a batch (``dataset.element_spec``)."""
-        self.was_called = False  # the first call may take long
+        """Trace the step; ``batch_spec`` is the ``element_spec`` of the dataset."""
+        self.was_called = False
         self._workload, self._model, self._averages, self._collective = workload, model, averages, collective
         self._needs_every_rank = needs_every_rank(workload, model)
         signature = [batch_spec, tf.TensorSpec([], tf.float64)]
@@ -131,23 +128,22 @@ class EvalStep:
         self._join = tf.function(self._sum_nothing, input_signature=signature, autograph=False)
 
     def __call__(self, batch: Batch, is_stop_wanted: bool) -> np.ndarray:
-        """Sums over all ranks: [stop_votes, samples, data_loss, *metrics], float64. Every rank must call it."""
+        """Return sums over all ranks: [stop_votes, samples, data_loss, *metrics], float64. Collective."""
         step = self._evaluate if batch.indices.shape[0] or self._needs_every_rank else self._join
         sums = step(batch, tf.constant(is_stop_wanted, tf.float64)).numpy()
         self.was_called = True
         return sums
 
     def regularization(self) -> float:
-        """The model's regularisation losses, which do not depend on samples."""
         with self._averaged_weights():
             return float(sum(float(v.regularizer(v)) for v in self._model.trainable_variables if v.regularizer))
 
     def _averaged_weights(self) -> keras.StatelessScope:
-        """In this scope the averages are read where the model reads its weights, which keep their values."""
+        """In this scope the model reads the averages; its weights keep their values."""
         return keras.StatelessScope([(weight, average.value) for weight, average in self._averages.pairs])
 
     def _sum_samples(self, batch: Batch, stop_votes: tf.Tensor) -> tuple[tf.Tensor, tuple[str, ...]]:
-        """The sums over all ranks, and the names of the metrics in their order."""
+        """Returns sums over all ranks, and the names of the metrics in order."""
         with self._averaged_weights():
             outputs = call_model(self._workload, self._model, batch.x, training=False)
         losses, metrics = per_sample(self._workload, batch.y, outputs)
@@ -156,7 +152,7 @@ class EvalStep:
         return self._reduce([stop_votes, *(tf.reduce_sum(tf.cast(value, tf.float64)) for value in values)]), names
 
     def _sum_nothing(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
-        """The part of a rank whose share is empty."""
+        """Contribution of a rank with an empty batch."""
         nothing = tf.cast(tf.shape(batch.indices)[0], tf.float64)  # not constant: see LocalGradients.of_nothing
         return self._reduce([stop_votes, *[nothing] * (2 + len(self.metric_names))])
 

@@ -1,4 +1,4 @@
-"""All that a training run consists of before its first step: data, order, model, optimizer, compiled steps."""
+"""Everything that a run creates before its first step: data, order, model, optimizer, compiled steps."""
 
 from __future__ import annotations
 
@@ -37,13 +37,11 @@ from ringtrain.training.plan import Plan, choose_global_batch_size, create_batch
 from ringtrain.training.sources import open_sources
 from ringtrain.workloads.base import Sources, Workload
 
-FRESH = Start(path="")  # of what has no run directory
+FRESH = Start(path="")  # no run directory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that a training run consists of, on one rank, before its first step."""
-
     workload: Workload
     config: Config
     collective: Collective
@@ -53,13 +51,13 @@ class Job:
     evaluation: Source | None
     evaluation_batches: Batches | None
     eval_step: EvalStep | None
-    labels_to_check: Sequence[Labels]  # of the first batches: those that were not looked at before
+    labels_to_check: Sequence[Labels]  # of the first batches, unless checked in memory
     num_threads: int
     times: StepTimes
     contents: Contents
 
     def evaluate(self, is_stop_wanted: Callable[[], bool] = lambda: False) -> EvalReport | None:
-        """Evaluate on all ranks; None if there is nothing to evaluate on, or a rank wanted to stop meanwhile."""
+        """Evaluate on all ranks; None without evaluation data, or if a rank was asked to stop."""
         if self.evaluation is None or self.evaluation_batches is None or self.eval_step is None:
             return None
         return evaluate(
@@ -72,7 +70,7 @@ class Job:
         )
 
     def is_evaluation_due(self, step: int, *, is_last: bool) -> bool:
-        """Every ``eval_every`` steps, or every ``eval_every_epochs`` epochs, and at the end."""
+        """Due every ``eval_every`` steps or ``eval_every_epochs`` epochs, and at the end."""
         if self.evaluation is None:
             return False
         if is_last:
@@ -81,12 +79,12 @@ class Job:
         return every > 0 and step % every == 0
 
     def is_checkpoint_due(self, step: int) -> bool:
-        """Every ``checkpoint_every`` steps; the last step is saved when all is done."""
+        """False for the last step, which is saved at the end."""
         every = self.config.checkpoint_every
         return every > 0 and step % every == 0 and step != self.plan.total_steps
 
     def may_save(self, step: int, *, is_last: bool) -> bool:
-        """True if a checkpoint is due, or an evaluation that may be the best so far."""
+        """True if a checkpoint or an evaluation (maybe the best) is due."""
         return self.is_checkpoint_due(step) or self.is_evaluation_due(step, is_last=is_last)
 
 
@@ -102,10 +100,10 @@ def create_job(
     in_groups: bool | None = None,
     print_line: Callable[[str], None] = lambda line: None,
 ) -> Job:
-    """Read the data, create the model, compile the steps, and see that all ranks have the same. Every rank calls it.
+    """Read the data, create the model, compile the steps, and compare them over the ranks. Collective.
 
-    The input pipeline has ``num_threads``. ``adapt_model`` changes the model before anything is compiled, and
-    ``optimizer`` makes another optimizer than the workload's and the settings'. ``in_groups`` is the reduction's.
+    ``num_threads``: of the input pipeline. ``adapt_model`` changes the model before tracing; ``optimizer`` replaces the
+    workload's and the settings'. ``in_groups``: see ``GradientReduction``.
     """
     activity.note(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
@@ -157,9 +155,9 @@ def create_job(
 def open_data(
     workload: Workload, config: Config, collective: Collective, *, num_threads: int, start: Start
 ) -> tuple[Sources, Plan, Contents]:
-    """The data of a run, and the plan of its steps. Every rank must call it."""
+    """Collective."""
     sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
-    # That of the run's first start, also if the number of ranks has changed.
+    # The size of the run's first start, even with another number of ranks.
     global_batch_size = start.global_batch_size or choose_global_batch_size(config, collective.world.size)
     if isinstance(sources.train, Feed) and sources.train.steps_per_epoch is None:
         known = {"seed": config.seed, "global_batch_size": global_batch_size}
@@ -170,7 +168,6 @@ def open_data(
 def open_evaluation(
     sources: Sources, plan: Plan, config: Config, collective: Collective, *, num_threads: int
 ) -> Batches | None:
-    """The batches to evaluate on; None without evaluation data."""
     if sources.evaluation is None:
         return None
     return evaluation_batches(
@@ -183,9 +180,9 @@ def open_evaluation(
 
 
 def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], None]) -> None:
-    """See that all ranks have the same code, model and data, and labels that the model knows. Every rank calls it."""
+    """Compare code, model and data of the ranks, and check the labels. Collective."""
     collective = job.collective
-    require_same_code(collective, name="preflight/code of the job")  # with what data and model have loaded by now
+    require_same_code(collective, name="preflight/code of the job")  # including what data and model have imported
     spec, order = job.batches.element_spec, job.plan.order
     facts = describe_training(
         job.step.model,
@@ -207,7 +204,7 @@ def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], Non
 
 
 def check_labels(job: Job, sources: Sources) -> None:
-    """See that the labels of samples in memory are classes of the model; others are looked at as they are read."""
+    """Check labels in memory; others are checked when read."""
     for of, source, step in (("training", sources.train, job.step), ("evaluation", sources.evaluation, job.eval_step)):
         if isinstance(source, ArraySource) and step is not None:
             try:
@@ -219,5 +216,5 @@ def check_labels(job: Job, sources: Sources) -> None:
 
 
 def is_given_as_it_lies(workload: Workload, train: Source | Feed) -> bool:
-    """True if the batches have the labels that lie in memory; an ``augment`` of the workload's may change them."""
+    """True if batches have the labels in memory, which ``augment`` could change."""
     return isinstance(train, ArraySource) and own_augment(workload) is None

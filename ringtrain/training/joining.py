@@ -1,4 +1,4 @@
-"""A rank takes its devices, joins the other ranks, and leaves them."""
+"""Set up a rank's devices, join the other ranks, and leave them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from ringtrain.collectives import Collective
     from ringtrain.workloads.base import Workload
 
-# For the launcher to end a rank that has lost another, before it adds an error to the one that tells why.
+# For the launcher to end a rank that has lost another: the rank at fault explains the cause.
 LAUNCHER_SECONDS = 3.0
 INTERRUPTED = 128 + signal.SIGINT
 
 
 class Prepared(NamedTuple):
-    """A rank that knows what to train and has its devices, before it joins the others."""
+    """A rank with settings and devices, before it joins."""
 
     workload: Workload
     config: Config
@@ -55,9 +55,9 @@ class Prepared(NamedTuple):
 
 
 def pin(world: World, config: Config | None = None, workload_class: type[Workload] | None = None) -> DevicePlan:
-    """Take this rank's share of its node, before anything heavy is imported; for a run with this configuration."""
+    """Choose this rank's devices and cores before heavy imports."""
     if not sys.warnoptions:
-        warnings.simplefilter("ignore")  # the libraries'; ours reach the user as lines of the log
+        warnings.simplefilter("ignore")  # of libraries; ours are log lines
     if world.local_rank == 0:
         remove_dead_segments()
     needs = NO_NEEDS if config is None else needs_of(config, world, workload_class)
@@ -67,16 +67,15 @@ def pin(world: World, config: Config | None = None, workload_class: type[Workloa
 
 
 def adapt(plan: DevicePlan, world: World, config: Config, workload_class: type[Workload]) -> DevicePlan:
-    """The plan with what the workload asks for, once it is imported: before TensorFlow, MPI and Horovod start."""
+    """Add the imported workload's requirements, before TensorFlow, MPI and Horovod start."""
     adapted = adapt_plan(plan, world, os.environ, needs_of(config, world, workload_class))
     set_environment(adapted, before=plan)
     return adapted
 
 
 def needs_of(config: Config, world: World, workload_class: type[Workload] | None) -> Needs:
-    """The requirements of a run on a rank's devices, as far as they are known."""
     from ringtrain.collectives.native.library import LIBRARY
-    from ringtrain.workloads import names_python_functions  # here: they load NumPy, which the doctor has to do without
+    from ringtrain.workloads import names_python_functions  # imports NumPy, which the doctor must not need
 
     sums_natively = config.backend in ("auto", "native") and config.compression == "none" and LIBRARY.exists()
     return Needs(
@@ -90,9 +89,9 @@ def needs_of(config: Config, world: World, workload_class: type[Workload] | None
 
 @contextlib.contextmanager
 def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[Collective, Watchdog]]:
-    """Join the other ranks, which must have been started alike, under the eyes of a watchdog.
+    """Join the other ranks, which must have the same settings, under a watchdog.
 
-    At the end leave them in good order; at once where this rank failed alone, as they would wait for it.
+    Leaves them at the end: at once if only this rank failed, as they would wait for it.
     """
     from ringtrain.collectives.connect import connect, require_working_sums, with_native_sums
     from ringtrain.collectives.joined import having_joined
@@ -119,10 +118,10 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
 
 
 def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *, is_agreed: bool = True) -> None:
-    """Begin to leave the other ranks for an error. Returns if they have it as well, all of them.
+    """Begin to leave for an error. Returns if all ranks have it.
 
-    Else this process ends here: the others would wait for it. ``is_agreed`` is False if an error that all should
-    have may be this rank's alone.
+    Otherwise ends this process: the others would wait for it. Set ``is_agreed`` to False if an error that all ranks
+    should have may be only this rank's.
     """
     world = collective.world
     if isinstance(error, RingtrainError):
@@ -136,7 +135,7 @@ def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *
             return
         report_error(error, world)
         collective.abort(error.exit_code)
-    if isinstance(error, KeyboardInterrupt):  # in a command that has nothing to save
+    if isinstance(error, KeyboardInterrupt):  # a command with nothing to save
         watchdog.begin_leaving(INTERRUPTED)
         if world.is_rank0:
             sys.stderr.write("ringtrain: interrupted (SIGINT).\n")
@@ -154,7 +153,7 @@ def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *
 
 @contextlib.contextmanager
 def watched(config: Config, world: World) -> Iterator[Watchdog]:
-    """The watchdog of a rank, from before it joins the others until it has left them."""
+    """The watchdog of a rank, from before it joins until it has left."""
     watchdog = Watchdog(
         world,
         config.hang_timeout,

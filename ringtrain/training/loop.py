@@ -1,4 +1,4 @@
-"""Training. ``train`` is the whole of it; what it calls stands below, in the order in which it is called."""
+"""The training loop: ``train``, then its parts in the order of their calls."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from ringtrain.training.saving import restore, take_snapshot, take_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a training run."""
+    """Result of a training run."""
 
-    ending: Ending  # why it ended
-    evaluation: EvalReport | None  # the last of this process; None if there was none
-    best: float | None = None  # of ``best_metric``; None if there was no evaluation
-    best_step: int | None = None  # of that evaluation
+    ending: Ending
+    evaluation: EvalReport | None  # the last of this process; None without evaluation
+    best: float | None = None  # value of ``best_metric``; None without evaluation
+    best_step: int | None = None
 
 
 def train(
@@ -68,7 +68,7 @@ def train(
     requests: StopRequests,
     console: Console,
 ) -> Result:
-    """Train a workload from where its run directory says. Every rank calls it; ``opened`` is rank 0's alone."""
+    """Train from the start of the run or its checkpoint. Collective; ``opened`` is None on ranks other than 0."""
     job = create_job(
         prepared.workload,
         prepared.config,
@@ -78,7 +78,7 @@ def train(
         print_line=console.line,
     )
     progress = Progress(**start.progress)
-    if job.batches.is_counted and not progress.samples_seen:  # up to here they were planned
+    if job.batches.is_counted and not progress.samples_seen:  # as planned so far
         progress.samples_seen = job.plan.order.samples_before(job.plan.first_step)
     set_initial_values(job, opened, console)
     describe(job, console, opened)
@@ -94,16 +94,16 @@ def train(
     console.start_progress(job.plan.total_steps, job.plan.first_step, training.find_last_saved_step)
     try:
         profile.begin()
-        with explaining_lost_ranks():  # before what is closed makes this rank be somewhere else
-            # The check comes before all that saves; the checkpoint last, since it contains the results of the others.
+        with explaining_lost_ranks():  # before cleanup changes this rank's phase
+            # The check precedes everything that saves; the checkpoint is last, as it contains the others' results.
             step, ending = run_steps(training, [profile, *log, check, evaluate, Save(training)])
-            profile.close()  # where the run ends within it
+            profile.close()  # if the run ends within the profile
     except BaseException:
         requests.end_training()
         raise
     finally:
         with contextlib.suppress(RingtrainError):
-            profile.close(on_all=False)  # where it is still under way, this rank has failed
+            profile.close(on_all=False)  # a running profile means that this rank failed
         if records is not None:
             records.close()
         console.stop_progress()
@@ -114,7 +114,7 @@ def train(
 
 
 def set_initial_values(job: Job, opened: OpenedRun | None, console: Console) -> None:
-    """Rank 0's values, from the checkpoint if there is one, for every rank."""
+    """Restore or initialize on rank 0, then broadcast."""
 
     checkpoint = opened.checkpoint if opened is not None else None
 
@@ -133,7 +133,6 @@ def set_initial_values(job: Job, opened: OpenedRun | None, console: Console) -> 
 
 
 def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
-    """Say what is about to be trained."""
     order, size = job.plan.order, job.collective.world.size
     parameters = job.step.model.count_params()
     evaluated = f", {job.evaluation.num_samples:,} to evaluate on" if job.evaluation else ""
@@ -171,7 +170,7 @@ def describe(job: Job, console: Console, opened: OpenedRun | None) -> None:
 
 
 def warn_of_other_data(job: Job, data: Mapping[str, str], opened: OpenedRun, console: Console) -> None:
-    """Say where a run goes on with other samples than those that it has trained on so far."""
+    """Warn if a run resumes with other samples."""
     starts = find_events(opened.directory.path, "start") if job.plan.first_step else []
     if others := find_other_contents(starts[-1].get("data") if starts else None, data):
         write_warning(
@@ -184,7 +183,7 @@ def warn_of_other_data(job: Job, data: Mapping[str, str], opened: OpenedRun, con
 
 
 def leave_if_told_to(job: Job, requests: StopRequests) -> None:
-    """Leave before the first step, on every rank, if one has been told to."""
+    """Exit before the first step, on all ranks, if one was asked to."""
     who, cause = find_requests(job.collective, requests)
     if cause is not None:
         requests.clear_file()
@@ -194,9 +193,9 @@ def leave_if_told_to(job: Job, requests: StopRequests) -> None:
 
 
 def find_requests(collective: Collective, requests: StopRequests) -> tuple[str, Cause | None]:
-    """The stop requests of all ranks, in words and in kind; None if there are none. Every rank must call it.
+    """Return the stop requests of all ranks as text and cause (None: none). Collective.
 
-    Of several kinds the user's file counts first: whoever starts runs again leaves that one alone.
+    The user's file has priority: automatic restarts respect it.
     """
     node = collective.world.node
     said = all_gather_object(collective, [requests.reason, requests.cause, node], name="stop_requests")
@@ -211,11 +210,11 @@ def find_requests(collective: Collective, requests: StopRequests) -> tuple[str, 
 
 
 def run_steps(training: Training, actions: Sequence[Action]) -> tuple[int, Ending]:
-    """Train all steps, and act after those after which something is due.
+    """Train all steps, with the actions that are due.
 
-    On a GPU the host looks at step k while the device computes step k+1, so that the device never waits for the host;
-    on cores, where a step is done when the call returns, it looks at once, and so it does where step k tells how many
-    samples step k+1 has. Returns the steps done, and why there are no more: the same on every rank.
+    On a GPU the host reads step k while the device computes step k+1, so that the device never waits. On cores a step
+    is done when the call returns, so the host reads it at once; also if step k determines the number of samples of step
+    k+1. Returns the number of steps and the reason for the end, equal on all ranks.
     """
     job, guard = training.job, NonfiniteGuard(training)
     batches, times = job.batches, job.times
@@ -248,8 +247,6 @@ def run_steps(training: Training, actions: Sequence[Action]) -> tuple[int, Endin
 
 
 class Trained(NamedTuple):
-    """A step that is under way, or done: its number (from 1), this rank's batch, and what the step returned."""
-
     step: int
     batch: Batch
     returned: tf.Tensor
@@ -257,7 +254,7 @@ class Trained(NamedTuple):
 
 
 def catch_up(training: Training, actions: Sequence[Action]) -> Ending | None:
-    """Make the evaluation that was due at the first step, if the run was stopped before or during it."""
+    """Run the evaluation that an earlier process did not finish."""
     job, step = training.job, training.job.plan.first_step
     is_last = job.batches.is_last(step)
     if not step or training.progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
@@ -270,7 +267,7 @@ def catch_up(training: Training, actions: Sequence[Action]) -> Ending | None:
 def settle(
     training: Training, actions: Sequence[Action], guard: NonfiniteGuard, trained: Trained, last_ending: Ending | None
 ) -> Ending | None:
-    """Look at a step's outcome, act where something is due, and say whether the training is to end."""
+    """Read a step's result, run due actions, and return the ending, if any."""
     job, (step, batch, returned, is_last) = training.job, trained
     guard.check(step, batch, returned)
     job.times.note_communication(read_value(returned, "communication_sec"))
@@ -290,7 +287,7 @@ def settle(
 
 
 def finish(training: Training, step: int, ending: Ending) -> None:
-    """Save the last step, and leave no rank before all know that it is saved; what this raises, it raises on all."""
+    """Save the last step; return only after all ranks know. Raises the same on all ranks."""
     job, requests, records = training.job, training.requests, training.records
     training.progress.finished = None if ending is Ending.PREEMPTED else ending.value
     require_finite_values(job.step.named_variables | job.step.named_pieces, job.collective, step=step)

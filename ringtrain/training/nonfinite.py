@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: what becomes of them, and which samples of which rank it was."""
+"""Non-finite loss or gradients: skip or stop, and name the rank and samples."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ BATCH_DIRECTORY = "nonfinite"
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """A rank's findings in its part of a non-finite step; all values are JSON values."""
+    """A rank's findings in a non-finite step; JSON values."""
 
     node: str
     device: str
-    loss: float | str | None  # the mean of its samples; a word where it is no number, None if it has no samples
-    samples: list[int]  # the numbers of those that stand out
-    gradients: list[str]  # weights whose gradient by its samples alone is not finite, in the order of the model
+    loss: float | str | None  # mean over its samples; text if not finite, None without samples
+    samples: list[int]  # indices
+    gradients: list[str]  # names of weights with a non-finite local gradient, in model order
 
     @property
     def is_culprit(self) -> bool:
-        """True if this rank's own samples gave what is not finite."""
+        """True if this rank's own samples gave the non-finite values."""
         return bool(self.samples or self.gradients or isinstance(self.loss, str))
 
 
 class NonfiniteGuard:
-    """Decides, alike on every rank, about steps whose loss or gradient was not finite."""
+    """Handles non-finite steps, identically on all ranks."""
 
     def __init__(self, training: Training) -> None:
         self._training, self._job, self._num_kept = training, training.job, 0
 
     def check(self, step: int, batch: Batch, returned: tf.Tensor) -> None:
-        """Check the outcome of a step that may have updated nothing.
+        """Check a step that may have updated nothing.
 
         Raises:
-            UsageError: the ranks computed different whole numbers for the model's state.
+            UsageError: the ranks computed different integers for the model's state.
             DivergedError: something was not finite, and the run must stop.
         """
         if read_value(returned, "is_finite"):
@@ -65,7 +65,7 @@ class NonfiniteGuard:
         self._job.step.require_equal_state(returned, step)
         report = self._job.step.read(returned)
         if self._is_overflow(report):
-            return  # the loss scale was too high; it has been halved, and that is how it finds its value
+            return  # normal search of the loss scale, which was halved
         self._training.progress.skipped_in_a_row += 1
         message = self._explain(step, batch, report)
         if self._job.config.on_nonfinite == "stop":
@@ -78,12 +78,12 @@ class NonfiniteGuard:
         self._training.console.line(f"warning: {message} Skipped: nothing was updated by this step.")
 
     def _is_overflow(self, report: StepReport) -> bool:
-        """True if it was the loss scale alone, which does not enter the loss that is reported."""
+        """True if only the loss scale overflowed; the reported loss is unscaled."""
         is_scaled = self._job.config.precision == "mixed_float16" and report.loss_scale > MIN_LOSS_SCALE
         return is_scaled and math.isfinite(report.loss)
 
     def _explain(self, step: int, batch: Batch, report: StepReport) -> str:
-        """Explain a non-finite step: every rank is here, for the same reduced numbers."""
+        """Collective."""
         collective = self._job.collective
         gpus = tf.config.get_visible_devices("GPU")
         mine = RankReport(
@@ -100,7 +100,7 @@ class NonfiniteGuard:
         return f"{describe_findings(step, ranks)}{kept}"
 
     def _keep_batch(self, step: int, batch: Batch, culprit: int, path: Path) -> str:
-        """Write the batch of the first culprit to the run directory, and say where. Every rank must call it."""
+        """Write the culprit's batch to the run directory; return a sentence with its path. Collective."""
         if self._num_kept == MAX_KEPT_BATCHES:
             return ""
         self._num_kept += 1
@@ -124,7 +124,6 @@ class NonfiniteGuard:
 
 
 def describe_findings(step: int, ranks: Sequence[RankReport]) -> str:
-    """Describe the findings of the ranks, in sentences."""
     culprits = [
         f"rank {rank} on {finding.node}, {finding.device} ({describe_samples(finding.samples, finding.loss)})"
         for rank, finding in enumerate(ranks)
@@ -143,10 +142,9 @@ def describe_findings(step: int, ranks: Sequence[RankReport]) -> str:
 
 
 def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:
-    """The numbers of a batch's samples whose x or y is not finite; if all are, those whose loss is not.
+    """Indices of samples whose x or y is not finite; if none, of those with a non-finite loss.
 
-    The model runs as in inference: each sample by itself, and without any collective; a loss that asks the other ranks
-    is not computed.
+    The model runs in inference mode, without collectives; a loss that needs other ranks is not computed.
     """
     if not batch.indices.shape[0]:
         return []
@@ -161,7 +159,6 @@ def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:
 
 
 def describe_samples(samples: list[int], loss: str | float | None) -> str:
-    """A rank's samples in words; the mean of their losses if none stands out."""
     if not samples:
         return f"mean of its samples' losses: {loss}"
     more = f" and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
@@ -169,11 +166,11 @@ def describe_samples(samples: list[int], loss: str | float | None) -> str:
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """A batch as the content of an .npz file, without pickle: x, y (``x/name`` if they are structures), indices."""
+    """Return an .npz file without pickle: x, y (``x/name`` if nested), indices."""
     tensors = {"indices": batch.indices, "step": batch.step, "global_count": batch.global_count}
     tensors |= {"x": batch.x, "y": batch.y}
     values = {"/".join(map(str, path)): np.asarray(value) for path, value in keras.tree.flatten_with_path(tensors)}
-    # Texts come as objects, which only pickle could write.
+    # Strings are object arrays, which would need pickle.
     plain: dict[str, Any] = {n: np.array(v.tolist()) if v.dtype.hasobject else v for n, v in values.items()}
     file = io.BytesIO()
     np.savez(file, **plain)

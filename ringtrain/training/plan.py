@@ -25,7 +25,6 @@ DEFAULT_EPOCHS = 10
 
 
 def choose_global_batch_size(config: Config, size: int) -> int:
-    """The samples of one step over all ranks."""
     return config.global_batch_size or (config.batch_size or DEFAULT_BATCH_SIZE) * config.accumulate * size
 
 
@@ -33,16 +32,15 @@ def choose_global_batch_size(config: Config, size: int) -> int:
 class Plan:
     """The plan of a run, equal on all ranks."""
 
-    order: SampleOrder  # which samples make each global batch
-    learning_rate: LearningRate  # by the samples seen
-    first_step: int  # the steps that are done already
-    total_steps: int  # at the end of the run
+    order: SampleOrder
+    learning_rate: LearningRate  # by samples seen
+    first_step: int  # steps done already
+    total_steps: int
 
 
 def plan_steps(
     workload: Workload, config: Config, train: Source | Feed, global_batch_size: int, *, first_step: int = 0
 ) -> Plan:
-    """The steps of a run from ``first_step`` on."""
     order = plan_order(config, train, global_batch_size)
     total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
     if total_steps > MAX_STEPS:
@@ -62,7 +60,6 @@ def plan_steps(
 
 
 def plan_order(config: Config, train: Source | Feed, global_batch_size: int) -> SampleOrder:
-    """The samples of each global batch."""
     if not isinstance(train, Feed):
         return SampleOrder(num_samples=train.num_samples, global_batch_size=global_batch_size, seed=config.seed)
     steps_per_epoch = train.steps_per_epoch or config.steps
@@ -93,14 +90,14 @@ def create_batches(
     print_line: Callable[[str], None],
     places: Sequence[tuple[int, str, str]] = (),
 ) -> Batches:
-    """This rank's batches of the plan's steps; ``places``: where each rank's pipeline was (``Progress.places``)."""
+    """``places``: iterator state of each rank's pipeline (``Progress.places``)."""
     order, world = plan.order, collective.world
     steps: dict[str, Any] = {"first_step": plan.first_step, "end_step": plan.total_steps}
     read: dict[str, Any] = {"num_threads": num_threads, "augment": own_augment(workload)}
     if isinstance(train, Feed):
         is_known = len(places) == world.size or (bool(places) and train.is_shared)
         step, state, where = places[world.rank if len(places) == world.size else 0] if is_known else (0, "", "")
-        # A state may name files: of another directory than this rank's now, they are gone, or those of former data.
+        # A state may name files; with another directory they are gone or different.
         place = (step, base64.b64decode(state)) if state and where == place_of_data(config) else NOWHERE
         dataset, explain, found = streaming_batches(
             train, cast(StreamingOrder, order), collective, **steps, **read, print_line=print_line, place=place
@@ -121,10 +118,10 @@ def create_batches(
 
 
 def own_augment(workload: Workload) -> Augment | None:
-    """The workload's ``augment``; None if it has none of its own, which would change nothing."""
+    """None if the workload does not define it."""
     return None if getattr(workload.augment, "__func__", None) is Workload.augment else workload.augment
 
 
 def place_of_data(config: Config) -> str:
-    """This rank's ``--data_dir``, as the pipelines' states in a checkpoint are marked with it."""
+    """This rank's resolved ``--data_dir``, which marks pipeline states in a checkpoint."""
     return "" if config.data_dir is None else os.path.realpath(config.data_dir)

@@ -13,11 +13,11 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.runtime.machine import format_cores
 
-MAX_RANKS = 2000  # of a record: a line of metrics.jsonl has a limit
+MAX_RANKS = 2000  # limits the line length in metrics.jsonl
 
 
 def describe_ranks(collective: Collective) -> list[dict[str, Any]]:
-    """Node, process, device and cores of each rank, in the order of the ranks. Every rank must call it."""
+    """In rank order. Collective."""
     gpus = tf.config.get_visible_devices("GPU")
     mine = {
         "node": collective.world.node,
@@ -29,16 +29,16 @@ def describe_ranks(collective: Collective) -> list[dict[str, Any]]:
 
 
 def gather_usage(collective: Collective, seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Seconds and peak memory of each rank since it was started. Every rank must call it.
+    """Return seconds and peak memory of each rank since its start. Collective.
 
     Args:
-        seconds: the parts of the time of this rank's steps.
+        seconds: this rank's time by part of the step.
     """
     mine = {
         **{name: round(value, 3) for name, value in seconds.items()},
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,  # Linux counts KiB
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,  # Linux: KiB
     }
     if tf.config.get_visible_devices("GPU"):
-        with contextlib.suppress(Exception):  # not every device reports it, and a figure must end no run
+        with contextlib.suppress(Exception):  # optional on some devices
             mine["peak_gpu_memory_mib"] = tf.config.experimental.get_memory_info("GPU:0")["peak"] // 2**20
     return all_gather_object(collective, mine, name="usage")[:MAX_RANKS]

@@ -1,4 +1,4 @@
-"""Saving a run while it trains: the training thread takes a snapshot in host memory, another thread writes it."""
+"""Asynchronous checkpoints: the training thread takes a snapshot in host memory, another thread writes it."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from ringtrain.training.job import Job
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, one at a time. A write that fails does not end the run: the next may succeed."""
+    """Writes a run's checkpoints, one at a time. A failed write only warns: the next may succeed."""
 
     def __init__(self, run: RunDirectory, *, keep: int, print_line: Callable[[str], None], last_step: int) -> None:
-        """``last_step`` is that of the checkpoint from which the run continues, 0 for a fresh run."""
+        """``last_step``: of the checkpoint to resume from; 0: none."""
         self.last_step = last_step
         self._run, self._keep, self._print_line = run, keep, print_line
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: concurrent.futures.Future[None] | None = None
 
     def save(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
-        """Begin to write a checkpoint; waits only while the one before is still being written."""
+        """Start to write; waits only for the previous write."""
         self.wait()
         self._under_way = self._executor.submit(self._write, checkpoint, as_step=as_step, as_best=as_best)
 
     def finish(self, checkpoint: Checkpoint) -> str:
-        """Write the last checkpoint of this process, and return the directory of the checkpoints once it is there."""
+        """Write the last checkpoint; return the directory of checkpoints."""
         self.wait()
         try:
             self._write(checkpoint, as_step=True, as_best=False)
@@ -56,7 +56,6 @@ class CheckpointWriter:
         return str(self._run.checkpoints)
 
     def wait(self) -> None:
-        """Wait until what was begun is written, or has failed and was told."""
         if self._under_way is None:
             return
         try:
@@ -69,7 +68,7 @@ class CheckpointWriter:
     def _write(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
         start = time.perf_counter()
         root, may_write = self._run.checkpoints, self._run.may_write
-        may_write()  # a run directory that was moved away is reported as that
+        may_write()  # reports a run directory that was moved away
         for is_best in (False, True):
             if not (as_best if is_best else as_step):
                 continue
@@ -115,24 +114,22 @@ def take_snapshot(
     run_facts: Mapping[str, Any],
     gathered: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> Checkpoint:
-    """All that the run needs to resume, in host memory; ``gathered`` are slots that no rank holds as a whole.
+    """Snapshot of the run in host memory; ``gathered``: slots that are sharded.
 
-    From a GPU the values are copied. On the host a tensor never changes once it is there: a step that updates a
-    variable of which a snapshot holds the value writes to other memory. So nothing is copied, and nothing waits.
+    GPU values are copied. A host tensor is immutable: a step that updates a variable writes to other memory. So nothing
+    is copied, and nothing waits.
     """
     values = {name: np.asarray(tf.convert_to_tensor(variable.value)) for name, variable in variables.items()}
     return Checkpoint(step=step, variables=values | dict(gathered or {}), progress=asdict(progress), run=run_facts)
 
 
 def describe_job(job: Job, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Facts about a run for its checkpoints; JSON values."""
     order = job.plan.order
     data = {"global_batch_size": order.global_batch_size, "samples": order.num_samples}
     return describe_run(job.config, job.collective.world.size, identity) | data
 
 
 def describe_run(config: Config, size: int, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The same, without what its data are."""
     return {
         "identity": identity,
         "workload": config.workload,
@@ -145,9 +142,8 @@ def describe_run(config: Config, size: int, identity: Mapping[str, Any] | None =
 
 
 def restore(job: Job, checkpoint: Checkpoint) -> None:
-    """Give the variables the values of a checkpoint of the same run."""
     facts: dict[str, Any] = {"workload": job.config.workload}
-    if not isinstance(job.plan.order, StreamingOrder):  # whose number of samples follows from the steps and the ranks
+    if not isinstance(job.plan.order, StreamingOrder):  # number of samples depends on steps and ranks
         facts["samples"] = job.plan.order.num_samples
     for name, value in facts.items():
         if checkpoint.run.get(name) != value:
@@ -164,9 +160,9 @@ def set_values(
     values: Mapping[str, npt.NDArray[Any]],
     shared_out: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
 ) -> None:
-    """Give variables a checkpoint's values, which must be theirs by names, shapes and types.
+    """Assign a checkpoint's values, which must match by name, shape and type.
 
-    So must those that are ``shared_out``, of given shapes and types; these are set elsewhere.
+    Sharded variables must match too; they are set elsewhere.
     """
     shapes = {name: (tuple(v.shape), str(v.dtype)) for name, v in variables.items()} | dict(shared_out or {})
     saved = {name: (value.shape, value.dtype.name) for name, value in values.items()}
@@ -183,9 +179,9 @@ def set_values(
 
 
 def take_weights(job: Job, source: Path) -> list[str]:
-    """Start from the weights of a checkpoint, as far as names and shapes match; returns lines that say what did.
+    """Load the weights that match by name and shape; return log lines.
 
-    Of a run directory it is the best checkpoint, or the newest if none is best.
+    A run directory gives its best checkpoint, or the latest without a best.
     """
     path = find_checkpoint(source)
     saved = read_checkpoint(path).variables
@@ -214,7 +210,7 @@ def _short(name: str) -> str:
 
 
 def _git_revision() -> str | None:
-    """The commit of the working directory, ``-dirty`` where files have changed since; None outside a repository."""
+    """Commit, with ``-dirty`` if files differ; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)

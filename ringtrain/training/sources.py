@@ -1,4 +1,4 @@
-"""The workload's data as the ranks of a run open them: the same on all, whole, with the cache of the settings."""
+"""The workload's data, compared over the ranks, with the configured cache."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from ringtrain.guard.preflight import require_same_sources
 from ringtrain.messages.defects import describe_defect
 from ringtrain.workloads.base import Sources, Workload
 
-# A path made of no directory, as in f"{data_dir}/train.npz" or data_dir / "train.npz".
+# Path from data_dir=None: f"{data_dir}/train.npz" or data_dir / "train.npz".
 NO_DIRECTORY = re.compile(r"\bNone/|'NoneType' and 'str'|not '?NoneType'?$")
 
 
 def open_sources(
     workload: Workload, config: Config, collective: Collective, *, num_threads: int, former_size: int | None
 ) -> tuple[Sources, Contents]:
-    """The workload's data, with the cache of the settings. Every rank must call it.
+    """Open the data. Collective.
 
-    They are as many on every rank, and of the same kind. Whether they are the same is being found out meanwhile: see
-    ``require_same_contents``.
+    Checks number and kind of samples; ``require_same_contents`` checks contents later.
     """
     sources = raise_on_all_ranks(collective, lambda: read_sources(workload, config), name="sources")
     require_same_sources(collective, sources)
@@ -42,7 +41,7 @@ def open_sources(
 
 
 def read_sources(workload: Workload, config: Config) -> Sources:
-    """The workload's data; none of which is known to be damaged, unless such samples may be left out."""
+    """Raise for samples known to be damaged, unless they may be skipped."""
     try:
         given = workload.create_sources(config.data_dir, synthetic=config.synthetic)
     except Exception as error:
@@ -60,7 +59,6 @@ def read_sources(workload: Workload, config: Config) -> Sources:
 
 
 def require_sources(workload: Workload, given: Any) -> Sources:
-    """See that a workload gave samples to train on, and samples or None to evaluate on."""
     name = f"{type(workload).__name__}.create_sources"
     if not isinstance(given, Sources):
         raise UsageError(
@@ -85,7 +83,6 @@ def require_sources(workload: Workload, given: Any) -> Sources:
 
 
 def require_steps(steps_per_epoch: Any) -> None:
-    """See that the steps of a pass are a number of steps, or None."""
     is_number = isinstance(steps_per_epoch, SupportsIndex) and not isinstance(steps_per_epoch, bool)
     if steps_per_epoch is not None and not (is_number and steps_per_epoch.__index__() >= 1):
         raise DataError(
@@ -94,7 +91,6 @@ def require_steps(steps_per_epoch: Any) -> None:
 
 
 def name_kind(value: Any) -> str:
-    """The kind of an object, in words."""
     kind = type(value)
     if value is None:
         return "None"
@@ -107,7 +103,6 @@ def name_kind(value: Any) -> str:
 
 
 def cache_sources(sources: Sources, config: Config, collective: Collective, *, num_threads: int) -> Sources:
-    """The sources with the cache of the settings."""
     cached: dict[str, Source | Feed | None] = {}
     for name, source in sources._asdict().items():
         reserved = sum(getattr(other, "num_bytes", 0) for other in cached.values())

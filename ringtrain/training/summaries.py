@@ -1,4 +1,4 @@
-"""TensorBoard's event files: each step once, however often a run is resumed. Rank 0 alone writes them."""
+"""TensorBoard's event files, with each step once in spite of resumes. Written by rank 0."""
 
 from __future__ import annotations
 
@@ -24,28 +24,25 @@ MAX_IMAGES = 8
 class EventFiles:
     """TensorBoard's event files of a run.
 
-    Each method raises RunDirectoryError where the files cannot be written, and ``show`` UsageError where a workload's
-    values are none that TensorBoard shows.
+    Methods raise RunDirectoryError if files cannot be written; ``show`` raises UsageError for invalid values.
     """
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
-        """Go on after ``first_step``: what is there of later steps is removed, since they are trained again."""
+        """Remove events after ``first_step``: these steps are trained again."""
         self._directory = directory
         with explaining(self._directory):
             make_directory(directory)
             forget_after(directory, first_step)
-            # An unpredictable name: TensorFlow would write through a link of that name.
+            # Random name: TensorFlow would write through an existing link.
             ending = f".{secrets.token_hex(8)}.v2"
             self._writer = tf.summary.create_file_writer(str(directory), filename_suffix=ending)
 
     def scalars(self, prefix: str, values: Mapping[str, float], *, step: int) -> None:
-        """Write numbers under ``prefix/name``."""
         with explaining(self._directory), self._writer.as_default(step=step):
             for name, value in values.items():
                 tf.summary.scalar(f"{prefix}/{name}", value)
 
     def show(self, values: Mapping[str, Images | Histogram], *, step: int) -> None:
-        """Write a workload's images and histograms under their names."""
         is_known = isinstance(values, Mapping) and all(isinstance(v, Images | Histogram) for v in values.values())
         if not is_known:
             raise UsageError(
@@ -65,19 +62,18 @@ class EventFiles:
                     ) from error
 
     def flush(self) -> None:
-        """Bring all to the files: before a checkpoint, whose steps are not trained again."""
+        """Call it before a checkpoint, whose steps are not trained again."""
         with explaining(self._directory):
             self._writer.flush()
 
     def close(self) -> None:
-        """Bring all events to their files, and write no more."""
         with explaining(self._directory):
             self._writer.close()
 
 
 @contextlib.contextmanager
 def explaining(directory: Path) -> Iterator[None]:
-    """Say of what cannot be written where it is; TensorFlow's own error names an operation."""
+    """Convert errors to RunDirectoryError; TensorFlow's name an operation, not a path."""
     try:
         yield
     except (tf.errors.OpError, OSError) as error:
@@ -86,8 +82,7 @@ def explaining(directory: Path) -> Iterator[None]:
 
 
 def forget_after(directory: Path, step: int) -> None:
-    """Remove the events of later steps from the event files below ``directory``."""
-    for unfinished in directory.glob(f"{WRITING}*"):  # of a process that was killed in here
+    for unfinished in directory.glob(f"{WRITING}*"):  # from a killed process
         unfinished.unlink()
     for path in list_event_files(directory):
         if all(is_kept for is_kept, _ in _read_records(path, step)):
@@ -97,7 +92,7 @@ def forget_after(directory: Path, step: int) -> None:
 
 
 def _read_records(path: Path, step: int) -> Iterator[tuple[bool, bytes]]:
-    """Each record of a file with its frame, and True if its step is not a later one; up to where it is cut off."""
+    """Yield (is kept, record with frame), up to a truncated record."""
     for content, begin, num_bytes in iterate_records(path):
         event = parse_event(content[begin : begin + num_bytes])
         if event is None:

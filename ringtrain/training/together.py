@@ -1,4 +1,4 @@
-"""Training with the other ranks, once they have joined: from the start-up table to the last line."""
+"""A training run after the ranks have joined, from the start-up table to the last line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result | None:
-    """Prepare this rank, join the others, and train; what asks it to stop meanwhile is heard."""
+    """Prepare, join and train; requests to stop are handled throughout."""
     with StopRequests() as requests:
         requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
         prepared = prepare()
@@ -46,7 +46,7 @@ def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result |
 def train_together(
     prepared: Prepared, collective: Collective, requests: StopRequests, watchdog: Watchdog
 ) -> Result | None:
-    """Train with the other ranks, from the start-up table to the last line; None if the run was complete already."""
+    """Return None if the run was complete already."""
     from ringtrain.training.loop import train
 
     if collective.world.launcher != "no launcher" and not prepared.config.detached:
@@ -69,11 +69,8 @@ def train_together(
 def opened_together(
     config: Config, collective: Collective, requests: StopRequests, watchdog: Watchdog, console: Console
 ) -> Iterator[tuple[Start, OpenedRun | None]]:
-    """Within it the run directory is open on rank 0, and every rank knows where the run begins; its end is recorded.
-
-    Every rank must enter it.
-    """
-    opened: list[OpenedRun] = []  # on rank 0
+    """Open the run directory on rank 0; give every rank the start; record the end. Collective."""
+    opened: list[OpenedRun] = []
 
     def open_on_rank0() -> dict[str, Any]:
         opened.append(open_run(config, print_line=console.line))
@@ -94,7 +91,6 @@ def opened_together(
 
 
 def describe_result(result: Result, start: Start, config: Config) -> list[str]:
-    """The last lines of a run: its result, its directory, and what to do with it."""
     from ringtrain.training.actions import Ending
 
     early = " (stopped early: no better evaluation for a while)" if result.ending is Ending.EARLY else ""
@@ -104,7 +100,7 @@ def describe_result(result: Result, start: Start, config: Config) -> list[str]:
     if result.best is not None:
         said.append(f"best {config.best_metric} {result.best:.4g} at step {result.best_step}")
     name = start.name
-    quoted = shlex.quote(f"./{name}" if name.startswith("-") else name)  # else it would be read as a flag
+    quoted = shlex.quote(f"./{name}" if name.startswith("-") else name)  # else parsed as a flag
     code = "" if config.workload in BUILT_IN else f" --workload {shlex.quote(config.workload)}"
     evaluate = [f"  evaluate the best:  python -m ringtrain eval {quoted}{code}"] if result.evaluation else []
     report = [f"  see its curves:     {quoted}/{REPORT_FILE}"] if (Path(start.path) / REPORT_FILE).is_file() else []

@@ -1,1 +1,1 @@
-"""The run directory: write it, and resume from it."""
+"""The run directory and resume."""

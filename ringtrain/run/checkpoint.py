@@ -1,8 +1,8 @@
-"""A checkpoint: complete, or not there. Written off the training thread, verified when read; nothing in it is code.
+"""Checkpoints: atomic, verified when read, without executable content.
 
-It is a directory of two files. ``variables.bin`` holds the variables' bytes one after the other (little endian);
-``manifest.json`` says which variable lies where, and carries the checksum of that file and of itself. Both are written
-and flushed in a temporary directory that is then renamed: a name without leading dot is a whole checkpoint.
+A directory of two files. ``variables.bin`` has the variables' bytes (little endian); ``manifest.json`` has offsets, and
+the checksums of that file and of itself. Both are flushed in a temporary directory that is then renamed: a name without
+a leading dot is a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -29,27 +29,23 @@ MANIFEST_FILE = "manifest.json"
 VARIABLES_FILE = "variables.bin"
 HASHED_CHUNK_BYTES = 16 * 2**20
 MAX_MANIFEST_BYTES = 32 * 2**20  # about 100,000 variables
-# Errors of this process or the connection to the disk, not of the file.
+# Errors of this process or the connection to the disk, not damage.
 NO_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """All that a run needs to resume bit for bit."""
-
-    step: int  # the steps done
+    step: int  # steps done
     variables: Mapping[str, npt.NDArray[Any]]  # by name: weights, optimizer slots, averages, loss scale
-    progress: Mapping[str, Any]  # what the run remembers besides (see ``ringtrain.run.progress``); JSON values
-    # What the run is: workload, world size, global batch size, versions, command, configuration; JSON values.
+    progress: Mapping[str, Any]  # ``ringtrain.run.progress``; JSON values
+    # Workload, world size, global batch size, versions, command, configuration; JSON values.
     run: Mapping[str, Any]
 
 
-class DamagedError(DataError):
-    """A checkpoint that is not whole."""
+class DamagedError(DataError): ...
 
 
 def write_files(directory: Path, checkpoint: Checkpoint) -> None:
-    """Write and flush both files."""
     digest, offset, variables = hashlib.sha256(), 0, []
     with (directory / VARIABLES_FILE).open("xb") as file:
         for name, value in checkpoint.variables.items():
@@ -78,7 +74,7 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify a checkpoint; for what it raises see ``read_manifest``."""
+    """See ``read_manifest`` for errors."""
     content = read_manifest(path / MANIFEST_FILE)
     try:
         data = memoryview(_read_verified(path / VARIABLES_FILE, content["files"][VARIABLES_FILE]))
@@ -95,7 +91,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts about a run in a checkpoint, without its variables: see ``read_manifest``."""
     run = read_manifest(path / MANIFEST_FILE).get("run")
     if not isinstance(run, dict):
         raise DamagedError(f"{str(path)!r} holds no facts about a run.")
@@ -103,9 +98,9 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of a manifest, verified: a DamagedError if it is missing or damaged.
+    """Return a verified manifest; DamagedError if missing or damaged.
 
-    Another DataError where another version of ringtrain wrote it, or this process may not read it.
+    Another DataError if another version wrote it, or this process may not read it.
     """
     try:
         manifest = parse_json(read_bounded(path, MAX_MANIFEST_BYTES))
@@ -132,7 +127,7 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
             if num_bytes != expected["bytes"]:
                 raise DamagedError(f"{str(path)!r} holds {num_bytes} bytes; it must hold {expected['bytes']}.")
             if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-                raise MemoryError  # the system may promise it, and end the process that uses it
+                raise MemoryError  # the system may overcommit, and kill the process later
             data = bytearray(num_bytes)
             for start in range(0, num_bytes, HASHED_CHUNK_BYTES):
                 chunk = memoryview(data)[start : start + HASHED_CHUNK_BYTES]
@@ -151,7 +146,6 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """The checksum that a manifest states of its content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -163,7 +157,6 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 
 def _bytes_of(value: npt.NDArray[Any]) -> memoryview:
-    """An array's bytes, little endian."""
     if value.dtype.byteorder == ">":
         value = value.astype(value.dtype.newbyteorder("<"))
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
@@ -171,7 +164,7 @@ def _bytes_of(value: npt.NDArray[Any]) -> memoryview:
 
 def _dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
-        import ml_dtypes  # TensorFlow's; NumPy does not know this type
+        import ml_dtypes  # from TensorFlow; NumPy lacks this type
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name).newbyteorder("<")

@@ -1,4 +1,4 @@
-"""The run directory: where one run keeps everything. Rank 0 alone writes into it."""
+"""The run directory, written by rank 0 only."""
 
 from __future__ import annotations
 
@@ -33,29 +33,27 @@ from ringtrain.files.bounded import (
 from ringtrain.run.identity import IDENTITY_FILE, read_identity
 
 METRICS_FILE = "metrics.jsonl"
-FIT_OF = "fit of "  # how the name of a run begins that callbacks.Run has kept; a script's name follows
-# The settings of such a run; the others are those of a training by ringtrain itself.
+FIT_OF = "fit of "  # prefix of the workload of a callbacks.Run; the script's name follows
+# Settings of such a run.
 FIT_SETTINGS = (
     "workload", "options", "out", "epochs", "log_every", "best_metric", "best_direction", "checkpoint_every", "keep",
     "resume", "hang_timeout", "max_hours",
 )  # fmt: skip
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
-MAX_CONFIG_BYTES = 64 * 2**10  # a run's has about two
+MAX_CONFIG_BYTES = 64 * 2**10  # usually about two KiB
 MAX_SETTINGS = 10_000
-MAX_LINE_BYTES = 2**20  # of metrics.jsonl
-MAX_METRICS_BYTES = 4 * 2**30  # some ten million events
-MAX_STEP = 2**53  # the numbers that JSON's readers agree on
-MAX_TIME = 2.5e11  # seconds since 1970, in the year 9892: what calendars can show
-# Events whose step says where they belong; the others follow the events before them.
+MAX_LINE_BYTES = 2**20  # per line of metrics.jsonl
+MAX_METRICS_BYTES = 4 * 2**30  # about ten million events
+MAX_STEP = 2**53  # largest integer that JSON readers agree on
+MAX_TIME = 2.5e11  # seconds since 1970: year 9892, the limit of calendars
+# Events ordered by step; others follow the events before them.
 NEED_A_STEP = ("train", "eval", "checkpoint")
-# Of steps that are trained again after a checkpoint; a run's starts and ends stay.
+# Events of steps that are trained again after a checkpoint; starts and ends remain.
 STEP_EVENTS = ("train", "eval", "checkpoint", "warning")
 
 
 class RunDirectoryError(RingtrainError):
-    """The run directory cannot be written any more."""
-
     def __init__(self, path: Path, reason: str, remedy: str = "Make room, or bring the directory back,") -> None:
         super().__init__(
             f"the run directory {str(path)!r} cannot be written: {reason}. {remedy} and start the same command again: "
@@ -64,18 +62,18 @@ class RunDirectoryError(RingtrainError):
 
 
 class RunDirectory:
-    """An open run directory: configuration and events of one run. Any thread may write events.
+    """An open run directory: configuration and events of one run. Events are thread-safe.
 
-    Each method raises RunDirectoryError if it cannot be written, such as on a full disk.
+    Methods raise RunDirectoryError if it cannot be written.
     """
 
     def __init__(
         self, path: Path, *, may_write: Callable[[], None] = lambda: None, on_close: Callable[[], None] = lambda: None
     ) -> None:
-        """``may_write`` raises where another process has taken over; ``on_close`` lets go of the directory."""
+        """``may_write`` raises if another process has taken over; ``on_close`` releases the directory."""
         self.path, self.may_write = path, may_write
         self.checkpoints, self.tensorboard = path / "checkpoints", path / "tensorboard"
-        self.at_end: dict[str, Any] = {}  # what the ``end`` event holds besides the end
+        self.at_end: dict[str, Any] = {}  # further values of the ``end`` event
         self._on_close = on_close
         self._lock = threading.Lock()
         self._is_cut_off = self._has_ended = False
@@ -83,11 +81,10 @@ class RunDirectory:
             self._metrics = _open_metrics(path)
 
     def write_config(self, values: Mapping[str, Any]) -> None:
-        """Keep the configuration; ``--config`` reads it back."""
+        """Written for ``--config``."""
         self._write(CONFIG_FILE, yaml.safe_dump(dict(values), sort_keys=False))
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
-        """Keep which run it is (see ``ringtrain.run.identity``), if it is not kept already."""
         if read_identity(self.path) != identity:
             self._write(IDENTITY_FILE, json.dumps(dict(identity)) + "\n")
 
@@ -97,10 +94,9 @@ class RunDirectory:
             replace_text(self.path / name, text)
 
     def write_event(self, event: str, **values: Any) -> None:
-        """Append one line to metrics.jsonl, with the time (seconds since 1970).
+        """Append a line to metrics.jsonl, with the time (seconds since 1970).
 
-        JSON has no infinities or NaN: such numbers are written as strings. The end is the last event: a warning that
-        comes later, of another thread whose console has gone for example, is left out.
+        JSON has no infinity or NaN: they become strings. Warnings of other threads after the end are dropped.
         """
         line = _line_of(event, values).encode()
         with self._lock:
@@ -111,7 +107,7 @@ class RunDirectory:
             self._has_ended |= event == "end"
 
     def _append(self, line: bytes) -> None:
-        """Write a line; a part of one that a full disk left becomes a line that readers skip."""
+        """Write a line; readers skip a partial one, left by a full disk."""
         data = (b"\n" if self._is_cut_off else b"") + line
         with self._explaining():
             while data:
@@ -119,7 +115,7 @@ class RunDirectory:
                 self._is_cut_off = bool(data)
 
     def forget_after(self, step: int) -> None:
-        """Remove from metrics.jsonl what is going to be trained again, and a line that was cut off."""
+        """Remove events of steps to be trained again, and a truncated line."""
         with self._lock, self._explaining():
             self.may_write()
             self._metrics.close()
@@ -130,12 +126,11 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Explain a file that cannot be written, with the remedy."""
         try:
             yield
         except OSError as error:
             reason = error.strerror or str(error)
-            if error.errno == errno.EFBIG and error.filename:  # of what was to be read
+            if error.errno == errno.EFBIG and error.filename:  # a file to read
                 raise RunDirectoryError(self.path, reason, "Move that file out of it,") from error
             raise RunDirectoryError(self.path, reason) from error
 
@@ -145,12 +140,12 @@ class RunDirectory:
 
 
 def _open_metrics(path: Path) -> io.FileIO:
-    """Unbuffered, so that what could not be written once is not written later in the middle of something else."""
+    """Unbuffered: a failed write must not appear later."""
     return io.FileIO(open_descriptor(path / METRICS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
 
 
 def append_event(path: Path, event: str, **values: Any) -> None:
-    """Append one line to metrics.jsonl of a run whose writer is gone, perhaps in the middle of a line."""
+    """Append a line for a writer that is gone, maybe in mid-line."""
     with open(open_descriptor(path / METRICS_FILE, os.O_RDWR), "rb+") as metrics:
         size = metrics.seek(0, os.SEEK_END)
         metrics.seek(max(0, size - 1))
@@ -159,15 +154,15 @@ def append_event(path: Path, event: str, **values: Any) -> None:
 
 
 def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
-    """Make the directory of a run if there is none, and return its path.
+    """Create and return a run directory.
 
-    One ``is_anew`` never takes one that is there: a number is appended until the name is free.
+    If ``is_anew``, never an existing one: numbers are appended until the name is free.
     """
-    named = wanted if wanted.name.strip(".") else wanted.resolve()  # '.' and '..' say no name
+    named = wanted if wanted.name.strip(".") else wanted.resolve()  # '.' and '..' are no names
     others = (named.parent / f"{named.name or 'run'}-{number}" for number in range(2, 10_000))
     for candidate in itertools.chain([wanted], others):
         try:
-            candidate.mkdir(parents=True)  # fails if it exists, so that two runs that start together never share one
+            candidate.mkdir(parents=True)  # fails if it exists: two simultaneous runs never share one
             return candidate
         except FileExistsError:
             if not is_anew:
@@ -177,7 +172,7 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
                 f"the run directory {str(wanted)!r} cannot be made: {error.strerror}. Give another with --out."
             ) from error
     if not wanted.is_dir() or (_holds_something(wanted) and not (wanted / CONFIG_FILE).is_file()):
-        if (wanted / "checkpoints").is_dir():  # a copy that broke off: nobody is to remove what it still has
+        if (wanted / "checkpoints").is_dir():  # an interrupted copy, not to be removed
             raise UsageError(
                 f"out is {str(wanted)!r}, which has checkpoints, but no {CONFIG_FILE}: half a run. Bring the file back "
                 "from where the run was copied, or give another directory with --out."
@@ -192,7 +187,6 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
 
 
 def refuse_taken(output: Path) -> None:
-    """See that nothing will be overwritten."""
     if output.exists() or output.is_symlink():
         raise UsageError(
             f"{str(output)!r} is there already, and is left as it is. Give another with --output, or remove it."
@@ -200,7 +194,7 @@ def refuse_taken(output: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """The configuration that a run directory keeps; None if it holds none."""
+    """None without a configuration."""
     file = path / CONFIG_FILE
     try:
         values = load_settings(file)
@@ -221,7 +215,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values, each key once; what it merges (``<<``) does not grow without end."""
+    """Plain YAML values, without duplicate keys; bounds merges (``<<``)."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -238,7 +232,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_settings(file: Path, *, follows_links: bool = False) -> Any:
-    """Load a YAML file of settings: plain values; an alias counts each time that it is used."""
+    """Aliases count each time they are used."""
     text = read_bounded(file, MAX_CONFIG_BYTES, follows_links=follows_links).decode()
     try:
         values = _Loader(text).get_single_data()
@@ -249,13 +243,13 @@ def load_settings(file: Path, *, follows_links: bool = False) -> Any:
 
 
 def _holds_something(path: Path) -> bool:
-    """True if a directory holds more than the lease of a run that has not begun to write."""
+    """True if the directory has more than a lease."""
     entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     return any(entry.name != METRICS_FILE or (entry.exists() and entry.stat().st_size > 0) for entry in entries)
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """The lines of a file of events; of one that is too long to be an event, its beginning."""
+    """Yields the start of lines that are too long."""
     with open_regular(file) as lines:
         require_at_most(lines, MAX_METRICS_BYTES, file)
         while line := lines.readline(MAX_LINE_BYTES):
@@ -265,7 +259,7 @@ def read_lines(file: Path) -> Iterator[bytes]:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """One event of metrics.jsonl; None if the line is none. A time that no calendar has is left out."""
+    """None if invalid. A time outside calendars is dropped."""
     try:
         event = parse_json(line)
     except ValueError:
@@ -282,14 +276,14 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def find_last_saved_step(path: Path) -> int | None:
-    """The newest step of which a run's events say that its checkpoint was saved; None if none was."""
+    """Latest step that events report as saved; None if none."""
     saved = find_events(path, "checkpoint")
-    # The best one alone is nothing to resume from.
+    # A best checkpoint is not for resumes.
     return max((event["step"] for event in saved if "/best-" not in str(event.get("path"))), default=None)
 
 
 def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
-    """A run's events of one kind, in their order; none if it has no metrics.jsonl."""
+    """Empty without metrics.jsonl."""
     word = f'"{kind}"'.encode()
     try:
         events = [parse_event(line) for line in read_lines(path / METRICS_FILE) if word in line]
@@ -299,7 +293,7 @@ def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def refuse_other_kinds(run: Path) -> None:
-    """Refuse a run directory in which something else has the name of a file that is read and written."""
+    """Refuse links and other special files with names that ringtrain uses."""
     for path in (run / METRICS_FILE, run / IDENTITY_FILE, *sorted((run / "tensorboard").glob("*tfevents*"))):
         try:
             require_regular(path)
@@ -311,7 +305,7 @@ def refuse_other_kinds(run: Path) -> None:
 
 
 def require_writable(directory: Path) -> None:
-    """See that files can be made in a directory of a run's. If none has its name, it can still be made."""
+    """A missing directory passes, as it can be created."""
     if not os.path.lexists(directory):
         return
     try:

@@ -1,4 +1,4 @@
-"""The identity of a run: drawn at its first start, kept in its directory and in all its checkpoints."""
+"""The identity of a run: created at its first start, stored in its directory and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ RULES = {
 
 
 def draw_identity(seed: int) -> dict[str, Any]:
-    """A new run's identity: a random number, and a description for people."""
     host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:255] or "_"
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"id": secrets.token_hex(8), "started": started, "host": host, "seed": seed}
 
 
 def as_identity(value: Any) -> dict[str, Any] | None:
-    """The identity in a file's content; None if there is none."""
     if not isinstance(value, dict) or value.keys() != RULES.keys():
         return None
     is_one = all(re.fullmatch(rule, str(value[name]), re.ASCII) for name, rule in RULES.items())
@@ -39,12 +37,11 @@ def as_identity(value: Any) -> dict[str, Any] | None:
 
 
 def read_identity(run: Path) -> dict[str, Any] | None:
-    """The identity that a run directory keeps; None if it keeps none."""
     return as_identity(read_small(run / IDENTITY_FILE))
 
 
 def require_own(run: Path, path: Path) -> Path:
-    """The path of a checkpoint in a run directory, which must be that run's, as far as both say which they are."""
+    """Raise if the checkpoint's identity differs from the run's; either may be missing."""
     own, theirs = read_identity(run), as_identity(read_facts(path).get("identity"))
     if own and theirs and own["id"] != theirs["id"]:
         raise UsageError(
@@ -55,7 +52,7 @@ def require_own(run: Path, path: Path) -> Path:
 
 
 def describe_identity(identity: Mapping[str, Any] | None) -> str:
-    """A run in words, such as ``run 1f3a9c2e (seed 3, started 2026-11-23T20:11:02Z on node7)``."""
+    """For example ``run 1f3a9c2e (seed 3, started 2026-11-23T20:11:02Z on node7)``."""
     if identity is None:
         return "a run without identity, of an older ringtrain"
     return f"run {identity['id'][:8]} (seed {identity['seed']}, started {identity['started']} on {identity['host']})"

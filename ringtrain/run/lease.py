@@ -1,8 +1,8 @@
-"""The lease of a run directory: one writer at a time, and a writer that comes too late notices.
+"""The lease of a run directory: one writer at a time; a former writer notices.
 
-Each holder claims the next number by a file of that name, which the file system creates for one process only. The
-highest number is the holder's: whoever finds a higher one than its own has been taken over and writes nothing more.
-The holder touches its file every few seconds, so that a holder on a host that is gone can be told from a living one.
+Each holder claims the next number by creating a file, which the file system permits to one process. The highest number
+holds the lease: a holder that finds a higher one has been taken over, and stops writing. Holders touch their file every
+few seconds, so that one on a lost host expires.
 """
 
 from __future__ import annotations
@@ -26,19 +26,16 @@ from ringtrain.runtime.processes import read_process
 
 LEASE_DIRECTORY = ".lease"
 BEAT_SECONDS = 5.0
-EXPIRY_SECONDS = 45.0  # without a beat; on the same host a process that is gone is seen at once
+EXPIRY_SECONDS = 45.0  # without a heartbeat; a dead process on the same host is detected at once
 RESTART_VARIABLE = "SLURM_RESTART_COUNT"
-NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # the names of leases; other files are ignored
+NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # names of leases; other files are ignored
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
-class LeaseLostError(RingtrainError):
-    """Another process has taken over the run directory."""
+class LeaseLostError(RingtrainError): ...
 
 
 class Lease:
-    """The right to write into a run directory, until it is closed or taken over."""
-
     def __init__(self, directory: Path, number: int) -> None:
         self.number = number
         self._directory, self._file = directory, directory / _file_name(number)
@@ -48,7 +45,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """See that the lease still holds, and that this process was not forked from its holder."""
+        """Raise if the lease is lost, or this process was forked from its holder."""
         if os.getpid() != self._pid:
             raise LeaseLostError(
                 f"process {os.getpid()}, which the workload's code has forked, came back from there into the training, "
@@ -71,23 +68,23 @@ class Lease:
         )
 
     def close(self) -> None:
-        """Let go, so that the next run need not wait."""
+        """Release the lease, so that the next run need not wait."""
         self._closed.set()
         self._thread.join()
-        with contextlib.suppress(OSError):  # a directory that is gone has no holder
+        with contextlib.suppress(OSError):  # a removed directory has no holder
             if _newest_number(self._directory) == self.number:
                 _release(self._file)
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # taken over, or a file system that is away for now: check() reports it
+            with contextlib.suppress(OSError):  # check() reports a takeover or an unavailable file system
                 os.utime(self._file, follow_symlinks=False)
 
 
 def acquire_lease(
     run: Path, *, environ: Mapping[str, str], print_line: Callable[[str], None] = lambda line: None
 ) -> Lease:
-    """Become the writer of a run directory; waits ``EXPIRY_SECONDS`` at most for one elsewhere that may be gone."""
+    """Become the writer; waits at most ``EXPIRY_SECONDS`` for a remote holder that may be gone."""
     directory = run / LEASE_DIRECTORY
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -98,7 +95,7 @@ def acquire_lease(
                 _wait_until_free(directory / _file_name(newest), run, environ, print_line)
             if not _claim(directory, newest + 1, environ):
                 continue
-            if _newest_number(directory) != newest + 1:  # of a former holder; others have come and gone meanwhile
+            if _newest_number(directory) != newest + 1:  # a number of a former holder: others came and went
                 _remove(directory, newest + 1)
                 continue
             for number in range(newest, 0, -1):
@@ -116,10 +113,10 @@ def acquire_lease(
 
 
 def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
-    """End the lease ``number`` of a holder of the same group that gives no sign of life, and let go of it.
+    """End lease ``number`` of an unresponsive rank of this run, and release it.
 
-    The holder writes nothing more from now on, and the next run need not wait. False if the holder has let go, or
-    somebody else has been quicker; an OSError where the run directory cannot be reached.
+    The holder stops writing; the next run need not wait. False if released already or another was faster; OSError if
+    the directory is unreachable.
     """
     directory = run / LEASE_DIRECTORY
     if _newest_number(directory) != number or read_small(directory / _file_name(number)).get("released"):
@@ -131,7 +128,7 @@ def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
 
 
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
-    """Make the file of a number, complete and only if there is none."""
+    """Create a number's file atomically; False if it exists."""
     holder = {"host": socket.gethostname(), "pid": os.getpid(), **_job(environ), **_process_identity(os.getpid())}
     with _temporary_file(directory) as (descriptor, temporary):
         with open(temporary, "x", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=descriptor)) as file:
@@ -145,7 +142,7 @@ def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
 
 @contextlib.contextmanager
 def _temporary_file(directory: Path) -> Iterator[tuple[int, str]]:
-    """The descriptor of a directory, and an unpredictable name in it; a file of that name is removed at the end."""
+    """Yield directory descriptor and a random name; such a file is removed at the end."""
     name = f".{secrets.token_hex(8)}"
     with open_directory(directory) as descriptor:
         try:
@@ -156,7 +153,6 @@ def _temporary_file(directory: Path) -> Iterator[tuple[int, str]]:
 
 
 def _job(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The batch job of this process, and how often the scheduler has started it again."""
     restarts = environ.get(RESTART_VARIABLE, "")
     return {
         "job": next((environ[name] for name in JOB_VARIABLES if environ.get(name)), None),
@@ -165,17 +161,15 @@ def _job(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """True if the holder is an earlier start of this same job.
+    """True if the holder is an earlier start of this job.
 
-    Slurm starts a job again only when it has given up the former start: a node that it has lost may keep computing,
-    and beating, where nobody can end it.
+    Slurm restarts a job only after giving up the former start: on a lost node it may keep running, out of control.
     """
     mine, before = _job(environ), holder.get("restarts")
     return mine["job"] is not None and holder.get("job") == mine["job"] and before in range(mine["restarts"])
 
 
 def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_line: Callable[[str], None]) -> None:
-    """Return once the holder has let go or is gone, or is no longer to write."""
     holder = read_small(file)
     if not holder or holder.get("released"):
         return
@@ -195,7 +189,7 @@ def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_li
 
 
 def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
-    """True if the holder's process lives; None if it cannot be seen from here (another host or container)."""
+    """None if not visible from here (another host or container)."""
     mine = _process_identity(os.getpid())
     if any(holder.get(key) != mine[key] for key in ("boot", "pid_namespace")):
         return None
@@ -204,9 +198,9 @@ def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
 
 
 def _beats(file: Path, holder: Mapping[str, Any], print_line: Callable[[str], None]) -> bool:
-    """True if a holder that cannot be seen gives a sign of life before its lease runs out."""
+    """True if a remote holder sends a heartbeat before its lease expires."""
     first = _modified(file)
-    age = max(0.0, _file_system_time(file.parent) - first)  # a clock that was put back makes it negative
+    age = max(0.0, _file_system_time(file.parent) - first)  # negative if the clock was set back
     if age < EXPIRY_SECONDS:
         print_line(
             f"waiting up to {EXPIRY_SECONDS - age:.0f} s for a sign of life of the last writer, {_describe(holder)}"
@@ -216,12 +210,12 @@ def _beats(file: Path, holder: Mapping[str, Any], print_line: Callable[[str], No
         time.sleep(min(1.0, max(0.0, end - time.monotonic())))
         if _modified(file) != first:
             now = read_small(file)
-            return bool(now) and not now.get("released")  # a file that is gone was another's who took over
+            return bool(now) and not now.get("released")  # no file: another process took over
     return False
 
 
 def _process_identity(pid: int | None) -> dict[str, Any]:
-    """Distinguish a process from a later one with the same number; ``started`` is None if it is gone."""
+    """Distinguishes reused process ids; ``started`` is None if it is gone."""
     process = read_process(pid)
     started = process.born if process and not process.has_ended else None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -229,7 +223,7 @@ def _process_identity(pid: int | None) -> dict[str, Any]:
 
 
 def _file_system_time(directory: Path) -> float:
-    """The time by the clock that stamps files there, which on a network file system is another host's."""
+    """Current time by the clock of the file system, maybe another host's."""
     with _temporary_file(directory) as (descriptor, name):
         probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=descriptor)
         try:
@@ -256,7 +250,6 @@ def _file_name(number: int) -> str:
 
 
 def _release(file: Path) -> None:
-    """Say in a lease's file that its holder has let go."""
     replace_text(file, json.dumps({**read_small(file), "released": True}))
 
 

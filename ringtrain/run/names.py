@@ -1,4 +1,4 @@
-"""Names of variables in checkpoints: Keras' names, without the parts that differ between its versions."""
+"""Names of variables in checkpoints: Keras' names without version-specific parts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ UNNAMED = re.compile(r"variable(_\d+)?")
 
 
 def without_optimizer_names(paths: Sequence[str]) -> list[str]:
-    """The paths of an optimizer's variables without the name of the optimizer, which Keras chooses.
+    """Remove the optimizer's name, which Keras chooses, from its variables' paths.
 
-    Each optimizer counts its updates in a variable ``iteration``: what stands before that is its name. An optimizer
-    that holds others has theirs among its own. A variable that the optimizer does not name (one of Nadam's) Keras calls
-    ``variable``, with the number that the process had made before: it goes without.
+    The name precedes the variable ``iteration``. A wrapper's list includes the names of inner optimizers. For an
+    unnamed variable (one of Nadam's), Keras appends a process-wide number to ``variable``; it is removed.
     """
     prefixes = {path.removesuffix("iteration") for path in paths if path.endswith("/iteration")}
     names = [path.removeprefix(max((p for p in prefixes if path.startswith(p)), key=len, default="")) for path in paths]
@@ -22,7 +21,7 @@ def without_optimizer_names(paths: Sequence[str]) -> list[str]:
 
 
 def number_twins(names: Sequence[str]) -> list[str]:
-    """The names, of which the second and further ones of a name have ``#2`` and so on behind them."""
+    """Append ``#2``, ``#3`` and so on to duplicates."""
     numbered: dict[str, None] = {}
     for name in names:
         twins = (name if number == 1 else f"{name}#{number}" for number in itertools.count(1))
@@ -31,7 +30,6 @@ def number_twins(names: Sequence[str]) -> list[str]:
 
 
 def describe_difference(expected: Sequence[str], found: Sequence[str]) -> str:
-    """List the names that are on one side only."""
     missing = [name for name in expected if name not in set(found)]
     extra = [name for name in found if name not in set(expected)]
     parts = []

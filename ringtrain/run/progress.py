@@ -1,4 +1,4 @@
-"""The counters of a run: equal on every rank, kept in every checkpoint."""
+"""The counters of a run: equal on all ranks, stored in every checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_COUNT = 2**63
 
 
 def is_place(value: Any) -> bool:
-    """True if it is a step with a state in base64 and a directory."""
+    """True for [step, base64 state, directory]."""
     if not (isinstance(value, (list, tuple)) and list(map(type, value)) == [int, str, str]):
         return False
     return 0 <= value[0] < MAX_COUNT and re.fullmatch(r"[A-Za-z0-9+/]*={0,2}", value[1]) is not None
@@ -20,24 +20,21 @@ def is_place(value: Any) -> bool:
 
 @dataclass(kw_only=True)
 class Progress:
-    """Counters that a run needs to resume as if it had never stopped."""
-
-    evaluated_step: int = -1  # of the last evaluation; -1 before the first
-    best: float | None = None  # of ``best_metric`` so far; None before the first evaluation
-    best_step: int = -1  # of the best value
-    evaluations_without_best: int = 0  # since then
-    samples_seen: int = 0  # of all ranks so far, if that does not follow from the step
-    epochs_done: int = 0  # of a ``fit``, whose own data say what a step is
-    batches_done: int = 0  # of its epoch after these
-    skipped_in_a_row: int = 0  # steps that were not finite, up to now without an interruption
-    finished: Literal["completed", "stopped early"] | None = None  # how the run came to its end, if it has
-    # Of each rank's pipeline a step up to here, its state before it (base64), and the directory of its data; rank 0's
-    # alone where all read alike.
+    evaluated_step: int = -1  # -1: none
+    best: float | None = None  # of ``best_metric``; None: no evaluation
+    best_step: int = -1
+    evaluations_without_best: int = 0
+    samples_seen: int = 0  # over all ranks, if not implied by the step
+    epochs_done: int = 0  # of a ``fit``
+    batches_done: int = 0  # of the current epoch of a ``fit``
+    skipped_in_a_row: int = 0  # latest consecutive non-finite steps
+    finished: Literal["completed", "stopped early"] | None = None
+    # Per rank: a step, the pipeline's state before it (base64), its data directory; only rank 0's for a shared stream.
     places: list[tuple[int, str, str]] = field(default_factory=list)
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Progress:
-        """Read the counters of a checkpoint."""
+        """Raises ValueError for invalid values."""
         if unknown := values.keys() - {field.name for field in fields(cls)}:
             raise ValueError(f"its progress holds {min(unknown)!r}")
         progress = cls(**values)
@@ -53,7 +50,7 @@ class Progress:
         return progress
 
     def note_evaluation(self, step: int, value: float, direction: Literal["min", "max"]) -> bool:
-        """Take in an evaluation's value of ``best_metric``; True if it is a new best. NaN never is."""
+        """Record a value of ``best_metric``; True if it is the best. NaN never is."""
         sign = 1 if direction == "max" else -1
         is_best = not math.isnan(value) and (self.best is None or sign * value > sign * self.best)
         self.evaluated_step = step

@@ -1,4 +1,4 @@
-"""Opening a run directory: a fresh run, one that goes on, or one that is complete already. Rank 0 alone does it."""
+"""Opening of a run directory on rank 0: new, resumed or complete."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ringtrain.run.lease import acquire_lease
 from ringtrain.run.progress import Progress
 from ringtrain.run.store import find_newest, remove_unfinished, set_aside, step_name
 
-# Settings that do not change the training (except dropout's draws, which differ with XLA and the number of ranks). The
-# length of a run counts only if the learning rate depends on it.
+# Settings that do not change the training (except dropout, which differs with XLA and the number of ranks). The length
+# matters only if the learning rate depends on it.
 FREE_SETTINGS = {
     "backend", "cache", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
     "detached", "exit_timeout", "hang_timeout", "init_from", "jit_compile",
@@ -36,27 +36,25 @@ FREE_SETTINGS = {
     "shard_optimizer", "stop_after",
 }  # fmt: skip
 LENGTH_SETTINGS = {"epochs", "steps"}
-MAX_SIZE = 2**53  # of a batch, or of a world
+MAX_SIZE = 2**53  # of a batch or world
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The position at which a run starts, sent to every rank; all values are JSON values."""
+    """Start of a run, sent to all ranks; JSON values."""
 
-    path: str  # absolute
-    name: str = field(default="", compare=False)  # the path as the user wrote it
-    fence: int = field(default=0, compare=False)  # the number of rank 0's lease; the run begins at the same place
-    step: int = 0  # the steps done
-    global_batch_size: int | None = None  # that of the run's first start, None for a fresh run
-    size: int | None = None  # the number of ranks that wrote the checkpoint, None for a fresh run
-    progress: dict[str, Any] = field(default_factory=dict)  # what a checkpoint remembers: ``ringtrain.run.progress``
-    is_complete: bool = False  # nothing is left to be done
+    path: str
+    name: str = field(default="", compare=False)  # as the user wrote it
+    fence: int = field(default=0, compare=False)  # number of rank 0's lease
+    step: int = 0  # steps done
+    global_batch_size: int | None = None  # of the run's first start; None: new run
+    size: int | None = None  # ranks that wrote the checkpoint; None: new run
+    progress: dict[str, Any] = field(default_factory=dict)  # ``ringtrain.run.progress``
+    is_complete: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """A run directory that this process may write into, and what it resumes from."""
-
     start: Start
     directory: RunDirectory
     checkpoint: Checkpoint | None
@@ -64,7 +62,6 @@ class OpenedRun:
 
 
 def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
-    """Open the run that the configuration names, and make it ready to be written."""
     named = choose_directory(config)
     path = named.absolute()  # the workload may change the working directory
     refuse_other_kinds(path)
@@ -74,7 +71,7 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
         checkpoint = find_start(directory, config, print_line=print_line)
         is_complete = checkpoint is not None and is_finished(checkpoint, config)
         known = (read_identity(path) or as_identity(checkpoint.run.get("identity"))) if checkpoint else None
-        identity = known or draw_identity(config.seed)  # what never saved anything begins as a new one
+        identity = known or draw_identity(config.seed)  # without a checkpoint it is a new run
         if not is_complete:
             for name in ("checkpoints", "tensorboard", "nonfinite", *(["profile"] if config.profile else [])):
                 require_writable(path / name)
@@ -98,7 +95,6 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
 
 
 def choose_directory(config: Config) -> Path:
-    """The run's directory, created if it is missing."""
     name = Path(config.workload.rpartition(":")[2]).name.removesuffix(".py")
     wanted = config.out or Path("runs") / name.lower()
     if config.resume == "must" and not (wanted / CONFIG_FILE).is_file():
@@ -110,12 +106,12 @@ def choose_directory(config: Config) -> Path:
 
 
 def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint from which the run continues; None if it begins. It must be this run's, with these settings."""
+    """Return the checkpoint to resume from, or None; raise if settings or run differ."""
     former = read_config(directory.path)
     if former is None:
         return None
     checkpoint, damages = find_checkpoints(directory)
-    if checkpoint is not None:  # else nothing is there that other settings could contradict
+    if checkpoint is not None:  # without a checkpoint, settings may change
         refuse_other_settings(directory.path, former, to_plain(asdict(config)))
         refuse_other_run(directory, checkpoint, former)
     for damage in damages:
@@ -131,7 +127,7 @@ def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[
 
 
 def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
-    """Find the checkpoints as ``find_newest`` does; raise DataError if the run has saved some that are missing."""
+    """``find_newest``; raises DataError if saved checkpoints are missing."""
     root = directory.checkpoints
     try:
         remove_unfinished(root)
@@ -158,7 +154,6 @@ def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[s
 
 
 def require_resumable(checkpoint: Checkpoint) -> None:
-    """See that a checkpoint, besides being whole, says what a run goes on by."""
     of_fit = checkpoint.progress.get("epochs_done") or checkpoint.progress.get("batches_done")
     for name in ("world_size", *(() if of_fit else ("global_batch_size",))):
         if type(checkpoint.run.get(name)) is not int or not 0 < checkpoint.run[name] < MAX_SIZE:
@@ -169,9 +164,9 @@ def require_resumable(checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Mapping[str, Any]) -> None:
-    """Raise if the checkpoint to resume from belongs to another run.
+    """Raise if the checkpoint belongs to another run.
 
-    One that an older ringtrain wrote has no identity: its settings tell it from another run's.
+    Checkpoints of older versions have no identity; their settings are compared.
     """
     own, theirs = read_identity(directory.path), as_identity(checkpoint.run.get("identity"))
     changed = [] if own and theirs else list_changed_settings(checkpoint.run["config"], former)
@@ -187,7 +182,6 @@ def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Ma
 
 
 def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise if a run would resume with other settings."""
     changed = list_changed_settings(former, wanted)
     if changed:
         raise UsageError(
@@ -197,10 +191,9 @@ def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping
 
 
 def list_changed_settings(former: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The settings that enter the training and differ, each with both values."""
     is_bound = flatten_settings(wanted).get("optimizer.schedule") in ("cosine", "linear", "polynomial")
     free = FREE_SETTINGS | (set() if is_bound else LENGTH_SETTINGS)
-    # A setting that came with a later version than the run's has the value that changes nothing as its default.
+    # Newer settings default to the value that changes nothing.
     old = flatten_settings(to_plain(asdict(Config()))) | flatten_settings(former)
     new = flatten_settings(to_plain(asdict(Config()))) | flatten_settings(wanted)
     changed = [
@@ -212,15 +205,14 @@ def list_changed_settings(former: Mapping[str, Any], wanted: Mapping[str, Any]) 
 
 
 def describe_way_on(config: Config, run: Path) -> str:
-    """Describe how to resume a stopped run. ``run`` is its directory."""
     if config.resume == "never":
-        # The last flag wins, over a --config file's setting as well.
+        # The last flag wins, also over --config.
         return f"To resume from there, add to the same command: --out {shlex.quote(str(run))} --resume auto"
     return "The same command resumes from there."
 
 
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
-    """True if nothing is left to be done: the run ended, and is not to be longer than it was when it did."""
+    """True if the run has ended and its length settings are unchanged."""
     then = checkpoint.run["config"]
     return checkpoint.progress.get("finished") is not None and all(
         then.get(name) == getattr(config, name) for name in (*LENGTH_SETTINGS, "stop_after")

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: write, list and find them; remove old, damaged and unfinished ones."""
+"""The checkpoints of a run: write, list, find and remove."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ BEST_NAME = re.compile(rf"{BEST}-{STEP_NAME.pattern}", re.ASCII)
 
 
 def step_name(step: int) -> str:
-    """The name of a step's checkpoint, such as ``step-000001000``."""
+    """For example ``step-000001000``."""
     return f"step-{step:09d}"
 
 
 def write_checkpoint(
     root: Path, checkpoint: Checkpoint, *, is_best: bool, may_write: Callable[[], None] = lambda: None
 ) -> Path:
-    """Write a checkpoint below ``root``; it is there once this returns, and whole. The best one is ``best-step-N``.
+    """Write a checkpoint below ``root``, durable on return; the best is named ``best-step-N``.
 
-    ``may_write`` is called just before it becomes visible, and raises where another process has taken over. If it
-    cannot be written, such as on a full disk (an OSError), what was there before is untouched. Only ``root`` itself is
-    made: a run directory that was moved away is not made again.
+    ``may_write`` is called before it becomes visible, and raises if another process has taken over. An OSError leaves
+    earlier checkpoints untouched. Only ``root`` is created, not its parents: the run directory may have been moved.
     """
     make_directory(root)
     name = (f"{BEST}-" if is_best else "") + step_name(checkpoint.step)
@@ -53,13 +52,13 @@ def write_checkpoint(
         raise
     if is_best:
         for step in _list_bests(root):
-            if step > checkpoint.step:  # a run that resumed from an older checkpoint trains these steps again
+            if step > checkpoint.step:  # a run that resumed from an older checkpoint repeats these steps
                 _remove(root / f"{BEST}-{step_name(step)}")
     return root / name
 
 
 def list_steps(root: Path) -> list[int]:
-    """The steps that ``root`` holds a checkpoint of, whole or not, in order."""
+    """In ascending order, damaged ones included."""
     if not root.is_dir():
         return []
     names = [entry.name for entry in root.iterdir()]
@@ -70,13 +69,13 @@ def list_steps(root: Path) -> list[int]:
 def find_newest(
     root: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run that passes ``check``, and what is wrong with those that are newer."""
+    """Return the latest valid checkpoint, and the damages of later ones."""
     damages: list[str] = []
     for step in reversed(list_steps(root)):
         path = root / step_name(step)
         try:
             checkpoint = read_checkpoint(path)
-            if checkpoint.step != step:  # otherwise its name would make others look newer
+            if checkpoint.step != step:  # a wrong name would hide others
                 raise ValueError(f"it is of step {checkpoint.step}")
             check(checkpoint)
             return checkpoint, damages
@@ -93,7 +92,7 @@ def find_newest(
 
 
 def find_checkpoint(source: Path, which: str = BEST) -> Path:
-    """The checkpoint that a path means: itself, or of a run ``best`` (the newest if none is), ``newest``, a name."""
+    """Resolve a path: a checkpoint, or of a run ``best`` (default: the latest), ``newest`` or a name."""
     if (source / MANIFEST_FILE).exists():
         return source
     root = source / "checkpoints"
@@ -111,7 +110,7 @@ def find_checkpoint(source: Path, which: str = BEST) -> Path:
 
 
 def find_best(root: Path) -> Path | None:
-    """The best checkpoint of a run; None if it has none. Of several the newest is better than those before it."""
+    """The latest of several is the best; None if none."""
     steps = _list_bests(root)
     return root / f"{BEST}-{step_name(steps[-1])}" if steps else None
 
@@ -123,7 +122,7 @@ def _list_bests(root: Path) -> list[int]:
 
 
 def set_aside(root: Path, newer_than: int) -> list[Path]:
-    """Give the damaged checkpoints after this step another name, so that the run can write them again."""
+    """Rename damaged checkpoints after this step, so that they can be written again."""
     moved = []
     for step in list_steps(root):
         if step > newer_than:
@@ -134,7 +133,7 @@ def set_aside(root: Path, newer_than: int) -> list[Path]:
 
 
 def tidy(root: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints, and former best ones."""
+    """Remove all but the latest ``keep`` checkpoints, and former best ones."""
     for step in list_steps(root)[:-keep]:
         _remove(root / step_name(step))
     for step in _list_bests(root)[:-1]:
@@ -142,10 +141,10 @@ def tidy(root: Path, keep: int) -> None:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Clear up after a process that was killed while it wrote, replaced or removed a checkpoint."""
+    """Clean up after a process that was killed during a write, replacement or removal."""
     if not root.is_dir():
         return
-    with open_directory(root):  # what a link names is not cleared up
+    with open_directory(root):  # refuses links
         pass
     for path in root.glob(".replaced-*"):
         if not (root / path.name.removeprefix(".replaced-")).exists():
@@ -157,7 +156,7 @@ def remove_unfinished(root: Path) -> None:
 
 
 def _rename_over(source: Path, target: Path) -> None:
-    """Give a directory its name; a directory that had it is removed."""
+    """Rename, and remove a former target."""
     if os.path.lexists(target):
         replaced = target.with_name(f".replaced-{target.name}")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -170,14 +169,14 @@ def _rename_over(source: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint so that no half of it is ever seen under its name."""
+    """Remove a checkpoint atomically."""
     removed = path.with_name(f".removing-{path.name}")
     path.rename(removed)
     _delete(removed)
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory, or a link to one, such as a checkpoint that was moved to an archive: never what it means."""
+    """Delete a directory, or a link to one (an archived checkpoint) but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

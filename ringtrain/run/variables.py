@@ -1,4 +1,4 @@
-"""The variables that must be equal on all ranks, their names, and the broadcast of their first values."""
+"""Variables that must be equal on all ranks: names, and broadcast of initial values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BROADCAST_BYTES = 64 * 2**20
 
 
 def is_seed_state(variable: keras.Variable) -> bool:
-    """True if a variable is the state of a seed generator (dropout's): broadcasting it would make all masks equal."""
+    """True for dropout's seed generators: a broadcast would make all masks equal."""
     return variable.name == "seed_generator_state"
 
 
 def require_gradients_that_add(variables: Sequence[keras.Variable]) -> None:
-    """Refuse variables whose "gradient" is their new value (Keras' float8): added over ranks it is another."""
+    """Refuse variables whose "gradient" is their new value (Keras' float8): values cannot be summed."""
     names = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -33,38 +33,38 @@ def require_gradients_that_add(variables: Sequence[keras.Variable]) -> None:
 
 
 def named_weights(model: keras.Model) -> list[tuple[str, keras.Variable]]:
-    """A model's weights and moving statistics with their paths, such as ``digits/conv2d/kernel``."""
+    """Named by path, such as ``digits/conv2d/kernel``; with moving statistics."""
     return [(v.path, v) for v in model.variables if not is_seed_state(v)]
 
 
 def named_slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[str, keras.Variable]]:
-    """An optimizer's variables, such as ``iteration`` and ``digits_conv2d_kernel_momentum``.
+    """Named as in checkpoints, such as ``iteration`` and ``digits_conv2d_kernel_momentum``.
 
-    Not by their paths: these begin with the optimizer's name, which is another in each release of Keras.
+    Paths begin with the optimizer's name, which differs between Keras versions.
     """
     variables = optimizer.variables
     return list(zip(without_optimizer_names([v.path for v in variables]), variables, strict=True))
 
 
 def slots_that_begin_as_weights(optimizer: Any) -> list[tuple[keras.Variable, keras.Variable]]:
-    """Weights with their slots that are copies of them at first: of Keras' optimizers, the momentum of one."""
-    schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # from Keras 3.14 on
+    """Pairs (weight, slot) of slots initialized as copies of weights."""
+    schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # since Keras 3.14
     parts = [part for part in (optimizer, *getattr(optimizer, "optimizers", ())) if isinstance(part, schedule_free)]
     return [pair for part in parts for pair in zip(part._trainable_variables, part._momentums, strict=True)]
 
 
 def name_variables(**kinds: Sequence[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:
-    """Variables by kind and path, such as ``weights/digits/conv2d/kernel``: the names in a checkpoint."""
+    """Named by kind and path, such as ``weights/digits/conv2d/kernel``."""
     items = [(f"{kind}/{path}", variable) for kind, variables in kinds.items() for path, variable in variables]
-    names = number_twins([name for name, _ in items])  # two layers of one name
+    names = number_twins([name for name, _ in items])  # two layers with one name
     return {name: variable for name, (_, variable) in zip(names, items, strict=True)}
 
 
 def broadcast_variables(variables: Sequence[keras.Variable], collective: Collective) -> None:
-    """Give every rank rank 0's values, many variables to a message."""
+    """Broadcast from rank 0, several variables per message. Collective."""
     for number, group in enumerate(plan_messages(variables)):
         flat = tf.concat([tf.reshape(variable.value, [-1]) for variable in group], axis=0)
-        is_sent_as_bytes = flat.dtype in (tf.bfloat16, tf.uint32, tf.uint64)  # types that Horovod does not know
+        is_sent_as_bytes = flat.dtype in (tf.bfloat16, tf.uint32, tf.uint64)  # unsupported by Horovod
         [first] = collective.broadcast(
             [tf.bitcast(flat, tf.uint8) if is_sent_as_bytes else flat], name=f"first_values/{number}"
         )
@@ -76,7 +76,7 @@ def broadcast_variables(variables: Sequence[keras.Variable], collective: Collect
 
 
 def plan_messages(variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
-    """Variables by type, in messages of at most BROADCAST_BYTES unless one variable is larger."""
+    """Group variables by dtype into messages of at most BROADCAST_BYTES, unless one is larger."""
     messages: list[list[keras.Variable]] = []
     open_messages: dict[str, tuple[list[keras.Variable], int]] = {}
     for variable in variables:

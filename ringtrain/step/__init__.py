@@ -1,1 +1,1 @@
-"""One compiled training step and its parts."""
+"""The compiled training step and its parts."""

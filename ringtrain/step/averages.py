@@ -1,7 +1,6 @@
-"""The moving average of the weights, which is evaluated in their stead.
+"""The moving average of the weights, used for evaluation.
 
-The weights themselves are never swapped: an evaluation reads the averages through a scope of its own, so that nothing
-else, such as a save or a step, can see them in the weights' place.
+Weights are never swapped: an evaluation reads the averages through a scope, so that no save or step sees them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import tensorflow as tf
 
 
 class WeightAverages:
-    """An exponential moving average of each trainable variable; none at all where ``decay`` is 0."""
+    """Exponential moving average of each trainable variable; empty if ``decay`` is 0."""
 
     def __init__(self, weights: Sequence[keras.Variable], *, decay: float) -> None:
         self._decay = decay
@@ -25,14 +24,12 @@ class WeightAverages:
 
     @property
     def pairs(self) -> list[tuple[keras.Variable, keras.Variable]]:
-        """Each weight with its average."""
         return list(zip(self._weights, self.variables, strict=True))
 
     def update(self, num_updates: tf.Tensor) -> None:
-        """Take in the weights after an update, of which this is the ``num_updates``-th.
+        """Add the weights after update number ``num_updates``.
 
-        The decay is min(decay, (1 + t) / (10 + t)), as TensorFlow's ``ExponentialMovingAverage`` has it, so that the
-        first weights are soon forgotten.
+        The decay is min(decay, (1 + t) / (10 + t)), as in TensorFlow's ``ExponentialMovingAverage``.
         """
         for weight, average in self.pairs:
             updates = tf.cast(num_updates, average.dtype)

@@ -1,4 +1,4 @@
-"""A part of a step that XLA compiles, and what it says of operations that it has not."""
+"""A part of a step that XLA compiles, and XLA's errors about unsupported operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Of what XLA has not TensorFlow says: EagerPyFunc (No registered ... node {{node model/dense/EagerPyFunc}}).
+# TensorFlow's message: EagerPyFunc (No registered ... node {{node model/dense/EagerPyFunc}}).
 UNCOMPILED = re.compile(
     r"(\w+) \((?:No registered|Unsupported|.{0,80}?not supported).*?\{\{node ([^}]*)\}\}", re.DOTALL
 )
@@ -20,7 +20,7 @@ TRIED_SAMPLES = 2
 
 
 class CompiledFunction:
-    """A function of nested tensors that XLA compiles, for each of their shapes once."""
+    """A function of nested tensors that XLA compiles, once per shape."""
 
     def __init__(self, compute: Callable[..., Any]) -> None:
         self._compute = compute
@@ -37,7 +37,7 @@ class CompiledFunction:
         return tf.function(compute, jit_compile=True, autograph=False)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Compute the function while another one is traced."""
+        """Call it in a trace."""
         return self._function(*self._flatten(arguments))
 
     def _flatten(self, arguments: Any) -> list[tf.Tensor]:
@@ -48,11 +48,11 @@ class CompiledFunction:
 
     @property
     def has_unknown_lengths(self) -> bool:
-        """True if another length than the number of samples is not known: it is compiled again for each."""
+        """True if a dimension other than samples is unknown: XLA compiles each length."""
         return not all(spec.shape.is_fully_defined() for spec in self._with_samples())
 
     def _with_samples(self) -> list[tf.TensorSpec]:
-        """The specs of the first call, with some number of samples where it is not known."""
+        """The specs of the first call, with unknown numbers of samples replaced."""
         return [
             tf.TensorSpec([TRIED_SAMPLES, *spec.shape[1:]], spec.dtype)
             if spec.shape.rank and spec.shape[0] is None
@@ -61,10 +61,9 @@ class CompiledFunction:
         ]
 
     def why_not(self, *arguments: Any) -> str:
-        """Operations that XLA cannot compile, in its words, or nothing: for the first call, or ``arguments``.
+        """Operations that XLA cannot compile, or "", for the first call or ``arguments``.
 
-        It wants to know all shapes: where a number of samples is not known, any is as good; if other lengths are not
-        it cannot be tried.
+        Without known lengths it cannot be checked; any number of samples will do.
         """
         if arguments:
             composite = [leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, COMPOSITES)]
@@ -75,8 +74,7 @@ class CompiledFunction:
             return ""
         if tf.executing_eagerly():
             return self._ask()
-        # A thread of its own is in no function, and no tape is stopped in it, as by tf.init_scope. Keras' policy of
-        # types is one of each thread.
+        # A new thread is in no function, and stops no tape, as tf.init_scope would. Keras' dtype policy is per thread.
         set_policy, policy = keras.config.set_dtype_policy, keras.config.dtype_policy()
         with concurrent.futures.ThreadPoolExecutor(1, "xla", initializer=set_policy, initargs=(policy,)) as thread:
             return thread.submit(self._ask).result()
@@ -92,7 +90,6 @@ class CompiledFunction:
 
 
 def describe_uncompiled(text: str) -> str:
-    """Describe operations that XLA does not support, with the names of their layers."""
     names = dict.fromkeys(UNCOMPILED.findall(text))
     said = [f"{kind} ({node})" for kind, node in names]
     more = f" and {len(said) - MAX_NAMED} more" if len(said) > MAX_NAMED else ""

@@ -1,6 +1,6 @@
-"""The part of a step that a rank computes alone: gradients and sums of its samples.
+"""The local part of a step: gradients and sums of this rank's samples.
 
-The objective of a rank is its part of that of the global batch, so that the ranks' gradients only have to be added.
+A rank's objective is its part of the global batch's, so that gradients are only summed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 
 @dataclass(frozen=True, kw_only=True)
 class StepStructure:
-    """Facts from tracing a step, equal on all ranks; a rank without samples needs them too."""
+    """Facts from tracing a step, equal on all ranks, including those without samples."""
 
-    metric_names: tuple[str, ...]  # of the workload, in the order of their sums
-    sparse_index_dtypes: tuple[tf.DType | None, ...]  # of each trainable variable's gradient; None for a dense one
-    state: tuple[keras.Variable, ...]  # what the forward pass itself updates (BatchNorm's moving statistics)
+    metric_names: tuple[str, ...]  # in the order of their sums
+    sparse_index_dtypes: tuple[tf.DType | None, ...]  # per trainable variable; None: dense
+    state: tuple[keras.Variable, ...]  # updated by the forward pass (BatchNorm's moving statistics)
 
 
 class Forward(NamedTuple):
-    """The result of the forward and backward pass of a rank's samples: sums to be reduced."""
+    """Local results to reduce."""
 
     gradients: list[tf.Tensor | tf.IndexedSlices]
-    sums: tf.Tensor  # the control vector before the reduction, [CONTROL_SUMS + metrics]
-    state: list[tf.Tensor]  # new values of the structure's state
+    sums: tf.Tensor  # control vector, [CONTROL_SUMS + metrics]
+    state: list[tf.Tensor]  # new values of ``structure.state``
     structure: StepStructure
 
 
 class LocalGradients:
-    """The forward and backward pass of this rank's samples, as a part of a graph."""
+    """The forward and backward pass of this rank's samples, for a traced step."""
 
     def __init__(
         self,
@@ -59,10 +59,7 @@ class LocalGradients:
         rank: int,
         jit_compile: bool = False,
     ) -> None:
-        """Nothing is traced yet. ``dtype`` is that of losses and sums.
-
-        ``jit_compile``: let XLA compile what is computed of some samples, but where that asks other ranks.
-        """
+        """Traces nothing. ``dtype``: of losses and sums. ``jit_compile``: use XLA, except across ranks."""
         self._workload, self._model, self._loss_scale = workload, model, loss_scale
         self._dtype, self._accumulate, self._seed, self._rank = dtype, config.accumulate, config.seed, rank
         self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
@@ -73,18 +70,17 @@ class LocalGradients:
             self.compiled = CompiledGradients(self._compute, model.trainable_variables)
 
     def __call__(self, batch: Batch, local_count: tf.Tensor) -> Forward:
-        """Gradients and sums of all samples of this rank's batch; ``local_count`` is their number, int64 []."""
+        """``local_count``: number of samples, int64 []."""
         before = [tf.convert_to_tensor(v.value) for v in self._fixed_or_state]
         if self._accumulate == 1:
             return self._of_samples(batch, 0, local_count, before, tf.constant(0))
         return self._of_micro_batches(batch, local_count, before)
 
     def of_nothing(self, batch: Batch, structure: StepStructure) -> Forward:
-        """The gradients of an empty local batch: zeros, without running the model.
+        """Zero gradients of an empty batch, without running the model.
 
-        Horovod's operations are not marked as stateful: TensorFlow's optimizer would run one whose input is constant
-        once, keep what came of it for all later steps, and merge two with the same input, while the other ranks wait.
-        So the zeros come from the batch, and each by a factor of its own.
+        Horovod's operations are not stateful for TensorFlow: its optimizer would fold one with a constant input, and
+        merge two with the same input, while other ranks wait. So the zeros depend on the batch, each by its own factor.
         """
         nothing = tf.shape(batch.indices, tf.int64)[0]
         factors = itertools.count(1)
@@ -107,7 +103,7 @@ class LocalGradients:
     def _of_samples(
         self, batch: Batch, start: Any, end: Any, state: Sequence[tf.Tensor], micro_batch: tf.Tensor
     ) -> Forward:
-        """Gradients and sums of the samples ``start`` to ``end`` of this rank's batch."""
+        """Process samples ``start`` to ``end`` of this rank's batch."""
         x, y = batch.x, batch.y
         if self._accumulate > 1:
             x, y = tf.nest.map_structure(lambda tensor: tensor[start:end], (x, y))
@@ -123,7 +119,6 @@ class LocalGradients:
         micro_batch: tf.Tensor,
         state: list[tf.Tensor],
     ) -> Forward:
-        """Gradients and sums of samples (x, y)."""
         x, y = samples
         count, global_count = tf.cast(count, self._dtype), tf.cast(global_count, self._dtype)
         variables = self._model.trainable_variables
@@ -133,8 +128,8 @@ class LocalGradients:
                 *zip(self._fixed_or_state, state, strict=True),
                 *zip(self._seed_states, self._dropout_seeds(step, micro_batch), strict=True),
             ]
-            # Updates that the forward pass makes (BatchNorm's statistics) stay inside the scope, so that a step that
-            # turns out not to be finite leaves no trace.
+            # Updates by the forward pass (BatchNorm's statistics) stay in the scope, so that a non-finite step discards
+            # them.
             with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
                 with noting_calls() as calls:
                     outputs = call_model(self._workload, self._model, x, training=True)
@@ -155,13 +150,13 @@ class LocalGradients:
         ]
         structure = self._find_structure(scope, state, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in structure.metric_names]
-        # The extra scalars are added before the reduction, once for all micro-batches.
+        # Added once for all micro-batches, before the reduction.
         no_extra_scalars = [tf.zeros([], self._dtype)] * NUM_EXTRA_SCALARS
         sums = tf.stack([count, data_loss_sum, regularization * count, *no_extra_scalars, *metric_sums])
         return Forward(gradients, sums, [scope.get_current_value(v) for v in structure.state], structure)
 
     def _require_every_rank(self, calls: Sequence[str]) -> None:
-        """See that ranks without samples take part where the others ask them; otherwise these would wait for ever."""
+        """Refuse collectives that ranks without samples would not join: a deadlock."""
         if calls and not self.needs_every_rank:
             name = type(self._workload).__name__
             raise UsageError(
@@ -171,16 +166,13 @@ class LocalGradients:
             )
 
     def _of_micro_batches(self, batch: Batch, num_samples: tf.Tensor, before: Sequence[tf.Tensor]) -> Forward:
-        """The sums over all micro-batches, in a loop of TensorFlow's, so that only one of them is in memory.
-
-        They are of equally many samples; the last ones may be smaller, or missing.
-        """
+        """Sum over micro-batches (equal, the last smaller or empty), in a tf.while_loop to save memory."""
         size = -(-num_samples // self._accumulate)
         first = self._of_samples(batch, 0, tf.minimum(size, num_samples), before, tf.constant(0))
 
         def add(number: tf.Tensor, gradients: list[Any], sums: tf.Tensor, updated: list[tf.Tensor]) -> tuple[Any, ...]:
             start = tf.minimum(tf.cast(number, tf.int64) * size, num_samples)
-            # Integers count steps, not micro-batches, of which each rank may have another number.
+            # Integers count steps: the number of micro-batches may differ between ranks.
             newest = {
                 id(v): value
                 for v, value in zip(first.structure.state, updated, strict=True)
@@ -199,8 +191,8 @@ class LocalGradients:
         loop_variables = (tf.constant(1), gradients, first.sums, first.state)
         shapes = tf.nest.map_structure(lambda t: t.shape, loop_variables)
         shapes[1][:] = [_growing_shape(gradient) for gradient in gradients]
-        # Where the forward pass asks the other ranks, missing ones are computed as well, without samples, and none
-        # begins to ask before the last one is done: TensorFlow orders what is stateful within the loop, and outside.
+        # If the forward pass is collective, empty micro-batches run too, and none starts before the last is done:
+        # TensorFlow orders stateful operations within the loop and outside.
         asked = tf.nest.flatten(loop_variables) if self.needs_every_rank else []
         with tf.control_dependencies(asked):
             _, gradients, sums, state = tf.while_loop(
@@ -217,7 +209,6 @@ class LocalGradients:
     def _find_structure(
         self, scope: keras.StatelessScope, state: Sequence[tf.Tensor], gradients: Sequence[Any], metrics: dict[str, Any]
     ) -> StepStructure:
-        """The structure of a step, from the state that the model has updated."""
         return StepStructure(
             metric_names=tuple(sorted(metrics)),
             sparse_index_dtypes=tuple(g.indices.dtype if isinstance(g, tf.IndexedSlices) else None for g in gradients),
@@ -229,7 +220,7 @@ class LocalGradients:
         )
 
     def _dropout_seeds(self, step: tf.Tensor, micro_batch: tf.Tensor) -> list[tf.Tensor]:
-        """A state for each of the model's seed generators, from (seed, generator, rank, step, micro-batch)."""
+        """Derive generator states from (seed, generator, rank, step, micro-batch)."""
         seeds = []
         for number, variable in enumerate(self._seed_states):
             key = tf.constant([self._seed % 2**31, number], tf.int32)
@@ -240,17 +231,16 @@ class LocalGradients:
 
 
 class CompiledGradients:
-    """The forward and backward pass of some samples, which XLA compiles."""
+    """The forward and backward pass of samples, compiled by XLA."""
 
     def __init__(self, compute: Callable[..., Forward], variables: Sequence[keras.Variable]) -> None:
-        """``compute`` gets samples (x, y) first, and tensors or lists of them; ``variables`` have its gradients."""
+        """``compute`` gets samples (x, y), then (lists of) tensors; ``variables``: of its gradients."""
         self._compute, self._variables = compute, variables
         self._labels: set[Labels] = set()
         self._structure: StepStructure | None = None
         self.function = CompiledFunction(self._trace)
 
     def __call__(self, *arguments: Any) -> Forward:
-        """Compute as ``compute`` does, while a step is traced."""
         gradients, sums, state = self.function(*arguments)
         assert self._structure is not None
         return Forward(list(map(with_known_rows, gradients, self._variables)), sums, state, self._structure)
@@ -263,12 +253,12 @@ class CompiledGradients:
 
     @property
     def labels(self) -> Sequence[Labels]:
-        """Parts of y that are passed to a sparse cross-entropy unmodified."""
+        """Parts of y that reach a sparse cross-entropy unmodified."""
         return sorted(self._labels, key=lambda one: (one.place, one.num_classes))
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
-    """A sparse gradient as a pair of tensors (values, indices), which a loop can carry."""
+    """Split a sparse gradient into (values, indices), which a loop can carry."""
     return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -277,14 +267,14 @@ def _pack(gradient: tf.Tensor | tuple[tf.Tensor, tf.Tensor], variable: keras.Var
 
 
 def _add(a: Any, b: Any) -> Any:
-    """The sum of two unpacked gradients; the rows of sparse ones one after the other."""
+    """Sum of unpacked gradients; sparse rows are concatenated."""
     if isinstance(a, tuple):
         return tuple(tf.concat([left, right], axis=0) for left, right in zip(a, b, strict=True))
     return a + b
 
 
 def _growing_shape(gradient: Any) -> Any:
-    """The shape of an unpacked gradient in a loop: the number of rows of a sparse one grows."""
+    """Loop shape of an unpacked gradient: the number of sparse rows grows."""
     if isinstance(gradient, tuple):
         return tuple(tf.TensorShape([None, *part.shape[1:]]) for part in gradient)
     return gradient.shape
@@ -293,15 +283,14 @@ def _growing_shape(gradient: Any) -> Any:
 def partial_objective(
     data_loss_sum: tf.Tensor, regularization: tf.Tensor, *, count: tf.Tensor, global_count: tf.Tensor
 ) -> tf.Tensor:
-    """A rank's part of the objective, whose sum over all ranks is (mean loss of the global batch) + regularisation.
+    """A rank's objective; the sum over ranks is (mean loss of the global batch) + regularization.
 
-    ``data_loss_sum`` and ``count`` are of this rank's samples; ``regularization`` is the same on every rank.
+    ``data_loss_sum`` and ``count`` are local; ``regularization`` is equal on all ranks.
     """
     return data_loss_sum / global_count + regularization * (count / global_count)
 
 
 def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
-    """See that the loss depends on some weight."""
     if all(gradient is None for gradient in gradients):
         raise UsageError(
             f"{type(workload).__name__}.loss gives a loss on which no weight of the model has any influence: nothing "
@@ -311,28 +300,24 @@ def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
 
 
 def with_shape_of(variable: keras.Variable, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """The gradient of a variable, with its shape known while the step is traced.
-
-    Which gradients travel together follows from their sizes, and all ranks must see the same: also one that has no
-    samples, and knows its variables alone.
-    """
+    """Set a gradient's static shape: fusion depends on sizes, and a rank without samples knows only the variables."""
     if not isinstance(gradient, tf.IndexedSlices):
-        gradient.set_shape(variable.shape)  # unknown behind a gradient of the user's own, for example
+        gradient.set_shape(variable.shape)  # unknown after a user-defined gradient, for example
     return gradient
 
 
 def with_known_rows(gradient: Any, variable: Any) -> Any:
-    """A sparse gradient that a function returned, with the number of its variable's rows known while it is traced."""
+    """Set the static number of rows of a sparse gradient that a function returned."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(list(variable.shape)))
 
 
 def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int) -> tf.Tensor:
-    """The gradient of a variable that the loss does not use.
+    """Gradient of an unused variable.
 
-    TensorFlow's optimizer runs a reduction of constants while it compiles (see ``LocalGradients.of_nothing``), which
-    one rank may do in another step than the others. No step is below 0, and TensorFlow does not know it.
+    TensorFlow would fold a reduction of constants (see ``LocalGradients.of_nothing``), maybe not in the same step on
+    all ranks. No step is below 0, but TensorFlow does not know.
     """
     nothing = tf.minimum(step, 0) * number
     return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)

@@ -1,4 +1,4 @@
-"""The loss scale of mixed_float16: small enough that nothing overflows, large enough that gradients do not vanish."""
+"""Dynamic loss scaling of mixed_float16."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tensorflow as tf
 from ringtrain.collectives.gradients import scaled
 
 INITIAL_LOSS_SCALE = 2.0**15
-LOSS_SCALE_GROWTH_STEPS = 2000  # Micikevicius et al. 2018; the interval of NVIDIA's and Keras' dynamic scaling
+LOSS_SCALE_GROWTH_STEPS = 2000  # Micikevicius et al. 2018; as in NVIDIA's and Keras' dynamic scaling
 MIN_LOSS_SCALE = 1.0
 
 
 class LossScale:
-    """The factor that keeps float16 gradients from vanishing (Micikevicius et al. 2018); 1 where it is not needed."""
+    """Factor against underflow of float16 gradients (Micikevicius et al. 2018); 1 if not dynamic."""
 
     def __init__(self, *, is_dynamic: bool) -> None:
         self.is_dynamic = is_dynamic
@@ -28,21 +28,19 @@ class LossScale:
 
     @property
     def value(self) -> tf.Tensor:
-        """The scale of the next step, float32 []."""
+        """float32 []."""
         return tf.convert_to_tensor(self._value.value) if self.is_dynamic else tf.constant(1.0)
 
     def scale(self, objective: tf.Tensor) -> tf.Tensor:
-        """The objective whose gradients are computed."""
         return objective * tf.cast(self.value, objective.dtype) if self.is_dynamic else objective
 
     def unscale(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], scale: tf.Tensor) -> list[Any]:
-        """The gradients of the objective itself, from those of the scaled one."""
         if not self.is_dynamic:
             return list(gradients)
         return [scaled(gradient, 1 / scale) for gradient in gradients]
 
     def adapt(self, is_finite: tf.Tensor) -> None:
-        """Halve the scale after an overflow; double it after many steps without one."""
+        """Halve the scale after an overflow; double it after LOSS_SCALE_GROWTH_STEPS finite steps."""
         if not self.is_dynamic:
             return
         good_steps = tf.where(is_finite, self._good_steps.value + 1, 0)

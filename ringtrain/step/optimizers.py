@@ -1,8 +1,7 @@
-"""Keras' most used optimizers, with updates that read and write each value once.
+"""Fused updates of Keras' most used optimizers, and optimizers for large batches.
 
-Keras writes an update as several operations, each of which goes through memory with all values: on cores, where large
-layers do not fit into a cache, that takes as long as a good part of the backward pass. TensorFlow has each of these
-formulas as one operation. Variables, settings and formulas are Keras' own. Besides, those for large batches.
+Keras writes an update as several operations, each a pass over memory, which is slow for layers larger than a cache.
+TensorFlow has one operation per formula. Variables, settings and formulas are Keras'.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import tensorflow as tf
 
 
 class FusedSGDUpdate:
-    """The update of SGD: plain, with momentum, or Nesterov's."""
-
     def update_step(self: Any, gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
         if isinstance(gradient, tf.IndexedSlices):
             super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
@@ -38,7 +35,7 @@ class FusedSGDUpdate:
 
 
 class FusedAdamUpdate:
-    """The update of Adam and AdamW (whose weight decay is not part of it)."""
+    """Weight decay of AdamW is separate."""
 
     def update_step(self: Any, gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
         if isinstance(gradient, tf.IndexedSlices) or self.amsgrad:
@@ -53,7 +50,7 @@ class FusedAdamUpdate:
             beta1_power=tf.cast(self.beta_1, dtype) ** step,
             beta2_power=tf.cast(self.beta_2, dtype) ** step,
             lr=tf.cast(learning_rate, dtype),
-            beta1=tf.constant(self.beta_1, dtype),  # not cast: a number of Python's would become a float32 before
+            beta1=tf.constant(self.beta_1, dtype),  # tf.cast would convert a Python number to float32 first
             beta2=tf.constant(self.beta_2, dtype),
             epsilon=tf.constant(self.epsilon, dtype),
             grad=tf.cast(gradient, dtype),
@@ -61,7 +58,7 @@ class FusedAdamUpdate:
 
 
 class FusedRMSpropUpdate:
-    """The update of RMSprop with momentum, not centred: TensorFlow's operation has a slot for it."""
+    """RMSprop with momentum, not centered: the operation needs a momentum slot."""
 
     def update_step(self: Any, gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
         if isinstance(gradient, tf.IndexedSlices) or self.centered or not self.momentum:
@@ -81,30 +78,29 @@ class FusedRMSpropUpdate:
 
 
 class LayerwiseUpdate:
-    """Updates of whole weights at a rate that depends on a weight's norm and that of what is to change it.
+    """Updates with a rate per weight, from the norms of weight and direction.
 
-    If weights are shared out, ``sum_over_ranks`` adds a vector over all ranks, so that the norms are whole ones.
+    If weights are sharded, ``sum_over_ranks`` sums a vector over all ranks to get whole norms.
     """
 
     sum_over_ranks: Callable[[tf.Tensor], tf.Tensor] = staticmethod(lambda vector: vector)
 
     @abc.abstractmethod
     def direction(self: Any, gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
-        """The change of a weight, except for its rate."""
+        """Return the unscaled change of a weight."""
 
     @abc.abstractmethod
     def ratio(self: Any, variable: tf.Variable, weight_norm: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
-        """The factor of a weight's rate; ``norm`` is that of its direction."""
+        """Return a weight's rate factor; ``norm``: of its direction."""
 
     def change(self: Any, variable: tf.Variable, direction: tf.Tensor, rate: tf.Tensor) -> None:
-        """Change a weight by its direction, at its rate."""
         variable.assign_sub(rate * direction)
 
     def _backend_update_step(self: Any, gradients: Any, variables: Any, learning_rate: Any) -> None:
         values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         dense = [tf.cast(tf.convert_to_tensor(g), v.dtype) for g, v in zip(gradients, values, strict=True)]
         directions = [self.direction(g, v) for g, v in zip(dense, values, strict=True)]
-        # That of all weights: if they are shared out, ranks have pieces of others, and add up.
+        # All weights: sharded ranks have different pieces, and sum up.
         dtype = tf.float64 if any(v.dtype == "float64" for v in self._trainable_variables) else tf.float32
         mine = [
             [tf.cast(2 * tf.nn.l2_loss(tf.cast(each, dtype)), dtype) for each in (v.read_value(), direction)]
@@ -121,7 +117,7 @@ class LayerwiseUpdate:
 
 
 class LayerwiseLamb(LayerwiseUpdate, keras.optimizers.Lamb):
-    """Keras' LAMB (You et al. 2020)."""
+    """LAMB (You et al. 2020)."""
 
     def direction(self, gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
         dtype, index = variable.dtype, self._get_variable_index(variable)
@@ -139,9 +135,9 @@ class LayerwiseLamb(LayerwiseUpdate, keras.optimizers.Lamb):
 class LARS(LayerwiseUpdate, keras.optimizers.Optimizer):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, algorithm 1), as in MLPerf's ResNet reference.
 
-    With the gradient g of a weight w, and its decay d: the momentum becomes m v + r e |w| / (|g| + d |w|) (g + d w),
-    by which w goes down; r is the learning rate and e the trust coefficient. Weights that are excluded from weight
-    decay (biases, norms) have neither decay nor a rate of their own.
+    For gradient g and decay d of a weight w, v becomes m v + r e |w| / (|g| + d |w|) (g + d w), and w decreases by v; m
+    is the momentum, r the learning rate, e the trust coefficient. Weights excluded from decay (biases, norms) use r
+    alone.
     """
 
     def __init__(
@@ -182,23 +178,19 @@ class LARS(LayerwiseUpdate, keras.optimizers.Optimizer):
         return {**super().get_config(), **own}
 
 
-class FusedSGD(FusedSGDUpdate, keras.optimizers.SGD):
-    """Keras' SGD."""
+class FusedSGD(FusedSGDUpdate, keras.optimizers.SGD): ...
 
 
-class FusedAdam(FusedAdamUpdate, keras.optimizers.Adam):
-    """Keras' Adam."""
+class FusedAdam(FusedAdamUpdate, keras.optimizers.Adam): ...
 
 
-class FusedAdamW(FusedAdamUpdate, keras.optimizers.AdamW):
-    """Keras' AdamW."""
+class FusedAdamW(FusedAdamUpdate, keras.optimizers.AdamW): ...
 
 
-class FusedRMSprop(FusedRMSpropUpdate, keras.optimizers.RMSprop):
-    """Keras' RMSprop."""
+class FusedRMSprop(FusedRMSpropUpdate, keras.optimizers.RMSprop): ...
 
 
-# By the names of the settings. Others are Keras' own: TensorFlow has no operation of their formulas.
+# By name in the settings. TensorFlow has no operation for the other formulas.
 OWN = {
     "sgd": FusedSGD,
     "adam": FusedAdam,
@@ -212,9 +204,9 @@ FUSED_UPDATES: dict[type, type] = {
     keras.optimizers.Adam: FusedAdamUpdate,
     keras.optimizers.AdamW: FusedAdamUpdate,
     keras.optimizers.RMSprop: FusedRMSpropUpdate,
-}  # of Keras' own classes, not of what inherits from them
+}  # of exactly these classes
 
 
 def only_reads_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
-    """True if no variable of the optimizer takes over a gradient, or a part of one, as it is: known of these alone."""
+    """True if no optimizer variable aliases a gradient; known for these classes only."""
     return type(optimizer) in OWN.values()

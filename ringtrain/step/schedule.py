@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the samples seen, so that the number of ranks does not enter."""
+"""The learning rate as a pure function of the samples seen, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ from dataclasses import dataclass
 
 from ringtrain.config import OptimizerConfig
 
-POLYNOMIAL_POWER = 2  # MLPerf's, with LARS
+POLYNOMIAL_POWER = 2  # as MLPerf with LARS
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """The learning rate of a run."""
-
     optimizer: OptimizerConfig
-    batch_ratio: float  # the run's global batch size over the one that ``optimizer.lr`` belongs to
-    samples_per_epoch: int  # size of the training data
-    total_samples: int  # of the whole run, if a cosine or linear schedule reaches 0
+    batch_ratio: float  # global batch size, relative to the one of ``optimizer.lr``
+    samples_per_epoch: int
+    total_samples: int  # of the run; the end of decaying schedules
 
     @property
     def peak(self) -> float:
-        """The learning rate after scaling; linear after Goyal et al. 2017, section 2.1, sqrt after Krizhevsky 2014."""
+        """Scaled rate: linear (Goyal et al. 2017, section 2.1) or sqrt (Krizhevsky 2014)."""
         exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.optimizer.lr_scale]
         return self.optimizer.lr * self.batch_ratio**exponent
 
     def __call__(self, samples_seen: int) -> float:
-        """The learning rate of the step that begins when ``samples_seen`` samples have been trained."""
         warmup_samples = self.optimizer.warmup_epochs * self.samples_per_epoch
         if samples_seen < warmup_samples:
             # Goyal et al. 2017, section 2.2: from the unscaled rate to the scaled one

@@ -1,9 +1,7 @@
-"""An optimizer whose slots are shared out: each rank updates its pieces of the weights, and keeps their slots alone.
+"""Sharded optimizer (ZeRO-1, Rajbhandari et al. 2020): each rank has pieces of the weights and their slots.
 
-ZeRO's first stage (Rajbhandari et al. 2020). To the optimizer a rank's pieces are its variables: vectors with the names
-of the weights that they are of, some of no values. So whatever computes each value from that value's own past, such as
-Adam's update, weight decay or a mask of it by name, computes the same as of whole weights. What needs all gradients at
-once, a norm to clip by or LAMB's, is summed over the ranks.
+The pieces are the optimizer's variables: vectors with the weights' names, some empty. Element-wise updates, weight
+decay and masks by name are unchanged. Norms of all gradients, to clip by or LAMB's, are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +23,11 @@ from ringtrain.step.optimizers import LayerwiseUpdate
 
 PROBE_SHAPE, PROBE_CUT, PROBE_UPDATES = (6, 4), 10, 2
 PROBE_RATE, PROBE_TOLERANCE = 0.1, 1e-5
-# Optimizers that hold others, or a loss scale: what these do to pieces is not looked into.
+# Optimizers that contain others, or a loss scale: not examined.
 MARKS_OF_WRAPPERS = ("optimizers", "inner_optimizer")
 
 
 class ShardedOptimizer:
-    """A Keras optimizer that updates this rank's pieces of the weights."""
-
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
@@ -40,10 +36,10 @@ class ShardedOptimizer:
         *,
         control_dtype: str,
     ) -> None:
-        """Build the optimizer on pieces of the weights. ``control_dtype`` is that of the step's control vector.
+        """Build the optimizer on pieces of the weights. ``control_dtype``: of the control vector.
 
         Raises:
-            UsageError: an update of the optimizer's is not element-wise.
+            UsageError: an update is not element-wise.
         """
         if not isinstance(optimizer, LayerwiseUpdate):
             require_elementwise(optimizer)
@@ -55,7 +51,7 @@ class ShardedOptimizer:
             control_dtype=control_dtype,
         )
         self.pieces = [self._create_piece(index) for index in range(len(self._weights))]
-        # Those with values. An optimizer that gets none at all would not count the update.
+        # Non-empty pieces. Without any, the optimizer would not count the update.
         self._updated = [index for index, piece in enumerate(self.pieces) if piece.shape[0]] or [0]
         self._weight_of_slot: dict[int, int] = {}
         self._build()
@@ -66,11 +62,11 @@ class ShardedOptimizer:
     def _create_piece(self, index: int) -> keras.Variable:
         weight = self._weights[index]
         piece = keras.Variable(self._cut(index, weight.value), trainable=True, dtype=weight.dtype, name=weight.name)
-        piece._path = weight.path  # what slots are called after
+        piece._path = weight.path  # prefix of slot names
         return piece
 
     def _build(self) -> None:
-        """Build the optimizer, and note which weight each of its slots is of."""
+        """Build the optimizer, and record the weight of each slot."""
         optimizer, add = self.optimizer, self.optimizer.add_variable_from_reference
         index_of = {optimizer._var_key(piece): index for index, piece in enumerate(self.pieces)}
 
@@ -94,54 +90,52 @@ class ShardedOptimizer:
             )
 
     def _keep_exclusions(self) -> None:
-        """Let those pieces decay whose weights do: these are asked by whole names, with those of their layers."""
+        """Apply the weights' exclusions from decay to their pieces: rules match full names with layers."""
         optimizer, pairs = self.optimizer, zip(self.pieces, self._weights, strict=True)
         decays = {optimizer._var_key(piece): optimizer._use_weight_decay(weight.value) for piece, weight in pairs}
         optimizer._use_weight_decay = lambda variable: decays[optimizer._var_key(variable)]
 
     def _cut(self, index: int, value: Any) -> Any:
-        """This rank's piece of a weight, or of what has its shape."""
         return cut(tf.convert_to_tensor(value), self._reduction.own[index])
 
     def is_shared_out(self, slot: keras.Variable) -> bool:
-        """True if this rank has a piece of a slot alone; others, such as the number of updates, all ranks have."""
+        """False for slots that all ranks have, such as the number of updates."""
         return id(slot) in self._weight_of_slot
 
     def shape_of(self, slot: keras.Variable) -> tuple[int, ...]:
-        """The shape of a whole slot."""
         return tuple(self._weights[self._weight_of_slot[id(slot)]].shape)
 
     def reduce(
         self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor, state: Sequence[tf.Tensor]
     ) -> Reduced:
-        """This rank's pieces of the summed gradients; sparse ones are made dense before."""
+        """Return this rank's pieces of the summed gradients, all dense."""
         return self._reduction([tf.convert_to_tensor(gradient) for gradient in gradients], control, state)
 
     def apply(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Update the pieces by their gradients, and give every rank the whole weights."""
+        """Update the pieces, and gather the whole weights on all ranks."""
         self.optimizer._clip_gradients = self._clip
         try:
             self.optimizer.apply([gradients[i] for i in self._updated], [self.pieces[i] for i in self._updated])
         finally:
             del self.optimizer._clip_gradients
-        values = [tf.convert_to_tensor(piece.value) for piece in self.pieces]  # no constants, also if there are none
+        values = [tf.convert_to_tensor(piece.value) for piece in self.pieces]  # no constants, even if empty
         whole = self._reduction.all_gather(values, name="weights")
         for index, (weight, value) in enumerate(zip(self._weights, whole, strict=True)):
             weight.assign(value)
-            if weight.constraint is not None:  # of whole weights: every rank computes the same
+            if weight.constraint is not None:  # on whole weights, equal on all ranks
                 weight.assign(weight.constraint(tf.convert_to_tensor(weight.value)))
                 self.pieces[index].assign(self._cut(index, weight.value))
 
     def _clip(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Clip as Keras' optimizers do, by the norms of whole gradients (or all of them), which the ranks sum.
+        """Clip as Keras' optimizers do, with norms summed over ranks.
 
-        They scale by limit / max(norm, limit): by 0 if a gradient's norm overflows; by NaN where that of all does.
+        The factor is limit / max(norm, limit). If a norm overflows: 0 for a gradient's, NaN for the global one.
         """
         optimizer = self.optimizer
         limit = optimizer.clipnorm or optimizer.global_clipnorm
         if not limit:
             return type(optimizer)._clip_gradients(optimizer, gradients)
-        # That of all pieces: ranks have those of other weights, and add up.
+        # All pieces: ranks have different ones, and sum up.
         dtype = tf.float64 if any(piece.dtype == "float64" for piece in self.pieces) else tf.float32
         mine = tf.stack([2 * tf.nn.l2_loss(tf.cast(gradient, dtype)) for gradient in gradients])
         squares = tf.scatter_nd([[index] for index in self._updated], mine, [len(self.pieces)])
@@ -155,19 +149,19 @@ class ShardedOptimizer:
         return [g * tf.cast(scale, g.dtype) for g, scale in zip(gradients, tf.unstack(scales), strict=True)]
 
     def _sum(self, vector: tf.Tensor, *, name: str) -> tf.Tensor:
-        """The sum over all ranks, of one that has no piece as well: TensorFlow knows its vector before it runs."""
+        """Sum over ranks; hidden, as the vector of a rank without pieces is constant."""
         [total] = self._collective.all_reduce([hide(vector)], name=name, ordered=True).tensors
         return total
 
     def begin_from_weights(self) -> None:
-        """Take this rank's pieces from the weights as they are now, for an optimizer that has made no update yet."""
+        """Copy this rank's pieces of the current weights, before the first update."""
         for index, (piece, weight) in enumerate(zip(self.pieces, self._weights, strict=True)):
             piece.assign(self._cut(index, weight.value))
         for piece, copy in slots_that_begin_as_weights(self.optimizer):
             copy.assign(piece.value)
 
     def gather(self, slots: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
-        """Whole slots, on rank 0 alone. Every rank must call it, with its pieces of the same slots."""
+        """Whole slots, on rank 0 only. Collective."""
         whole = {}
         for name, slot in slots.items():
             value = self._collective.all_gather(tf.convert_to_tensor(slot.value), name=f"slots/{name}")
@@ -176,7 +170,7 @@ class ShardedOptimizer:
         return whole
 
     def scatter(self, slots: Mapping[str, keras.Variable], whole: Mapping[str, np.ndarray]) -> None:
-        """Give each rank its pieces of rank 0's whole slots. Every rank must call it."""
+        """Distribute rank 0's whole slots. Collective."""
         for name, slot in slots.items():
             shape = self.shape_of(slot)
             is_rank0 = self._collective.world.is_rank0
@@ -185,7 +179,7 @@ class ShardedOptimizer:
             slot.assign(self._cut(self._weight_of_slot[id(slot)], value))
 
     def find_changed(self) -> list[str]:
-        """The weights of which this rank's piece is no more what it gave to all, by path."""
+        """Paths of weights that differ from this rank's piece."""
         return [
             weight.path
             for index, (piece, weight) in enumerate(zip(self.pieces, self._weights, strict=True))
@@ -194,10 +188,10 @@ class ShardedOptimizer:
 
 
 def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
-    """See that an optimizer computes each new value from that value's own past, by what it does to a weight in pieces.
+    """Check on a weight in pieces that an optimizer's updates are element-wise.
 
     Raises:
-        UsageError: it does not (Adafactor, Muon), or cannot be asked.
+        UsageError: they are not (Adafactor, Muon), or cannot be checked.
     """
     name = type(optimizer).__name__
     remedy = "Leave --shard_optimizer out, or take an optimizer that is, such as adamw, adam or sgd."
@@ -213,7 +207,7 @@ def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
         [whole] = _update(optimizer, [first], [[gradient] for gradient in gradients])
         halves = zip(_halve(first), *map(_halve, gradients), strict=True)
         pieces = [_update(optimizer, [piece], [[of] for of in of_piece])[0] for piece, *of_piece in halves]
-    except Exception as error:  # of a class of the user's
+    except Exception as error:  # from a user-defined class
         raise UsageError(
             f"shard_optimizer is true, but whether {name} is element-wise cannot be tried on pieces of a weight: "
             f"{type(error).__name__}: {error}. {remedy}"
@@ -234,7 +228,7 @@ def _halve(values: np.ndarray) -> list[np.ndarray]:
 def _update(
     optimizer: keras.optimizers.Optimizer, first: Sequence[np.ndarray], gradients: Sequence[Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """The update of weights by another optimizer with the same settings, without clipping, at a visible rate."""
+    """Update weights by a copy of the optimizer, without clipping, with a large rate."""
     config = optimizer.get_config() | {"learning_rate": PROBE_RATE}
     twin = type(optimizer).from_config(config)
     twin.clipnorm = twin.global_clipnorm = twin.gradient_accumulation_steps = None

@@ -1,10 +1,10 @@
-"""The state that a model updates in its forward pass, such as BatchNorm's moving statistics, as sums over all ranks.
+"""State that a forward pass updates (BatchNorm's moving statistics), as sums over all ranks.
 
-Floating-point state becomes the mean over all samples. A mean of whole numbers or booleans would be rounded: a step
-counter would stand still. All ranks that have samples must therefore compute the same whole numbers, and these are kept
-exactly. Each is sent as four digits of 16 bits and their squares, in float64. The ranks agree if and only if
-``(sum of digits)**2 == number of ranks * (sum of squares)`` (Cauchy-Schwarz), which float64 represents exactly for up
-to 1,448 ranks. With micro-batches, of which ranks may have different numbers, the first one's whole numbers count.
+Floating-point state becomes the mean over all samples. Means of integers or booleans would be rounded, and a step
+counter would not move. So ranks with samples must compute equal integers, which are kept exactly. Each is sent as four
+16-bit digits and their squares, in float64. The ranks agree if and only if
+``(sum of digits)**2 == number of ranks * (sum of squares)`` (Cauchy-Schwarz), exact for up to 1,448 ranks. Integers are
+those of the first micro-batch, as ranks may have different numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DIGITS, BITS = 4, 16
 
 
 class State(NamedTuple):
-    """The state that all ranks assign.
+    """New state, equal on all ranks.
 
     Attributes:
-        values: one for each variable, in its type.
-        divergent: int64 [], the position from 1 of the first variable that differs between ranks; 0 if none.
+        values: per variable, in its dtype.
+        divergent: int64 [], position from 1 of the first variable that differs between ranks; 0: none.
     """
 
     values: list[tf.Tensor]
@@ -33,13 +33,12 @@ class State(NamedTuple):
 
 
 def is_integer_or_bool(value: tf.Tensor | keras.Variable) -> bool:
-    """True for integers and booleans."""
     dtype = tf.as_dtype(value.dtype)
     return dtype.is_integer or dtype.is_bool
 
 
 def to_summands(values: Sequence[tf.Tensor], *, local_count: tf.Tensor, global_count: tf.Tensor) -> list[tf.Tensor]:
-    """This rank's summands for the values that it computed from ``local_count`` of ``global_count`` samples."""
+    """``values`` were computed from ``local_count`` of ``global_count`` samples."""
     has_samples = tf.cast(local_count > 0, tf.float64)
     summands = []
     for value in values:
@@ -55,7 +54,7 @@ def to_summands(values: Sequence[tf.Tensor], *, local_count: tf.Tensor, global_c
 def empty_summands(
     variables: Sequence[keras.Variable], zeros: Callable[[Sequence[Any], tf.DType], tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Summands of a rank without samples; ``zeros`` makes a tensor of a shape and type."""
+    """Summands of a rank without samples; ``zeros`` takes shape and dtype."""
     summands = [
         zeros([2, DIGITS, *v.shape], tf.float64) if is_integer_or_bool(v) else zeros(v.shape, _summed_dtype(v))
         for v in variables
@@ -64,7 +63,6 @@ def empty_summands(
 
 
 def from_sums(sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> State:
-    """The new state, from the sums of all ranks' summands."""
     num_ranks = sums[-1] if any(map(is_integer_or_bool, variables)) else None
     values, divergent = [], tf.constant(0, tf.int64)
     for position, (total, variable) in reversed(list(enumerate(zip(sums, variables, strict=False), start=1))):
@@ -79,7 +77,7 @@ def from_sums(sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) ->
 
 
 def require_equal_state(divergent: int, variables: Sequence[keras.Variable], step: int) -> None:
-    """Raise UsageError, on all ranks, if the ranks have computed different whole numbers for a variable."""
+    """Raise UsageError, on all ranks, if the ranks computed different integers."""
     if divergent:
         variable = variables[divergent - 1]
         raise UsageError(
@@ -95,7 +93,7 @@ def _summed_dtype(value: tf.Tensor | keras.Variable) -> tf.DType:
 
 
 def _to_digits(value: tf.Tensor) -> tf.Tensor:
-    """float64 [DIGITS, *shape], the lowest first."""
+    """float64 [DIGITS, *shape], lowest first."""
     bits = tf.bitcast(value, tf.int64) if value.dtype == tf.uint64 else tf.cast(value, tf.int64)
     mask = tf.constant(2**BITS - 1, tf.int64)
     shifted = [tf.bitwise.right_shift(bits, tf.constant(BITS * number, tf.int64)) for number in range(DIGITS)]

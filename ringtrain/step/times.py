@@ -1,4 +1,4 @@
-"""The parts of this rank's step time: input, computation, communication, and the rest."""
+"""The parts of this rank's step time: input, computation, communication, other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ Item = TypeVar("Item")
 
 
 class StepTimes:
-    """Adds up the parts of the steps' time, by this rank's clock, from one line of the log to the next.
+    """Sums the parts of the step time between log lines, by this rank's clock.
 
-    Computing and communication are told apart where the step times its communication: on cores, and not where
-    TensorFlow is to be deterministic. Otherwise the wait for data alone is known.
+    Computation and communication are separate only if the step times its communication (on cores, not deterministic).
     """
 
     def __init__(self, *, times_communication: bool) -> None:
@@ -24,19 +23,19 @@ class StepTimes:
         self._lap_begin = time.perf_counter()
 
     def lap(self) -> float:
-        """The seconds since this was called last, without those left out."""
+        """Return seconds since the last call, without those left out."""
         begin, self._lap_begin = self._lap_begin, time.perf_counter()
         return self._lap_begin - begin
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """A context whose time does not count: no step is trained in it."""
+        """Exclude this context's time."""
         begin = time.perf_counter()
         yield
         self._lap_begin += time.perf_counter() - begin
 
     def waiting_for(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The same items; the time until each is there is input."""
+        """Count the wait for each item as input."""
         begin = time.perf_counter()
         for item in items:
             self._input += time.perf_counter() - begin
@@ -45,17 +44,16 @@ class StepTimes:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """A context within which a step is computed."""
         begin = time.perf_counter()
         yield
         self._steps += time.perf_counter() - begin
 
     def note_communication(self, seconds: float) -> None:
-        """Add the time of a step between this rank's last gradient and the last sum over all ranks."""
+        """Add seconds from this rank's last gradient to the last sum."""
         self._communication += seconds
 
     def totals(self) -> dict[str, float]:
-        """The parts of all steps so far, in seconds."""
+        """Return seconds of all steps."""
         known = {"input_sec": self._input}
         if self._times_communication:
             known["compute_sec"] = max(0.0, self._steps - self._communication)
@@ -63,10 +61,10 @@ class StepTimes:
         return known
 
     def take(self, num_steps: int, sec_per_step: float) -> dict[str, float]:
-        """The parts of ``sec_per_step``, seconds a step, since this was called last, and begin again.
+        """Return the parts of ``sec_per_step`` since the last call.
 
-        ``communication_sec`` is what no computation hid; it includes the wait for slower ranks. ``other_sec`` is what
-        is left: checks, the log, the copies of saves.
+        ``communication_sec`` is not overlapped, and includes the wait for slower ranks. ``other_sec`` is the rest:
+        checks, log, copies for saves.
         """
         before, self._taken = self._taken, self.totals()
         known = {name: max(0.0, seconds - before.get(name, 0.0)) for name, seconds in self._taken.items()}

@@ -1,9 +1,8 @@
-"""One training step, compiled: forward, backward, reduction, finite check, update.
+"""The compiled training step: forward, backward, reduction, finite check, update.
 
-Each rank computes the gradient of the sum of its samples' losses over the planned number of samples of the *global*
-batch; the sum of that over the ranks is the gradient of the mean over the global batch, exactly, however ragged the
-ranks' shares are. The control vector is reduced with the gradients: a few sums that say how the step went; every
-decision is taken from these reduced numbers, which are the same on every rank.
+Each rank computes the gradient of (sum of its samples' losses) / (samples of the *global* batch). The sum over ranks is
+exactly the gradient of the global mean, even for unequal local batches. The control vector, a few sums, is reduced with
+the gradients; all decisions use reduced numbers, which are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +33,11 @@ from ringtrain.workloads.base import Workload
 
 Found = TypeVar("Found")
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-SCALARS = (tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_EXTRA_SCALARS], tf.float64))  # the learning rate, others
+SCALARS = (tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_EXTRA_SCALARS], tf.float64))  # learning rate, others
 
 
 class TrainStep:
-    """Trains a model on one global batch at a time.
-
-    Call it with this rank's ``Batch`` and the learning rate, then hand what it returns to ``read``.
-    """
+    """Trains a model on one global batch per call; ``read`` reads the result."""
 
     def __init__(
         self,
@@ -56,11 +52,11 @@ class TrainStep:
         times_communication: bool = False,
         jit_compile: bool = False,
     ) -> None:
-        """Trace the step, for batches of ``batch_spec``; almost all of this rank's have ``local_batch_size`` samples.
+        """Trace the step for ``batch_spec``; this rank's batches mostly have ``local_batch_size`` samples.
 
-        ``times_communication``: take the moments for ``communication_sec``. TensorFlow refuses that where it is to be
-        deterministic; of what a GPU computes the host knows none, and to ask would let it wait. ``jit_compile``: let
-        XLA compile the forward and backward pass, unless a layer asks other ranks in it.
+        ``times_communication``: measure ``communication_sec``. TensorFlow refuses that in deterministic mode; on a GPU
+        the host would have to wait. ``jit_compile``: let XLA compile the forward and backward pass, unless a layer uses
+        other ranks.
         """
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")
@@ -75,9 +71,9 @@ class TrainStep:
             self.sharded = ShardedOptimizer(optimizer, weights, reduction, control_dtype=self._dtype.name)
         else:
             optimizer.build(model.trainable_variables)
-        # A known number of samples saves the gradient of each addition the question whether anything was broadcast.
+        # A static number of samples spares gradients of additions the check for broadcasts.
         usual_spec = batch_spec if local_batch_size is None else fix_batch_size(batch_spec, local_batch_size)
-        self.not_compiled = ""  # why XLA does not compile what it was to, in words
+        self.not_compiled = ""  # the reason
         self._trace_usual(workload, config, usual_spec, reduction.collective.world.rank, jit_compile=jit_compile)
         self.compiled = self._local_gradients.compiled
         self.labels = self.compiled.labels if self.compiled else find_labels(self._train, batch_spec)
@@ -90,11 +86,11 @@ class TrainStep:
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
     def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:
-        """Trace the step that most batches take; if XLA cannot compile it and need not, again without."""
+        """Trace the usual step; again without XLA if XLA cannot compile it and is optional."""
         self._local_gradients = LocalGradients(
             workload, config, self.model, self.loss_scale, dtype=self._dtype, rank=rank, jit_compile=jit_compile
         )
-        # The traced function is called as it is: to choose among traces takes longer than a small step's computation.
+        # The concrete function: the choice among traces takes longer than a small step.
         self._train, self._structure = trace(self._train_samples, [spec, *SCALARS])
         if not jit_compile:
             return
@@ -105,7 +101,7 @@ class TrainStep:
         is_unknown = compiled.function.has_unknown_lengths
         if is_unknown and not is_forced:
             self.not_compiled = "the lengths of a sample are not known before, and it would compile each length"
-        # Where lengths are not known it cannot be tried; Python is what XLA has under no length.
+        # Cannot be checked with unknown lengths; only Python operations are known to fail.
         elif why := ", ".join(self.python_operations()[:MAX_NAMED]) if is_unknown else compiled.function.why_not():
             if is_forced:
                 raise UsageError(
@@ -119,86 +115,83 @@ class TrainStep:
     def __call__(
         self, batch: Batch, learning_rate: float, *, is_stop_wanted: bool = False, next_count: int = 0
     ) -> tf.Tensor:
-        """Train one step; every rank must call it for the same step.
+        """Train one step. Collective.
 
-        ``is_stop_wanted`` is this rank's vote to end the training after it; ``next_count`` are the samples that it has
-        for the next one, if that is not known before. What returns are the control vector and the step's facts, for
-        ``read``: computed once the device gets there.
+        ``is_stop_wanted``: this rank's vote to stop after it. ``next_count``: its samples in the next step, if not
+        planned. Returns control vector and facts for ``read``, asynchronously.
         """
         function = self._function_for(batch)
         return function(batch, constant(learning_rate), constant((is_stop_wanted, next_count)))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The workload's metrics, in the order of their sums in the control vector."""
+        """In the order of their sums in the control vector."""
         return self._structure.metric_names
 
     @property
     def local_gradients(self) -> LocalGradients:
-        """The forward and backward pass of a rank's samples."""
         return self._local_gradients
 
     @property
     def has_sparse_gradients(self) -> bool:
-        """True if the gradient of some variable holds a few of its rows alone."""
         return any(self._structure.sparse_index_dtypes)
 
     @property
     def state(self) -> tuple[keras.Variable, ...]:
-        """The variables that the model updates in its forward pass, such as moving statistics."""
+        """Variables that the forward pass updates, such as moving statistics."""
         return self._structure.state
 
     def is_traced_for(self, batch: Batch) -> bool:
-        """True if a step with this rank's batch begins at once; else TensorFlow traces a function for it before."""
+        """False if TensorFlow must first trace a function for this batch."""
         function = self._function_for(batch)
         return function is self._train or function.experimental_get_tracing_count() > 0
 
     def _function_for(self, batch: Batch) -> Any:
-        """The function that computes the step, chosen by the number of samples."""
+        """Depends on the number of samples."""
         num_samples = batch.indices.shape[0]
         if num_samples == self._local_batch_size or (num_samples and self._local_batch_size is None):
             return self._train
         return self._train_any if num_samples or self._local_gradients.needs_every_rank else self._join
 
     def python_operations(self) -> list[str]:
-        """The operations of a usual step that call the workload's own Python code (``tf.py_function``), by name."""
+        """Names of operations in the usual step that call Python (``tf.py_function``)."""
         return python_operations(self._train.graph)
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Variables that rank 0 broadcasts: all except dropout's seeds, which follow the step, and pieces of slots."""
+        """What rank 0 broadcasts: not dropout's seeds, which depend on the step, nor sharded slots."""
         return list(self.named_variables.values())
 
     @property
     def named_variables(self) -> dict[str, keras.Variable]:
-        """Variables that are equal on all ranks: weights, slots, averages, loss scale, such as ``weights/digits``."""
+        """Variables equal on all ranks, by names such as ``weights/digits``."""
         sharded = self.sharded
         return {name: v for name, v in self._name_all().items() if sharded is None or not sharded.is_shared_out(v)}
 
     @property
     def named_pieces(self) -> dict[str, keras.Variable]:
-        """This rank's pieces of the slots that are shared out, by the names of the whole slots."""
+        """This rank's pieces of sharded slots, by slot name."""
         return {name: v for name, v in self._name_all().items() if self.sharded and self.sharded.is_shared_out(v)}
 
     @property
     def shapes_of_shared_out(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and types of the whole slots that are shared out."""
+        """Shapes and dtypes of whole sharded slots."""
         pieces = self.named_pieces.items() if self.sharded is not None else ()
         return {name: (self.sharded.shape_of(v), str(v.dtype)) for name, v in pieces if self.sharded is not None}
 
     @property
     def names(self) -> list[str]:
-        """The names of all variables in a checkpoint, sharded or not."""
+        """Names of all variables in a checkpoint."""
         return list(self._name_all())
 
     def gather_shared_out(self) -> dict[str, np.ndarray]:
-        """Whole slots that are shared out, on rank 0 alone; every rank must call it."""
+        """Whole sharded slots, on rank 0 only. Collective."""
         return self.sharded.gather(self.named_pieces) if self.sharded is not None else {}
 
     def share_values(self, collective: Collective, slots: Mapping[str, np.ndarray] | None = None) -> None:
-        """Give every rank rank 0's values; every rank must call it.
+        """Broadcast rank 0's values. Collective.
 
-        ``slots`` are whole ones, of rank 0, if it resumes from a checkpoint; on the others only whether it does.
+        ``slots``: rank 0's whole ones if it resumes; on other ranks only None or not matters.
         """
         broadcast_variables(self.variables, collective)
         if self.sharded is not None:
@@ -207,7 +200,6 @@ class TrainStep:
                 self.sharded.scatter(self.named_pieces, slots)
 
     def _name_all(self) -> dict[str, keras.Variable]:
-        """All that a checkpoint holds."""
         return name_variables(
             weights=named_weights(self.model),
             slots=named_slots(self.optimizer),
@@ -216,9 +208,9 @@ class TrainStep:
         )
 
     def find_nonfinite_gradients(self, batch: Batch) -> list[str]:
-        """The weights whose gradient by this rank's samples alone is not finite, in the order of the model.
+        """Paths of weights whose local gradient is not finite, in model order.
 
-        It computes the gradients of the batch again, and changes nothing. Every rank must call it.
+        Computes the gradients of the batch again. Collective.
         """
         if not (batch.indices.shape[0] or self._local_gradients.needs_every_rank):
             return []
@@ -228,11 +220,10 @@ class TrainStep:
         ]
 
     def require_equal_state(self, returned: tf.Tensor, step: int) -> None:
-        """Raise UsageError if the ranks computed different whole numbers for a variable of the model in this step."""
+        """Raise UsageError if the ranks computed different integers in this step."""
         require_equal_state(int(read_value(returned, "divergent_state")), self.state, step)
 
     def read(self, returned: tf.Tensor) -> StepReport:
-        """Bring to the host what a call returned."""
         return read_report(returned, self.metric_names)
 
     def _train_samples(
@@ -242,19 +233,17 @@ class TrainStep:
         return self._reduce_and_update(forward, learning_rate, extra_scalars), forward.structure
 
     def _compute_forward(self, batch: Batch) -> Forward:
-        """Gradients and sums of this rank's samples, and its part of the mean of the state."""
         local_count = tf.shape(batch.indices, tf.int64)[0]
         forward = self._local_gradients(batch, local_count)
         summands = to_summands(forward.state, local_count=local_count, global_count=batch.global_count)
         return forward._replace(state=summands)
 
     def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> tf.Tensor:
-        """The step of a rank whose share is empty."""
         forward = self._local_gradients.of_nothing(batch, self._structure)
         return self._reduce_and_update(forward, learning_rate, extra_scalars)
 
     def _are_gradients_finite(self, batch: Batch) -> tf.Tensor:
-        """For each trainable variable, bool [variables]."""
+        """bool [variables]."""
         gradients = self._local_gradients(batch, tf.shape(batch.indices, tf.int64)[0]).gradients
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         return tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
@@ -265,7 +254,7 @@ class TrainStep:
             tf.cast(extra_scalars, self._dtype), [[end - NUM_EXTRA_SCALARS, forward.sums.shape[0] - end]]
         )
         reduce = self._reduction if self.sharded is None else self.sharded.reduce
-        # TensorFlow runs what is stateful in the order in which it is written here: a clock, a native sum.
+        # TensorFlow runs stateful operations (clock, native sums) in this order.
         begin = moment_after([*forward.state, *forward.gradients]) if self.times_communication else None
         gradients, gradients_finite, scaled_norm, sums, state_sums = reduce(
             forward.gradients, forward.sums + extra_scalars, forward.state
@@ -274,11 +263,11 @@ class TrainStep:
         communication_sec = tf.constant(0.0, tf.float64)
         if begin is not None:
             communication_sec = moment_after([sums, *state_sums, *gradients]) - begin
-        assert sums is not None  # a control vector was given
-        looked_at = [sums[:end], *state_sums]  # a metric may be NaN, such as 0 of 0; nothing is trained by it
+        assert sums is not None
+        looked_at = [sums[:end], *state_sums]  # a metric may be NaN, such as 0 / 0
         is_finite = tf.reduce_all([gradients_finite, *(tf.reduce_all(tf.math.is_finite(each)) for each in looked_at)])
         scale = self.loss_scale.value
-        if not self._follows_schedule:  # the first of a MultiOptimizer's, which has none itself
+        if not self._follows_schedule:  # MultiOptimizer has no rate itself
             learning_rate = getattr(self.optimizer, "optimizers", [self.optimizer])[0].learning_rate
 
         def update() -> tf.Tensor:
@@ -310,7 +299,7 @@ class TrainStep:
 
 
 def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) -> tuple[Any, Found]:
-    """A function of a batch and tensors, traced, and other results of its trace, such as a structure."""
+    """Return the concrete function, and the other results of its trace."""
     found = []
 
     def compute(*arguments: Any) -> Any:
@@ -323,9 +312,9 @@ def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) 
 
 
 def python_operations(graph: Any) -> list[str]:
-    """The operations that call Python code of others, by name: of a graph, the functions in it, and those around it."""
+    """Names of operations that call foreign Python code, in a graph, its functions and outer graphs."""
     nodes = []
-    while graph is not None and hasattr(graph, "outer_graph"):  # a function's
+    while graph is not None and hasattr(graph, "outer_graph"):  # of a function
         definition = graph.as_graph_def()
         nodes += [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
         graph = graph.outer_graph
@@ -334,25 +323,24 @@ def python_operations(graph: Any) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def constant(values: float | tuple[float, ...]) -> tf.Tensor:
-    """These as float64: mostly those of the step before, and to make them again costs as much as some operations."""
+    """float64; cached, as most calls repeat the last values."""
     return tf.constant(values, tf.float64)
 
 
 def moment_after(values: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-    """The time at which the last of these is ready, by the clock of the host: seconds, float64 []."""
+    """Host time at which the last value is ready: seconds, float64 []."""
     tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     with tf.control_dependencies(tensors):
         return tf.timestamp()
 
 
 def fix_batch_size(batch_spec: Batch, size: int) -> Batch:
-    """The spec of batches that all have so many samples."""
     return tf.nest.map_structure(
         lambda spec: tf.TensorSpec([size, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec, batch_spec
     )
 
 
 def set_precision(precision: Precision) -> None:
-    """Make Keras create and compute in this type. Call before the model is created."""
+    """Call it before the model is created."""
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
     keras.config.set_dtype_policy(precision)

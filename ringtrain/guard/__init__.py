@@ -1,1 +1,1 @@
-"""Guards: what watches over a run and stops it, with a name for what is wrong, before harm is done."""
+"""Guards that stop a run before damage, and name the cause."""

@@ -1,6 +1,6 @@
-"""The user's code that is loaded, for the ranks to compare: what belongs to neither Python nor an installed package.
+"""The loaded user code, for comparison between ranks: neither Python nor installed packages.
 
-A module that only some ranks have loaded, such as one that draws curves on rank 0, is no difference.
+A module that only some ranks have loaded, such as plots on rank 0, is no difference.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
 
 
 def describe_loaded_code() -> dict[str, str | list[str]]:
-    """The lines of each user module, and the versions of the packages that these modules import.
+    """Return the lines of user modules, and the versions of packages that they import.
 
-    Files are named as they are imported, since nodes may keep them in different places.
+    Labels are import names: nodes may have different paths.
     """
     facts: dict[str, str | list[str]] = {}
     versions: dict[str, str] = {}
-    seen = set()  # a module may have several names, as the program does in a process that has multiprocessing
+    seen = set()  # multiprocessing can give the program several names
     for name, module in sorted(sys.modules.items()):
         file = _file_of(module)
         if file is None or file in seen or not is_users_own(file):
@@ -33,7 +33,7 @@ def describe_loaded_code() -> dict[str, str | list[str]]:
         lines = _read_lines(name, module, file)
         if lines is not None:
             label = _label(name, Path(file))
-            if f"{label} line" in facts:  # of the same name in another folder
+            if f"{label} line" in facts:  # same name, other directory
                 label = f"{Path(file).parent.name}/{label}"
             facts[f"{label} line"] = lines
         versions |= dict(_packages_in(module))
@@ -41,7 +41,6 @@ def describe_loaded_code() -> dict[str, str | list[str]]:
 
 
 def package_version(package: str) -> str | None:
-    """The version of an installed package; None for one that is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -49,18 +48,18 @@ def package_version(package: str) -> str | None:
 
 
 def _file_of(module: object) -> str | None:
-    """Not by ``getattr``, which would have modules that load late load now."""
+    """Without ``getattr``, which would load lazy modules."""
     return vars(module).get("__file__") if isinstance(module, ModuleType) else None
 
 
 def _label(name: str, file: Path) -> str:
-    """A file with the folders of its packages: ``nets/blocks.py`` of the module ``nets.blocks``."""
+    """For example ``nets/blocks.py`` for ``nets.blocks``."""
     depth = name.count(".") + 1 + (file.stem == "__init__")
     return "/".join(file.parts[-depth:])
 
 
 def _read_lines(name: str, module: ModuleType, file: str) -> list[str] | None:
-    """A module's source, out of an archive as well; None of one that comes without, in compiled form."""
+    """Also from an archive; None without source."""
     path = Path(file)
     if path.suffix == ".py" and path.is_file():
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -74,7 +73,6 @@ def _read_lines(name: str, module: ModuleType, file: str) -> list[str] | None:
 
 
 def _packages_in(module: ModuleType) -> Iterator[tuple[str, str]]:
-    """Names and versions of the installed packages that a module has imported something from."""
     for value in list(vars(module).values()):
         if isinstance(value, ModuleType):
             origin = vars(value).get("__name__")

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same samples? They compare digests of all of them, and look for the first that differs."""
+"""Comparison of the samples of all ranks, by digests, and search for the first difference."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ringtrain.messages.ranks import group_ranks, name_ranks
 
 
 def require_same_contents(collective: Collective, contents: Contents, print_line: Callable[[str], None]) -> None:
-    """See that all ranks hold the same samples: arrays byte by byte, files by samples of them. Every rank must call it.
+    """Compare arrays byte by byte, and files by samples of their bytes. Collective.
 
-    Floating-point values that were rounded otherwise, as on a processor of another kind, are a warning. The
-    ``contents`` are of sources that ``require_same_sources`` found alike.
+    Rounding differences, as between kinds of processors, only warn. ``contents`` must have passed
+    ``require_same_sources``.
     """
     name = "preflight/contents"
     facts = raise_on_all_ranks(collective, contents.facts, name=name)
@@ -61,12 +61,12 @@ def require_same_contents(collective: Collective, contents: Contents, print_line
 
 
 def digest_contents(contents: Contents) -> dict[str, str]:
-    """Digests of the training data for the events of a run, by the names of its arrays and files."""
+    """Keyed by names of arrays and files, for events."""
     return {name: digest(each) for name, each in contents.facts().items()}
 
 
 def find_other_contents(former: Any, current: Mapping[str, str]) -> list[str]:
-    """The names of the arrays and files that are not what a run noted of them: ``former``, read from its events."""
+    """Names that differ from the recorded digests ``former``."""
     known = former if isinstance(former, dict) else {}
     return [name for name, value in current.items() if known.get(name, value) != value]
 
@@ -74,7 +74,7 @@ def find_other_contents(former: Any, current: Mapping[str, str]) -> list[str]:
 def _find_first_value(
     collective: Collective, array: tf.Tensor, speakers: Sequence[int], *, name: str
 ) -> tuple[str, list[str]] | None:
-    """The position and the ranks' values of the first difference beyond rounding; None if there is none."""
+    """Position and ranks' values of the first difference beyond rounding; None if none. Collective."""
     sample = _find_first_row(collective, array, speakers, name=f"{name}/samples", may_be_rounding=True)
     if sample is None:
         return None
@@ -90,12 +90,11 @@ def _find_first_value(
 def _find_first_row(
     collective: Collective, array: Any, speakers: Sequence[int], *, name: str, may_be_rounding: bool
 ) -> int | None:
-    """The first row of an array [n, ...] that differs, by more than rounding if any does. Every rank must call it.
+    """Find the first row of an array [n, ...] that differs, preferably beyond rounding. Collective.
 
-    It is looked for in blocks, in the first of these that differs in smaller ones, down to a single row.
+    Blocks are divided until one row remains.
 
-    ``speakers`` are, for each rank, the first that holds the same as it. If it ``may_be_rounding`` that no row
-    differs by more, None says so.
+    ``speakers``: per rank, the first rank with equal data. None if ``may_be_rounding`` and nothing differs by more.
     """
     with tf.device("CPU"):
         array = tf.convert_to_tensor(array)
@@ -122,7 +121,6 @@ def _find_first_row(
 
 
 def _unequal(one: Sequence[Any], other: Sequence[Any]) -> list[int]:
-    """The blocks whose digests differ."""
     return [block for block, (mine, its) in enumerate(zip(one[0], other[0], strict=True)) if mine != its]
 
 

@@ -1,4 +1,4 @@
-"""An error that all ranks raise is shown once, by rank 0."""
+"""Report an error of all ranks once, on rank 0."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.world import World
 
-MEETING_SECONDS = 1.0  # how long a rank that fails waits for the others to fail as well
+MEETING_SECONDS = 1.0  # to wait for the other ranks to fail
 LOOK_SECONDS = 0.01
-TAG = 1729  # of messages among ranks that fail
+TAG = 1729  # of messages between failing ranks
 
 
 def is_raised_by_rank0(error: BaseException) -> bool:
-    """True if rank 0 raises just this as well, at the same place, about now; False on rank 0 itself.
+    """True if rank 0 raises the same error at the same line now; False on rank 0.
 
-    Ranks that do not fail never come: it takes ``MEETING_SECONDS`` then.
+    Takes ``MEETING_SECONDS`` if rank 0 does not fail.
     """
     place = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     digest = hashlib.sha256(repr([describe_defect(error), place]).encode()).digest()
@@ -34,8 +34,7 @@ def is_raised_by_rank0(error: BaseException) -> bool:
 
 
 def _meet_over_horovod(horovod: Any, digest: bytes) -> bool:
-    """In a function Horovod's operations meet by name, so that this is in nobody's way (eagerly they would meet any
-    other)."""
+    """Compare in a tf.function, in which Horovod matches operations by name; eager ones would match any other."""
     found: list[bool] = []
 
     def meet() -> None:
@@ -53,7 +52,7 @@ def _meet_over_horovod(horovod: Any, digest: bytes) -> bool:
     def meet_quietly() -> None:
         try:
             meet()
-        except Exception:  # a rank has ended, and Horovod with it
+        except Exception:  # another rank has ended Horovod
             found.append(False)
 
     thread = threading.Thread(target=meet_quietly, name="failing", daemon=True)
@@ -63,7 +62,7 @@ def _meet_over_horovod(horovod: Any, digest: bytes) -> bool:
 
 
 def _meet_over_mpi(mpi: Any, digest: bytes) -> bool:
-    """Compare errors by messages, which do not disturb collectives."""
+    """Compare by messages, which do not disturb collectives."""
     ranks, end = mpi.COMM_WORLD, time.monotonic() + MEETING_SECONDS
     if ranks.Get_rank() == 0:
         sent = [ranks.Isend(digest, dest=rank, tag=TAG) for rank in range(1, ranks.Get_size())]
@@ -80,13 +79,13 @@ def _meet_over_mpi(mpi: Any, digest: bytes) -> bool:
 
 
 def describe_same(error: BaseException, world: World) -> str:
-    """The message of a rank about an error that rank 0 prints."""
+    """Message for an error that rank 0 prints."""
     return escape(f"rank {world.rank} on {world.node} failed as rank 0 did: {describe_defect(error)}")
 
 
 @functools.cache
 def show_once(world: World) -> None:
-    """From now on an error that ends the program is shown by rank 0 alone, if that raises it as well."""
+    """Install an excepthook: only rank 0 prints an error of all."""
     plain = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

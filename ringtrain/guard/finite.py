@@ -1,4 +1,4 @@
-"""Is what is about to be saved finite? A step whose gradients are finite can still make weights that are not."""
+"""Finite check before a save: finite gradients can still make weights non-finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def require_finite_values(
     though: str = ", though its loss and gradients were",
     remedy: str = "Lower --optimizer.lr, or add --optimizer.clip_global_norm",
 ) -> None:
-    """See that no weight or slot is infinite or NaN when ``step`` steps are done. Every rank must call it."""
+    """Collective."""
 
     def look() -> None:
         bad = [name for name, variable in variables.items() if not _is_finite(variable.value)]

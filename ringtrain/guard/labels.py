@@ -1,4 +1,4 @@
-"""Labels for which a model has no class: a sparse cross-entropy makes NaN or 0 of them on some devices, unseen."""
+"""Labels outside the model's classes: on some devices, a sparse cross-entropy silently gives NaN or 0."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ringtrain.data.pipeline import Augment, Batch
 from ringtrain.data.sources import ArraySource
 from ringtrain.errors import DataError
 
-CHECKED_STEPS = 100  # of a process: a look at a batch costs some microseconds
-SPARSE_LOSS = "SparseSoftmaxCrossEntropyWithLogits"  # Keras' and TensorFlow's sparse cross-entropies are all this one
+CHECKED_STEPS = 100  # of a process; a check takes microseconds
+SPARSE_LOSS = "SparseSoftmaxCrossEntropyWithLogits"  # used by Keras' and TensorFlow's sparse cross-entropies
 KEEP_VALUES = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze")
 
 
 @dataclass(frozen=True)
 class Labels:
-    """A part of y that is compared with classes: its place in ``tf.nest.flatten(y)``."""
+    """A part of y that is compared with classes, by position in ``tf.nest.flatten(y)``."""
 
     place: int
     num_classes: int
 
     def check(self, y: Any, indices: Any, *, of: str) -> None:
-        """See that each label in the ``y`` of the samples ``indices`` [n] is one of the model's classes."""
+        """Raise for a label that is no class; ``indices`` [n] of the samples in ``y``."""
         labels = np.asarray(tf.nest.flatten(y)[self.place])
         if not labels.size or (labels.min() >= 0 and labels.max() < self.num_classes):
             return
@@ -41,13 +41,13 @@ class Labels:
 
 
 def find_labels(function: Any, batch_spec: Batch) -> Sequence[Labels]:
-    """Parts of y that a concrete function of a batch passes to a sparse cross-entropy unmodified."""
+    """Return parts of y that a concrete function passes to a sparse cross-entropy unmodified."""
     first = len(tf.nest.flatten(batch_spec.x))
     return find_labels_of(function.graph, function.graph.inputs[first : first + len(tf.nest.flatten(batch_spec.y))])
 
 
 def find_labels_of(graph: Any, y: Sequence[tf.Tensor]) -> Sequence[Labels]:
-    """The same of a graph that has the parts of y as inputs."""
+    """``y``: the graph's inputs."""
     inputs = {tensor.ref(): place for place, tensor in enumerate(y)}
     found = set()
     for operation in graph.get_operations():
@@ -62,7 +62,7 @@ def find_labels_of(graph: Any, y: Sequence[tf.Tensor]) -> Sequence[Labels]:
 
 
 def keeps_labels(augment: Augment, source: ArraySource) -> bool:
-    """True if ``augment`` gives each y as it gets it, as its trace shows."""
+    """True if the trace of ``augment`` returns y unchanged."""
     kept = []
 
     def look(one: Any, other: Any) -> None:

@@ -1,4 +1,4 @@
-"""The settings of a model's layers, which no variable shows: an activation, a penalty, a rate of dropout, a policy."""
+"""Settings of layers that variables do not show: activations, penalties, dropout rates, policies."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ringtrain.config import flatten_settings
 if TYPE_CHECKING:
     import keras
 
-# These may differ: all ranks get the first weights of rank 0, and Keras draws a seed for a layer that has none.
+# These may differ: rank 0's weights are broadcast, and Keras draws missing seeds.
 OF_A_RANK = ("initializer", "seed", "build_config")
 
 
 def describe_layers(model: keras.Model, is_own: Callable[[keras.Layer], bool] = lambda layer: False) -> list[str]:
-    """Settings that must be the same on all ranks, in words, of all layers but those that are a rank's ``own``."""
+    """Settings that must be equal on all ranks, without layers that a rank trains alone."""
     import keras
 
-    containers = (keras.Sequential, keras.Model, keras.layers.InputLayer)  # what they hold comes by itself
+    containers = (keras.Sequential, keras.Model, keras.layers.InputLayer)  # their layers are listed separately
     layers = [layer for layer in model._flatten_layers() if not isinstance(layer, containers)]
     return [
         f"{type(layer).__name__} (layer {number}): {setting}"
@@ -31,7 +31,7 @@ def describe_layers(model: keras.Model, is_own: Callable[[keras.Layer], bool] = 
 def _config_of(layer: keras.Layer) -> Mapping[str, Any]:
     try:
         config = layer.get_config()
-    except Exception:  # from user code; Keras raises for a layer whose arguments it does not know
+    except Exception:  # from user code; Keras raises for layers with unknown arguments
         return {}
     return config if isinstance(config, Mapping) else {}
 
@@ -40,15 +40,13 @@ def _flatten(config: Mapping[str, Any]) -> Iterator[str]:
     settings = {str(path): value for path, value in flatten_settings(config).items()}
     for path, value in settings.items():
         parent, _, name = path.rpartition(".")
-        is_of_a_layer = (
-            not parent or f"{parent}.trainable" in settings
-        )  # Keras numbers its name in the order of creation
+        is_of_a_layer = not parent or f"{parent}.trainable" in settings  # a layer's name; Keras numbers it by creation
         if not (name == "name" and is_of_a_layer) and not any(part.endswith(OF_A_RANK) for part in path.split(".")):
             yield f"{path}={plain(value)}"
 
 
 def plain(value: Any) -> str:
-    """A value as text that is the same on all ranks: for other objects, the type."""
+    """Text that is equal on all ranks: of other objects, the type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return str(value)
     if isinstance(value, (list, tuple)):

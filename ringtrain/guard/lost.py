@@ -1,4 +1,4 @@
-"""Explain collectives that fail because another rank is gone."""
+"""Explanation of collectives that fail because another rank is gone."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from collections.abc import Iterator
 from ringtrain.errors import LOST_RANK_SIGN, RingtrainError
 from ringtrain.runtime import activity
 
-# What Horovod 0.28 gives every pending collective once its background thread has ended (common.h: SHUT_DOWN_ERROR).
+# Horovod 0.28's error for pending collectives after its background thread has ended (common.h: SHUT_DOWN_ERROR).
 SIGNS = ("Horovod has been shut down", LOST_RANK_SIGN)
-NAMED_SECONDS = 1.5  # the watchdog looks each second
+NAMED_SECONDS = 1.5  # the watchdog checks each second
 
 
 class LostRanksError(RingtrainError):
-    """Another rank has ended, or cannot be reached."""
-
-    has_lost_rank0 = False  # the one that writes the ``end`` record
+    has_lost_rank0 = False  # which writes the ``end`` record
 
 
-_first_lost = ""  # in words; the first whose connection has ended, as others end in its wake
+_first_lost = ""  # the first lost rank; others follow it
 _is_known = threading.Event()
 
 
 def note_lost(who: str) -> None:
-    """The connection of a rank, such as ``rank 1 on node7``, has ended without its leave. The watchdog says so."""
+    """Called by the watchdog if the connection to ``who``, such as ``rank 1 on node7``, ends without notice."""
     global _first_lost
     _first_lost = _first_lost or who
     _is_known.set()
@@ -33,7 +31,6 @@ def note_lost(who: str) -> None:
 
 @contextlib.contextmanager
 def explaining_lost_ranks() -> Iterator[None]:
-    """Explain Horovod's error after the end of another rank."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory: recognised among the errors of TensorFlow and Python, and explained."""
+"""Detection and explanation of out-of-memory errors of TensorFlow and Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringtrain.config import DEFAULT_BATCH_SIZE, Config
 from ringtrain.errors import RingtrainError
 from ringtrain.runtime import activity
 
-# What TensorFlow's allocators, XLA, CUDA's driver, Python and NumPy say.
+# Messages of TensorFlow's allocators, XLA, CUDA's driver, Python and NumPy.
 SIGNS = re.compile(
     r"OOM when allocating|[Oo]ut of memory|CUDA_ERROR_OUT_OF_MEMORY|[Ff]ailed to allocate (?:memory|request)"
     r"|MemoryError|Unable to allocate"
@@ -22,13 +22,11 @@ REQUEST = re.compile(
 )
 
 
-class OutOfMemoryError(RingtrainError):
-    """A rank needs more memory than its GPU or its node has."""
+class OutOfMemoryError(RingtrainError): ...
 
 
 @contextlib.contextmanager
 def explaining_memory(config: Config) -> Iterator[None]:
-    """Turn all errors that mean "out of memory" into one of the user's errors."""
     try:
         yield
     except Exception as error:
@@ -39,7 +37,7 @@ def explaining_memory(config: Config) -> Iterator[None]:
 
 
 def in_smaller_pieces(config: Config) -> str:
-    """The flags under which the same global batch is computed in pieces of half the size."""
+    """Flags for the same global batch in halved micro-batches."""
     pieces = f"--accumulate {2 * config.accumulate}"
     if not config.global_batch_size:
         batch_size = config.batch_size or DEFAULT_BATCH_SIZE
@@ -50,7 +48,7 @@ def in_smaller_pieces(config: Config) -> str:
 
 
 def explain(error: Exception, config: Config) -> str | None:
-    """Explain an out-of-memory error and what helps; None for other errors."""
+    """None for other errors."""
     text = str(error)
     if isinstance(error, RingtrainError) or not (isinstance(error, MemoryError) or SIGNS.search(text)):
         return None

@@ -1,13 +1,12 @@
-"""Preflight: are all ranks about to train the same? They compare what they have, and stop with the differences.
+"""Preflight: compare the ranks before training, and stop with the differences.
 
-Every rank must call what is named ``require_...`` here, and where something differs every rank raises the same error.
+Every ``require_...`` function is a collective, and raises the same error on all ranks.
 
-How a rank was started is compared as the first thing that the ranks do together: which collectives follow, and how
-many, depends on it. Their data and their models are compared as soon as these exist, before any value travels.
+The start is compared first: later collectives depend on it. Data and models are compared once they exist, before
+values are broadcast.
 
-A fact is a short text, or, if there is much to tell, a list of texts. Of a list a digest travels. Only where the
-digests differ is the first difference looked for, in blocks, so that neither a listing of a million files nor a
-thousand ranks make much traffic.
+A fact is a short text or a list of texts. Of lists, digests are sent; if they differ, the first difference is searched
+in blocks. So neither a million files nor a thousand ranks cause much traffic.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
 Facts = Mapping[str, str | Sequence[str]]
 Summary = Mapping[str, str | Mapping[str, Any]]
 
-# Nodes may keep the same data in different places; what is there is compared in their stead.
+# Paths may differ between nodes; the data are compared instead.
 SETTINGS_OF_A_NODE = {"data_dir"}
-# Variables by which TensorFlow computes otherwise.
+# Variables that change TensorFlow's results.
 TENSORFLOW_SETTINGS = (
     "NVIDIA_TF32_OVERRIDE", "TF_CUDNN_DETERMINISTIC", "TF_DETERMINISTIC_OPS", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS",
 )  # fmt: skip
@@ -58,14 +57,14 @@ MAX_VALUE_LENGTH = 160
 
 
 def require_same_start(collective: Collective, config: Config, *, command: str, environ: Mapping[str, str]) -> None:
-    """Check that all ranks were started in the same way. It must be the first collective operation."""
+    """Must be the first collective operation."""
     facts = {"command": command, "communication": collective.description, **describe_start(config, environ)}
     require_alike(collective, facts, UsageError, OTHER_START, name="preflight/start")
     require_same_code(collective, name="preflight/code")
 
 
 def require_same_code(collective: Collective, *, name: str) -> None:
-    """See that the user's code, and the packages that it imports, are the same on all ranks that have loaded them."""
+    """Compare the user's code and its packages, on the ranks that have loaded them."""
     facts = describe_loaded_code()
     mine = {fact: digest([value] if isinstance(value, str) else value) for fact, value in facts.items()}
     whole = digest([f"{fact} {value}" for fact, value in mine.items()])
@@ -79,20 +78,19 @@ def require_same_code(collective: Collective, *, name: str) -> None:
 
 
 def require_same_sources(collective: Collective, sources: Sources) -> None:
-    """See that all ranks have as many samples, of the same kind; ``require_same_contents`` asks whether the same."""
+    """Compare number and kind of samples; ``require_same_contents`` compares contents."""
     facts = dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items())))
     require_alike(collective, facts, DataError, OTHER_DATA, name="preflight/sources")
 
 
 def require_same_training(collective: Collective, facts: Facts) -> None:
-    """See that all ranks are about to train the same model, by the same steps (see ``describe_training``)."""
     require_alike(collective, facts, UsageError, OTHER_MODEL, name="preflight/training")
 
 
 def require_alike(
     collective: Collective, facts: Facts, kind: type[RingtrainError], headline: str, *, name: str
 ) -> None:
-    """See that all ranks hold the same facts; the error has the headline, and a line for each fact that differs."""
+    """Raise with a headline and a line per different fact."""
     world = collective.world
     ranks = all_gather_object(collective, [world.node, summarize(facts)], name=name)
     nodes, summaries = [node for node, _ in ranks], [summary for _, summary in ranks]
@@ -113,14 +111,13 @@ def require_alike(
 
 
 def describe_differences(headline: str, shown: Mapping[str, Sequence[str]], nodes: Sequence[str]) -> str:
-    """Describe a difference and its remedy, with a line for the values of each rank."""
     lines = [describe_difference(label, values, nodes) for label, values in shown.items()]
     more = [f"and {len(lines) - MAX_LINES} more differences"] if len(lines) > MAX_LINES else []
     return "\n  ".join([headline, *lines[:MAX_LINES], *more])
 
 
 def summarize(facts: Facts) -> dict[str, Any]:
-    """Facts as they travel: each list as its length and its digest."""
+    """Replace lists by length and digest."""
     return {
         name: value if isinstance(value, str) else {"entries": len(value), "digest": digest(value)}
         for name, value in facts.items()
@@ -128,7 +125,7 @@ def summarize(facts: Facts) -> dict[str, Any]:
 
 
 def find_differing(summaries: Sequence[Summary]) -> list[str]:
-    """The names of the facts that differ between ranks, in the order of the facts."""
+    """In the order of the facts."""
     names = dict.fromkeys(itertools.chain.from_iterable(summaries))
     return [name for name in names if any(s.get(name) != summaries[0].get(name) for s in summaries)]
 
@@ -147,7 +144,7 @@ def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str])
 
 
 def describe_start(config: Config, environ: Mapping[str, str]) -> dict[str, str | list[str]]:
-    """Facts of a rank's start: settings, versions, kind of device; settings of Horovod, TensorFlow and Keras."""
+    """Settings, versions and kind of device; settings of Horovod, TensorFlow and Keras."""
     import keras
 
     settings = flatten_settings(to_plain(asdict(config)))
@@ -164,7 +161,7 @@ def describe_start(config: Config, environ: Mapping[str, str]) -> dict[str, str 
 
 
 def describe_package() -> dict[str, list[str]]:
-    """Digests of this package's own files."""
+    """Digests of ringtrain's files."""
     package = Path(__file__).resolve().parents[1]
     files = sorted(package.rglob("*.py"))
     own = [f"{file.relative_to(package)} {digest([file.read_text(encoding='utf-8')])[:12]}" for file in files]
@@ -172,14 +169,14 @@ def describe_package() -> dict[str, list[str]]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """The versions of the packages that a run depends on; None for one that is not installed."""
+    """None if not installed."""
     return {package: package_version(package) for package in PACKAGES}
 
 
 def describe_device_kind() -> str:
-    """Cores, or GPUs of one compute capability, which all compute an update to the same bits.
+    """Cores, or GPUs by compute capability, which determines the bits of an update.
 
-    Not the GPU's name: those of one kind come with memories of several sizes.
+    GPU names include the memory size.
     """
     import tensorflow as tf
 
@@ -191,7 +188,7 @@ def describe_device_kind() -> str:
 
 
 def describe_source(name: str, source: Source | Feed | None) -> dict[str, str | list[str]]:
-    """Properties of a source that must be equal on all ranks. Samples are compared by their contents."""
+    """Properties that must be equal on all ranks; contents are compared later."""
     if source is None:
         return {name: NOT_SET}
     if isinstance(source, Feed):
@@ -216,9 +213,9 @@ def describe_training(
     evaluation_metrics: Sequence[str],
     **numbers: int,
 ) -> dict[str, str | list[str]]:
-    """Facts about the training; ``numbers`` are further ones to compare, such as ``steps_per_epoch=10``.
+    """``numbers``: further facts, such as ``steps_per_epoch=10``.
 
-    ``batch_spec`` is (x, y) as structures of tensor specs; metrics are names, in the order in which their sums travel.
+    ``batch_spec``: (x, y), nested; metrics: names, in the order of their sums.
     """
     import tensorflow as tf
 
@@ -236,7 +233,6 @@ def describe_training(
 
 
 def digest(texts: Sequence[str]) -> str:
-    """Equal for equal texts, in short."""
     hashed = hashlib.sha256()
     for text in texts:
         hashed.update(text.encode(errors="surrogateescape") + b"\0")
@@ -246,10 +242,9 @@ def digest(texts: Sequence[str]) -> str:
 def find_first_difference(
     collective: Collective, entries: Sequence[str], summaries: Sequence[Any], *, name: str
 ) -> tuple[int, list[str]]:
-    """The number (from 1) of the first entry that differs, and what each rank has there. Every rank must call it.
+    """Find the first different entry: its number, from 1, and each rank's value. Collective.
 
-    Of the ranks whose lists are alike one speaks: the first. Two lists that differ are looked at before a missing one,
-    whose summary is None.
+    The first of several equal ranks sends. Different lists are compared before a missing one (summary None).
     """
     speakers = [summaries.index(summary) for summary in summaries]
     compared = [speaker for speaker in speakers if summaries[speaker] is not None]
@@ -265,6 +260,5 @@ def find_first_difference(
 
 
 def _first_place(said: Sequence[Sequence[str]], speakers: Sequence[int]) -> int:
-    """The first position at which the lists differ."""
     places = itertools.zip_longest(*(said[speaker] for speaker in dict.fromkeys(speakers)))
     return next(number for number, values in enumerate(places) if len(set(values)) > 1)

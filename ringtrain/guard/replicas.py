@@ -1,12 +1,11 @@
-"""Have the replicas drifted apart? All ranks compare a hash of the bits of every weight and slot.
+"""Detection of divergent replicas, by a hash of the bits of each weight and slot.
 
-The hash of an array is the sum over its 32-bit words w_i of m_i * w_i modulo 2^64, where m_i is odd and depends on the
-place i. An odd number has an inverse modulo 2^64, so a change in a single word, even of one bit, always changes
-the hash. Changes of several words cancel with a chance of 2^-33 for random m_i of 64 bits (with words of 64 bits, two
-flipped signs would always cancel). The hash of all variables is made likewise of their hashes.
-(Multilinear hashing: Carter and Wegman 1979; Lemire and Kaser 2014.)
+The hash of an array is the sum over its 32-bit words w_i of m_i * w_i modulo 2^64, with odd m_i that depend on i. Odd
+numbers are invertible modulo 2^64, so a change in one word always changes the hash. Changes in several words cancel
+with probability 2^-33 for random 64-bit m_i (with 64-bit words, two flipped signs would always cancel). The hash of
+all variables is that of their hashes. (Multilinear hashing: Carter and Wegman 1979; Lemire and Kaser 2014.)
 
-It is computed on the host, which needs no memory on the device: on cores from where the values lie, without a copy.
+It is computed on the host, without device memory; on cores, without a copy.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ringtrain.errors import ReplicasDifferError
 from ringtrain.messages.ranks import group_ranks, name_ranks
 
 WORD_BYTES = 4
-WORDS_PER_BLOCK = 1 << 14  # 128 KiB of factors, which stay in a core's cache
+WORDS_PER_BLOCK = 1 << 14  # 128 KiB of factors, to fit a core's cache
 _MODULUS = 1 << 64
 _FACTORS = np.random.default_rng(20).integers(1 << 63, size=WORDS_PER_BLOCK, dtype=np.uint64) << np.uint64(1)
 _FACTORS |= np.uint64(1)  # odd
@@ -33,15 +32,13 @@ MAX_NAMED = 3
 
 
 class ReplicaGuard:
-    """Sees that all ranks hold the same values, bit for bit."""
-
     def __init__(self, variables: Mapping[str, keras.Variable], collective: Collective) -> None:
-        """``variables`` are those that must be equal, by names: without the states of seed generators."""
+        """``variables`` that must be equal, by name: without seed generators."""
         self._variables, self._collective = variables, collective
         self._equal_at: int | None = None
 
     def check(self, step: int) -> None:
-        """Compare the values after ``step`` steps. Every rank must call it."""
+        """Compare the values after ``step`` steps. Collective."""
         if self._collective.world.size == 1 or self._equal_at == step:
             return
         hashes = [hash_bits(_values_of(v)) for v in self._variables.values()]
@@ -60,7 +57,7 @@ class ReplicaGuard:
 
 
 def hash_bits(array: np.ndarray) -> int:
-    """A hash of an array's bits, below 2^64: another one wherever arrays of one type and shape differ in one word."""
+    """Hash below 2^64; differs for arrays of the same type and shape that differ in one word."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     num_whole = data.size // WORD_BYTES * WORD_BYTES
     words = data[:num_whole].view(np.uint32)
@@ -77,7 +74,7 @@ def describe_drift(
     nodes: Sequence[str] | Mapping[int, str],
     ranks: Sequence[int] | None = None,
 ) -> str:
-    """Name the ranks that differ from most, and the variables; ``hashes`` [ranks, variables] of ``ranks`` or all."""
+    """Name variables and deviating ranks; ``hashes`` [ranks, variables] of ``ranks`` or all."""
     differing = [
         (name, group_ranks(values, ranks)) for name, values in zip(names, zip(*hashes, strict=True), strict=True)
         if len(set(values)) > 1
@@ -91,7 +88,7 @@ def describe_drift(
 
 
 def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str] | Mapping[int, str]) -> str:
-    """Name the ranks that differ: the minority, if there is one."""
+    """Name the minority, if any."""
     most, *few = groups
     if 2 * len(most) > sum(map(len, groups)):
         odd = sorted(itertools.chain.from_iterable(few))
@@ -100,5 +97,5 @@ def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str] | Mapp
 
 
 def _values_of(variable: keras.Variable) -> Any:
-    """A variable's values on the host, flat: of a bfloat16 scalar TensorFlow makes no array."""
+    """Flat, on the host: TensorFlow makes no array of a bfloat16 scalar."""
     return np.asarray(tf.reshape(variable.value, [-1]))

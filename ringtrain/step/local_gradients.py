@@ -128,7 +128,7 @@ class LocalGradients:
                 *zip(self._fixed_or_state, state, strict=True),
                 *zip(self._seed_states, self._dropout_seeds(step, micro_batch), strict=True),
             ]
-            # Updates by the forward pass (BatchNorm's statistics) stay in the scope, so that a non-finite step discards
+            # The scope holds updates of the forward pass (BatchNorm's statistics), so that a non-finite step discards
             # them.
             with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
                 with noting_calls() as calls:

@@ -159,7 +159,7 @@ class TrainStep:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """What rank 0 broadcasts: not dropout's seeds, which depend on the step, nor sharded slots."""
+        """Variables to broadcast: without dropout's seeds, which depend on the step, and sharded slots."""
         return list(self.named_variables.values())
 
     @property

@@ -1,1 +1,1 @@
-"""``ringtrain verify``: do N processes train what one process trains?"""
+"""``ringtrain verify``: check that N processes train the same as one."""

@@ -1,26 +1,22 @@
-"""``ringtrain verify``: do N processes train what one process trains?
+"""``ringtrain verify``: check that N processes train the same as one.
 
-Trains the same global batches under each world size, in processes that it starts itself, and compares what came of it:
-weights, optimizer slots, losses, evaluation, the replicas of each run with one another, and the ledger of samples.
-In float64 all of it must agree to 1e-10 after any number of steps; in float32, whose rounding grows without bound along
-a trajectory, one step from the same weights is compared. Paths of the reduction and the update that a run takes on
-other hardware, and the settings' own precision and compression, are trials of their own (``verify/trials.py``).
+It trains the same global batches with each world size, and compares weights, optimizer slots, losses, evaluation,
+replicas and the ledger of samples. In float64 they must agree to 1e-10 after any number of steps. In float32, whose
+rounding grows without bound, one step is compared. Other paths of reduction and update, and the settings' precision and
+compression, are separate trials (``verify/trials.py``).
 
-A difference is relative to the scale at which rounding enters. The gradient of a weight is a sum whose terms are as
-large as those of the weights beside it, also where they cancel: that of an attention's key bias, which softmax does not
-see, and of a bias before batch normalization is zero, and what is computed for it is the terms' rounding, 1e-16 of
-them. So a tensor is held against the largest value of its kind (weights, or one of the optimizer's slots) in its layer,
-or against a ten-thousandth of the largest one in the model.
+Differences are relative to the scale of rounding. The terms of a gradient may be large but cancel: the gradients of an
+attention's key bias, and of a bias before batch normalization, are zero except for rounding. So the scale of a tensor
+is the largest value of its kind (weights, or one kind of slots) in its layer, or 1e-4 of the model's largest.
 
-An optimizer may make much of such a gradient: Lion takes its sign, and Adam divides by its size if that is above
-epsilon. How far rounding moves a value is then measured: the reference trains again, from weights that differ in
-their last bit. What differs between world sizes by less than ``noise_factor`` times what that changes is not determined
-by the training; such tensors are named, and their gradients are what is compared, by the slots that add them up and by
-the step in float32, which is one of plain SGD. The losses never depend on such a weight, so there rounding excuses
-little: otherwise random numbers without a seed, which change everything, would excuse it all.
+An optimizer may amplify such a gradient: Lion takes its sign; Adam divides by its size, if above epsilon. So the effect
+of rounding is measured: the reference trains again from weights changed in their last bit. A difference below
+``noise_factor`` times that effect is not determined by the training. Such tensors are named; their gradients are
+compared by accumulating slots and by the float32 step of plain SGD. Losses do not depend on such weights, so they get
+little tolerance: otherwise unseeded random numbers would excuse any difference.
 
-With ``--oracle`` one process is held against a plain Keras loop as well (``ringtrain/verify/oracle.py``): a defect
-that all world sizes share shows there.
+``--oracle`` also compares one process with a plain Keras loop (``ringtrain/verify/oracle.py``), to find defects common
+to all world sizes.
 """
 
 from __future__ import annotations
@@ -37,11 +33,11 @@ import numpy.typing as npt
 
 
 class Rounding(NamedTuple):
-    """The differences that pass where a part of the computation rounds to some type."""
+    """Permitted differences of a computation that rounds to a type."""
 
     tolerance: float  # of the largest value of a tensor's kind in its layer
-    epsilon: float  # the last bit of a number near 1
-    noise_factor: float  # two samples of the rounding of a tensor, each the largest of a few values
+    epsilon: float  # last bit of a number near 1
+    noise_factor: float  # times the measured effect of rounding, itself a maximum of few samples
     max_loss_noise: float
 
 
@@ -51,16 +47,16 @@ ROUNDING = {
     "float16": Rounding(5e-3, 2.0**-10, 4.0, 5e-2),
     "bfloat16": Rounding(3e-2, 2.0**-7, 4.0, 2e-1),
 }
-MODEL_SHARE = 1e-4  # of the largest value of a kind in the model, where those of a layer are smaller
+MODEL_SHARE = 1e-4  # minimum scale, relative to the model's largest value of a kind
 KINDS = {"weights": ("weights/",), "slots": ("slots/", "averages/")}
-MIN_COMPARED_ORDER = 20  # samples whose order two epochs do not share by chance
+MIN_COMPARED_ORDER = 20  # samples; fewer may have the same order in two epochs by chance
 MAX_NAMED_LAYERS = 3
 OTHER_SAMPLES = (
     "likely cause: the loss of a sample depends on the other samples of its batch. Tested: the gradients of a batch "
     "are not the sum of those of its halves. A rank sees its own samples alone; give it those of all ranks by "
     "ringtrain.all_gather (docs/workloads.md)."
 )
-PARTS = ("-perturbed", "-beginning")  # of names of records that are parts of others
+PARTS = ("-perturbed", "-beginning")  # suffixes of partial records
 NEVER_COMPARED = (
     "the speed, and what other devices, their libraries and their compilers (XLA) round",
     "checkpoints, resume and what callbacks, summaries and generators of your own do",
@@ -71,27 +67,24 @@ Record = Mapping[str, npt.NDArray]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One comparison of a run with the reference."""
-
     name: str
-    difference: float  # the largest, relative to its scale; 0 or 1 for what is equal or not
-    tolerance: float  # the largest difference that passes
-    where: str = ""  # which tensor, step or sample holds the largest difference, relative to what passes
-    undetermined: tuple[str, ...] = ()  # tensors whose difference passes for rounding alone
+    difference: float  # the largest, relative to its scale; 0 or 1 for equality checks
+    tolerance: float
+    where: str = ""  # tensor, step or sample of the largest difference, relative to the tolerance
+    undetermined: tuple[str, ...] = ()  # tensors that pass only because of rounding
 
     @property
     def passes(self) -> bool:
-        return self.difference <= self.tolerance  # False for NaN as well
+        return self.difference <= self.tolerance  # NaN fails
 
 
 def load_record(path: Path) -> Record:
-    """The arrays of a run that ``ringtrain.verify.record`` wrote."""
     with np.load(path, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
 
 
 def measure_noise(run: Record, perturbed: Record | None) -> Record:
-    """The change of each tensor of a run if its first weights change in their last bit; empty if unknown."""
+    """Change of each tensor from a last-bit change of the first weights; empty if unknown."""
     if perturbed is None:
         return {}
     names = [name for name in run if name.startswith(("weights/", "slots/", "averages/", "losses", "evaluation"))]
@@ -99,7 +92,7 @@ def measure_noise(run: Record, perturbed: Record | None) -> Record:
 
 
 def compare(reference: Record, other: Record, noise: Record) -> list[Comparison]:
-    """Hold a run against the reference run of another world size; ``noise`` is what rounding does (measure_noise)."""
+    """Compare with the reference's world size; ``noise``: see ``measure_noise``."""
     rounding = ROUNDING[str(other["computed_in"])]
     findings = [compare_tensors(name, kinds, reference, other, noise, rounding) for name, kinds in KINDS.items()]
     findings += [compare_series(name, reference, other, noise, rounding) for name in ("losses", "evaluation")]
@@ -111,7 +104,7 @@ def compare(reference: Record, other: Record, noise: Record) -> list[Comparison]
 def compare_tensors(
     kind: str, prefixes: tuple[str, ...], reference: Record, other: Record, noise: Record, rounding: Rounding
 ) -> Comparison:
-    """The tensor that differs most, of what may differ."""
+    """Return the tensor with the largest difference, relative to its tolerance."""
     tolerance = rounding.tolerance
     names = [name for name in reference if name.startswith(prefixes)]
     if names != [name for name in other if name.startswith(prefixes)]:
@@ -132,13 +125,13 @@ def compare_tensors(
 
 
 def allow(rounding: Rounding, noise: float, most: float = math.inf) -> float:
-    """The largest difference that passes where rounding alone makes one of ``noise``; ``most`` is what it excuses."""
+    """Permitted difference for measured ``noise``, which excuses at most ``most``."""
     excused = min(rounding.noise_factor * noise, most) if math.isfinite(noise) else 0.0
     return max(rounding.tolerance, excused)
 
 
 def find_scales(reference: Record, names: Sequence[str]) -> dict[str, float]:
-    """For each tensor the size of what rounding enters: see the head of this file."""
+    """Scale of rounding per tensor: see the module's docstring."""
     weights = {name.split("/", 1)[1].replace("/", "_"): name for name in reference if name.startswith("weights/")}
     places = {name: find_place(name, weights) for name in names}
     of_layers: dict[tuple[str, str], float] = {}
@@ -151,9 +144,9 @@ def find_scales(reference: Record, names: Sequence[str]) -> dict[str, float]:
 
 
 def find_place(name: str, weights: Mapping[str, str]) -> tuple[str, str]:
-    """The kind of a tensor and its layer: (``_momentum``, ``weights/digits/dense``) of a weight's slot.
+    """Kind and layer of a tensor, such as (``_momentum``, ``weights/digits/dense``) for a slot.
 
-    ``weights`` are the weights' names by their paths as slots have them: ``digits_dense_kernel``.
+    ``weights``: names by their path in slots, such as ``digits_dense_kernel``.
     """
     kind, path = name.split("/", 1)
     if kind != "slots":
@@ -163,7 +156,7 @@ def find_place(name: str, weights: Mapping[str, str]) -> tuple[str, str]:
 
 
 def compare_series(name: str, reference: Record, other: Record, noise: Record, rounding: Rounding) -> Comparison:
-    """The largest relative difference of two series of numbers, such as losses, of what may differ."""
+    """Largest relative difference of two series, such as losses."""
     tolerance = rounding.tolerance
     expected, found = reference[name], other[name]
     if expected.shape != found.shape:
@@ -178,7 +171,7 @@ def compare_series(name: str, reference: Record, other: Record, noise: Record, r
     where = f"step {worst + 1}" if name == "losses" else f"value {worst + 1}"
     if differences[worst] > allowed and rounding.noise_factor * moved > allowed:
         where += f"; the run itself moves by {moved:.1e} when its first weights change in their last bit."
-        if rounding is ROUNDING["float64"]:  # of narrower types that may be nothing but rounding
+        if rounding is ROUNDING["float64"]:  # narrower types: may be rounding
             where += " Its random numbers have no seed, or its learning rate is too high."
     undetermined = (name,) if tolerance < differences[worst] <= allowed else ()
     return Comparison(
@@ -187,7 +180,7 @@ def compare_series(name: str, reference: Record, other: Record, noise: Record, r
 
 
 def check_replicas(record: Record) -> Comparison:
-    """Check that all ranks of one run ended with the same bits."""
+    """All ranks must end with equal bits."""
     digests = record["replicas"]  # [ranks, variables]
     differing = np.argwhere(digests != digests[0])
     where = "".join(f"rank {rank}, {record['variables'][variable]}" for rank, variable in differing[:1])
@@ -195,9 +188,9 @@ def check_replicas(record: Record) -> Comparison:
 
 
 def check_ledger(reference: Record, other: Record) -> Comparison:
-    """Check that each step had the reference's samples, each once in an epoch and an evaluation, in new orders.
+    """Steps must have the reference's samples, each once per epoch and evaluation, in new orders.
 
-    Of a pipeline the samples have no numbers but their places in the pass (``num_samples`` is 0): they tell the first.
+    Without sample numbers (``num_samples`` is 0), positions in the pass are compared.
     """
     where, num_samples = "", int(reference["num_samples"])
     first: list[int] = []  # epoch
@@ -223,24 +216,23 @@ def check_ledger(reference: Record, other: Record) -> Comparison:
 
 
 def check_nonfinite(record: Record) -> Comparison:
-    """Check that a step that is not finite on one rank changed nothing on any."""
+    """A step that is non-finite on one rank must change nothing on any."""
     where = next(iter(record["nonfinite"].tolist()), "")
     return Comparison(name="nonfinite", difference=float(bool(where)), tolerance=0.0, where=where)
 
 
 def split_steps(record: Record) -> list[npt.NDArray]:
-    """The samples of each step."""
     return np.split(record["samples"], np.cumsum(record["samples_per_step"])[:-1])
 
 
 def largest_difference(reference: npt.NDArray, other: npt.NDArray) -> float:
-    """The largest difference of two arrays of one shape; infinite if a number is not finite."""
+    """Infinite if a difference is not finite."""
     largest = float(np.max(np.abs(np.subtract(other, reference, dtype=np.float64)), initial=0.0))
     return largest if math.isfinite(largest) else math.inf
 
 
 def compare_trials(of_reference: Mapping[str, Record], of_other: Mapping[str, Record]) -> dict[str, list[Comparison]]:
-    """All trials of a world size, by name, held against the reference's."""
+    """Compare all trials of a world size with the reference's."""
     found = {}
     for name, record in of_other.items():
         if name.endswith(PARTS) or "skipped" in record:
@@ -252,7 +244,7 @@ def compare_trials(of_reference: Mapping[str, Record], of_other: Mapping[str, Re
 
 
 def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, Record]]) -> tuple[list[str], bool]:
-    """The report of all comparisons of world sizes, with what was compared and what was not; whether all passed."""
+    """Report of all comparisons, with what was not compared; True if all pass."""
     reference_size, *others = sizes
     of_reference, of_first = records[reference_size], records[others[0]]
     found = {size: compare_trials(of_reference, records[size]) for size in others}
@@ -275,14 +267,14 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
 
 
 def check_alone(record: Record) -> list[Comparison]:
-    """Return the findings of a single run, without a reference."""
+    """Checks without a reference."""
     if not record:
         return []
     return [check_ledger(record, record), *([check_nonfinite(record)] if "nonfinite" in record else [])]
 
 
 def describe_oracle(records: Mapping[str, Record]) -> tuple[list[str], bool]:
-    """The report of the comparison with a plain Keras loop, and whether it passed."""
+    """Report of the comparison with a plain Keras loop; True if it passes."""
     plain, mine = records["plain"], records["float64"]
     noise = measure_noise(mine, records.get("float64-perturbed"))
     findings = compare(plain, mine, noise)
@@ -291,13 +283,11 @@ def describe_oracle(records: Mapping[str, Record]) -> tuple[list[str], bool]:
 
 
 def describe_trial(record: Record) -> str:
-    """The head of a table: how many steps of which trial."""
     steps = len(record["losses"])
     return f"{steps} step{'s' if steps > 1 else ''}, {record['words']}"
 
 
 def describe_all(which: str, findings: Sequence[Comparison]) -> list[str]:
-    """Findings as lines of the table, and what rounding alone decides."""
     lines = [f"  {which}: {describe_finding(finding)}" for finding in findings]
     names = [name for finding in findings for name in finding.undetermined]
     if names:
@@ -310,7 +300,7 @@ def describe_all(which: str, findings: Sequence[Comparison]) -> list[str]:
 
 
 def fold_notes(notes: Sequence[str]) -> list[str]:
-    """Notes, ``LAYER: what is not compared``, with one line for all layers of which the same is said."""
+    """Merge notes ``LAYER: TEXT`` with equal text."""
     layers: dict[str, list[str]] = {}
     for note in notes:
         layer, _, text = note.partition(": ")
@@ -323,7 +313,6 @@ def fold_notes(notes: Sequence[str]) -> list[str]:
 
 
 def describe_finding(finding: Comparison) -> str:
-    """A finding as a line of the table."""
     verdict = "ok" if finding.passes else "DIFFERS"
     value = f"{finding.difference:.1e}, at most {finding.tolerance:.0e}" if finding.tolerance else ""
     return f"{finding.name:<10} {verdict:<8} {value:<23} {finding.where}".rstrip()

@@ -1,8 +1,7 @@
-"""A plain Keras loop: the reference for one process of ringtrain.
+"""A plain Keras loop as the reference for one process of ringtrain.
 
-It shares no code with the training step, the reduction or the evaluation, so that a defect that all world sizes share
-shows here. Which samples make a step is taken from the run that it is compared with, whose order is looked at by itself
-(``verify.check_ledger``); how many there are is counted again.
+It shares no code with step, reduction or evaluation, to find defects common to all world sizes. The samples of a step
+come from the compared run, whose order ``check_ledger`` checks; their number is computed independently.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ EVALUATED_AT_ONCE = 256
 
 
 def record_with_oracle(workload: Workload, config: Config, collective: Collective, directory: Path) -> None:
-    """Train in float64 by ringtrain, here the only process, and by a plain Keras loop; write what came of both.
+    """Train in float64 by ringtrain, in one process, and by plain Keras.
 
-    The files are ``float64.npz``, ``float64-perturbed.npz`` and ``plain.npz``. Local BatchNorm takes part: one process
-    has all samples.
+    Writes ``float64.npz``, ``float64-perturbed.npz`` and ``plain.npz``. Local BatchNorm is included: one process has
+    all samples.
     """
     trial, *_ = plan_trials(config, is_reference=True)
     with widened("float64"):
@@ -53,8 +52,8 @@ def record_with_oracle(workload: Workload, config: Config, collective: Collectiv
 def train_oracle(
     workload: Workload, config: Config, job: Job, first: Sequence[np.ndarray], samples: np.ndarray
 ) -> dict[str, Any]:
-    """Train by the plain loop, from the same weights, the samples (int64 [n]) that a job of one process has trained."""
-    keras.utils.clear_session()  # so that names are the job's
+    """Train on the job's samples (int64 [n]), from the same weights."""
+    keras.utils.clear_session()  # equal names as in the job
     model = workload.create_model()
     set_precision("float64")
     make_comparable(model, freezes=False)
@@ -62,7 +61,7 @@ def train_oracle(
         variable.assign(value)
     optimizer = choose_optimizer(workload, config, job.plan.learning_rate(0))
     plain_class = getattr(keras.optimizers, OPTIMIZER_CLASSES[config.optimizer.name], None)
-    if type(optimizer) in OWN.values() and plain_class is not None:  # only ringtrain has LARS
+    if type(optimizer) in OWN.values() and plain_class is not None:  # LARS is only ringtrain's
         optimizer = plain_class.from_config(optimizer.get_config())
         if words := config.optimizer.excluded_words:
             optimizer.exclude_from_weight_decay(var_names=list(map(re.escape, words)))
@@ -109,7 +108,7 @@ def train_oracle(
 def train_step_plainly(
     workload: Workload, model: keras.Model, optimizer: Any, x: Any, y: Any, count: int, *, accumulate: int
 ) -> float:
-    """Train one batch of ``count`` samples, in up to ``accumulate`` parts one after the other; its objective."""
+    """Train ``count`` samples in up to ``accumulate`` micro-batches; return the objective."""
     weights = model.trainable_variables
     gradients = [tf.zeros(weight.shape, weight.dtype) for weight in weights]
     total, size = 0.0, -(-count // accumulate)
@@ -129,7 +128,7 @@ def train_step_plainly(
 def evaluate_plainly(
     workload: Workload, model: keras.Model, source: Source | None, averages: Sequence[np.ndarray]
 ) -> list[float]:
-    """Samples, loss and metrics of the evaluation data, with the averages as weights if there are any."""
+    """Return samples, loss and metrics, with averaged weights if any."""
     if source is None:
         return []
     for weight, average in zip(model.trainable_variables if averages else (), averages, strict=True):
@@ -138,7 +137,7 @@ def evaluate_plainly(
     for start in range(0, source.num_samples, EVALUATED_AT_ONCE):
         x, y = source.gather(tf.range(start, min(start + EVALUATED_AT_ONCE, source.num_samples), dtype=tf.int64))
         losses, metrics = per_sample(workload, y, model(x, training=False))
-        for name, of_samples in {"": losses, **metrics}.items():  # the loss before the names of all metrics
+        for name, of_samples in {"": losses, **metrics}.items():  # "" sorts the loss before all metrics
             values.setdefault(name, []).append(of_samples.numpy())
     penalty = sum(float(weight.regularizer(weight)) for weight in model.trainable_variables if weight.regularizer)
     loss, *others = [np.mean(np.concatenate(values[name]), dtype=np.float64) for name in sorted(values)]

@@ -1,9 +1,8 @@
-"""Parts of a model that compute in a narrower type than the run: widened if possible, otherwise found and named.
+"""Parts of a model that compute in a narrower type than the run: widen them, or find and name them.
 
-A Keras loss object keeps the type of the moment of its creation, ``Activation("softmax", dtype="float32")`` its own,
-and a policy set in ``create_model`` holds for all layers. ``widened`` lets all of them compute in the type of the run,
-and ``tf.cast`` and ``keras.ops.cast`` give no narrower one, unless the code around them depends on it. ``find_narrow``
-names what still computes in a narrower type, and the comparison allows for the rounding of that type.
+Keras loss objects have the type of their creation, ``Activation("softmax", dtype="float32")`` its own, and a policy set
+in ``create_model`` affects all layers. ``widened`` overrides these, and ``tf.cast`` and ``keras.ops.cast``, unless the
+code depends on them. ``find_narrow`` finds the rest, and the comparison permits their rounding.
 """
 
 from __future__ import annotations
@@ -22,27 +21,24 @@ from ringtrain.messages.defects import find_own_frame
 from ringtrain.training.job import Job
 from ringtrain.workloads.values import call_model, per_sample
 
-# TensorFlow computes them in single precision at most.
+# At most float32 in TensorFlow.
 WITHOUT_FLOAT64 = {"AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AveragePooling3D", "MaxPooling3D"}
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
-CASTS = ("keras.src.backend.tensorflow.core", "keras.src.ops.core")  # the modules of keras.ops.cast
+CASTS = ("keras.src.backend.tensorflow.core", "keras.src.ops.core")  # modules of keras.ops.cast
 ALLOW_TF32 = tf.config.experimental.enable_tensor_float_32_execution
-_KEPT = keras.DTypePolicy("float32")  # of layers WITHOUT_FLOAT64
+_KEPT = keras.DTypePolicy("float32")  # of layers in WITHOUT_FLOAT64
 
 
 class Narrow(NamedTuple):
-    """A part of a model that computes in a narrower type than the run."""
-
     where: str  # a layer, or FILE:LINE
     dtype: str
 
 
 @contextlib.contextmanager
 def widened(dtype: str, *, widens_casts: bool = True) -> Iterator[list[str]]:
-    """Within this scope no policy and no loss object of Keras gives a floating-point type narrower than ``dtype``.
+    """Keras policies and loss objects give at least ``dtype`` in this scope.
 
-    ``widens_casts``: nor does a cast in the code of a model or loss. It yields the types that they would have given.
-    And a GPU multiplies float32 as such, not as TF32, of 10 bits.
+    ``widens_casts``: also casts in models and losses; yields the original types. On a GPU, TF32 (10 bits) is off.
     """
     policy, loss, cast = keras.DTypePolicy, keras.losses.Loss, tf.cast
     changed: list[str] = []
@@ -67,7 +63,7 @@ def widened(dtype: str, *, widens_casts: bool = True) -> Iterator[list[str]]:
 
 
 def _is_cast_of_a_model(frame: Any) -> bool:
-    """True for a cast that neither ringtrain nor TensorFlow makes, nor Keras within another of its operations."""
+    """False for casts by ringtrain, TensorFlow or inside other Keras operations."""
     module = frame.f_globals.get("__name__", "")
     while module in CASTS and frame.f_code.co_name == "cast":
         frame = frame.f_back
@@ -77,8 +73,6 @@ def _is_cast_of_a_model(frame: Any) -> bool:
 
 
 def _widen(get: Callable[[Any], Any], dtype: str) -> Callable[[Any], Any]:
-    """A getter of a type that gives ``dtype`` for a narrower one."""
-
     def get_widened(owner: Any) -> Any:
         given = get(owner)
         return dtype if owner is not _KEPT and given is not None and is_narrower(given, dtype) else given
@@ -87,20 +81,20 @@ def _widen(get: Callable[[Any], Any], dtype: str) -> Callable[[Any], Any]:
 
 
 def keep_narrow_layers(model: keras.Model) -> None:
-    """Let those layers compute in float32 that TensorFlow does not compute in float64."""
+    """Use float32 for layers without float64 in TensorFlow."""
     for layer in model._flatten_layers():
         if type(layer).__name__ in WITHOUT_FLOAT64:
             layer.dtype_policy = _KEPT
 
 
 def is_narrower(dtype: Any, other: Any) -> bool:
-    """True for a floating-point type of fewer bytes than the other."""
+    """False unless both are floating-point types."""
     dtype, other = tf.as_dtype(dtype), tf.as_dtype(other)
     return dtype.is_floating and other.is_floating and dtype.size < other.size
 
 
 def find_narrow(job: Job) -> list[Narrow]:
-    """Find, in a separate trace, where the model and the loss make narrower floats of what depends on a weight."""
+    """Find, in a new trace, where model and loss narrow floats that depend on a weight."""
     workload, model, spec = job.workload, job.step.model, job.batches.element_spec
 
     def compute(x: Any, y: Any) -> Any:
@@ -116,7 +110,7 @@ def find_narrow(job: Job) -> list[Narrow]:
         for operation in graph.get_operations()
         if operation.name in needed and (dtype := _find_narrowed(operation, depending, precision))
     ]
-    for function in graph.as_graph_def().library.function:  # called by them, such as a user-defined tf.function
+    for function in graph.as_graph_def().library.function:  # called functions, such as a user-defined tf.function
         for node in function.node_def:
             if node.op == "Cast" and is_narrower(node.attr["DstT"].type, node.attr["SrcT"].type):
                 found.append(Narrow(_describe_place(node.name, layers), tf.as_dtype(node.attr["DstT"].type).name))
@@ -125,7 +119,7 @@ def find_narrow(job: Job) -> list[Narrow]:
 
 
 def _find_needed(outputs: Sequence[tf.Tensor]) -> set[str]:
-    """The names of the operations that these are computed by: metrics, which train nothing, are left out."""
+    """Names of operations that the outputs depend on, so without metrics."""
     needed: set[str] = set()
     waiting = [tensor.op for tensor in outputs]
     while waiting:
@@ -137,7 +131,7 @@ def _find_needed(outputs: Sequence[tf.Tensor]) -> set[str]:
 
 
 def _find_narrowed(operation: tf.Operation, depending: set[str], precision: str) -> tf.DType | None:
-    """The narrower type that an operation gives of what depends on a weight; notes what depends on one."""
+    """Return a narrower output type of an operation that depends on a weight; updates ``depending``."""
     inputs = [tensor for tensor in operation.inputs if tensor.op.name in depending]
     if not inputs and operation.type not in READS:
         return None
@@ -148,7 +142,7 @@ def _find_narrowed(operation: tf.Operation, depending: set[str], precision: str)
 
 
 def _describe_place(name: str, layers: set[str], frames: Any = ()) -> str:
-    """FILE:LINE in the user's own code, or the layer, of an operation; the operation where it is in neither."""
+    """FILE:LINE of user code, else the layer, else the operation."""
     summaries = [traceback.FrameSummary(frame.filename, frame.lineno, frame.name) for frame in frames]
     inner = [part for part in name.split("/") if part in layers]
     return find_own_frame(summaries) or (f"layer {inner[-1]}" if inner else name)

@@ -1,4 +1,4 @@
-"""Probes of a trained job: a step that is not finite, and a loss that depends on other samples."""
+"""Tests of a trained job: a non-finite step, and a loss that depends on other samples."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.data.pipeline import Batch
 from ringtrain.training.job import Job
 
-HUGE_SCALE = 2.0**127  # of a loss, whose gradients in half precision are infinite
+HUGE_SCALE = 2.0**127  # of a loss; half-precision gradients overflow
 
 
 def depends_on_other_samples(job: Job, tolerance: float) -> bool:
-    """Test if the loss of a sample depends on the other samples of its batch, by the first batch of a lone process.
+    """Test if a sample's loss depends on its batch, with one process.
 
-    If not, the gradients and sums of a batch are those of its halves, added. Nothing is trained.
+    If not, gradients and sums are those of two halves, added. Trains nothing.
     """
     gradients = job.step.local_gradients
     if gradients.needs_every_rank or job.batches.is_counted or job.collective.world.size > 1:
@@ -43,10 +43,10 @@ def depends_on_other_samples(job: Job, tolerance: float) -> bool:
 
 
 def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
-    """Try a step that is not finite on the last rank that has samples; what is wrong after it, on any rank.
+    """Run a step that is non-finite on the last rank with samples; return the errors of all ranks. Collective.
 
-    With a loss scale it is the gradients alone that are not finite: the scale is too high. Otherwise the last weight is
-    NaN, and so are the loss and all gradients. (Layers before it would compute with NaN, and some raise an error then.)
+    With a loss scale, only gradients overflow. Otherwise the last weight is NaN, and so are the loss and all gradients.
+    (With earlier weights, some layers would raise for NaN.)
     """
     assert batch is not None
     step, collective, rank = job.step, job.collective, job.collective.world.rank
@@ -81,17 +81,15 @@ def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
 
 
 def report_by_rank(collective: Collective, mine: Sequence[str], words: str) -> list[str]:
-    """For each rank that has any, the first of the things that it has, in words. Every rank must call it."""
+    """Report each rank's first item. Collective."""
     found = all_gather_object(collective, list(mine), name="nonfinite")
     return [f"rank {rank} {words.format(names[0])}" for rank, names in enumerate(found) if names]
 
 
 def find_nan(variables: Mapping[str, keras.Variable]) -> list[str]:
-    """The variables that are not finite, by name."""
     floats = {name: v for name, v in variables.items() if tf.as_dtype(v.dtype).is_floating}
     return [name for name, v in floats.items() if not np.isfinite(v.numpy().astype(np.float64)).all()]
 
 
 def digest(variable: keras.Variable) -> str:
-    """A variable's bits, in short."""
     return hashlib.sha256(np.asarray(variable.numpy()).tobytes()).hexdigest()

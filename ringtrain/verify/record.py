@@ -1,4 +1,4 @@
-"""Record one run of ``verify``: a process of the group that it starts for a world size."""
+"""Record one run of ``verify``, in a process that it starts for a world size."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ringtrain.verify.trials import (
 )
 from ringtrain.workloads.base import Workload
 
-# Rank 0's first values must reach every rank: the others start from noise of this size.
+# Noise in the other ranks' initial values, to test rank 0's broadcast.
 NOISE = 1.0
 OWN_MICRO_BATCHES = "compares the samples of a micro-batch, so that with --accumulate world sizes may differ"
 NEVER_CALLED = "never called; a step here is the workload's loss, metrics and optimizer (train such a model by fit)"
@@ -51,8 +51,6 @@ HELD_TO_NARROW = "computes in {}, so that all values are compared within the rou
 
 
 class Recorder(Action):
-    """Notes each step's loss and samples, and the values after the first ``BEGINNING_STEPS`` steps."""
-
     def __init__(self, training: Training, max_steps: int | None) -> None:
         super().__init__(training)
         self._max_steps = max_steps
@@ -76,10 +74,9 @@ class Recorder(Action):
 def record(
     workload: Workload, config: Config, collective: Collective, directory: Path, *, is_reference: bool = False
 ) -> None:
-    """Train all trials of a world size (``trials.py``); rank 0 writes what came of each to ``NAME.npz``.
+    """Train all trials of a world size (``trials.py``); rank 0 writes ``NAME.npz``.
 
-    A reference also trains each from first weights that differ in their last bit, and ``NAME-perturbed.npz`` shows what
-    came of that: how far rounding alone moves what is compared.
+    A reference also trains from weights changed in their last bit (``NAME-perturbed.npz``), to measure rounding.
     """
     why_no_micro_batches = ""
     for trial in plan_trials(config, is_reference=is_reference):
@@ -88,7 +85,7 @@ def record(
             trial = without_micro_batches(trial, config)
         try:
             step = record_trial(workload, trial, collective, directory, is_reference=is_reference)
-        except UsageError as error:  # of all ranks: such as an optimizer whose update cannot be sharded
+        except UsageError as error:  # on all ranks, for example an update that cannot be sharded
             if trial.reference != BEGINNING:
                 raise
             write_skipped(trial, str(error), collective, directory)
@@ -102,7 +99,7 @@ def record(
 def record_trial(
     workload: Workload, trial: Trial, collective: Collective, directory: Path, *, is_reference: bool
 ) -> TrainStep:
-    """Record a trial, in which all computes in its precision that can."""
+    """Widen the trial's types if its code permits."""
     for widens in (True, False):
         with contextlib.ExitStack() as scope:
             changed: list[str] = []
@@ -110,7 +107,7 @@ def record_trial(
                 changed = scope.enter_context(widened(trial.config.precision, widens_casts=widens))
             try:
                 job, notes = create_recorded_job(workload, trial, collective)
-            except Exception:  # on all ranks, which trace the same code: it may need the types that it casts to
+            except Exception:  # on all ranks: the code may need the types of its casts
                 if not changed:
                     raise
                 continue
@@ -120,7 +117,6 @@ def record_trial(
 
 
 def write_skipped(trial: Trial, reason: str, collective: Collective, directory: Path) -> None:
-    """Write down why a trial was not trained."""
     if collective.world.is_rank0:
         np.savez(directory / f"{trial.name}.npz", words=np.array(trial.words), skipped=np.array(reason))
 
@@ -128,7 +124,7 @@ def write_skipped(trial: Trial, reason: str, collective: Collective, directory: 
 def create_recorded_job(
     workload: Workload, trial: Trial, collective: Collective, *, freezes: bool = True
 ) -> tuple[Job, list[str]]:
-    """A training in the trial's settings, without what differs between world sizes by design; what that was."""
+    """Return a job without known differences between world sizes, and notes about them."""
     keras.utils.clear_session()
     notes: list[str] = []
     config = trial.config
@@ -176,7 +172,7 @@ def create_recorded_job(
 
 @contextlib.contextmanager
 def explaining_float64(config: Config) -> Iterator[None]:
-    """Say what it is where the workload's own code, or a layer of its model, does not compute in float64."""
+    """Explain errors of code or layers that do not compute in float64."""
     try:
         yield
     except (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as error:
@@ -197,7 +193,7 @@ def explaining_float64(config: Config) -> Iterator[None]:
 
 
 def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *, is_reference: bool = False) -> None:
-    """Train, and record the results; a reference again, from weights that differ in their last bit."""
+    """Train and write results; a reference also with perturbed weights."""
     first, slots = [variable.numpy() for variable in job.step.variables], job.step.gather_shared_out()
     narrow = [] if trial.is_lossy else find_narrow(job)
     types = [lossy_type(trial.config)] if trial.is_lossy else [trial.config.precision, *(n.dtype for n in narrow)]
@@ -215,18 +211,18 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
         for variable, value in zip(job.step.variables, first, strict=True):
             variable.assign(value)
         perturb(job.step.model.variables, computed_in)
-        job.step.share_values(job.collective, slots)  # pieces as well, if the update is shared out
+        job.step.share_values(job.collective, slots)  # also sharded pieces
         train_recorded(job, facts, directory / f"{trial.name}-perturbed.npz", trial)
 
 
 def describe_path(step: TrainStep, trial: Trial) -> str:
-    """Describe the code path of a trial; sparse gradients always travel by rows."""
+    """Sparse gradients are always sent by rows."""
     types = [trial.config.precision] if not trial.is_lossy else []
     return ", ".join([*types, trial.words, *(["sparse gradients by rows"] if step.has_sparse_gradients else [])])
 
 
 def train_recorded(job: Job, facts: Mapping[str, Any], path: Path, trial: Trial) -> None:
-    """Train the steps of a job; rank 0 writes down what came of it, and of the first steps alone."""
+    """Train, and write results of all and of the first steps on rank 0."""
     training = Training(job=job)
     recorder = Recorder(training, trial.max_steps)
     run_steps(training, [recorder])
@@ -270,12 +266,12 @@ def train_recorded(job: Job, facts: Mapping[str, Any], path: Path, trial: Trial)
 
 
 def gather_values(step: TrainStep) -> dict[str, np.ndarray]:
-    """All that a checkpoint would hold, by name; whole slots on rank 0 alone. Every rank must call it."""
+    """Whole sharded slots on rank 0 only. Collective."""
     return {name: variable.numpy() for name, variable in step.named_variables.items()} | step.gather_shared_out()
 
 
 def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
-    """Switch off what may differ between world sizes by design (local BatchNorm if ``freezes``); say what that was."""
+    """Disable known differences between world sizes (local BatchNorm if ``freezes``); return notes."""
     notes = []
     keep_narrow_layers(model)
     for layer in model._flatten_layers():
@@ -297,7 +293,7 @@ def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
 
 
 def match_regularizers(layer: keras.layers.Layer) -> None:
-    """Give the factors of a layer's regularisers its type: Keras keeps them in that of the moment of their creation."""
+    """Cast a layer's regularization factors to its type: Keras keeps that of their creation."""
     for regularizer in [value for name, value in vars(layer).items() if name.endswith("regularizer") and value]:
         for name, factor in vars(regularizer).items():
             if isinstance(factor, tf.Tensor) and factor.dtype.is_floating:
@@ -305,13 +301,13 @@ def match_regularizers(layer: keras.layers.Layer) -> None:
 
 
 def draws(layer: keras.layers.Layer) -> bool:
-    """True if a layer itself draws random numbers in training: all of Keras' that do have a seed generator."""
+    """True if a layer draws random numbers in training: Keras' have seed generators."""
     rates = [getattr(layer, name) for name in ("dropout", "recurrent_dropout") if hasattr(layer, name)]
     return bool(layer._seed_generators) and (not rates or any(rates))
 
 
 def call_without_training(layer: keras.layers.Layer) -> None:
-    """Let a layer compute as it does outside of training, if it draws nothing."""
+    """Make a layer that draws random numbers compute as in inference."""
     call = layer.call
     signature = inspect.signature(call)
     if "training" not in signature.parameters:
@@ -331,7 +327,7 @@ def call_without_training(layer: keras.layers.Layer) -> None:
 
 
 def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:
-    """Make all variables wrong, so that one which rank 0's values do not reach shows."""
+    """Make all variables wrong, so that a missing broadcast shows."""
     generator = np.random.default_rng(seed)
     for variable in variables:
         noise = generator.normal(scale=NOISE, size=variable.shape)
@@ -340,7 +336,7 @@ def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:
 
 
 def perturb(variables: Sequence[keras.Variable], computed_in: str) -> None:
-    """Change each number in the last bit of a type, up or down by chance."""
+    """Change each number in its last bit, up or down at random."""
     generator = np.random.default_rng(1)
     for variable in variables:
         if variable.dtype in ("float32", "float64"):

@@ -1,7 +1,6 @@
-"""The trainings that ``verify`` compares: the settings' own in float64 and float32, and other paths of the same step.
+"""The trainings that ``verify`` compares: in float64, in float32, and other paths of a step.
 
-Which path a run takes depends on its hardware: gradients leave in one sum or in groups, and updates may be sharded.
-Each is therefore tried on every machine, for a few steps.
+Paths depend on hardware: gradients in one sum or in groups, updates sharded or not. All are tried on every machine.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from dataclasses import dataclass
 
 from ringtrain.config import Config
 
-BEGINNING = "float64-beginning"  # the record of the first steps of the reference in float64
+BEGINNING = "float64-beginning"  # record of the reference's first float64 steps
 BEGINNING_STEPS = 2
 OWN = "own"
 AS_VECTOR = "gradients as one vector"
-MICRO_BATCHES = "micro-batches"  # the name of what is skipped of a trial
+MICRO_BATCHES = "micro-batches"  # record of skipped micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +23,14 @@ class Trial:
 
     Attributes:
         name: of its record.
-        words: how it differs from the other trainings.
+        words: difference from other trials.
         config: its settings.
-        reference: the name of the record that it is compared with.
-        in_groups: of the gradients' reduction.
-        is_vector: True to reduce all gradients as one vector, as backends without lists of tensors do.
-        is_plain: True for plain SGD: a step of Adam would divide by gradients that are nothing but rounding.
-        lossy: options of the run that lose precision, without which this trial runs.
-        max_steps: after which it ends; the learning rate is that of a run of all steps.
+        reference: record to compare with.
+        in_groups: of the reduction.
+        is_vector: reduce gradients as one vector, as backends without lists do.
+        is_plain: use plain SGD: Adam would divide by gradients that are only rounding.
+        lossy: the run's options that lose precision, not used here.
+        max_steps: its end; the learning rate is that of a full run.
     """
 
     name: str
@@ -46,12 +45,12 @@ class Trial:
 
     @property
     def is_lossy(self) -> bool:
-        """True for the settings' own precision and compression, in which nothing is exact."""
+        """True for the settings' own precision and compression."""
         return self.name == OWN
 
 
 def plan_trials(config: Config, *, is_reference: bool) -> list[Trial]:
-    """The trainings of one world size, for the settings of a run."""
+    """Trials of one world size."""
     exact = dataclasses.replace(config, precision="float64", compression="none")
     lossy = describe_lossy(config)
     trials = [
@@ -79,7 +78,7 @@ def plan_trials(config: Config, *, is_reference: bool) -> list[Trial]:
 
 
 def plan_other_paths(exact: Config) -> list[Trial]:
-    """Paths that these settings do not take; the reference is the beginning of the run that takes them."""
+    """Paths that the settings do not take; compared with the first steps of the reference."""
     sharded = dataclasses.replace(exact, shard_optimizer=not exact.shard_optimizer)
     accumulating = dataclasses.replace(exact, accumulate=1 if exact.accumulate > 1 else 2)
     return [
@@ -105,19 +104,17 @@ def plan_other_paths(exact: Config) -> list[Trial]:
 
 
 def without_micro_batches(trial: Trial, config: Config) -> Trial:
-    """The trial with as many micro-batches as the settings have."""
     return dataclasses.replace(
         trial, words=AS_VECTOR, config=dataclasses.replace(trial.config, accumulate=config.accumulate)
     )
 
 
 def lossy_type(config: Config) -> str:
-    """The narrowest type in which these settings compute or send gradients."""
+    """Narrowest type of computation or gradients."""
     types = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
     return types.get(config.precision, "float16")
 
 
 def describe_lossy(config: Config) -> str:
-    """The settings that round, as options."""
     options = [f"--precision {config.precision}"] if config.precision.startswith("mixed") else []
     return " ".join([*options, *(["--compression fp16"] if config.compression != "none" else [])])

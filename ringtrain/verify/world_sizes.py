@@ -1,4 +1,4 @@
-"""The world sizes trained one after the other, each by processes that this one starts and ends."""
+"""Train with each world size in turn, in child processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from ringtrain.verify.compare import Record, describe_findings, describe_oracle,
 
 DEFAULT_STEPS = 20
 DEFAULT_GLOBAL_BATCH_SIZE = 100
-MAX_DEFAULT_STEPS = 100  # of a workload's own; more are no check but a training
+MAX_DEFAULT_STEPS = 100  # of a workload's default; more takes too long
 RUN_TIMEOUT_SECONDS = 1800
 
 
 def plan_command(size: int, arguments: Sequence[str]) -> list[str]:
-    """The command line of a group of ``size`` processes of ``python -m ringtrain``, with these arguments."""
     program = [sys.executable, "-m", "ringtrain", *arguments]
     if size == 1:
         return program
@@ -38,7 +37,7 @@ def plan_command(size: int, arguments: Sequence[str]) -> list[str]:
 
 
 def run_group(size: int, arguments: Sequence[str]) -> None:
-    """Train under one world size. If that fails, the group's own words are in the error."""
+    """The error contains the group's output."""
     command = plan_command(size, arguments)
     environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
@@ -48,7 +47,7 @@ def run_group(size: int, arguments: Sequence[str]) -> None:
     try:
         output, _ = process.communicate(timeout=RUN_TIMEOUT_SECONDS)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGTERM)  # mpirun takes its ranks along
+        os.killpg(process.pid, signal.SIGTERM)  # mpirun ends its ranks
         try:
             process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -64,7 +63,7 @@ def run_group(size: int, arguments: Sequence[str]) -> None:
 
 
 def parse_world_sizes(text: str) -> list[int]:
-    """World sizes from ``1,2,3``: at least two different ones."""
+    """At least two different sizes, such as ``1,2,3``."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,5}", word) for word in words) or len(set(words)) < 2:
         raise UsageError(
@@ -74,7 +73,7 @@ def parse_world_sizes(text: str) -> list[int]:
 
 
 def choose_steps(defaults: Mapping[str, Any]) -> int:
-    """The steps to train where the user says none: the workload's own, unless it has none or that would take long."""
+    """The workload's default, unless missing or above MAX_DEFAULT_STEPS."""
     steps = defaults.get("steps") or DEFAULT_STEPS
     return steps if steps <= MAX_DEFAULT_STEPS else DEFAULT_STEPS
 
@@ -87,11 +86,11 @@ def verify(
     with_oracle: bool,
     print_line: Callable[[str], None],
 ) -> list[str]:
-    """Train under each world size, with these training flags and records in an empty directory, and compare.
+    """Train with each world size, write records to an empty directory, and compare.
 
-    The report is what returns when all agree; else it is the message of the ReplicasDifferError.
+    Returns the report; ReplicasDifferError contains it if sizes differ.
     """
-    # Like Ctrl-C: an exception, on whose way out the processes are ended.
+    # As Ctrl-C: the exception ends the processes.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
     def run(size: int, role: str, words: str) -> dict[str, Record]:

@@ -1,1 +1,1 @@
-"""Does the run move? A thread of each rank, the hub through which the ranks tell each other, a process outside."""
+"""Hang detection: a thread per rank, a hub that connects them, and an outside process."""

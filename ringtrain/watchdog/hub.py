@@ -1,9 +1,8 @@
-"""Communication between the watchdogs, independent of the collectives: a star of TCP connections to rank 0.
+"""Communication between watchdogs, independent of collectives: a star of TCP connections to rank 0.
 
-Messages are JSON objects, one a line, of bounded size; nothing that is received is executed. Both ends prove that they
-know the run's token, which rank 0 draws and the ranks learn through the collective, and which never travels here: each
-signs what the other has just drawn, so that no proof serves twice. Whoever proves nothing is dropped after seconds, or
-for a newcomer if they are many; a rank that was not heard tries again.
+Messages are JSON lines of bounded size; nothing received is executed. Both ends prove knowledge of the run's token,
+which rank 0 draws and sends by the collective, never here: each signs the other's fresh nonce, which prevents replays.
+Unproven peers are dropped after seconds, or earlier if there are too many; a rank that was dropped retries.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MAX_LINE_BYTES = 8192
 CONNECT_SECONDS, RETRY_CONNECT_SECONDS = 5.0, 1.0
 PROVE_SECONDS = 5.0
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.5, 30.0
-MORE_STRANGERS = 16  # than ranks may be connected at a time
+MORE_STRANGERS = 16  # connections beyond the number of ranks
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # netdevice(7)
 
@@ -36,16 +35,15 @@ Message = dict[str, Any]
 
 
 def draw_token() -> str:
-    """A random token that only the ranks of this run know."""
     return secrets.token_hex(16)
 
 
 def listen(world: World) -> tuple[socket.socket, list[str]]:
-    """Rank 0's listening socket, and the addresses at which the others may reach it: the first that answers is it."""
+    """Rank 0's listening socket, and its addresses; others use the first that answers."""
     is_one_node = world.local_size == world.size
     has_both = not is_one_node and socket.has_dualstack_ipv6()
     listener = socket.create_server(
-        (LOOPBACK if is_one_node else "", 0),  # else all interfaces: which of them the others reach is theirs to say
+        (LOOPBACK if is_one_node else "", 0),  # all interfaces: the other ranks choose
         family=socket.AF_INET6 if has_both else socket.AF_INET,
         backlog=world.size + MORE_STRANGERS,
         dualstack_ipv6=has_both,
@@ -54,26 +52,26 @@ def listen(world: World) -> tuple[socket.socket, list[str]]:
 
 
 def find_addresses() -> list[str]:
-    """The IPv4 addresses of this host's interfaces that are up, without the loopback."""
+    """IPv4 addresses of interfaces that are up, without loopback."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no such address
+            with contextlib.suppress(OSError):  # no IPv4 address
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found.append(socket.inet_ntoa(answer[20:24]))
     return [address for address in found if not address.startswith("127.")]
 
 
 class Star:
-    """The connections of one rank: rank 0's to all others, or another's to rank 0. One thread uses it."""
+    """The connections of one rank, used by one thread: rank 0 to all others, or another to rank 0."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._token = b""
         self._peers: dict[int, _Peer] = {}
-        self._strangers: list[_Peer] = []  # that have not proved yet who they are
+        self._strangers: list[_Peer] = []  # not authenticated yet
         self._max_strangers = 0
-        self._addresses: list[str] = []  # of rank 0, while this rank has to connect to it
+        self._addresses: list[str] = []  # of rank 0, until connected
         self._port = 0
         self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY_SECONDS
         self._selector = selectors.DefaultSelector()
@@ -83,22 +81,22 @@ class Star:
 
     @property
     def peers(self) -> list[int]:
-        """The ranks that have proved to be there."""
+        """Authenticated ranks."""
         return sorted(self._peers)
 
     def wake(self) -> None:
-        """Let ``receive`` return at once; any thread may call it."""
+        """Make ``receive`` return; thread-safe."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_writer, b"\0")
 
     def accept_from(self, listener: socket.socket, *, token: str, size: int) -> None:
-        """Be the middle of the star: take the connections of ``size - 1`` others."""
+        """Accept ``size - 1`` other ranks."""
         self._token, self._max_strangers = token.encode(), size + MORE_STRANGERS
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def connect_to(self, addresses: Sequence[str], port: int, *, token: str) -> None:
-        """Connect to rank 0, at the first of its addresses that answers; by ``receive`` again, until it is proved."""
+        """Connect to the first of rank 0's addresses that answers; ``receive`` retries until authenticated."""
         self._token, self._addresses, self._port = token.encode(), list(addresses), port
         self._connect(CONNECT_SECONDS)
 
@@ -108,7 +106,7 @@ class Star:
         failure = OSError("no address was given")
         for _ in list(self._addresses):
             address = self._addresses.pop(0)
-            self._addresses.append(address)  # the next one is tried first where this one is not rank 0's
+            self._addresses.append(address)  # next attempt: another address, as this host may not be rank 0's
             try:
                 self._add_stranger(_Peer(socket.create_connection((address, self._port), timeout=seconds)))
                 return
@@ -117,7 +115,7 @@ class Star:
         raise failure
 
     def receive(self, seconds: float) -> list[tuple[int, Message | None]]:
-        """Messages that arrive within this time, with their ranks; None: a connection has ended."""
+        """Return (rank, message) pairs that arrive within ``seconds``; None: the connection has ended."""
         came: list[tuple[int, Message | None]] = []
         end = time.monotonic() + seconds
         while True:
@@ -128,7 +126,7 @@ class Star:
                     is_woken = True
                 elif isinstance(key.data, socket.socket):
                     self._accept(key.data)
-                elif key.data.socket.fileno() >= 0:  # else it was dropped for a newcomer
+                elif key.data.socket.fileno() >= 0:  # else dropped for a newer one
                     came += self._read(key.data)
             if is_woken or time.monotonic() >= end:
                 break
@@ -153,7 +151,7 @@ class Star:
         os.close(self._wake_writer)
 
     def _proof(self, rank: int, *, asked: str, drawn: str) -> str:
-        """A proof that ``rank``, which drew ``drawn``, knows the token, for the one that drew ``asked``."""
+        """Prove to the drawer of ``asked`` that ``rank``, which drew ``drawn``, knows the token."""
         return hmac.new(self._token, f"rank {rank}, {asked}, {drawn}".encode(), hashlib.sha256).hexdigest()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -162,7 +160,7 @@ class Star:
         except OSError:
             return
         if len(self._strangers) >= self._max_strangers:
-            self._drop(self._strangers[0])  # who has had the longest time to prove something
+            self._drop(self._strangers[0])  # the oldest
         peer = _Peer(connection)
         peer.send(_encode({"nonce": peer.nonce}))
         self._add_stranger(peer)
@@ -172,7 +170,7 @@ class Star:
         self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def _read(self, peer: _Peer) -> list[tuple[int, Message | None]]:
-        """The messages of a peer; those of a stranger count from its proof on."""
+        """Messages before authentication are not returned."""
         messages = peer.read()
         came: list[tuple[int, Message | None]] = []
         for message in messages or []:
@@ -188,9 +186,9 @@ class Star:
         return came
 
     def _is_welcome(self, peer: _Peer, message: Message) -> bool:
-        """True if a stranger may stay: it is taken for the rank that it says it is, once it proves to know the token.
+        """Authenticate a peer; False to drop it.
 
-        Rank 0 sends what it has drawn; the other signs that, and sends what it has drawn itself; rank 0 signs it.
+        Rank 0 sends a nonce; the other signs it and sends its own, which rank 0 signs.
         """
         if self._rank != 0 and not peer.asked:
             peer.asked = str(message.get("nonce"))
@@ -231,20 +229,18 @@ def _encode(message: Mapping[str, Any]) -> bytes:
 
 
 class _Peer:
-    """One connection."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.rank: int | None = None
-        self.nonce = secrets.token_hex(16)  # for the other end to sign
-        self.asked = ""  # by the other end, to be signed by this one
+        self.nonce = secrets.token_hex(16)  # the other end signs it
+        self.asked = ""  # nonce of the other end
         self.since = time.monotonic()
         self._received, self._unsent = b"", b""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def read(self) -> list[Message] | None:
-        """Messages that have arrived; None if the connection has ended, or sent no message."""
+        """Return messages; None if the connection has ended, or sent no valid one."""
         try:
             data = self.socket.recv(65536)
         except BlockingIOError:
@@ -261,19 +257,19 @@ class _Peer:
         return messages if all(isinstance(message, dict) for message in messages) else None
 
     def send(self, data: bytes) -> None:
-        """Send a message without waiting. Of what a peer does not take, no more than one is kept: news replace news."""
+        """Send without blocking. At most one unsent message is kept; newer ones replace it."""
         if not self._flush():
             return
         self._unsent = data
         self._flush()
 
     def _flush(self) -> bool:
-        """Send what is left; whether nothing is."""
+        """True if nothing is unsent."""
         while self._unsent:
             try:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
             except BlockingIOError:
                 return False
-            except OSError:  # reading tells
+            except OSError:  # the next read reports it
                 self._unsent = b""
         return True

@@ -1,10 +1,8 @@
-"""A process that watches its parent, one rank, from outside: ``main``, which is started aside.
+"""A process that watches its parent, a rank: ``main``.
 
-A thread cannot watch a process in which a call holds Python's lock: it does not run. So each rank's watchdog says from
-time to time on a pipe that it does, and for how long it may be silent. Python's own
-``faulthandler.dump_traceback_later(exit=True)`` would need no process, but goes by the clock: it ends a rank that was
-stopped for a while (by a debugger, or by Slurm that suspended the job) the moment it goes on. This process counts its
-own ticks, and none while its parent is stopped.
+If a call holds Python's lock, the watchdog thread cannot run. So it regularly writes to a pipe how long it may be
+silent. ``faulthandler.dump_traceback_later(exit=True)`` goes by the clock: it would end a rank that was stopped (by a
+debugger or Slurm) when it continues. This process counts ticks, except while its parent is stopped.
 """
 
 from __future__ import annotations
@@ -19,21 +17,19 @@ from ringtrain.errors import HangError
 from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.processes import read_process, start_aside
 
-# Of the time that the rank may be silent: after all of it the others leave, and the launcher ends this one.
+# Of the permitted silence; at 1 the other ranks leave, and the launcher ends this one.
 STACKS_FACTOR, KILL_FACTOR = 0.9, 1.5
 CLOSE_SECONDS = 2.0
 
 
 class Outside:
-    """The process that watches this one, as this one sees it."""
-
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe = -1  # its stdin
 
     def start(self, name: str, stacks_signal: int) -> None:
-        """Begin to be watched. ``name`` is this rank's, in words; at ``stacks_signal`` it writes its stacks."""
-        # Without it, a rank whose threads cannot run is found by the other ranks alone.
+        """``name``: of this rank; ``stacks_signal`` makes it write its stacks."""
+        # If this fails, only other ranks detect that threads cannot run.
         with contextlib.suppress(OSError):
             arguments = [name, str(int(stacks_signal))]
             self._process = start_aside(__name__, *arguments, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -41,7 +37,7 @@ class Outside:
             os.set_blocking(self._pipe, False)
 
     def tell(self, limit: float, doing: str) -> None:
-        """This process is well; it does this, and may be silent for ``limit`` seconds."""
+        """Report ``doing``, and that this process may be silent for ``limit`` seconds."""
         with contextlib.suppress(OSError):
             os.write(self._pipe, f"{limit} {doing}\n".encode())
 
@@ -58,7 +54,7 @@ class Outside:
 
 
 def main(name: str, stacks_signal: str) -> None:
-    """Watch until the parent ends, or closes the pipe at stdin."""
+    """Watch until the parent ends or closes the pipe."""
     parent = os.getppid()
     silent, limit, doing = 0.0, float("inf"), ""
     while os.getppid() == parent:
@@ -73,7 +69,7 @@ def main(name: str, stacks_signal: str) -> None:
             limit = float(limit_text)
             continue
         process = read_process(parent)
-        if process and process.state in "Tt":  # by a signal or a debugger
+        if process and process.state in "Tt":  # stopped by a signal or a debugger
             continue
         before, silent = silent, silent + tick
         if before < STACKS_FACTOR * limit <= silent:
@@ -91,12 +87,10 @@ def main(name: str, stacks_signal: str) -> None:
 
 
 def send(pid: int, number: int) -> None:
-    """Signal a process; one that has just ended is no error."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def print_line(text: str) -> None:
-    """Write to the error stream; a closed one is no error."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

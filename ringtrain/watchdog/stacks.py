@@ -1,4 +1,4 @@
-"""Python stacks of this process: written when it hangs, and searched for the line of the user's code."""
+"""Python stacks of this process, for reports of hangs, and the running line of user code."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from ringtrain.messages.escaping import escape
 from ringtrain.messages.ranks import group_ranks
 from ringtrain.runtime.world import World
 
-# Threads of our own that are still when all is well.
+# Our own threads, not to be shown.
 OUR_THREADS = frozenset({"watchdog", "last words", "stop requests", "lease", "failing", "end"})
 MAX_FRAME_LENGTH = 300  # characters
-MAX_STACKS_BYTES = 6000  # of a rank in a record; a message of the hub has 8192 at most
-MAX_GROUPS = 8  # of ranks with the same stacks, in a record
+MAX_STACKS_BYTES = 6000  # per rank in a record; a message of the hub has at most 8192
+MAX_GROUPS = 8  # of equal stacks, per record
 
 
 def write_stacks(world: World) -> None:
-    """Write the stacks of this process to stderr."""
     who = f"ringtrain: rank {world.rank} on {world.node}"
     data = "\n".join([f"{who} is here:", *_describe_stacks(), f"{who} ends.", ""])
     os.write(2, data.encode(errors="backslashreplace"))
 
 
 def read_stacks() -> str:
-    """The first lines of this process' stacks, as many as fit into a message between ranks."""
+    """Return the first lines, as many as fit into a hub message."""
     lines: list[str] = []
     size = 0
     for line in map(escape, _describe_stacks()):
@@ -44,17 +43,16 @@ def read_stacks() -> str:
 
 
 def group_stacks(stacks: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Stacks of ranks for an ``end`` record, identical ones once; those that fewer ranks have come first."""
+    """Group equal stacks for an ``end`` record, rarest first."""
     ranks = sorted(stacks)
     groups = group_ranks([stacks[rank] for rank in ranks], ranks)
     return [{"ranks": of_text, "text": text} for text, of_text in reversed(groups.items())][:MAX_GROUPS]
 
 
 def find_user_frame() -> str:
-    """Return the line of user code that runs now, as ``FILE:LINE (FUNCTION)``; empty if no such line runs.
+    """Return the running line of user code, ``FILE:LINE (FUNCTION)`` or "".
 
-    Code that a library has called, such as a generator of the input pipeline or a callback, comes before the line of
-    the script that calls ``fit``.
+    Code called by a library, such as a generator or a callback, precedes the script's call of ``fit``.
     """
     found = ""
     for _, frame in _threads():
@@ -73,10 +71,7 @@ def find_user_frame() -> str:
 
 
 def _describe_stacks() -> Iterator[str]:
-    """The stacks of all threads except our own, in lines.
-
-    Source lines are left out: reading them may hang as well.
-    """
+    """Without source lines: reading them may hang."""
     for name, frame in _threads():
         yield f"Thread {name} (most recent call first):"
         for part, number in traceback.walk_stack(frame):
@@ -84,7 +79,7 @@ def _describe_stacks() -> Iterator[str]:
 
 
 def _threads() -> Iterator[tuple[str, FrameType]]:
-    """The names of all threads except our own, with their innermost frames; the main thread first."""
+    """Main thread first; innermost frames."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if names.get(ident) not in OUR_THREADS}
     main = threading.main_thread().ident
@@ -93,7 +88,6 @@ def _threads() -> Iterator[tuple[str, FrameType]]:
 
 
 def _shorten(file: str) -> str:
-    """Return a path relative to the working directory if it is below that."""
     with contextlib.suppress(OSError):  # the working directory was moved or removed
         return file.removeprefix(os.getcwd() + os.sep)
     return file

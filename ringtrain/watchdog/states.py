@@ -1,4 +1,4 @@
-"""The states of all ranks, as one of them sees them, and the detection of hangs: pure functions."""
+"""Pure functions on the states of ranks, for the detection of hangs."""
 
 from __future__ import annotations
 
@@ -11,46 +11,43 @@ from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.activity import Note, Phase
 from ringtrain.watchdog.stacks import MAX_FRAME_LENGTH
 
-# A rank whose connection ended without a word is dead. Its launcher ends the others, as a rule within two seconds.
+# Without notice, a rank is dead. Its launcher usually ends the others within two seconds.
 GONE_SECONDS = 20.0
 MAX_GROUPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """A rank, as it was last heard of."""
+    """A rank's last report."""
 
-    note: Note  # what it was doing
-    still: float  # seconds for which it had not moved
-    limit: float  # seconds for which it may stay in its phase
-    max_silence: float  # seconds for which nothing need come from it
-    where: str = ""  # the user's line that it runs, once it has been still for a while
-    silent: float = 0.0  # seconds since then
-    is_gone: bool = False  # its connection has ended without a word
+    note: Note
+    still: float  # seconds without progress, at the report
+    limit: float  # seconds without progress that its phase permits
+    max_silence: float  # seconds without a report that its phase permits
+    where: str = ""  # running line of user code, if still for long
+    silent: float = 0.0  # seconds since the report
+    is_gone: bool = False  # its connection ended without notice
 
     @property
     def all_still(self) -> float:
-        """Seconds for which it has not been seen to move."""
+        """Seconds without known progress."""
         return self.still + self.silent
 
     @property
     def is_missing(self) -> bool:
-        """True if it gives no sign of life any more, though it would have to."""
         return self.is_gone or self.silent >= self.max_silence
 
     def later(self, seconds: float) -> RankState:
-        """The same rank, which has not been heard of meanwhile."""
         return dataclasses.replace(self, silent=self.silent + seconds)
 
     def to_message(self) -> dict[str, Any]:
-        """The message about this rank for the others; JSON values."""
         note = self.note
         more = {"still": self.still, "limit": self.limit, "max_silence": self.max_silence, "where": self.where}
         return {"doing": note.doing.name, "step": note.step, **more}
 
 
 def read_state(message: Mapping[str, Any]) -> RankState:
-    """Read a message of ``to_message``; raise KeyError, TypeError or ValueError for anything else."""
+    """Raises KeyError, TypeError or ValueError for invalid messages."""
     note = Note(Phase[message["doing"]], int(message["step"]))
     return RankState(
         note=note,
@@ -62,10 +59,10 @@ def read_state(message: Mapping[str, Any]) -> RankState:
 
 
 def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all: bool) -> str | None:
-    """The message for a hang; None if there is progress, or time left.
+    """Return the message for a hang; None if ranks progress or have time left.
 
-    ``states`` are those of the ranks that take part in the watch and have not taken leave. Who does not hear of every
-    rank (``sees_all``) judges only where the others are missing.
+    ``states``: of ranks that are watched and have not left. A rank that does not hear all (``sees_all``) judges only if
+    others are missing.
     """
     missing = [rank for rank, state in states.items() if state.is_missing]
     if not states or not (sees_all or missing):
@@ -78,7 +75,7 @@ def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all
 
 
 def find_long_wait(states: Mapping[int, RankState], nodes: Sequence[str], hang_timeout: float) -> str | None:
-    """Return what to report while no rank moves, but one of them is in a phase that may take long; else None."""
+    """Return a warning if no rank progresses, but a long phase permits it; else None."""
     if not states or min(state.all_still for state in states.values()) < hang_timeout:
         return None
     limit = find_limit(states)
@@ -90,10 +87,10 @@ def find_long_wait(states: Mapping[int, RankState], nodes: Sequence[str], hang_t
 
 
 def find_limit(states: Mapping[int, RankState]) -> float:
-    """Seconds for which nothing may move.
+    """Seconds without progress until a hang.
 
-    The long limit is that of a rank that is in a long phase and says so: not of one from which nothing comes, nor of
-    one that waits, in such a phase, for a rank that is busy.
+    A long phase counts only for a rank that reports it itself: not if it is missing, or waits in that phase for a busy
+    rank.
     """
     missing = [state for state in states.values() if state.is_missing]
     present = [state for state in states.values() if not state.is_missing]
@@ -107,7 +104,7 @@ def find_limit(states: Mapping[int, RankState]) -> float:
 
 
 def describe(states: Mapping[int, RankState], nodes: Sequence[str]) -> str:
-    """Describe the states of the ranks, first those that others wait for."""
+    """Describe the ranks, awaited ones first."""
     awaited = find_awaited(states)
     others = [rank for rank in states if rank not in awaited]
     parts = [
@@ -125,7 +122,7 @@ def describe(states: Mapping[int, RankState], nodes: Sequence[str]) -> str:
 
 
 def find_awaited(states: Mapping[int, RankState]) -> list[int]:
-    """The ranks that the others wait for: missing ones, otherwise busy ones, otherwise those behind, otherwise none."""
+    """Missing ranks, else busy ones, else those behind."""
     missing = [rank for rank, state in states.items() if state.is_missing]
     if missing:
         return missing
@@ -136,12 +133,11 @@ def find_awaited(states: Mapping[int, RankState]) -> list[int]:
 
 
 def find_busy(states: Mapping[int, RankState]) -> list[int]:
-    """The ranks in a phase of their own that the others wait for."""
+    """Ranks in a phase without communication."""
     return [rank for rank, state in states.items() if state.note.place is None]
 
 
 def describe_group(ranks: Sequence[int], state: RankState, nodes: Sequence[str]) -> str:
-    """Describe the phase of some ranks, and for how long they have been in it."""
     who = name_ranks(ranks, nodes)
     words, have = (state.note.words_of_one, "has") if len(ranks) == 1 else (state.note.words, "have")
     if state.is_missing:
@@ -151,7 +147,7 @@ def describe_group(ranks: Sequence[int], state: RankState, nodes: Sequence[str])
 
 
 def group_alike(ranks: Sequence[int], states: Mapping[int, RankState], *, by_time: bool) -> list[list[int]]:
-    """Ranks that do the same, where ``by_time`` in the order of the longest; their first states speak for them."""
+    """Group ranks with equal phases (longest first if ``by_time``); the first state represents the group."""
     groups: dict[Any, list[int]] = {}
     for rank in ranks:
         state = states[rank]

@@ -1,10 +1,8 @@
-"""A rank that is slow at computing: all others wait for it in every step, and nobody sees why.
+"""Detection of a rank that computes slowly, so that all others wait in each step.
 
-What a step costs a rank, without its waiting for the others, is not to be seen from how long the step takes: that is
-the same on all ranks. But now and then each rank looks whether one of its threads can run (proc(5): state R, on a core
-or waiting for one). One that is slow, because its cores are slow, throttled or taken by another program, is always seen
-so; those that wait for it are not. If the wait is too short for a thread to fall asleep, and of what a GPU computes,
-nothing is seen.
+Step times are equal on all ranks. So each rank samples if one of its threads is runnable (proc(5): state R). A rank
+with slow, throttled or shared cores always is; waiting ranks are not. Not detected: waits too short to sleep, and GPU
+work.
 """
 
 from __future__ import annotations
@@ -17,24 +15,22 @@ from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.processes import list_threads, read_process
 
 LOOKS_PER_WINDOW = 30
-WINDOWS = 2  # in a row: a burst of something else is none
+WINDOWS = 2  # consecutive, to ignore bursts
 FACTOR = 2.0
-LEAST_SHARE = 0.9  # who sleeps for more is not what all wait for
+LEAST_SHARE = 0.9  # a slow rank seldom sleeps
 
 
 class Looks:
-    """The share of samples in which this process could run."""
-
     def __init__(self) -> None:
         self.times = self.times_runnable = 0
         self._left_out: set[int] = set()
 
     def leave_out(self, threads: Iterable[int]) -> None:
-        """Do not count these: MPI's and Horovod's, which are busy with waiting."""
+        """Ignore threads of MPI and Horovod, which wait actively."""
         self._left_out |= set(threads)
 
     def look(self) -> None:
-        """Look once, from a thread that does not count itself."""
+        """Sample once; the calling thread is not counted."""
         self.times += 1
         others = list_threads() - self._left_out - {threading.get_native_id()}
         threads = (read_process(f"self/task/{thread}") for thread in others)
@@ -42,16 +38,16 @@ class Looks:
 
 
 class Stragglers:
-    """Finds, on rank 0, a rank that is always at work while the others wait."""
+    """Finds, on rank 0, a rank that always works while others wait."""
 
     def __init__(self) -> None:
         self._begun: dict[int, tuple[int, int]] = {}
         self._windows_slow: dict[int, int] = {}
 
     def compare(self, looks: Mapping[int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
-        """Slow ranks that were not reported before, with the shares of samples in which they and the others could run.
+        """Return slow ranks, once, with the runnable shares of the rank and of the others.
 
-        ``looks``: how often each rank was looked at, and how often it could run then; empty if they do not train.
+        ``looks``: per rank, samples and runnable ones; empty if not training.
         """
         if set(looks) != set(self._begun):
             self._begun = dict(looks)
@@ -69,7 +65,7 @@ class Stragglers:
 
 
 def find_slow(shares: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    """The ranks that nearly always could run while the others mostly could not, with their share and the others'."""
+    """Return ranks that almost always are runnable while most others are not, with both shares."""
     slow = {}
     for rank, share in shares.items():
         others = [other for number, other in shares.items() if number != rank]
@@ -79,7 +75,6 @@ def find_slow(shares: Mapping[int, float]) -> dict[int, tuple[float, float]]:
 
 
 def describe_slow(rank: int, share: float, usual: float, nodes: Sequence[str]) -> str:
-    """The warning about a slow rank."""
     return (
         f"{name_ranks([rank], nodes)} is slow, and the others wait for it: it is at work {share:.0%} of the time, they "
         f"are {usual:.0%}. Its cores are slower than theirs or taken by another program, or it has more to do."

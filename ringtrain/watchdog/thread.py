@@ -1,9 +1,8 @@
-"""The watchdog: no rank waits for ever. A thread of each rank sees whether it moves, and hears of the others.
+"""The watchdog thread of each rank, which ends hung runs.
 
-Rank 0 hears of all ranks and judges; if rank 0 itself is missing, each other rank does. When nothing has moved for
-``--hang_timeout``, every rank that can writes the stacks of its threads, rank 0 says who is where, and all leave with
-exit code 6. Time is counted by the ticks of the thread itself, not by a clock: where the thread did not run, because
-the process was stopped or suspended, it has not seen anybody hang either.
+Rank 0 hears all ranks and judges; if rank 0 is missing, each rank does. After ``--hang_timeout`` without progress each
+rank writes its stacks, rank 0 reports all phases, and all exit with code 6. Time is counted in ticks of this thread,
+not by a clock, so that a stopped or suspended process detects no hang.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from ringtrain.watchdog.stragglers import Looks, Stragglers, describe_slow
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
 
-# Any process may send it: the rank then writes the stacks of its threads, even if none of them can run.
+# Sent by any process; the rank writes its stacks, even if no thread can run.
 STACKS_SIGNAL = signal.SIGRTMIN + 6
 LONGEST_TICK_SECONDS = 1.0
 STACKS_SECONDS = 3.0
-LEAVE_SECONDS = 20.0  # for the ways out of Horovod and MPI, which wait for other ranks
-RECORD_SECONDS = 5.0  # for last words into files, which may be on a file system that hangs
-ENDING_SECONDS = 30.0  # for all last words together
+LEAVE_SECONDS = 20.0  # for Horovod's and MPI's shutdown, which waits for other ranks
+RECORD_SECONDS = 5.0  # for last records; the file system may hang
+ENDING_SECONDS = 30.0  # for all of them
 UNHEARD_SECONDS = 60.0
 REFINE_SECONDS = 1.0
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
@@ -52,19 +51,19 @@ Report = Callable[[RingtrainError], None]
 
 
 class Watchdog:
-    """Watches this rank and, once it has met the others, all of them. If ``hang_timeout`` is 0 it does nothing."""
+    """Watches this rank, and all ranks once connected. ``hang_timeout`` 0 disables it."""
 
     def __init__(self, world: World, hang_timeout: float, *, report: Report, warn: Callable[[str], None]) -> None:
-        """``report`` tells the user why the run ends, ``warn`` that something is odd; the thread calls them."""
+        """``report`` prints the reason for the end; ``warn`` warns. The thread calls them."""
         self._world, self._hang_timeout = world, hang_timeout
         self._report, self._warn = report, warn
         self._write_end: Report = lambda error: None
         self._tick = min(LONGEST_TICK_SECONDS, hang_timeout / 8)
         self._nodes: Sequence[str] = [world.node] * world.size
         self._has_met = False
-        self._states: dict[int, RankState] = {}  # of the other ranks, from their first word until they take leave
+        self._states: dict[int, RankState] = {}  # of other ranks, from their first report until they leave
         self._unheard: set[int] = set()
-        self._stacks: dict[int, str] = {}  # of the other ranks, which they send before they end
+        self._stacks: dict[int, str] = {}  # of other ranks, sent before they end
         self._unheard_seconds = 0.0
         self._looks, self._threads_before = Looks(), set[int]()
         self._looks_at: dict[int, tuple[int, int]] = {}
@@ -85,7 +84,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch this rank, before it joins the others."""
+        """Call it before the rank joins."""
         if self._hang_timeout:
             faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
             self._outside.start(f"rank {self._world.rank} on {self._world.node}", STACKS_SIGNAL)
@@ -95,7 +94,7 @@ class Watchdog:
             self._threads_before = list_threads()
 
     def meet(self, collective: Collective) -> None:
-        """Connect the ranks' watchdogs. Every rank must call it."""
+        """Connect the watchdogs. Collective."""
         from ringtrain.collectives import all_gather_object
 
         world = self._world
@@ -117,25 +116,25 @@ class Watchdog:
             if listener is not None:
                 self._star.accept_from(listener, token=first["token"], size=world.size)
                 return
-            with contextlib.suppress(OSError):  # rank 0 says whom it does not hear
+            with contextlib.suppress(OSError):  # rank 0 reports ranks that it does not hear
                 self._star.connect_to(first["addresses"], first["port"], token=first["token"])
 
         self._to_do.append(connect)
         self._star.wake()
 
     def write_by(self, *, write_end: Report, warn: Callable[[str], None] | None) -> None:
-        """Set how this rank, if it decides, writes the ``end`` record and warnings; None keeps the current way."""
+        """Set the writers for the ``end`` record and for warnings; None: unchanged."""
         self._write_end = write_end
         self._warn = warn or self._warn
 
     def record_end(self, error: RingtrainError) -> None:
-        """Write the ``end`` record in the stead of rank 0, which is gone; if that hangs, no longer than it may."""
+        """Write the ``end`` record for a lost rank 0, with a time limit."""
         run_bounded(lambda: self._write_end(error), RECORD_SECONDS)
 
     def begin_leaving(self, exit_code: int, last_words: Callable[[], None] = lambda: None) -> None:
-        """From now on this rank is on its way out; if that takes long, it ends at once, with this exit code.
+        """Bound the time to leave; then exit with ``exit_code``.
 
-        Does not return where the watchdog has begun to end the process.
+        Does not return if the watchdog has begun to end the process.
         """
         if not self._hang_timeout:
             return
@@ -157,7 +156,7 @@ class Watchdog:
             pass
 
     def stop(self) -> None:
-        """Take leave of the other ranks' watchdogs."""
+        """Leave the other watchdogs."""
         if self._hang_timeout:
             self._is_stopped = True
             activity.when_it_may_not_take_long(None)
@@ -180,7 +179,7 @@ class Watchdog:
                 self._count(seconds)
                 for rank, message in came:
                     self._take(rank, message)
-                if now >= next_look:  # not where the training thread woke this one: it is at work at that moment
+                if now >= next_look:  # if the training thread woke this one, the sample would be biased
                     next_look = now + self._tick
                     self._find_refined()
                     if self._world.size > 1:
@@ -188,7 +187,7 @@ class Watchdog:
                 self._tell()
                 self._judge(seconds)
             self._star.send({"bye": True})
-        except Exception:  # a defect of ours must not end a run that is well
+        except Exception:  # a defect of the watchdog must not end the run
             failed = f"the watchdog of rank {self._world.rank} has failed:"
             self._warn("\n  ".join([failed, *traceback.format_exc().rstrip().split("\n")]))
             self._outside.close()
@@ -196,7 +195,7 @@ class Watchdog:
                 self._star.send({"bye": True})
 
     def _count(self, seconds: float) -> None:
-        """Let time pass for all ranks, unless this one has moved."""
+        """Count time for all ranks, unless this one has progressed."""
         self._states = {rank: state.later(seconds) for rank, state in self._states.items()}
         seen = activity.current()
         is_same = len(self._seen) == len(seen) and all(a is b for a, b in zip(seen, self._seen, strict=True))
@@ -208,11 +207,10 @@ class Watchdog:
             self._where, self._refined = "", None
 
     def refine_by(self, refine: Callable[[Note], Note]) -> None:
-        """Have the note of a rank that is still made more precise; the thread calls it, and waits a moment for it."""
+        """Set a function that refines the phase of a still rank; the thread waits briefly for it."""
         self._refine = refine
 
     def _find_refined(self) -> None:
-        """Look closer at this rank if it has been still for a while."""
         if self._still < self._hang_timeout / 2:
             return
         self._where = find_user_frame()
@@ -234,7 +232,7 @@ class Watchdog:
         )
 
     def _take(self, rank: int, message: Message | None) -> None:
-        """Take the message of another rank; None: it has gone without one."""
+        """Handle another rank's message; None: lost without notice."""
         if message is None:
             note_lost(name_ranks([rank], self._nodes))
             if rank in self._states:
@@ -250,7 +248,7 @@ class Watchdog:
                 self._unheard.discard(rank)
 
     def _tell(self) -> None:
-        """Tell the others, and the process outside, that this rank is there, and what it does."""
+        """Report to other ranks and the outside process."""
         mine = self._my_state
         looks = self._looks_at[self._world.rank] = (self._looks.times, self._looks.times_runnable)
         self._star.send({**mine.to_message(), "looks": looks})
@@ -263,8 +261,8 @@ class Watchdog:
                 self._leave_at_once()
             return
         states = dict(sorted({**self._states, self._world.rank: self._my_state}.items()))
-        is_alone = 0 in self._unheard  # rank 0 cannot be reached, or was stopped before it said a word
-        if is_alone:  # and may be doing what takes long
+        is_alone = 0 in self._unheard  # rank 0 is unreachable, or has sent nothing yet
+        if is_alone:  # it may be in a long phase
             limit = limit_seconds(self._hang_timeout, takes_long=True)
             states = {self._world.rank: dataclasses.replace(self._my_state, limit=limit)}
         hang = find_hang(states, self._nodes, sees_all=self._world.is_rank0 or not self._has_met or is_alone)
@@ -296,11 +294,11 @@ class Watchdog:
             self._print_line(describe_slow(rank, share, usual, self._nodes))
 
     def _print_line(self, warning: str) -> None:
-        """Warn, in a thread: what it is written to may hang."""
+        """In a thread: the output may hang."""
         start_bounded(lambda: self._warn(warning))
 
     def _end(self, hang: str, *, judges: bool) -> None:
-        """End this process and, as rank 0 or if that is missing, let the others end; never returns."""
+        """End this process and, as the judge, the others; does not return."""
         is_rank0 = self._world.is_rank0
         error = HangError(
             f"{hang} Each rank that could has written its stacks to its error stream. If something may take so long, "
@@ -308,7 +306,7 @@ class Watchdog:
             reach="run" if is_rank0 else "rank",
         )
         self._outside.tell(ENDING_SECONDS, "ends")
-        # Rank 0 records it with the stacks of all, for which it waits; a launcher is told at once.
+        # Rank 0 waits for all stacks before it records; a launcher is notified at once.
         if judges and is_rank0:
             told = {"event": "end", "status": error.status(), "exit_code": error.exit_code, "message": str(error)}
             start_bounded(lambda: tell_end(told))
@@ -317,28 +315,28 @@ class Watchdog:
             self._star.send({"hang": hang})
         else:
             self._star.send({"stacks": read_stacks()})
-        if judges or not is_rank0:  # else this rank alone was missing, and has come back when the others had left
+        if judges or not is_rank0:  # else only this rank was missing, and the others have left
             run_bounded(lambda: write_stacks(self._world), STACKS_SECONDS)
         if is_rank0:
-            self._wait_for(set(self._star.peers), STACKS_SECONDS)  # the launcher ends them once this process ends
+            self._wait_for(set(self._star.peers), STACKS_SECONDS)  # the launcher ends them after this process
             error.stacks = group_stacks({**self._stacks, self._world.rank: read_stacks()})
             record = start_bounded(lambda: self._write_end(error)) if judges else None
         elif judges:
-            self._wait_for({0}, 2 * self._tick)  # so that the others, which judge by themselves, come to their stacks
+            self._wait_for({0}, 2 * self._tick)  # others that judge need time for their stacks
         else:
             self._star.send({"hang": hang})
             self._wait_for({0}, STACKS_SECONDS + RECORD_SECONDS)
         if record is not None:
             record.join(RECORD_SECONDS)
-        # Where all judge by themselves, one for each node is enough to be read.
+        # If all ranks judge, one report per node suffices.
         if judges and (is_rank0 or self._world.rank == 1 or self._world.local_rank == 0):
             run_bounded(lambda: self._report(error), RECORD_SECONDS)
-        elif judges:  # the launcher ends the others once this process ends, and those may not have come to judge
+        elif judges:  # the launcher ends the others after this process, maybe before they judge
             time.sleep(STACKS_SECONDS)
         os._exit(HangError.exit_code)
 
     def _wait_for(self, ranks: set[int], seconds: float) -> None:
-        """Wait until these have answered that they end, or have ended."""
+        """Wait until these ranks have replied or ended."""
         end = time.monotonic() + seconds
         waited = {rank for rank in ranks if rank in self._states and not self._states[rank].is_missing}
         if not self._world.is_rank0:
@@ -352,14 +350,13 @@ class Watchdog:
 
 
 def is_debugged() -> bool:
-    """True if the main thread is in a debugger, in which the user may take any time."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.walk_stack(innermost) if innermost else ()
     return any(os.path.basename(frame.f_code.co_filename) in DEBUGGERS for frame, _ in frames)
 
 
 def start_bounded(action: Callable[[], None]) -> threading.Thread:
-    """Do something in a new thread, without waiting for its end: it may hang as well."""
+    """Run it in a thread that may hang."""
 
     def act() -> None:
         with contextlib.suppress(Exception):
@@ -371,5 +368,4 @@ def start_bounded(action: Callable[[], None]) -> threading.Thread:
 
 
 def run_bounded(action: Callable[[], None], seconds: float) -> None:
-    """Do something, and wait no longer for it than this."""
     start_bounded(action).join(seconds)

@@ -1,9 +1,8 @@
-"""The position of a ``fit`` in its data, so that a resumed ``fit`` continues with the next batch.
+"""The position of a ``fit`` in its data, for a resume with the next batch.
 
-Keras makes an iterator for each epoch, or one for all epochs if ``steps_per_epoch`` is given. If the iterator can save
-its state, it is restored. Otherwise the trained batches are read and skipped, and earlier iterators are started first,
-so that a pipeline that reshuffles reaches the same order. Python's and NumPy's global generators get the states that
-they had when the iterator was created; those of the checkpoint if nothing is read.
+An iterator, for an epoch or (with ``steps_per_epoch``) all epochs, restores its state if it can. Otherwise earlier
+iterators are started, so that reshuffling is repeated, and the trained batches are skipped. Python's and NumPy's
+generators get their states from the iterator's creation, or the checkpoint's if nothing is read.
 """
 
 from __future__ import annotations
@@ -33,12 +32,10 @@ class Place(NamedTuple):
 
 
 class Batches:
-    """The batches of one ``fit`` of this rank."""
-
     def __init__(self, print_line: Callable[[str], None]) -> None:
         self._print_line = print_line
         self._start, self._state = Place(), b""
-        self._generators: Arrays = {}  # at creation of the current iterator
+        self._generators: Arrays = {}  # when the current iterator was created
         self._saved_generators: Arrays = {}  # from the checkpoint
         self._data: Any = None  # Keras' EpochIterator
         self._iterator: Any = None
@@ -82,10 +79,10 @@ class Batches:
         return self._state if data is self._data else b""
 
     def enumerate(self, plain: Callable[[], Iterator[tuple[Any, ...]]], data: Any) -> Iterator[tuple[Any, ...]]:
-        """Yield Keras' step numbers and iterator for an epoch; for the first one, only the remaining batches.
+        """Yield Keras' steps of an epoch; of the first one, only the remaining steps.
 
         Raises:
-            DataError: fewer batches than were trained, or the state belongs to another pipeline.
+            DataError: the data are too short, or of another pipeline.
         """
         start, self._start = self._start, Place()
         state = self._state
@@ -121,14 +118,13 @@ class Batches:
         self._state = b""
 
     def _given_before(self, start: Place, data: Any) -> int:
-        """Count the batches that the current iterator yielded in earlier epochs."""
         if not self._is_one_for_all:
             return 0
         num = data._num_batches
         return max(0, (start.all_batches % num if num else start.all_batches) - start.batches)
 
     def _begin_earlier(self, start: Place, data: Any) -> None:
-        """Start the earlier iterators, so that a reshuffling pipeline reaches the next order."""
+        """Start earlier iterators, to repeat their reshuffling."""
         num, adapter = data._num_batches, data.data_adapter
         if hasattr(adapter, "py_dataset"):  # indexed, prefetched by Keras' threads
             for _ in range(start.epochs):
@@ -145,12 +141,12 @@ class Batches:
                 adapter.on_epoch_begin()
                 next(iter(data._get_iterator()), None)
                 if num:
-                    iter(data._get_iterator())  # as Keras does at the end of an epoch
+                    iter(data._get_iterator())
                 adapter.on_epoch_end()
                 activity.move()
 
     def _read(self, iterator: Any, number: int, start: Place, *, may_end: bool = False) -> None:
-        """Skip ``number`` batches; fewer if ``may_end``, after the last call of the training function."""
+        """Skip batches; if ``may_end``, fewer suffice: the last call of the training function."""
         for place in range(number):
             activity.move()
             if next(iterator, _NOTHING) is _NOTHING:

@@ -59,7 +59,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self.broadcast_done:
             return
         require_init("BroadcastGlobalVariablesCallback")
-        # Keras' "weights" exclude the states of metrics, which one rank may have created already, and of seeds.
+        # Keras' "weights" exclude seeds and metrics, which one rank may have created already.
         variables = [variable for variable in self.model.weights if variable_key(variable) not in self._local]
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is not None and self.model.trainable_variables:
@@ -79,6 +79,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, device: str = "") -> None:
+        """Prepare the averages.
+
+        Args:
+            device: TensorFlow device of the operation.
+        """
         super().__init__()
         self._device = device
         self._train_samples: float | None = None

@@ -30,8 +30,7 @@ _cores = ""
 class ProcessSetCollective(HorovodCollective):
     """Collective over a process set.
 
-    Only the last part of an operation's name identifies it: the scopes before it contain names of layers and
-    optimizers, which Keras numbers in order of creation, and rank 0 may have created more.
+    Names are without scopes, which contain layers and optimizers by Keras' numbers: rank 0 may have created more.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class ProcessSetCollective(HorovodCollective):
 
 
 def all_ranks() -> Collective:
-    """Return the collective of all ranks, native if possible. The first call is a collective call."""
+    """Native if possible. The first call is collective."""
     global _all_ranks
     if _all_ranks is None:
         with tf.init_scope():
@@ -87,7 +86,7 @@ def is_elastic() -> bool:
 
 
 def choose_backend(backend: str) -> None:
-    """Set the backend of all ranks; existing connections remain unless Horovod was shut down."""
+    """Connections remain unless Horovod was shut down."""
     global _all_ranks, _backend
     if backend not in BACKENDS:
         raise UsageError(f"backend is {backend!r}; ringtrain.keras.init() takes {' or '.join(map(repr, BACKENDS))}.")
@@ -135,7 +134,7 @@ def broadcast_variables(
     name = unique_name("broadcast_variables")
     if tf.executing_eagerly():
         require_same_kinds(plain, ProcessSetCollective(process_set=process_set), purpose="to broadcast")
-    # Names are by position: Keras numbers the variables' names in order of creation.
+    # By position: Keras numbers names in order of creation.
     for number, variable in enumerate(plain):
         value = hvd.broadcast(
             variable, root_rank, name=f"{name}_{number}", ignore_name_scope=True, process_set=process_set
@@ -144,7 +143,7 @@ def broadcast_variables(
 
 
 def require_same_kinds(variables: Iterable[Any], collective: ProcessSetCollective, *, purpose: str) -> None:
-    """Raise if the ranks' variables differ: they would deadlock, or sum unrelated values."""
+    """Different variables would deadlock, or sum unrelated values."""
     kinds = [f"{tf.as_dtype(variable.dtype).name} {list(variable.shape)}" for variable in variables]
     all_kinds = all_gather_object(collective, kinds, name="variable_kinds")
     for rank, others in zip(collective.ranks, all_kinds, strict=True):

@@ -33,7 +33,7 @@ class CompiledStep:
         return metrics
 
     def _compute(self, data: Any) -> tuple[list[Any], Any]:
-        """Return the gradients, captured from the optimizer, and the metrics."""
+        """Return gradients, captured from the optimizer, and metrics."""
         optimizer, found = self._model.optimizer, list[Any]()
         optimizer.apply = lambda gradients, variables=None: found.extend(gradients)
         try:

@@ -14,7 +14,7 @@ from ringtrain.errors import UsageError
 from ringtrain.keras.exchange import Accumulation, Exchange, Settings
 from ringtrain.step.optimizers import FUSED_UPDATES
 
-# True while reduced gradients are applied: by the optimizer, parts of a MultiOptimizer or a LossScaleOptimizer.
+# While reduced gradients are applied: by the optimizer, parts of a MultiOptimizer or a LossScaleOptimizer.
 is_applying = contextvars.ContextVar("is_applying", default=False)
 
 
@@ -44,7 +44,7 @@ class Distributed:
         self.exchange.register_local(var)
 
     def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: tf.GradientTape | None = None) -> list[Any]:
-        """Return (reduced gradient, variable) pairs for ``apply_gradients``, which does not reduce them again.
+        """Return (reduced gradient, variable) pairs for ``apply_gradients``.
 
         Args:
             loss: a tensor recorded by ``tape``, or a function.
@@ -70,7 +70,7 @@ class Distributed:
 
 
 def distribute(optimizer: keras.optimizers.Optimizer, settings: Settings, *, passes: int, averages: bool) -> None:
-    """Turn this object into an optimizer that reduces every ``passes`` calls, with a fused update if there is one."""
+    """Make this object reduce every ``passes`` calls, with a fused update if possible."""
     plain_class = type(optimizer)
     bases = [Distributed, *filter(None, [FUSED_UPDATES.get(plain_class)]), plain_class]
     attributes = {
@@ -89,10 +89,8 @@ def apply_reduced(
     gradients: Sequence[Any],
     variables: Sequence[Any] | None,
 ) -> None:
-    """Reduce gradients by ``distributed``, and apply them once complete.
-
-    ``optimizer`` is the same object, or the ``LossScaleOptimizer`` around it. That must check the reduced gradients for
-    overflow: ranks that check their own would diverge.
+    """``optimizer``: ``distributed``, or the ``LossScaleOptimizer`` around it, whose check for overflow needs reduced
+    gradients: ranks that check their own would diverge.
     """
     if not gradients:
         return
@@ -121,13 +119,13 @@ def apply_reduced(
 
 
 def find_distributed(optimizer: Any) -> Distributed | None:
-    """Return this optimizer, or the one inside a LossScaleOptimizer, if distributed."""
+    """This optimizer, or the one inside a LossScaleOptimizer."""
     candidates = (optimizer, getattr(optimizer, "inner_optimizer", None))
     return next((candidate for candidate in candidates if isinstance(candidate, Distributed)), None)
 
 
 def check_parts(optimizer: Any) -> None:
-    """Refuse a ``MultiOptimizer`` with distributed parts: the other parts would not be reduced."""
+    """Other parts of a ``MultiOptimizer`` would not be reduced."""
     names = [part.name for part in getattr(optimizer, "optimizers", ()) if find_distributed(part) is not None]
     if names:
         raise UsageError(

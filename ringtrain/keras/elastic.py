@@ -35,7 +35,7 @@ from ringtrain.keras.distributed import find_distributed
 from ringtrain.messages.defects import describe_defect
 
 log = logging.getLogger("ringtrain")
-# Words in an error of a failed sum: the operation, or a library below Horovod.
+# In an error of a failed sum: the operation, or a library below Horovod.
 LOST_SIGNS = (*SIGNS, "Horovod", "gloo/", "NCCL")
 
 
@@ -43,9 +43,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Call a function of a state again whenever ranks have left or joined.
 
     Before each call all ranks get rank 0's state: the last commit if a rank was lost, the current state if hosts were
-    added. If hosts were only removed, each rank keeps its own. Steps after the last commit are trained again. Call no
-    collective before the function: a joining rank would deadlock. Create your ``tf.function`` inside it, for the
-    current ranks.
+    added. If hosts were only removed, each keeps its own. Call no collective before the function: a joining rank would
+    deadlock. Create your ``tf.function`` inside it.
     """
 
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +90,7 @@ def telling_lost_ranks() -> Iterator[None]:
 
 
 class KerasState(ObjectState):
-    """State that survives the loss of a rank: a model, its optimizer, and user-defined attributes.
+    """State that survives the loss of a rank: model, optimizer and user-defined attributes.
 
     ``commit()`` saves it in memory and checks for changed hosts; ``restore()`` undoes changes since then; ``sync()``
     broadcasts rank 0's state.
@@ -141,7 +140,7 @@ class KerasState(ObjectState):
             super().sync()
 
     def reset(self) -> None:
-        """Discard what depends on the former ranks: accumulated gradients and the traced training step."""
+        """Discard accumulated gradients and the traced training step, which depend on the former ranks."""
         distributed = find_distributed(self.optimizer)
         if distributed is not None and distributed._agg_helper is not None:
             distributed._agg_helper.clear()
@@ -240,6 +239,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
 
 def require_attribute(state: Any, name: str, callback: keras.callbacks.Callback) -> None:
+    """Raise UsageError if a state lacks what a callback updates."""
     if not hasattr(state, name):
         raise UsageError(
             f"{type(callback).__name__} keeps state.{name}, which the state has not. Make it with KerasState(model, "

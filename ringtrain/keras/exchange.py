@@ -1,8 +1,4 @@
-"""The reduction of the gradients of an optimizer or a tape.
-
-``Exchange`` adds the arguments of Horovod's interface to ``ringtrain.collectives.gradients``: local variables,
-factors, groups and accumulation.
-"""
+"""Reduction of the gradients of an optimizer or a tape, with the arguments of Horovod's interface."""
 
 from __future__ import annotations
 
@@ -32,8 +28,6 @@ COMPRESSIONS: dict[Any, Compression] = {hvd.Compression.none: "none", hvd.Compre
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Arguments that ``DistributedOptimizer`` and ``DistributedGradientTape`` share."""
-
     name: str
     device_dense: str = ""
     device_sparse: str = ""
@@ -70,7 +64,6 @@ class Settings:
 
     @property
     def why_horovod(self) -> str:
-        """Reason why only Horovod can compute these sums; empty if native sums can."""
         if self.op == hvd.Adasum:
             return "the optimizer has op=hvd.Adasum"
         if self.process_set != hvd.global_process_set:
@@ -97,19 +90,19 @@ class Settings:
 
 
 class Exchange:
-    _fit: ClassVar[StepSums | None] = None  # of the current fit with a distributed optimizer
+    _fit: ClassVar[StepSums | None] = None
     spans_world: ClassVar[bool] = True  # true of all instances
     _local_somewhere: ClassVar[set[Hashable]] = set()
-    votes: ClassVar[Votes | None] = None  # summed in each step of a fit with callbacks.Run
+    votes: ClassVar[Votes | None] = None
 
     def __init__(self, settings: Settings, accumulation: Accumulation | None = None) -> None:
         Exchange.spans_world &= settings.process_set == hvd.global_process_set
         self.settings, self.accumulation = settings, accumulation
         self._local: set[Hashable] = set()
         self._last: Gradients = []
-        # True if all ranks are in a fit with the same number of steps, so that a rank that ends early can join.
+        # All ranks are in a fit with equal numbers of steps, so that a rank that ends early can join.
         self.may_sum_natively = False
-        self._step = StepSums()  # of fits of a model with this optimizer
+        self._step = StepSums()  # of fits of this optimizer's model
         self._traced_natively: bool | None = None  # for the last traced step
 
     def register_local(self, variable: Any) -> None:
@@ -124,10 +117,7 @@ class Exchange:
         return variable_key(variable) in self._local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Gradients:
-        """Reduce gradients over all ranks; accumulation returns this rank's sums until its last pass.
-
-        The gradients that ``remember`` was given are returned unchanged.
-        """
+        """Accumulation returns this rank's sums until its last pass. Gradients that ``remember`` got are unchanged."""
         gradients = list(gradients)
         if self._last and list(map(id, gradients)) == list(map(id, self._last)):
             return gradients
@@ -145,7 +135,6 @@ class Exchange:
         return gradients
 
     def remember(self, gradients: Gradients) -> None:
-        """Mark gradients as reduced."""
         self._last = gradients
 
     def _reduce_now(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
@@ -186,7 +175,7 @@ class Exchange:
         nothing = [zeros_like_gradient(tensor, shape) for tensor, shape in of_variables]
         one = Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
         if fit is not None:  # in which a rank may join
-            # The scale may be a tensor of the graph and would keep it alive; a joined rank reads none.
+            # A tensor of the graph would keep it alive; a joined rank reads no scale.
             fit.add(
                 replace(one, scale=1.0) if graph is not None and not one.is_native else one,
                 graph,
@@ -199,7 +188,7 @@ class Exchange:
         if votes is not None:
             votes.note(sums[len(gradients)])
         if may_travel_alone:
-            # Joined ranks take part in the last message too. If it were separate and unused, TensorFlow would prune it.
+            # Joined ranks take part in the last message. TensorFlow would prune it if separate and unused.
             tf.debugging.assert_positive(sums[-1])
         return one.scale_sums(sums)
 
@@ -221,8 +210,7 @@ class Exchange:
                 "as many, such as by shards of one size and batch(..., drop_remainder=True).",
                 reach="rank",
             )
-        # Horovod sees operation names in graphs only. The zeros are created outside: TensorFlow would fold the sum of
-        # constants.
+        # Horovod sees names in graphs only. The zeros come from outside: TensorFlow would fold the sum of constants.
         joining = [(one.traced if is_of_graph else one.act, one.nothing) for one in sums]
         is_anyone_training = bool(joining)
         while is_anyone_training:
@@ -237,12 +225,12 @@ class Exchange:
         return any(one.is_native for one in self._step.read())
 
     def begin_fit(self, *, may_sum_natively: bool) -> bool:
-        """Allow or forbid native sums in a fit; return True if the traced step contradicts that."""
+        """Return True if the traced step contradicts ``may_sum_natively``."""
         Exchange._fit, self.may_sum_natively = self._step, may_sum_natively
         return self._traced_natively is not None and self._traced_natively != may_sum_natively
 
     def end_fit(self) -> None:
-        """Mark the end of ``fit``: a later trace belongs to a custom loop, whose length may differ between ranks."""
+        """Later traces belong to a custom loop, whose length may differ between ranks."""
         Exchange._fit, self.may_sum_natively = None, False
 
     def _reduction(self, gradients: Gradients, variables: Sequence[Any], *, natively: bool) -> GradientReduction:
@@ -260,12 +248,12 @@ class Exchange:
             collective=all_ranks() if natively and not settings.why_horovod else of_horovod,
             compression=COMPRESSIONS[settings.compression],
             name=unique_name(settings.name),
-            # Adasum needs each gradient as a whole, so no two are fused.
+            # Adasum needs each gradient as a whole.
             groups=[[index] for index in range(len(gradients))] if is_adasum else self._groups(gradients, variables),
         )
 
     def _groups(self, gradients: Gradients, variables: Sequence[Any]) -> list[list[int]] | None:
-        """The user's groups as positions, split by type: a group has one type."""
+        """The user's groups as positions, split by type."""
         wanted = self.settings.groups
         if wanted is None:
             return None
@@ -282,8 +270,6 @@ class Exchange:
 
 
 class Accumulation:
-    """Accumulates gradients of several backward passes on this rank before one reduction."""
-
     def __init__(self, passes: int, *, averages: bool) -> None:
         self.passes, self.averages = passes, averages
         with tf.init_scope():  # passes since the last reduction; equal on all ranks
@@ -296,13 +282,12 @@ class Accumulation:
             total.assign(tf.zeros_like(total))
 
     def is_complete(self) -> tf.Tensor:
-        """bool []: the last returned gradients are reduced."""
+        """bool []."""
         return tf.equal(self.counter, 0)
 
     def reduce(
         self, gradients: Gradients, variables: Sequence[Any], reduce_now: Callable[[Gradients], Gradients]
     ) -> Gradients:
-        """Add gradients; on the last pass reduce and reset the sums."""
         buffers = [self._buffer(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)]
         sums = [tf.identity(buffer.assign_add(g)) for buffer, g in zip(buffers, gradients, strict=True)]
         count = self.counter.assign_add(1)

@@ -1,4 +1,4 @@
-"""Log of the steps and validations of a ``fit`` with a run directory."""
+"""Log of a ``fit`` with a run directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ringtrain.training.summaries import EventFiles
 
 @dataclasses.dataclass(frozen=True)
 class Means:
-    """Means over the samples of all ranks, of some steps or a validation."""
+    """Over the samples of all ranks."""
 
     values: dict[str, float]
     samples: int = 0  # 0: unknown
@@ -30,8 +30,6 @@ class Means:
 
 
 class FitLog:
-    """Means over all ranks' samples, for ``metrics.jsonl`` and TensorBoard (written by rank 0)."""
-
     def __init__(
         self, model: keras.Model, collective: ProcessSetCollective, opened: OpenedRun | None, *, first_step: int
     ) -> None:
@@ -46,7 +44,6 @@ class FitLog:
         self._seconds, self._last_time = 0.0, 0.0
 
     def count_time(self) -> None:
-        """Count the time since the last call of this or of ``leave_out_time``."""
         now = time.perf_counter()
         self._seconds += now - self._last_time
         self._last_time = now
@@ -55,7 +52,7 @@ class FitLog:
         self._last_time = time.perf_counter()
 
     def carry_over(self) -> None:
-        """Save the sums since the last line: Keras resets them in the next epoch. Collective."""
+        """Keep the sums since the last line: Keras resets them. Collective."""
         sums = self._metrics.sum()
         self._carried = sums if self._sums_before is None else sums - self._sums_before
 
@@ -66,7 +63,7 @@ class FitLog:
             self._sums_before, self._carried = -self._carried, None
 
     def take_means(self, step: int, logs: Mapping[str, Any]) -> Means:
-        """Return means since the last line. Collective."""
+        """Collective."""
         sums = self._metrics.sum()
         values, samples = self._metrics.read(sums if self._sums_before is None else sums - self._sums_before)
         if values.keys() != logs.keys() or not samples:  # a train_step that returns other values
@@ -91,7 +88,7 @@ class FitLog:
         events.scalars("train", values | speed, step=step)
 
     def read_validation(self, logs: Mapping[str, Any]) -> Means:
-        """Return the means of an epoch's validation; empty if none. Collective."""
+        """Empty without a validation. Collective."""
         mine = {name.removeprefix("val_"): v for name, v in scalars(logs).items() if name.startswith("val_")}
         had = all_gather_object(self._collective, bool(mine), name="fit/validated")
         if not all(had):
@@ -109,7 +106,6 @@ class FitLog:
         events.scalars("eval", means.values, step=step)
 
     def own(self) -> Arrays:
-        """This rank's state for a resume in mid-epoch."""
         sums = () if self._sums_before is None else self._sums_before
         return {
             "metrics/log": np.array([self._steps_before, *sums], np.float64),

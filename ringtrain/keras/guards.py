@@ -42,8 +42,7 @@ log = logging.getLogger("ringtrain")
 def check_distributed(optimizer: Any) -> None:
     """Refuse an optimizer that updates only this rank's model. Called while its first step is traced.
 
-    It is refused if this process has reduced no gradients; if a distributed optimizer has trained the weights in an
-    earlier ``fit``, then if this ``fit`` has reduced none.
+    Only if this process (for weights of an earlier distributed ``fit``: this ``fit``) has reduced no gradients.
     """
     if isinstance(optimizer, Distributed) or is_applying.get() or TrainingGuard.may_apply_alone():
         return
@@ -60,9 +59,8 @@ def check_distributed(optimizer: Any) -> None:
 class TrainingGuard(keras.callbacks.Callback):
     """Keeps the ranks of a distributed ``fit`` consistent.
 
-    Before training it compares steps, weight shapes and settings, and tests the sums; after each epoch it compares the
-    weights (also if a distributed tape reduces) and the decision to continue or stop. A rank that runs out of batches
-    or is stopped by a callback contributes zeros until all ranks have joined; then the numbers of batches are compared.
+    It compares plans and tests the sums before training; after each epoch it compares weights and decisions to stop. A
+    rank that ends early contributes zeros until all have joined; then the numbers of batches are compared.
     """
 
     reductions_before: ClassVar[int] = 0  # this fit
@@ -79,12 +77,11 @@ class TrainingGuard(keras.callbacks.Callback):
 
     @classmethod
     def has_reduced(cls) -> bool:
-        """True if this fit has reduced gradients, or traced a reduction."""
         return GradientReduction.calls > cls.reductions_before
 
     @classmethod
     def may_apply_alone(cls) -> bool:
-        """True if a plain optimizer may be intended: its gradients are reduced already, or the model is this rank's."""
+        """True if gradients may be reduced already, or the model be this rank's own."""
         return cls.has_reduced() if cls.goes_on else GradientReduction.calls > 0
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -106,7 +103,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._num_epochs = 0
 
     def _may_sum_natively(self, collective: ProcessSetCollective) -> bool:
-        """True if this fit may use native sums; the first such fit connects the ranks. Collective."""
+        """The first True connects the ranks. Collective."""
         assert self._distributed is not None
         why_not = self._distributed.exchange.settings.why_horovod
         if self.params.get("steps") is None:
@@ -157,13 +154,13 @@ class TrainingGuard(keras.callbacks.Callback):
         self._require_same_weights(self._collective, epoch)
 
     def _trains_by_tape(self) -> bool:
-        """True if a user's train_step reduces over all ranks; recorded, as only a trace shows it."""
+        """True if a user's train_step reduces; recorded, as only a trace shows it."""
         if self.has_reduced():
             _trained_by_tape.add(self.model)
         return self.model in _trained_by_tape and Exchange.spans_world
 
     def _connect(self) -> ProcessSetCollective | None:
-        """Return the collective of the ranks that train this model; None if it is only this rank."""
+        """None if only this rank trains the model."""
         if self._distributed is None:
             return None
         process_set = self._distributed.exchange.settings.process_set
@@ -174,11 +171,11 @@ class TrainingGuard(keras.callbacks.Callback):
         return ProcessSetCollective(process_set=process_set)
 
     def _spans_world(self) -> bool:
-        """True if the process set has all ranks: others would not take part in the join."""
+        """False if some rank would not take part in the join."""
         return self._distributed is not None and self._distributed.exchange.settings.process_set.process_set_id == 0
 
     def _require_same_way_on(self, *, is_end: bool) -> None:
-        """Check that all ranks continue, or all stop. Collective, between epochs and at the end."""
+        """Check that all continue or all stop. Collective, between epochs and at the end."""
         if self._collective is None:
             return
         are_at_end = all_gather_object(self._collective, is_end, name="guard_way_on")
@@ -197,7 +194,7 @@ class TrainingGuard(keras.callbacks.Callback):
         _require_equal(steps, collective.ranks, "numbers of batches in an epoch", BATCHES_REMEDY)
         _require_equal(epochs, collective.ranks, "numbers of epochs", "Pass the same epochs to fit() on every rank.")
         rates = [its.pop("learning rates") for its in compiled]
-        if len(set(rates)) > 1 and hvd.rank() == collective.ranks[0]:  # for example, if one rank has loaded a model
+        if len(set(rates)) > 1 and hvd.rank() == collective.ranks[0]:
             log.warning(
                 "ringtrain.keras: the ranks have different learning rates (%s). All get that of the root, which "
                 "broadcasts its first values (callbacks.Run: rank 0).",
@@ -263,7 +260,7 @@ COMPILED_REMEDY = "Compile the same model with the same optimizer on every rank:
 
 
 def describe_compiled(model: keras.Model) -> dict[str, Any]:
-    """Settings that must be equal on all ranks; the names are plurals."""
+    """Must be equal on all ranks."""
     outer = model.optimizer
     inner = getattr(outer, "inner_optimizer", None)
     kinds = [optimizer.__class__.__name__ for optimizer in (outer, inner) if optimizer is not None]
@@ -277,7 +274,7 @@ def describe_compiled(model: keras.Model) -> dict[str, Any]:
 
 
 def read_settings(optimizer: Any) -> dict[str, str]:
-    """Other settings of an optimizer as comparable text; empty if unknown."""
+    """Empty if unknown."""
     try:
         config = _without_names(optimizer.get_config())
         if isinstance(config.get("learning_rate"), float):  # the value is broadcast
@@ -291,7 +288,7 @@ def read_settings(optimizer: Any) -> dict[str, str]:
 
 
 def _without_names(config: Any) -> Any:
-    """Remove names: Keras numbers them in order of creation."""
+    """Keras numbers names in order of creation."""
     if not isinstance(config, dict):
         return config
     return {name: _without_names(value) for name, value in config.items() if name != "name"}

@@ -1,19 +1,14 @@
 """The Keras methods that ``ringtrain.keras`` replaces.
 
-Each calls the original; with one non-elastic rank the guards do nothing else.
-
-- ``Optimizer.apply``: refuse an optimizer that is not distributed.
-- ``MultiOptimizer.apply``: likewise, and refuse distributed parts.
+- ``Optimizer.apply``, ``MultiOptimizer.apply``: refuse optimizers that are not distributed, or only in parts.
 - ``LossScaleOptimizer.apply``: ``compile`` wraps it *around* a distributed optimizer; gradients must be reduced before
-  the check for overflow, or ranks would diverge and deadlock.
+  its check for overflow, or ranks would diverge and deadlock.
 - ``Model.make_train_function``: XLA cannot compile the sums; it compiles the rest of a step.
-- ``CallbackList.__init__``: add the guards (``guards.py``); move callbacks that save
-  (``elastic.CommitStateCallback``, ``callbacks.Run``) to the end.
-- ``Model.fit``, ``EpochIterator._enumerate_iterator``: open and close the run of ``callbacks.Run``; resume in
-  mid-epoch; hash the first batches (``same_samples.py``).
-- ``Model.evaluate``: within a ``fit`` with ``callbacks.Run``, restore the metrics' counts.
+- ``CallbackList.__init__``: add the guards (``guards.py``); callbacks that save come last.
+- ``Model.fit``, ``EpochIterator._enumerate_iterator``: ``callbacks.Run``; resume in mid-epoch; hash the first batches.
+- ``Model.evaluate``: restore the metrics' counts of a ``fit`` with ``callbacks.Run``.
 - ``Trainer._get_metrics_result_or_logs``: a resumed epoch of unknown length may have no batch left.
-- ``TFEpochIterator._get_iterator``: with one core per rank, the end of an epoch waited for tf.data's tuner thread.
+- ``TFEpochIterator._get_iterator``: with one core per rank, epochs ended late, waiting for tf.data's tuner thread.
 """
 
 from __future__ import annotations

@@ -98,10 +98,10 @@ class KeptFit:
             self._facts = describe_run(config, collective.world.size, opened.identity)
 
     def build_model(self, batch_spec: Any) -> None:
-        """Create the weights of a model without ``keras.Input``, before a checkpoint is restored.
+        """Create the weights of a model without ``keras.Input`` before a restore.
 
         Args:
-            batch_spec: ``tf.TensorSpec`` of a batch of ``fit``: (x,), (x, y) or (x, y, sample_weight).
+            batch_spec: ``tf.TensorSpec`` of (x,), (x, y) or (x, y, sample_weight).
         """
         if not self.model.built:
             try:
@@ -110,7 +110,7 @@ class KeptFit:
                 self._build_error = error
 
     def begin(self, others: list[keras.callbacks.Callback], *, steps: int | None) -> None:
-        """Restore and broadcast the state of rank 0. Collective.
+        """Restore on rank 0 and broadcast. Collective.
 
         Args:
             others: callbacks whose counters are saved.
@@ -142,7 +142,7 @@ class KeptFit:
         activity.note(Phase.DATA, self._step + 1, takes_long=True)
 
     def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Restore the position in the data, and each rank's own state if the number of ranks is the same."""
+        """Each rank's own state is restored if the number of ranks is the same."""
         progress, size = self._progress, self._collective.world.size
         if self._is_complete:
             self.model._initial_epoch = self._config.epochs
@@ -163,7 +163,7 @@ class KeptFit:
         self._resumed = {name: value for name, value in self._resumed.items() if not name.startswith(of_data)}
 
     def begin_epoch(self) -> None:
-        """Restore this epoch's counts, after Keras and other callbacks have reset theirs."""
+        """Restore counts, after Keras and other callbacks have reset theirs."""
         resumed, self._resumed = self._resumed, {}
         self._epoch_began_at = self._step - self._progress.batches_done
         self.batches.wait()
@@ -177,7 +177,7 @@ class KeptFit:
         self._log.leave_out_time()
 
     def refine(self, note: Note) -> Note:
-        """Report a step without gradients as such: Keras reads the data within the step."""
+        """Keras reads the data within the step: report that phase as such."""
         if note.doing == Phase.STEP and self._votes.is_summed and not self._votes.is_reducing():
             return note._replace(doing=Phase.GRADIENTS)
         return note
@@ -191,7 +191,6 @@ class KeptFit:
         self._is_first_batch = False
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
-        """Log, stop or save after a step (or ``steps_per_execution`` steps), if due."""
         self._step = self._epoch_began_at + batch + 1
         self._progress.batches_done = batch + 1
         self._log.count_time()
@@ -232,7 +231,7 @@ class KeptFit:
 
     @property
     def _is_between(self) -> bool:
-        """True if no gradients are accumulated (``backward_passes_per_step``)."""
+        """False while gradients are accumulated."""
         return not self._accumulation or not int(self._accumulation.counter.numpy())
 
     def _find_stopped(self, batch: int) -> bool:
@@ -255,7 +254,6 @@ class KeptFit:
         return votes > 0
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Save and log after an epoch and its validation."""
         self._progress.epochs_done, self._progress.batches_done = epoch + 1, 0
         ends = all_gather_object(self._collective, bool(self.model.stop_training), name="fit/stop_training")
         if len(set(ends)) > 1:
@@ -273,7 +271,7 @@ class KeptFit:
         activity.note(Phase.DATA, self._step + 1, takes_long=True)
 
     def end(self) -> None:
-        """Save the last step; returns on all ranks only after it is saved."""
+        """Returns on all ranks only after the save."""
         if self._is_complete:
             return
         is_early = self._progress.epochs_done < (self._config.epochs or 0)
@@ -281,7 +279,6 @@ class KeptFit:
         self._finish()
 
     def close(self) -> None:
-        """Finish a pending save and flush the logs."""
         Exchange.votes = None
         self.model._initial_epoch = None
         self._requests.end_training()
@@ -291,7 +288,7 @@ class KeptFit:
                     end()
 
     def _announce(self, reason: str) -> None:
-        """Confirm a request to stop, from any thread, unless its sender has done so."""
+        """Thread-safe. No message if the sender of the request has confirmed it."""
         if is_signal_passed_on():
             return
         self._console.line(f"{reason}: saving after this step, then leaving")
@@ -310,7 +307,7 @@ class KeptFit:
         )
 
     def _finish(self) -> str:
-        """Save for the last time; return the directory of the checkpoint."""
+        """Return the directory of the checkpoint."""
         snapshot = self._take_snapshot()
         usage = gather_usage(self._collective, {})
 
@@ -329,7 +326,7 @@ class KeptFit:
             self._writer.save(snapshot, as_step=as_step, as_best=as_best)
 
     def _take_snapshot(self) -> Checkpoint | None:
-        """Return the state to resume from, on rank 0; None on others. Collective."""
+        """None on ranks other than 0. Collective."""
         activity.note(Phase.SAVE, self._step, takes_long=True)
         self._require_finite()
         own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)
@@ -351,7 +348,7 @@ class KeptFit:
         return dataclasses.replace(snapshot, variables={**snapshot.variables, **extra})
 
     def _receive_own(self, named: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Return this rank's state and callbacks' best weights, read by rank 0. Collective."""
+        """This rank's state, and callbacks' best weights. Collective."""
         world, size = self._collective.world, self._start.size or 0
         names = [f"{RANKS}{rank}" for rank in range(size)]
         of_callbacks = sorted(name for name in named if name.startswith(CALLBACKS))
@@ -424,7 +421,7 @@ class KeptFit:
         )
 
     def _write_log(self, logs: Mapping[str, Any]) -> None:
-        """Log means over all ranks since the last line. Collective; raises DivergedError for a non-finite loss."""
+        """Collective; raises DivergedError for a non-finite loss."""
         activity.note(Phase.LOG, self._step)
         means = self._log.take_means(self._step, logs)
         progress, steps = self._progress, self._steps_of_epoch
@@ -436,14 +433,14 @@ class KeptFit:
         self._log.write(means, self._step, epoch=epoch, samples_seen=progress.samples_seen)
 
     def _require_finite(self) -> None:
-        """Check the state: the loss may hide non-finite gradients, and moving statistics differ between ranks."""
+        """The loss may hide non-finite gradients; moving statistics differ between ranks."""
         mine = bool(_are_finite([variable.value for variable in self._variables.values()]))
         if all(all_gather_object(self._collective, mine, name="fit/finite")):
             return
         require_finite_values(self._variables, self._collective, step=self._step, though="", remedy=REMEDY)
 
     def _diverge(self, num_steps: int) -> None:
-        """Name the ranks with the first non-finite gradients, before the sum spread them."""
+        """Name the first ranks with non-finite gradients: the sum spreads them to all."""
         mine = [self._votes.first_nonfinite(), self._votes.num_reductions()]
         firsts, numbers = zip(*all_gather_object(self._collective, mine, name="fit/diverged"), strict=True)
         first = min((number for number in firsts if number), default=0)
@@ -458,7 +455,7 @@ class KeptFit:
         raise DivergedError(f"the loss of {who} is not finite, {within}. {saved} {REMEDY}.")
 
     def _note_validation(self, logs: Mapping[str, Any]) -> bool:
-        """Write the ``eval`` event; return True if it is the best so far. Collective."""
+        """Return True for the best so far. Collective."""
         means = self._log.read_validation(logs)
         if not means.values:
             return False
@@ -473,6 +470,6 @@ class KeptFit:
 
 @tf.function(autograph=False)
 def _are_finite(values: list[tf.Tensor]) -> tf.Tensor:
-    """bool []: all values are finite; one call, to be fast."""
+    """bool []; one call, to be fast."""
     floating = [value for value in values if value.dtype.is_floating]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in floating])

@@ -1,7 +1,4 @@
-"""Optimizers that reduce the gradients of all ranks before an update.
-
-The optimizer's state and settings are kept. Clipping, moving averages and accumulation act on reduced gradients.
-"""
+"""Optimizers that reduce gradients before an update; clipping and averages act on reduced ones."""
 
 from __future__ import annotations
 
@@ -100,10 +97,11 @@ def load_model(
     """Load a saved model and distribute its optimizer.
 
     Args:
-        filepath: written by ``model.save``, with or without a distributed optimizer. Code in it (a ``Lambda``) is
-        refused. custom_optimizers: user-defined optimizer classes in the file. custom_objects: other user-defined
-        classes and functions in it. compression: as for ``DistributedOptimizer``. legacy_opts: of Keras 2; must be
-        False.
+        filepath: written by ``model.save``. Code in it (a ``Lambda``) is refused.
+        custom_optimizers: user-defined optimizer classes in it.
+        custom_objects: other user-defined classes and functions in it.
+        compression: as for ``DistributedOptimizer``.
+        legacy_opts: of Keras 2; must be False.
     """
     if legacy_opts:
         raise UsageError("legacy_opts=True, but Keras 3 has no legacy optimizers. Leave it out.")

@@ -40,7 +40,7 @@ def _own_variables(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
-    """Variables that are sums over samples, and so can be summed over ranks."""
+    """Sums over samples, which can be summed over ranks."""
     return [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
 
 
@@ -66,7 +66,6 @@ def set_own(model: keras.Model, values: Arrays) -> None:
 
 
 def generator_states() -> Arrays:
-    """States of Python's and NumPy's global generators, which Keras and users shuffle data with."""
     _, internal, gauss = random.getstate()
     states: Arrays = {
         "python": np.array(internal, np.uint32),
@@ -90,7 +89,7 @@ def set_generator_states(states: Arrays) -> None:
 
 
 def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, Any]]:
-    """Callbacks by class and number within it: rank 0 may have others, such as ModelCheckpoint."""
+    """Keys are class and number: rank 0 may have other callbacks, such as ModelCheckpoint."""
     seen = collections.Counter[str]()
     for callback in callbacks:
         kind = type(callback).__name__
@@ -122,7 +121,7 @@ def set_counts(callbacks: Sequence[keras.callbacks.Callback], values: Arrays) ->
 
 
 def best_weights_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
-    """The weights that EarlyStopping would restore; equal on all ranks."""
+    """Equal on all ranks."""
     return {
         f"{CALLBACKS}{its}/{place}": _plain(weight)
         for its, callback in _bringing_back(callbacks)
@@ -137,7 +136,6 @@ def _bringing_back(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[
 
 
 def _plain(value: Any) -> npt.NDArray[Any]:
-    """A value in a type that NumPy can save."""
     array = np.asarray(keras.ops.convert_to_numpy(value))
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 

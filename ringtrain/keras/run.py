@@ -36,14 +36,14 @@ class Run(keras.callbacks.Callback):
 
         model.fit(batches, epochs=90, callbacks=[hvd.callbacks.Run("runs/mine")])
 
-    The same script, started again, resumes with the next batch. Restored are weights, optimizer, metrics of the epoch,
-    dropout's seeds and the counters of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint. On SIGTERM, Slurm's
-    warning, the end of the allocation or a file ``stop``, the run saves after the current step and exits with code 75.
-    A watchdog ends hung ranks. A non-finite loss ends the run with exit code 4 at the next log line, unsaved. A
-    complete run restores its weights, and ``fit`` returns at once.
+    The same script, started again, resumes with the next batch: weights, optimizer, metrics, dropout's seeds, and
+    counters of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint. On SIGTERM, Slurm's warning, the end of the
+    allocation or a file ``stop``, the run saves after the current step and exits with code 75. A watchdog ends hung
+    ranks. A non-finite loss ends the run with exit code 4 at the next log line, unsaved. For a complete run, ``fit``
+    restores its weights and returns.
 
-    The script provides the data, their order and sharding. A resume is exact (bit for bit on as many ranks) if the
-    pipeline yields the same batches each time. With another number of ranks, it restarts the epoch. See docs/fit.md.
+    A resume is exact (bit for bit on as many ranks) if the pipeline yields the same batches each time. Another number
+    of ranks restarts the epoch. See docs/fit.md.
     """
 
     current: ClassVar[KeptFit | None] = None  # during a fit
@@ -96,10 +96,10 @@ class Run(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def around(self, model: keras.Model, *, epochs: int, initial_epoch: int, is_alone: bool) -> Iterator[None]:
-        """Context of ``fit``'s training. Collective.
+        """Collective.
 
         Raises:
-            SystemExit: the run ended early, on every rank; the reason is printed.
+            SystemExit: the run ended early, on all ranks; the reason is printed.
         """
         require_init("callbacks.Run")
         collective = ProcessSetCollective()
@@ -154,7 +154,7 @@ class Run(keras.callbacks.Callback):
         self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
 
     def before_others(self) -> keras.callbacks.Callback:
-        """A callback that reports the start of the callbacks to the watchdog."""
+        """Reports the start of callbacks to the watchdog."""
 
         def begin(*_: Any, takes_long: bool = False) -> None:
             activity.note(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
@@ -213,7 +213,7 @@ class Run(keras.callbacks.Callback):
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """An optimizer as settings of a run, so that a resume with another one is refused."""
+    """Settings of a run: a resume with another optimizer is refused."""
     kind, rate = type(optimizer).__name__, getattr(optimizer, "_learning_rate", None)
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:

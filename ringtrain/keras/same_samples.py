@@ -18,14 +18,11 @@ from ringtrain.messages.ranks import name_ranks
 log = logging.getLogger("ringtrain")
 NUM_BATCHES = 3
 HASHED_VALUES = 2**18  # per tensor
-MAX_HELD = 16  # batches per call of the training function, all in memory at once
+MAX_HELD = 16  # per call of the training function, all in memory
 
 
 class FirstBatches:
-    """Hashes of the first batches that this rank trains in a ``fit``.
-
-    A separate iterator feeds them to the training function: a hash within the step would run in every step.
-    """
+    """A separate iterator feeds them to the training function: a hash within the step would run in every step."""
 
     def __init__(self) -> None:
         self.hashes: list[str] = []
@@ -35,15 +32,14 @@ class FirstBatches:
         self.hashes, self._is_in_fit, self._is_awaited = [], True, False
 
     def end(self) -> None:
-        """End: a user's own loop may validate next."""
+        """A user's own loop may validate next."""
         self._is_in_fit = self._is_awaited = False
 
     def wait(self) -> None:
-        """Hash the next batches; validation comes later."""
+        """Validation comes later."""
         self._is_awaited = self._is_in_fit and len(self.hashes) < NUM_BATCHES
 
     def note(self, steps: Iterator[Any], steps_per_call: int) -> Iterator[Any]:
-        """Yield Keras' steps, with an iterator each; hash the first ones."""
         is_awaited, self._is_awaited = self._is_awaited, False
         return self._note(steps, steps_per_call) if is_awaited and steps_per_call <= MAX_HELD else steps
 
@@ -53,7 +49,7 @@ class FirstBatches:
             yield *numbers, self._note_next(iterator, steps_per_call) if is_due else iterator
 
     def _note_next(self, iterator: Any, number: int) -> Any:
-        """Return an iterator over ``number`` batches; keep no reference to them."""
+        """Keeps no reference to the batches."""
         batches = list(itertools.islice(iterator, number))
         self.hashes = [*self.hashes, *map(_hash, batches)][:NUM_BATCHES]
         if not batches:
@@ -81,7 +77,7 @@ def first_batches() -> FirstBatches:
 
 
 def find_same(hashes: Sequence[Sequence[str]]) -> list[int]:
-    """Return ranks with equal hashes [ranks, batches]; empty if one rank's batches are all equal, as in a benchmark."""
+    """Ranks with equal hashes [ranks, batches]; empty if a rank's batches are all equal, as in a benchmark."""
     telling = [tuple(its) for its in hashes if len({*its}) == NUM_BATCHES]
     twice = next((its for its in telling if telling.count(its) > 1), None)
     return [rank for rank, its in enumerate(hashes) if tuple(its) == twice]

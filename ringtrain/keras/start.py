@@ -79,7 +79,7 @@ def init(
 def _take_devices(world: World) -> None:
     if world.local_rank == 0:
         remove_dead_segments()
-    # Horovod's processes need equal settings; ours depend on the world, which differs for a rank that joins later.
+    # Horovod's processes need equal settings; ours depend on the world, which differs for a late rank.
     one_at_a_time = wants_native_sums() and LIBRARY.exists()
     needs = Needs(horovod=not is_elastic(), one_at_a_time=one_at_a_time, ends_stalls=True)
     plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
@@ -99,7 +99,7 @@ def _take_devices(world: World) -> None:
 
 
 def _require_mpi() -> None:
-    """Raise if ``shutdown`` has ended MPI, which can start only once per process: Horovod would abort."""
+    """A process can start MPI only once; Horovod would abort."""
     try:
         import mpi4py
 

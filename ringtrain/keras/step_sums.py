@@ -17,7 +17,7 @@ Gradients = list[Any]  # per variable: tf.Tensor, tf.IndexedSlices or None
 
 @dataclass(frozen=True)
 class Sum:
-    """One sum of a step: the gradients, and last the number of ranks that train it."""
+    """Gradients, and last the number of ranks that train."""
 
     reduction: GradientReduction
     nothing: list[Callable[[], Any]]  # zeros of a joined rank, per tensor
@@ -27,14 +27,14 @@ class Sum:
     is_native: bool
 
     def act(self, tensors: Gradients) -> Gradients:
-        """Sum over all ranks; native sums of gradients are scaled already."""
+        """Native sums of gradients are scaled already."""
         if self.is_native:
             return self.reduction.sum_alone(tensors, scaled=(self.num_gradients, float(self.scale)))
         return self.reduction.all_reduce(tensors)
 
     @functools.cached_property
     def traced(self) -> Callable[[Gradients], Gradients]:
-        """``act`` as a graph; traced once, not per epoch."""
+        """Traced once, not per epoch."""
         return tf.function(self.act, autograph=False)
 
     def scale_sums(self, sums: Gradients) -> Gradients:
@@ -43,9 +43,9 @@ class Sum:
 
 
 class StepSums:
-    """The sums of a step of ``fit``, in order, of all its optimizers and tapes.
+    """In order, of all optimizers and tapes of a step.
 
-    Sums of a traced step live as long as its graph; eager ones until the next step.
+    Traced sums live as long as their graph; eager ones until the next step.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class StepSums:
             self._graph = weakref.ref(graph) if graph is not None else lambda: None
 
     def read(self) -> list[Sum]:
-        """The sums of the last step; empty if its graph is gone."""
+        """Empty if the graph is gone."""
         if not self.is_of_graph:
             return self._outside
         graph = self._graph()
@@ -83,7 +83,7 @@ def zeros_like_gradient(tensor: Any, shape: Any) -> Callable[[], Any]:
 
 
 def outermost_graph() -> Any:
-    """Return the graph of the outermost function that is traced; None if eager."""
+    """None if eager."""
     graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
         graph = graph.outer_graph

@@ -1,4 +1,4 @@
-"""Numbers that each training step of a ``fit`` with ``callbacks.Run`` sums over all ranks or records on this one."""
+"""Numbers that each step of a ``fit`` with ``callbacks.Run`` sums or records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 
 class Votes:
-    """Travels with the gradients of a step, so that all ranks stop after the same one."""
+    """Summed with the gradients, so that all ranks stop after the same step."""
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
@@ -24,14 +24,14 @@ class Votes:
     def mine(self, gradients: Sequence[Any]) -> tf.Tensor:
         """int32 [2]: (1 if this rank voted, 1), in a graph that has computed ``gradients``.
 
-        Without that dependency, TensorFlow would run it even in a loop without steps, when Keras finds the end of the
-        data, and this rank would take part in another rank's step.
+        Without that dependency, TensorFlow would run it in a loop without steps, when the data end, and this rank would
+        join another's step.
         """
         with tf.control_dependencies(tf.nest.flatten(gradients[0], expand_composites=True)):
             number = self._begun.assign_add(1)
             mine = self._mine.read_value()
-        # A non-finite loss reaches all gradients that depend on it. Two suffice: the last variable's, mostly next to
-        # the loss, and the smallest, the cheapest.
+        # Gradients that depend on a non-finite loss are non-finite. Two suffice: the last, mostly next to the loss, and
+        # the smallest.
         values = list(map(_values, gradients))
         smallest = min(values, key=lambda value: value.shape.num_elements() or math.inf)
         is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in (smallest, values[-1])])
@@ -40,28 +40,26 @@ class Votes:
         return mine
 
     def note(self, total: tf.Tensor) -> None:
-        """Record the sum over all ranks, in the graph."""
         self.is_summed = True
         self._all.assign(tf.concat([total, [self._begun]], axis=0))
 
     def vote(self) -> None:
-        """Ask to stop, in the next step."""
         self._mine.assign([1, 1])
 
     def count(self) -> tuple[int, int]:
-        """Return the votes to stop and the ranks that trained in the last step; equal on these ranks."""
+        """Votes to stop, and ranks that trained the last step; equal on these."""
         votes, ranks, _ = self._all.numpy()
         return int(votes), int(ranks)
 
     def is_reducing(self) -> bool:
-        """True if this rank has this step's gradients. Thread-safe."""
+        """Thread-safe."""
         return int(self._begun.numpy()) > int(self._all.numpy()[2])
 
     def num_reductions(self) -> int:
         return int(self._begun.numpy())
 
     def first_nonfinite(self) -> int:
-        """First of the latest series of this rank's non-finite reductions, from 1; 0: none."""
+        """First of the latest non-finite reductions in a row, from 1; 0: none."""
         return int(self._nonfinite.numpy())
 
 

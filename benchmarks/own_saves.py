@@ -65,10 +65,10 @@ def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[floa
     from ringtrain.run.progress import Progress
     from ringtrain.run.store import find_newest
     from ringtrain.terminal.console import Console
-    from ringtrain.training.saving import CheckpointWriter, describe_job, take_snapshot
+    from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
 
     batches = iter(job.batches)
-    facts = describe_job(job)
+    facts = describe_run(job.config, job.collective.world.size, None)
     writer = None
     if job.collective.world.is_rank0:
         console = Console(sys.stderr, is_terminal=False)

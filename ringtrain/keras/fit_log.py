@@ -12,11 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ringtrain.collectives import all_gather_object, run_on_rank0
-from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.metrics import MetricsOverRanks, scalars
 from ringtrain.keras.rank_state import Arrays
-from ringtrain.run.resume import OpenedRun
-from ringtrain.training.summaries import EventFiles
+from ringtrain.training.session import RunSession
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +28,12 @@ class Means:
 
 
 class FitLog:
-    def __init__(
-        self, model: keras.Model, collective: ProcessSetCollective, opened: OpenedRun | None, *, first_step: int
-    ) -> None:
-        self._model, self._collective = model, collective
-        self._metrics = MetricsOverRanks(model, collective)
-        self._files = (
-            (opened.directory, EventFiles(opened.directory.tensorboard, first_step=first_step)) if opened else None
-        )
+    def __init__(self, model: keras.Model, session: RunSession) -> None:
+        self._model, self._session, self._collective = model, session, session.collective
+        self._metrics = MetricsOverRanks(model, session.collective)
         self._sums_before: npt.NDArray[np.float64] | None = None  # at the last line; None: in an earlier epoch
         self._carried: npt.NDArray[np.float64] | None = None  # of the last epoch, since its last line
-        self._steps_before = first_step
+        self._steps_before = session.start.step
         self._seconds, self._last_time = 0.0, 0.0
 
     def count_time(self) -> None:
@@ -73,8 +66,6 @@ class FitLog:
         return means
 
     def write(self, means: Means, step: int, *, epoch: float, samples_seen: int) -> None:
-        if self._files is None:
-            return
         values = dict(means.values)
         if not hasattr(self._model.optimizer, "optimizers"):  # each part has its own
             values["lr"] = float(keras.ops.convert_to_numpy(self._model.optimizer.learning_rate))
@@ -82,10 +73,7 @@ class FitLog:
             "examples_per_sec": round(means.samples / means.seconds, 1),
             "sec_per_step": round(means.seconds / means.steps, 6),
         }
-        facts = {"step": step, "epoch": round(epoch, 4), "samples_seen": samples_seen}
-        directory, events = self._files
-        directory.write_event("train", **facts, **values, **speed)
-        events.scalars("train", values | speed, step=step)
+        self._session.log("train", values | speed, step=step, epoch=round(epoch, 4), samples_seen=samples_seen)
 
     def read_validation(self, logs: Mapping[str, Any]) -> Means:
         """Empty without a validation. Collective."""
@@ -99,11 +87,7 @@ class FitLog:
         return Means({name: value for name, value in values.items() if name in mine}, samples)
 
     def write_validation(self, means: Means, step: int, *, epoch: int) -> None:
-        if self._files is None:
-            return
-        directory, events = self._files
-        directory.write_event("eval", step=step, epoch=epoch, samples=means.samples, **means.values)
-        events.scalars("eval", means.values, step=step)
+        self._session.log("eval", means.values, step=step, epoch=epoch, samples=means.samples)
 
     def own(self) -> Arrays:
         sums = () if self._sums_before is None else self._sums_before
@@ -118,11 +102,3 @@ class FitLog:
         steps, *sums = own["metrics/log"]
         self._steps_before, self._sums_before = int(steps), np.array(sums) if sums else None
         self._seconds = float(own["metrics/seconds"][0])
-
-    def flush(self) -> None:
-        if self._files is not None:
-            self._files[1].flush()
-
-    def close(self) -> None:
-        if self._files is not None:
-            self._files[1].close()

@@ -18,7 +18,7 @@ from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.errors import DivergedError, PreemptedError, ReplicasDifferError, RingtrainError, UsageError
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
-from ringtrain.keras.kept import KeptFit
+from ringtrain.keras.fit_session import FitSession
 from ringtrain.keras.rank_state import COUNTED
 from ringtrain.run.directory import FIT_OF, REPORT_FILE
 from ringtrain.runtime import activity, leaving
@@ -46,7 +46,7 @@ class Run(keras.callbacks.Callback):
     of ranks restarts the epoch. See docs/fit.md.
     """
 
-    current: ClassVar[KeptFit | None] = None  # during a fit
+    current: ClassVar[FitSession | None] = None  # during a fit
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class Run(keras.callbacks.Callback):
         best_metric: str = Config.best_metric,
         best_direction: Literal["min", "max"] = Config.best_direction,
         resume: Literal["auto", "never", "must"] = Config.resume,
+        check_replicas_every: int = Config.check_replicas_every,
         hang_timeout: float = Config.hang_timeout,
         max_hours: float | None = Config.max_hours,
     ) -> None:
@@ -70,6 +71,7 @@ class Run(keras.callbacks.Callback):
             log_every: steps between ``train`` events in ``metrics.jsonl`` and TensorBoard.
             best_metric, best_direction: validation value that selects the best checkpoint, without ``val_``.
             resume: ``"auto"``, ``"never"`` (a new directory) or ``"must"``.
+            check_replicas_every: steps between comparisons of the replicas, besides those before each save; 0: none.
             hang_timeout: seconds without progress until exit with code 6; 0: no watchdog.
             max_hours: hours until the run saves and exits with code 75.
 
@@ -88,6 +90,7 @@ class Run(keras.callbacks.Callback):
             best_metric=best_metric,
             best_direction=best_direction,
             resume=resume,
+            check_replicas_every=check_replicas_every,
             hang_timeout=hang_timeout,
             max_hours=max_hours,
         )
@@ -129,19 +132,20 @@ class Run(keras.callbacks.Callback):
                     requests.watch_launcher()
                 console = open_console(is_rank0=world.is_rank0)
                 with (
-                    opened_together(config, collective, requests, watchdog, console) as (start, opened),
+                    opened_together(config, collective, requests, watchdog, console) as session,
                     leaving.ending_forked(),
                     explaining_lost_ranks(),
                 ):
-                    Run.current = kept = KeptFit(model, config, collective, requests, console, start, opened)
-                    watchdog.refine_by(kept.refine)
+                    Run.current = fit = FitSession(model, session)
+                    watchdog.refine_by(fit.refine)
                     activity.note(Phase.PREPARE, takes_long=True)  # Keras reads the first batch
                     try:
                         yield
                     finally:
                         Run.current = None
-                        kept.close()
-                if not start.is_complete:
+                        fit.close()
+                if not session.start.is_complete:
+                    start = session.start
                     console.line(f"done: the run is in {start.name}, its curves in {start.name}/{REPORT_FILE}")
             except BaseException as error:
                 if world.size > 1 or isinstance(error, RingtrainError):
@@ -206,7 +210,7 @@ class Run(keras.callbacks.Callback):
         self._fit.end()
 
     @property
-    def _fit(self) -> KeptFit:
+    def _fit(self) -> FitSession:
         if Run.current is None:
             raise UsageError("callbacks.Run is a callback of fit(), after ringtrain.keras.init(). Pass it there.")
         return Run.current

@@ -14,6 +14,7 @@ from ringtrain.errors import DataError, UsageError
 from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.directory import (
     CONFIG_FILE,
+    FIT_OF,
     METRICS_FILE,
     RunDirectory,
     create_run_directory,
@@ -205,6 +206,8 @@ def list_changed_settings(former: Mapping[str, Any], wanted: Mapping[str, Any]) 
 
 
 def describe_way_on(config: Config, run: Path) -> str:
+    if config.resume == "never" and config.workload.startswith(FIT_OF):
+        return f"To resume from there: Run({str(run)!r}, resume='auto')."
     if config.resume == "never":
         # The last flag wins, also over --config.
         return f"To resume from there, add to the same command: --out {shlex.quote(str(run))} --resume auto"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import abc
 import base64
-import contextlib
 import enum
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import tensorflow as tf
@@ -18,71 +16,23 @@ from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
 from ringtrain.data.stepping import describe_bad
-from ringtrain.errors import ReplicasDifferError, RingtrainError
+from ringtrain.errors import ReplicasDifferError
 from ringtrain.files.bounded import make_directory
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.messages.defects import describe_defect
 from ringtrain.run.directory import RunDirectoryError
-from ringtrain.run.progress import Progress
-from ringtrain.run.resume import OpenedRun
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
-from ringtrain.runtime.launched import is_signal_passed_on
-from ringtrain.runtime.stopping import StopRequests
 from ringtrain.step.report import StepReport
 from ringtrain.step.sharding import ShardedOptimizer
-from ringtrain.terminal.console import Console
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job
 from ringtrain.training.plan import place_of_data
-from ringtrain.training.saving import CheckpointWriter, describe_job, take_snapshot
-from ringtrain.training.summaries import MAX_IMAGES, EventFiles, explaining
+from ringtrain.training.session import RunSession
+from ringtrain.training.summaries import MAX_IMAGES, explaining
 
 PROFILE_DIRECTORY = "profile"
-
-
-class Records:
-    """Run directory, TensorBoard events and checkpoints, written by rank 0."""
-
-    def __init__(self, job: Job, opened: OpenedRun, console: Console) -> None:
-        self.run, first_step = opened.directory, job.plan.first_step
-        self.events = EventFiles(self.run.tensorboard, first_step=first_step)
-        self.writer = CheckpointWriter(self.run, keep=job.config.keep, print_line=console.line, last_step=first_step)
-        self.run_facts = describe_job(job, opened.identity)
-
-    def close(self) -> None:
-        """Finish a pending save and flush events. Errors are suppressed: the cause of the end matters more."""
-        activity.note(Phase.SAVE, self.writer.last_step, takes_long=True)
-        for end in (self.writer.wait, self.events.close):
-            with contextlib.suppress(RingtrainError):
-                end()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """State of a training that its loop and actions share."""
-
-    job: Job
-    progress: Progress = field(default_factory=Progress)  # equal on all ranks
-    console: Console = field(default_factory=lambda: Console(None, is_terminal=False))
-    requests: StopRequests = field(default_factory=StopRequests)  # to this rank
-    path: Path | None = None  # run directory, equal on all ranks
-    records: Records | None = None  # None on ranks other than 0
-
-    def find_last_saved_step(self) -> int:
-        """Return the step to resume from, or 0."""
-        return self.records.writer.last_step if self.records is not None else 0
-
-    def announce(self, reason: str) -> None:
-        """Confirm a request to stop, from any thread, unless its sender has done so."""
-        if is_signal_passed_on():
-            return
-        stands = self.find_last_saved_step()
-        self.console.line(
-            f"{reason}: saving after this step, then leaving. Should the launcher end the ranks before that, "
-            + (f"the checkpoint of step {stands} stands." if stands else "there is no checkpoint yet.")
-        )
 
 
 class Ending(enum.Enum):
@@ -96,8 +46,8 @@ class Action(abc.ABC):
 
     needs_weights = True  # of this step: no later step may be in flight
 
-    def __init__(self, training: Training) -> None:
-        self._job, self._training = training.job, training
+    def __init__(self, job: Job, session: RunSession) -> None:
+        self._job, self._session = job, session
 
     @abc.abstractmethod
     def is_due(self, step: int, *, is_last: bool) -> bool:
@@ -113,9 +63,8 @@ class Log(Action):
 
     needs_weights = False
 
-    def __init__(self, training: Training, records: Records) -> None:
-        super().__init__(training)
-        self._records = records
+    def __init__(self, job: Job, session: RunSession) -> None:
+        super().__init__(job, session)
         self._job.times.lap()
         self._since_step = self._job.plan.first_step
         self._since_samples = self._samples_seen(self._since_step)
@@ -138,18 +87,11 @@ class Log(Action):
             "sec_per_step": round(sec_per_step, 6),
             **report.metrics,
         }
-        self._records.run.write_event(
-            "train",
-            step=step,
-            epoch=epoch_after(self._job.plan.order, step),
-            samples_seen=samples_seen,
-            **values,
-            **self._job.times.take(num_steps, sec_per_step),
-        )
-        self._records.events.scalars("train", values, step=step)
+        epoch, times = epoch_after(self._job.plan.order, step), self._job.times.take(num_steps, sec_per_step)
+        self._session.log("train", values, step=step, epoch=epoch, samples_seen=samples_seen, **times)
 
     def _show(self, step: int, report: StepReport, examples_per_sec: float, sec_per_step: float) -> None:
-        console = self._training.console
+        console = self._session.console
         if console.is_terminal:
             metrics = [f"{name} {value:.4f}" for name, value in report.metrics.items()]
             console.progress(step, [f"{examples_per_sec:,.0f} examples/s", *metrics])
@@ -159,7 +101,7 @@ class Log(Action):
 
     def _samples_seen(self, step: int) -> int:
         job = self._job
-        return self._training.progress.samples_seen if job.batches.is_counted else job.plan.order.samples_before(step)
+        return self._session.progress.samples_seen if job.batches.is_counted else job.plan.order.samples_before(step)
 
 
 class Evaluate(Action):
@@ -169,48 +111,45 @@ class Evaluate(Action):
         return self._job.is_evaluation_due(step, is_last=is_last)
 
     def act(self, step: int, *_: object) -> Ending | None:
-        config, progress, records = self._job.config, self._training.progress, self._training.records
+        config, progress = self._job.config, self._session.progress
         with self._job.times.leaving_out():
             start = time.perf_counter()
-            result = self._job.evaluate(lambda: self._training.requests.is_pending)
+            result = self._job.evaluate(lambda: self._session.requests.is_pending)
             if result is None:
                 return Ending.PREEMPTED  # the resumed run evaluates
             self.last = result
             progress.note_evaluation(step, result.values[config.best_metric], config.best_direction)
-            if records is not None:
-                self._record(step, result, records, seconds=time.perf_counter() - start)
+            if self._session.directory is not None:
+                self._record(step, result, seconds=time.perf_counter() - start)
         gives_up = 0 < config.stop_after <= progress.evaluations_without_best
         return Ending.EARLY if gives_up else None
 
-    def _record(self, step: int, result: EvalReport, records: Records, *, seconds: float) -> None:
+    def _record(self, step: int, result: EvalReport, *, seconds: float) -> None:
         activity.note(Phase.LOG, step)
-        epoch, console = epoch_after(self._job.plan.order, step), self._training.console
+        epoch, console = epoch_after(self._job.plan.order, step), self._session.console
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
         if result.left_out:
             console.line(f"warning: evaluation: left out {describe_bad(list(result.left_out))}")
         console.line(
             f"epoch {round(epoch, 2):g}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
         )
-        took = {"seconds": round(seconds, 3)}
-        records.run.write_event("eval", step=step, epoch=epoch, samples=result.samples, **(took | result.values))
-        records.events.scalars("eval", result.values, step=step)
+        took = round(seconds, 3)
+        self._session.log("eval", result.values, step=step, epoch=epoch, samples=result.samples, seconds=took)
         try:
-            self._show(step, records)
+            self._show(step)
         except RunDirectoryError:
             raise
         except Exception as error:  # user code; training must not fail for a picture
-            message = f"{type(self._job.workload).__name__}.summaries is not shown: {describe_defect(error)}"
-            console.line(f"warning: {message}")
-            records.run.write_event("warning", step=step, message=message)
+            self._session.warn(f"{type(self._job.workload).__name__}.summaries is not shown: {describe_defect(error)}")
 
-    def _show(self, step: int, records: Records) -> None:
+    def _show(self, step: int) -> None:
         """Show the workload's summaries of the first samples, on rank 0, without a collective."""
         source = self._job.evaluation
         if source is not None:
             shown = tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64)
             x, y = source.gather_good(shown)[1:] if is_fallible(source) else source.gather(shown)
             with alone():
-                records.events.show(self._job.workload.summaries(self._job.step.model, x, y), step=step)
+                self._session.show(self._job.workload.summaries(self._job.step.model, x, y), step=step)
 
 
 class Save(Action):
@@ -220,37 +159,32 @@ class Save(Action):
         return self._job.may_save(step, is_last=is_last)
 
     def act(self, step: int, *_: object) -> None:
-        progress, records = self._training.progress, self._training.records
-        as_step, as_best = self._job.is_checkpoint_due(step), progress.best_step == step
+        as_step, as_best = self._job.is_checkpoint_due(step), self._session.progress.best_step == step
         if not (as_step or as_best):
             return
         of_step = self._job.step
         require_finite_values(of_step.named_variables | of_step.named_pieces, self._job.collective, step=step)
-        note_places(self._training, step)
+        note_places(self._job, self._session, step)
         gathered = of_step.gather_shared_out()
-        if records is not None:
-            activity.note(Phase.SAVE, step, takes_long=True)
-            records.events.flush()
-            snapshot = take_snapshot(of_step.named_variables, step, progress, records.run_facts, gathered)
-            records.writer.save(snapshot, as_step=as_step, as_best=as_best)
+        self._session.save(step, of_step.named_variables, gathered, as_step=as_step, as_best=as_best)
 
 
-def note_places(training: Training, step: int) -> None:
+def note_places(job: Job, session: RunSession, step: int) -> None:
     """Record the state of each rank's pipeline, for a resume. Collective."""
-    place = training.job.batches.place_before(step)
+    place = job.batches.place_before(step)
     if place is None:  # on all ranks
         return
-    mine = [place[0], base64.b64encode(place[1]).decode(), place_of_data(training.job.config)]
-    places = all_gather_object(training.job.collective, mine, name="places")
+    mine = [place[0], base64.b64encode(place[1]).decode(), place_of_data(job.config)]
+    places = all_gather_object(job.collective, mine, name="places")
     # create_batches takes the states of all ranks, or rank 0's if the stream is shared.
-    training.progress.places = [(at, state, where) for at, state, where in places if state]
+    session.progress.places = [(at, state, where) for at, state, where in places if state]
 
 
 class CheckReplicas(Action):
     """Compare the replicas every n steps and before each save, so that no divergent state is saved."""
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
+    def __init__(self, job: Job, session: RunSession) -> None:
+        super().__init__(job, session)
         self._guard = ReplicaGuard(self._job.step.named_variables, self._job.collective)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
@@ -287,12 +221,12 @@ class Profile(Action):
     Profiled steps are slower. No step may be in flight at the start, or its work would be cut off.
     """
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
+    def __init__(self, job: Job, session: RunSession) -> None:
+        super().__init__(job, session)
         profile = self._job.config.profile
         self._first, self._last = map(int, profile.split(":")) if profile else (-1, -1)
         self._name = f"steps-{self._first}-{self._last}"
-        self._directory = training.records.run.path / PROFILE_DIRECTORY if training.records is not None else None
+        self._directory = session.directory.path / PROFILE_DIRECTORY if session.directory is not None else None
         self._is_under_way = False
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
@@ -316,7 +250,7 @@ class Profile(Action):
         else:
             self.act(first)
             return
-        self._training.console.line(f"warning: --profile {self._job.config.profile}: {why}; there is none")
+        self._session.console.line(f"warning: --profile {self._job.config.profile}: {why}; there is none")
 
     def close(self, *, on_all: bool = True) -> None:
         """Write a running profile; the timeline only if all ranks do so (``on_all``)."""
@@ -340,7 +274,7 @@ class Profile(Action):
             if not is_there:
                 return
             timelines = sorted(path.name for path in self._directory.glob(f"*-{self._name}.json"))
-            self._training.console.line(
+            self._session.console.line(
                 f"the profile of steps {self._first} to {self._last} is in {self._directory}: see it by "
                 f"`tensorboard --logdir {self._directory}`"
                 f"{', and the sums of all ranks by chrome://tracing: ' + ', '.join(timelines) if timelines else ''}"

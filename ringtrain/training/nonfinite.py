@@ -20,8 +20,8 @@ from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import make_directory
 from ringtrain.step.loss_scale import MIN_LOSS_SCALE
 from ringtrain.step.report import StepReport, read_value
-from ringtrain.training.actions import Training
 from ringtrain.training.job import Job
+from ringtrain.training.session import RunSession
 from ringtrain.workloads.values import per_sample
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -49,8 +49,8 @@ class RankReport:
 class NonfiniteGuard:
     """Handles non-finite steps, identically on all ranks."""
 
-    def __init__(self, training: Training) -> None:
-        self._training, self._job, self._num_kept = training, training.job, 0
+    def __init__(self, job: Job, session: RunSession) -> None:
+        self._job, self._session, self._num_kept = job, session, 0
 
     def check(self, step: int, batch: Batch, returned: tf.Tensor) -> None:
         """Check a step that may have updated nothing.
@@ -60,22 +60,22 @@ class NonfiniteGuard:
             DivergedError: something was not finite, and the run must stop.
         """
         if read_value(returned, "is_finite"):
-            self._training.progress.skipped_in_a_row = 0
+            self._session.progress.skipped_in_a_row = 0
             return
         self._job.step.require_equal_state(returned, step)
         report = self._job.step.read(returned)
         if self._is_overflow(report):
             return  # normal search of the loss scale, which was halved
-        self._training.progress.skipped_in_a_row += 1
+        self._session.progress.skipped_in_a_row += 1
         message = self._explain(step, batch, report)
         if self._job.config.on_nonfinite == "stop":
             raise DivergedError(
                 f"{message} Nothing was updated by this step. Lower --optimizer.lr, add --optimizer.clip_global_norm "
                 "or --optimizer.warmup_epochs, look at the data, or use --on_nonfinite skip."
             )
-        if self._training.progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+        if self._session.progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise DivergedError(f"{message} That is {MAX_SKIPPED_IN_A_ROW} skipped steps in a row.")
-        self._training.console.line(f"warning: {message} Skipped: nothing was updated by this step.")
+        self._session.console.line(f"warning: {message} Skipped: nothing was updated by this step.")
 
     def _is_overflow(self, report: StepReport) -> bool:
         """True if only the loss scale overflowed; the reported loss is unscaled."""
@@ -95,7 +95,7 @@ class NonfiniteGuard:
         )
         ranks = [RankReport(**item) for item in all_gather_object(collective, asdict(mine), name="nonfinite")]
         culprit = next((rank for rank, finding in enumerate(ranks) if finding.is_culprit), None)
-        path = self._training.path
+        path = self._session.path
         kept = "" if culprit is None or path is None else self._keep_batch(step, batch, culprit, path)
         return f"{describe_findings(step, ranks)}{kept}"
 
@@ -110,8 +110,8 @@ class NonfiniteGuard:
         file = path / BATCH_DIRECTORY / f"step-{step:09d}-rank-{culprit}.npz"
 
         def write_on_rank0() -> str:
-            assert self._training.records is not None
-            self._training.records.run.may_write()
+            assert self._session.directory is not None
+            self._session.directory.may_write()
             try:
                 make_directory(file.parent)
                 with replacing(file) as written:

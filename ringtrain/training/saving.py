@@ -123,12 +123,6 @@ def take_snapshot(
     return Checkpoint(step=step, variables=values | dict(gathered or {}), progress=asdict(progress), run=run_facts)
 
 
-def describe_job(job: Job, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    order = job.plan.order
-    data = {"global_batch_size": order.global_batch_size, "samples": order.num_samples}
-    return describe_run(job.config, job.collective.world.size, identity) | data
-
-
 def describe_run(config: Config, size: int, identity: Mapping[str, Any] | None = None) -> dict[str, Any]:
     return {
         "identity": identity,

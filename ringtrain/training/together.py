@@ -32,6 +32,7 @@ from ringtrain.workloads import BUILT_IN
 
 if TYPE_CHECKING:
     from ringtrain.training.loop import Result
+    from ringtrain.training.session import RunSession
 
 
 def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result | None:
@@ -54,12 +55,13 @@ def train_together(
     console = open_console(is_rank0=collective.world.is_rank0)
     for line in describe_start(collective, prepared.plan, prepared.device):
         console.line(line)
-    with opened_together(prepared.config, collective, requests, watchdog, console) as (start, opened):
+    with opened_together(prepared.config, collective, requests, watchdog, console) as session:
+        start = session.start
         if start.is_complete:
             console.line(f"the run in {start.name} is complete: {start.step} steps. Use --resume never for a new run.")
             return None
         with leaving.ending_forked(), explaining_lost_ranks(), explaining_memory(prepared.config):
-            result = train(prepared, collective, start=start, opened=opened, requests=requests, console=console)
+            result = train(prepared, session)
     for line in describe_result(result, start, prepared.config):
         console.line(line)
     return result
@@ -68,8 +70,10 @@ def train_together(
 @contextlib.contextmanager
 def opened_together(
     config: Config, collective: Collective, requests: StopRequests, watchdog: Watchdog, console: Console
-) -> Iterator[tuple[Start, OpenedRun | None]]:
-    """Open the run directory on rank 0; give every rank the start; record the end. Collective."""
+) -> Iterator[RunSession]:
+    """Open the run directory on rank 0; record the end. Collective."""
+    from ringtrain.training.session import RunSession
+
     opened: list[OpenedRun] = []
 
     def open_on_rank0() -> dict[str, Any]:
@@ -87,7 +91,18 @@ def opened_together(
         warn=functools.partial(write_warning, run, console) if run else None,
     )
     with recording_end(run, start.is_complete, requests, collective.world, console):
-        yield start, opened[0] if opened else None
+        session = RunSession(
+            config,
+            collective,
+            start=start,
+            opened=opened[0] if opened else None,
+            requests=requests,
+            console=console,
+        )
+        try:
+            yield session
+        finally:
+            session.close()
 
 
 def describe_result(result: Result, start: Start, config: Config) -> list[str]:

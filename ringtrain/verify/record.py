@@ -25,10 +25,11 @@ from ringtrain.messages.defects import describe_defect, find_users_place
 from ringtrain.step.report import StepReport
 from ringtrain.step.state import is_integer_or_bool
 from ringtrain.step.train_step import TrainStep, set_precision
-from ringtrain.training.actions import Action, Ending, Training
+from ringtrain.training.actions import Action, Ending
 from ringtrain.training.creation import find_micro_batch_state, find_own_steps
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
+from ringtrain.training.session import RunSession
 from ringtrain.verify.compare import ROUNDING
 from ringtrain.verify.precision import find_narrow, keep_narrow_layers, widened
 from ringtrain.verify.probes import depends_on_other_samples, digest, try_nonfinite
@@ -51,8 +52,8 @@ HELD_TO_NARROW = "computes in {}, so that all values are compared within the rou
 
 
 class Recorder(Action):
-    def __init__(self, training: Training, max_steps: int | None) -> None:
-        super().__init__(training)
+    def __init__(self, job: Job, session: RunSession, max_steps: int | None) -> None:
+        super().__init__(job, session)
         self._max_steps = max_steps
         self.losses: list[float] = []
         self.samples: list[np.ndarray] = []
@@ -223,9 +224,9 @@ def describe_path(step: TrainStep, trial: Trial) -> str:
 
 def train_recorded(job: Job, facts: Mapping[str, Any], path: Path, trial: Trial) -> None:
     """Train, and write results of all and of the first steps on rank 0."""
-    training = Training(job=job)
-    recorder = Recorder(training, trial.max_steps)
-    run_steps(training, [recorder])
+    session = RunSession(job.config, job.collective)
+    recorder = Recorder(job, session, trial.max_steps)
+    run_steps(job, session, [recorder])
     evaluation = None if trial.max_steps else job.evaluate()
     replicas = all_gather_object(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
     trained = gather_values(job.step)

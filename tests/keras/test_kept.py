@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random as random_module
+import re
 import signal
 import threading
 import time
@@ -57,7 +58,7 @@ class Stop(keras.callbacks.Callback):
         if self._steps_left == 0:
             self._ask()
             kept = hvd.callbacks.Run.current
-            while kept and not kept._requests.is_pending:
+            while kept and not kept._session.requests.is_pending:
                 time.sleep(0.01)
 
 
@@ -304,6 +305,29 @@ def test_a_loss_that_is_not_finite_names_its_rank_and_step(collective: Collectiv
     if hvd.rank() == 0:
         [end] = events(Path(directory, "run"), "end")
         assert end["message"].startswith("the loss of rank 1 is not finite, in step 3. Nothing is saved.")
+
+
+class FlipBit(keras.callbacks.Callback):
+    """Changes one bit of one weight of rank 1 after a step."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1 and hvd.rank() == 1:
+            kernel = self.model.layers[-1].kernel
+            values = kernel.numpy()
+            values.view(np.uint8).reshape(-1)[0] ^= 1
+            kernel.assign(values)
+
+
+@pytest.mark.parametrize("settings", [{"check_replicas_every": 3}, {"checkpoint_every": 3}], ids=["check", "save"])
+@on_ranks(2)
+def test_a_replica_that_differs_is_named_within_the_epoch_and_not_saved(
+    collective: Collective, settings: dict[str, Any], directory: str
+) -> None:
+    assert fit(f"{directory}/run", others=[FlipBit()], **settings).code == 5
+    if hvd.rank() == 0:
+        [end] = events(Path(directory, "run"), "end")
+        assert re.match(r"the ranks hold different values at step 3: .*kernel", end["message"])
+        assert not events(Path(directory, "run"), "checkpoint")
 
 
 @on_ranks(2)

@@ -16,9 +16,9 @@ from ringtrain.errors import DivergedError
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.report import read_value
-from ringtrain.training.actions import Training
 from ringtrain.training.job import create_job
 from ringtrain.training.loop import run_steps
+from ringtrain.training.session import RunSession
 from ringtrain.workloads.base import Sources
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
@@ -60,7 +60,7 @@ def run(collective: Collective, workload: Line, **settings: Any) -> str:
     job = create_job(workload, config, collective, num_threads=1)
     broadcast_variables(job.step.variables, collective)
     with pytest.raises(DivergedError) as caught:
-        run_steps(Training(job=job), [])
+        run_steps(job, RunSession(job.config, collective), [])
     assert len(set(all_gather_object(collective, str(caught.value), name="message"))) == 1
     return str(caught.value)
 

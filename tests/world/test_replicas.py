@@ -19,9 +19,10 @@ from ringtrain.errors import ReplicasDifferError
 from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.keras import SyncBatchNormalization
 from ringtrain.run.variables import broadcast_variables
-from ringtrain.training.actions import CheckReplicas, Training
+from ringtrain.training.actions import CheckReplicas
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
+from ringtrain.training.session import RunSession
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
 from tests.world.test_runs import WORKLOADS, error_lines, events
@@ -89,8 +90,8 @@ def flip_bit(variable: keras.Variable, bit: int = 0) -> None:
 
 def run(job: Job, *others: Any) -> int:
     """Train with checks; the steps done."""
-    training = Training(job=job)
-    step, _ = run_steps(training, [*others, CheckReplicas(training)])
+    session = RunSession(job.config, job.collective)
+    step, _ = run_steps(job, session, [*others, CheckReplicas(job, session)])
     return step
 
 

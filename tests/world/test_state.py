@@ -14,9 +14,9 @@ from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.step.state import from_sums, to_summands
-from ringtrain.training.actions import Training
 from ringtrain.training.job import create_job
 from ringtrain.training.loop import run_steps
+from ringtrain.training.session import RunSession
 from ringtrain.verify.record import create_recorded_job
 from ringtrain.verify.trials import plan_trials
 from tests.world.group import Launch, on_ranks
@@ -117,7 +117,7 @@ def test_whole_numbers_that_differ_between_ranks_are_refused_by_name(collective:
     job = create_job(Classification(counting_model), config, collective, num_threads=1)
     before = [variable.numpy() for variable in job.step.variables]
     with pytest.raises(UsageError, match=r"variable \S*seen \(int64\) has different values .* after step 1") as caught:
-        run_steps(Training(job=job), [])
+        run_steps(job, RunSession(job.config, collective), [])
     for variable, value in zip(job.step.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     assert len(set(all_gather_object(collective, str(caught.value), name="message"))) == 1

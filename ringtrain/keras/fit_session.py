@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -16,12 +14,10 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from ringtrain.collectives import all_gather_object, run_on_rank0
-from ringtrain.config import Config
-from ringtrain.errors import DivergedError, PreemptedError, RingtrainError, UsageError
+from ringtrain.errors import DivergedError, UsageError
 from ringtrain.guard.finite import require_finite_values
-from ringtrain.guard.preflight import package_versions
+from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.keras.batches import GENERATORS, Batches, Place
-from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.keras.exchange import Accumulation, Exchange
 from ringtrain.keras.fit_log import FitLog
@@ -44,44 +40,32 @@ from ringtrain.keras.rank_state import (
 from ringtrain.keras.votes import Votes
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.run.checkpoint import Checkpoint
-from ringtrain.run.progress import Progress
-from ringtrain.run.resume import OpenedRun, Start
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Note, Phase
-from ringtrain.runtime.launched import is_signal_passed_on
-from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.world import read_world
-from ringtrain.terminal.console import Console
 from ringtrain.training.creation import warn_of_best
-from ringtrain.training.loop import find_requests
-from ringtrain.training.rank_records import describe_ranks, gather_usage
-from ringtrain.training.saving import CheckpointWriter, describe_run, set_values, take_snapshot
+from ringtrain.training.saving import set_values
+from ringtrain.training.session import RunSession
 
 REMEDY = "Lower the learning rate, clip the gradients (clipnorm=1.0), or look at the data"
 
 
-class KeptFit:
+class FitSession:
     """A ``fit`` with a run directory. Its decisions are equal on all ranks."""
 
     def __init__(
         self,
         model: keras.Model,
-        config: Config,
-        collective: ProcessSetCollective,
-        requests: StopRequests,
-        console: Console,
-        start: Start,
-        opened: OpenedRun | None,
+        session: RunSession,
     ) -> None:
-        """``opened`` is None on all ranks but 0."""
         self.model, self._others = model, list[keras.callbacks.Callback]()
-        self.batches = Batches(console.line)
-        self._config, self._collective, self._requests, self._console = config, collective, requests, console
-        self._start, self._opened, self._is_complete = start, opened, start.is_complete
-        self._progress, self._step = Progress(**start.progress), start.step
+        self._session, self._config, self._collective = session, session.config, session.collective
+        self.batches = Batches(session.console.line)
+        self._start, self._is_complete = session.start, session.start.is_complete
+        self._progress, self._step = session.progress, session.start.step
         self._votes = Votes()
-        self._log = FitLog(model, collective, None if self._is_complete else opened, first_step=start.step)
+        self._log = FitLog(model, session)
         self._variables: dict[str, keras.Variable] = {}
         self._build_error: Exception | None = None
         self._resumed: Arrays = {}  # this rank's own state, until the first epoch begins
@@ -89,13 +73,7 @@ class KeptFit:
         self._last_logs: Mapping[str, Any] = {}
         self._is_first_batch, self._is_stopped = True, False
         self._rates: list[tuple[keras.Variable, Any]] = []  # from the checkpoint
-        self._looked_at = start.step
-        self._writer: CheckpointWriter | None = None
-        if opened is not None and not self._is_complete:
-            self._writer = CheckpointWriter(
-                opened.directory, keep=config.keep, print_line=console.line, last_step=start.step
-            )
-            self._facts = describe_run(config, collective.world.size, opened.identity)
+        self._looked_at = session.start.step
 
     def build_model(self, batch_spec: Any) -> None:
         """Create the weights of a model without ``keras.Input`` before a restore.
@@ -123,7 +101,7 @@ class KeptFit:
             model.optimizer.build(model.trainable_variables)
         self._variables = name_variables(weights=named_weights(model), slots=named_slots(model.optimizer))
         activity.note(Phase.RESTORE, takes_long=True)
-        checkpoint = self._opened.checkpoint if self._opened else None
+        checkpoint = self._session.checkpoint
         named = {} if checkpoint is None else dict(checkpoint.variables)
         shared = {name: value for name, value in named.items() if name in self._variables or not is_extra(name)}
         run_on_rank0(
@@ -137,8 +115,11 @@ class KeptFit:
         self._votes.is_summed = False
         Exchange.votes = self._votes
         model.make_train_function(force=True)  # a function traced by an earlier fit has no votes
+        trained = {id(v) for v in (*model.trainable_variables, *model.optimizer.variables)}
+        equal = {name: v for name, v in self._variables.items() if id(v) in trained}
+        self._replicas = ReplicaGuard(equal, self._collective)
         if not self._is_complete:
-            self._requests.start_training(self._announce)
+            self._session.begin()
         activity.note(Phase.DATA, self._step + 1, takes_long=True)
 
     def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -151,7 +132,7 @@ class KeptFit:
         place = Place(progress.epochs_done, progress.batches_done, self._step)
         if self._start.size != size:
             if progress.batches_done:
-                self._console.line(
+                self._session.console.line(
                     f"the checkpoint was written by {self._start.size} ranks, and now there are {size}: epoch "
                     f"{progress.epochs_done + 1} starts again with its weights"
                 )
@@ -197,7 +178,7 @@ class KeptFit:
         # Keras creates metric variables in the first step. The order of this sum does not change its bits.
         add_metrics(self.model, self._metrics_so_far)
         self._metrics_so_far, self._last_logs = {}, logs
-        if self._requests.is_pending:
+        if self._session.requests.is_pending:
             self._votes.vote()
         if not self._is_between:  # accumulated gradients would be lost.
             return
@@ -205,6 +186,8 @@ class KeptFit:
         self._is_stopped = self._find_stopped(batch)
         if self._passes(former, self._config.log_every):
             self._write_log(logs)
+        if self._passes(former, self._config.check_replicas_every):
+            self._check_replicas()
         if self._steps_of_epoch and batch + 1 >= self._steps_of_epoch:  # what is due follows the validation
             self._log.carry_over()
         elif self._is_stopped:
@@ -237,7 +220,7 @@ class KeptFit:
     def _find_stopped(self, batch: int) -> bool:
         size = self._collective.world.size
         if size == 1:
-            return self._requests.is_pending
+            return self._session.requests.is_pending
         if not self._votes.is_summed:
             raise UsageError(
                 "callbacks.Run has to know of all ranks after each step, and this fit() reduces no gradients among all "
@@ -281,52 +264,26 @@ class KeptFit:
     def close(self) -> None:
         Exchange.votes = None
         self.model._initial_epoch = None
-        self._requests.end_training()
-        for end in (self._writer and self._writer.wait, self._log.close):
-            with contextlib.suppress(RingtrainError):
-                if end:
-                    end()
-
-    def _announce(self, reason: str) -> None:
-        """Thread-safe. No message if the sender of the request has confirmed it."""
-        if is_signal_passed_on():
-            return
-        self._console.line(f"{reason}: saving after this step, then leaving")
 
     def _leave(self) -> None:
-        path = self._finish()
-        who, cause = find_requests(self._collective, self._requests)
-        self._requests.clear_file()
-        run = self._start.name
-        way_on = "The same command resumes from there."
-        if self._config.resume == "never":
-            way_on = f"To resume from there: Run({run!r}, resume='auto')."
-        raise PreemptedError(
-            f"stopped by {who}: step {self._step} is saved in {path}. {way_on}",
-            stopped_by=cause or "signal",
-        )
+        self._session.leave(f"step {self._step}", self._finish())
 
     def _finish(self) -> str:
         """Return the directory of the checkpoint."""
-        snapshot = self._take_snapshot()
-        usage = gather_usage(self._collective, {})
-
-        def save_on_rank0() -> str:
-            assert self._writer is not None
-            assert self._opened is not None
-            assert snapshot is not None
-            self._opened.directory.at_end["ranks"] = usage
-            return self._writer.finish(snapshot)
-
-        return str(run_on_rank0(self._collective, save_on_rank0, name="fit/finish"))
+        return self._session.finish(self._step, self._variables, self._gather_state(), {})
 
     def _save(self, *, as_step: bool = True, as_best: bool = False) -> None:
-        snapshot = self._take_snapshot()
-        if self._writer is not None and snapshot is not None:
-            self._writer.save(snapshot, as_step=as_step, as_best=as_best)
+        state = self._gather_state()
+        self._session.save(self._step, self._variables, state, as_step=as_step, as_best=as_best)
 
-    def _take_snapshot(self) -> Checkpoint | None:
-        """None on ranks other than 0. Collective."""
+    def _check_replicas(self) -> None:
+        if self._config.check_replicas_every:
+            activity.note(Phase.CHECK, self._step)
+            self._replicas.check(self._step)
+
+    def _gather_state(self) -> Arrays:
+        """What a checkpoint holds besides the shared variables, on rank 0. Checks these. Collective."""
+        self._check_replicas()
         activity.note(Phase.SAVE, self._step, takes_long=True)
         self._require_finite()
         own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)
@@ -339,13 +296,10 @@ class KeptFit:
         packed = pack(own)
         sizes = all_gather_object(self._collective, packed.size, name="fit/sizes")
         of_all = self._collective.all_gather(tf.constant(packed), name="fit/own").numpy()
-        if self._writer is None:
-            return None
-        self._log.flush()
+        if not self._collective.world.is_rank0:
+            return {}
         parts = np.split(of_all, np.cumsum(sizes)[:-1])
-        snapshot = take_snapshot(self._variables, self._step, self._progress, self._facts)
-        extra = {f"{RANKS}{rank}": part for rank, part in enumerate(parts)} | best_weights_of(self._others)
-        return dataclasses.replace(snapshot, variables={**snapshot.variables, **extra})
+        return {f"{RANKS}{rank}": part for rank, part in enumerate(parts)} | best_weights_of(self._others)
 
     def _receive_own(self, named: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         """This rank's state, and callbacks' best weights. Collective."""
@@ -392,33 +346,20 @@ class KeptFit:
             )
 
     def _describe(self, checkpoint: Checkpoint | None) -> None:
-        ranks = describe_ranks(self._collective)
-        if self._opened is None:
-            return
-        path, progress, world = self._start.name, self._progress, self._collective.world
+        path, progress, line = self._start.name, self._progress, self._session.console.line
         if self._is_complete:
-            self._console.line(
+            line(
                 f"the run in {path} is complete: {self._step} steps, whose weights the model has now. "
                 "Run(..., resume='never') starts a new run."
             )
             return
-        warn_of_best(self._config, self._console.line)
+        warn_of_best(self._config, line)
         where = f", at epoch {progress.epochs_done + 1}, batch {progress.batches_done + 1}"
-        self._console.line(
+        line(
             f"the run is kept in {path}"
             + (f"; it resumes from the checkpoint of step {self._start.step}{where}" if checkpoint else "")
         )
-        self._opened.directory.write_event(
-            "start",
-            workload=self._config.workload,
-            size=world.size,
-            first_step=self._step,
-            parameters=self.model.count_params(),
-            node=world.node,
-            launcher=read_world(os.environ).launcher,
-            ranks=ranks,
-            versions=package_versions(),
-        )
+        self._session.write_start(parameters=self.model.count_params(), launcher=read_world(os.environ).launcher)
 
     def _write_log(self, logs: Mapping[str, Any]) -> None:
         """Collective; raises DivergedError for a non-finite loss."""
@@ -446,7 +387,7 @@ class KeptFit:
         first = min((number for number in firsts if number), default=0)
         ranks = [rank for rank, number in enumerate(firsts) if number == first]
         who = name_ranks(ranks) if first else "the ranks"
-        stands = run_on_rank0(self._collective, lambda: self._writer.last_step if self._writer else 0, name="fit/last")
+        stands = run_on_rank0(self._collective, lambda: self._session.last_saved_step, name="fit/last")
         saved = f"The checkpoint of step {stands} stands." if stands else "Nothing is saved."
         within = f"within the {num_steps} steps up to step {self._step}"
         if first:  # a step may have several reductions, and a reduction several steps

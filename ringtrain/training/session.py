@@ -1,0 +1,194 @@
+"""An active run: its directory, checkpoints, log and requests to stop. The loop and ``fit`` share it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import keras
+import numpy.typing as npt
+
+from ringtrain.collectives import Collective, all_gather_object, run_on_rank0
+from ringtrain.config import Config
+from ringtrain.errors import Cause, PreemptedError, RingtrainError
+from ringtrain.guard.preflight import package_versions
+from ringtrain.run.checkpoint import Checkpoint
+from ringtrain.run.progress import Progress
+from ringtrain.run.resume import OpenedRun, Start, describe_way_on
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.launched import is_signal_passed_on
+from ringtrain.runtime.stopping import StopRequests
+from ringtrain.terminal.console import Console
+from ringtrain.training.ending import write_warning
+from ringtrain.training.rank_records import describe_ranks, gather_usage
+from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
+from ringtrain.training.summaries import EventFiles
+from ringtrain.workloads.base import Histogram, Images
+
+Variables = Mapping[str, keras.Variable]
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+class RunSession:
+    """An active run. ``config``, ``start`` and ``progress`` are equal on all ranks; rank 0 writes the files."""
+
+    def __init__(
+        self,
+        config: Config,
+        collective: Collective,
+        *,
+        start: Start | None = None,
+        opened: OpenedRun | None = None,
+        requests: StopRequests | None = None,
+        console: Console | None = None,
+    ) -> None:
+        """``opened`` is None on ranks other than 0; without ``start`` no run directory is used."""
+        self.config, self.collective = config, collective
+        self.start = start or Start(path="")
+        self.path = Path(self.start.path) if start else None
+        self.progress = Progress(**self.start.progress)
+        self.requests = requests or StopRequests()  # to this rank
+        self.console = console or Console(None, is_terminal=False)
+        self.directory = opened.directory if opened else None
+        self.checkpoint = opened.checkpoint if opened else None
+        self._identity = opened.identity if opened else None
+        self._events: EventFiles | None = None
+        self._writer: CheckpointWriter | None = None
+        self._facts: dict[str, Any] = {}  # in every checkpoint
+
+    def begin(self, **facts: Any) -> None:
+        """Open the files, and from now on handle requests to stop after a step.
+
+        ``facts``: about the samples, for checkpoints.
+        """
+        if self.directory is not None:
+            step, keep, print_line = self.start.step, self.config.keep, self.console.line
+            self._events = EventFiles(self.directory.tensorboard, first_step=step)
+            self._writer = CheckpointWriter(self.directory, keep=keep, print_line=print_line, last_step=step)
+            self._facts = describe_run(self.config, self.collective.world.size, self._identity) | facts
+        self.requests.start_training(self._confirm)
+
+    @property
+    def last_saved_step(self) -> int:
+        """Step to resume from, or 0; known on rank 0."""
+        return self._writer.last_step if self._writer else 0
+
+    def _confirm(self, reason: str) -> None:
+        """Thread-safe. No message if the sender of the request has confirmed it."""
+        if is_signal_passed_on():
+            return
+        saved = self.last_saved_step
+        self.console.line(
+            f"{reason}: saving after this step, then leaving. Should the launcher end the ranks before that, "
+            + (f"the checkpoint of step {saved} stands." if saved else "there is no checkpoint yet.")
+        )
+
+    def write_start(self, *, parameters: int, launcher: str, **more: Any) -> None:
+        """Write the ``start`` event. Collective."""
+        world, ranks = self.collective.world, describe_ranks(self.collective)
+        if self.directory is None:
+            return
+        self.directory.write_event(
+            "start",
+            workload=self.config.workload,
+            size=world.size,
+            first_step=self.start.step,
+            parameters=parameters,
+            **more,
+            node=world.node,
+            launcher=launcher,
+            ranks=ranks,
+            versions=package_versions(),
+        )
+
+    def log(self, event: str, values: Mapping[str, float], *, step: int, **facts: Any) -> None:
+        """Write an event on rank 0: ``values``, also for TensorBoard, and further facts."""
+        if self.directory is not None and self._events is not None:
+            self.directory.write_event(event, step=step, **facts, **values)
+            self._events.scalars(event, values, step=step)
+
+    def show(self, summaries: Mapping[str, Images | Histogram], *, step: int) -> None:
+        """Write images and histograms for TensorBoard, on rank 0."""
+        if self._events is not None:
+            self._events.show(summaries, step=step)
+
+    def warn(self, message: str) -> None:
+        """Log a warning on rank 0."""
+        if self.directory is not None:
+            write_warning(self.directory, self.console, message)
+
+    def save(self, step: int, variables: Variables, extra: Arrays, *, as_step: bool, as_best: bool) -> None:
+        """Start to write a checkpoint on rank 0, of the variables and ``extra`` arrays."""
+        if self._writer is not None:
+            self._writer.save(self._take_snapshot(step, variables, extra), as_step=as_step, as_best=as_best)
+
+    def finish(self, step: int, variables: Variables, extra: Arrays, seconds: Mapping[str, float]) -> str:
+        """Write the last checkpoint; return the directory of checkpoints. Collective: all ranks return after the save.
+
+        ``seconds``: this rank's time by part of the step.
+        """
+        usage = gather_usage(self.collective, seconds)
+
+        def save_on_rank0() -> str:
+            assert self._writer is not None
+            assert self.directory is not None
+            self.directory.at_end["ranks"] = usage
+            return self._writer.finish(self._take_snapshot(step, variables, extra))
+
+        activity.note(Phase.SAVE, step, takes_long=True)
+        return run_on_rank0(self.collective, save_on_rank0, name="finish")
+
+    def _take_snapshot(self, step: int, variables: Variables, extra: Arrays) -> Checkpoint:
+        activity.note(Phase.SAVE, step, takes_long=True)
+        if self._events is not None:
+            self._events.flush()
+        return take_snapshot(variables, step, self.progress, self._facts, extra)
+
+    def leave_if_requested(self) -> None:
+        """Raise PreemptedError on all ranks if one has a request to stop before the first step. Collective."""
+        who, cause = self._find_requests()
+        if cause is not None:
+            self.requests.clear_file()
+            step = self.start.step
+            stands = f"the checkpoint of step {step} stands" if step else "there was nothing to save"
+            raise PreemptedError(f"stopped by {who} before the first step; {stands}.", stopped_by=cause)
+
+    def leave(self, saved: str, path: str) -> NoReturn:
+        """Raise PreemptedError after the last save below ``path``. Collective."""
+        who, cause = self._find_requests()
+        self.requests.clear_file()
+        way_on = describe_way_on(self.config, Path(path).parent)
+        raise PreemptedError(f"stopped by {who}: {saved} is saved in {path}. {way_on}", stopped_by=cause or "signal")
+
+    def _find_requests(self) -> tuple[str, Cause | None]:
+        """Describe the requests to stop of all ranks, and give their kind or None. Collective.
+
+        The user's file counts first: a job that starts runs again must not do so then.
+        """
+        node = self.collective.world.node
+        mine = [self.requests.reason, self.requests.cause, node]
+        said = all_gather_object(self.collective, mine, name="stop_requests")
+        who = ", ".join(
+            f"{reason} at rank {rank} on {node}" if cause == "signal" else reason
+            for rank, (reason, cause, node) in enumerate(said)
+            if reason
+        )
+        given = {cause for _, cause, _ in said}
+        causes: tuple[Cause, ...] = ("file", "time", "signal")
+        return who, next((cause for cause in causes if cause in given), None)
+
+    def close(self) -> None:
+        """Ignore further requests to stop, and finish a pending save.
+
+        Errors are suppressed: the cause of the end matters more.
+        """
+        self.requests.end_training()
+        if self._writer is None or self._events is None:
+            return
+        activity.note(Phase.SAVE, self.last_saved_step, takes_long=True)
+        for end in (self._writer.wait, self._events.close):
+            with contextlib.suppress(RingtrainError):
+                end()

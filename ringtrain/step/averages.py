@@ -1,6 +1,6 @@
-"""The moving average of the weights, used for evaluation.
+"""The moving average of the weights, for evaluation.
 
-Weights are never swapped: an evaluation reads the averages through a scope, so that no save or step sees them.
+An evaluation reads it through a scope: weights are never swapped, so no save or step sees it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 
 class WeightAverages:
-    """Exponential moving average of each trainable variable; empty if ``decay`` is 0."""
+    """Empty if ``decay`` is 0."""
 
     def __init__(self, weights: Sequence[keras.Variable], *, decay: float) -> None:
         self._decay = decay
@@ -27,10 +27,7 @@ class WeightAverages:
         return list(zip(self._weights, self.variables, strict=True))
 
     def update(self, num_updates: tf.Tensor) -> None:
-        """Add the weights after update number ``num_updates``.
-
-        The decay is min(decay, (1 + t) / (10 + t)), as in TensorFlow's ``ExponentialMovingAverage``.
-        """
+        """Use decay min(decay, (1 + t) / (10 + t)), as TensorFlow's ``ExponentialMovingAverage``."""
         for weight, average in self.pairs:
             updates = tf.cast(num_updates, average.dtype)
             decay = tf.minimum(tf.cast(self._decay, average.dtype), (1 + updates) / (10 + updates))

@@ -20,8 +20,6 @@ TRIED_SAMPLES = 2
 
 
 class CompiledFunction:
-    """A function of nested tensors that XLA compiles, once per shape."""
-
     def __init__(self, compute: Callable[..., Any]) -> None:
         self._compute = compute
         self._arguments: Any = None
@@ -37,7 +35,6 @@ class CompiledFunction:
         return tf.function(compute, jit_compile=True, autograph=False)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it in a trace."""
         return self._function(*self._flatten(arguments))
 
     def _flatten(self, arguments: Any) -> list[tf.Tensor]:
@@ -48,11 +45,11 @@ class CompiledFunction:
 
     @property
     def has_unknown_lengths(self) -> bool:
-        """True if a dimension other than samples is unknown: XLA compiles each length."""
+        """XLA compiles each length."""
         return not all(spec.shape.is_fully_defined() for spec in self._with_samples())
 
     def _with_samples(self) -> list[tf.TensorSpec]:
-        """The specs of the first call, with unknown numbers of samples replaced."""
+        """Unknown numbers of samples are replaced."""
         return [
             tf.TensorSpec([TRIED_SAMPLES, *spec.shape[1:]], spec.dtype)
             if spec.shape.rank and spec.shape[0] is None
@@ -61,10 +58,7 @@ class CompiledFunction:
         ]
 
     def why_not(self, *arguments: Any) -> str:
-        """Operations that XLA cannot compile, or "", for the first call or ``arguments``.
-
-        Without known lengths it cannot be checked; any number of samples will do.
-        """
+        """Operations that XLA cannot compile, or "", for the first call or ``arguments``; needs known lengths."""
         if arguments:
             composite = [leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, COMPOSITES)]
             if composite:
@@ -74,7 +68,7 @@ class CompiledFunction:
             return ""
         if tf.executing_eagerly():
             return self._ask()
-        # A new thread is in no function, and stops no tape, as tf.init_scope would. Keras' dtype policy is per thread.
+        # A new thread is in no function, and stops no tape as tf.init_scope would. Keras' dtype policy is per thread.
         set_policy, policy = keras.config.set_dtype_policy, keras.config.dtype_policy()
         with concurrent.futures.ThreadPoolExecutor(1, "xla", initializer=set_policy, initargs=(policy,)) as thread:
             return thread.submit(self._ask).result()

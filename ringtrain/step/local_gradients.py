@@ -1,7 +1,4 @@
-"""The local part of a step: gradients and sums of this rank's samples.
-
-A rank's objective is its part of the global batch's, so that gradients are only summed.
-"""
+"""The local part of a step: gradients and sums, of this rank's part of the global objective."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 
 @dataclass(frozen=True, kw_only=True)
 class StepStructure:
-    """Facts from tracing a step, equal on all ranks, including those without samples."""
+    """Equal on all ranks; those without samples need it too."""
 
     metric_names: tuple[str, ...]  # in the order of their sums
     sparse_index_dtypes: tuple[tf.DType | None, ...]  # per trainable variable; None: dense
@@ -37,8 +34,6 @@ class StepStructure:
 
 
 class Forward(NamedTuple):
-    """Local results to reduce."""
-
     gradients: list[tf.Tensor | tf.IndexedSlices]
     sums: tf.Tensor  # control vector, [CONTROL_SUMS + metrics]
     state: list[tf.Tensor]  # new values of ``structure.state``
@@ -46,8 +41,6 @@ class Forward(NamedTuple):
 
 
 class LocalGradients:
-    """The forward and backward pass of this rank's samples, for a traced step."""
-
     def __init__(
         self,
         workload: Workload,
@@ -70,17 +63,17 @@ class LocalGradients:
             self.compiled = CompiledGradients(self._compute, model.trainable_variables)
 
     def __call__(self, batch: Batch, local_count: tf.Tensor) -> Forward:
-        """``local_count``: number of samples, int64 []."""
+        """``local_count``: int64 []."""
         before = [tf.convert_to_tensor(v.value) for v in self._fixed_or_state]
         if self._accumulate == 1:
             return self._of_samples(batch, 0, local_count, before, tf.constant(0))
         return self._of_micro_batches(batch, local_count, before)
 
     def of_nothing(self, batch: Batch, structure: StepStructure) -> Forward:
-        """Zero gradients of an empty batch, without running the model.
+        """Zero gradients of an empty batch.
 
-        Horovod's operations are not stateful for TensorFlow: its optimizer would fold one with a constant input, and
-        merge two with the same input, while other ranks wait. So the zeros depend on the batch, each by its own factor.
+        TensorFlow sees Horovod's operations as stateless: it would fold one with a constant input, and merge two with
+        equal inputs, while other ranks wait. So zeros depend on the batch, each by its own factor.
         """
         nothing = tf.shape(batch.indices, tf.int64)[0]
         factors = itertools.count(1)
@@ -103,7 +96,6 @@ class LocalGradients:
     def _of_samples(
         self, batch: Batch, start: Any, end: Any, state: Sequence[tf.Tensor], micro_batch: tf.Tensor
     ) -> Forward:
-        """Process samples ``start`` to ``end`` of this rank's batch."""
         x, y = batch.x, batch.y
         if self._accumulate > 1:
             x, y = tf.nest.map_structure(lambda tensor: tensor[start:end], (x, y))
@@ -128,8 +120,7 @@ class LocalGradients:
                 *zip(self._fixed_or_state, state, strict=True),
                 *zip(self._seed_states, self._dropout_seeds(step, micro_batch), strict=True),
             ]
-            # The scope holds updates of the forward pass (BatchNorm's statistics), so that a non-finite step discards
-            # them.
+            # Keeps updates of the forward pass (BatchNorm's statistics), so that a non-finite step discards them.
             with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
                 with noting_calls() as calls:
                     outputs = call_model(self._workload, self._model, x, training=True)
@@ -150,13 +141,13 @@ class LocalGradients:
         ]
         structure = self._find_structure(scope, state, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in structure.metric_names]
-        # Added once for all micro-batches, before the reduction.
+        # Added once, before the reduction.
         no_extra_scalars = [tf.zeros([], self._dtype)] * NUM_EXTRA_SCALARS
         sums = tf.stack([count, data_loss_sum, regularization * count, *no_extra_scalars, *metric_sums])
         return Forward(gradients, sums, [scope.get_current_value(v) for v in structure.state], structure)
 
     def _require_every_rank(self, calls: Sequence[str]) -> None:
-        """Refuse collectives that ranks without samples would not join: a deadlock."""
+        """Ranks without samples would not join: a deadlock."""
         if calls and not self.needs_every_rank:
             name = type(self._workload).__name__
             raise UsageError(
@@ -166,7 +157,7 @@ class LocalGradients:
             )
 
     def _of_micro_batches(self, batch: Batch, num_samples: tf.Tensor, before: Sequence[tf.Tensor]) -> Forward:
-        """Sum over micro-batches (equal, the last smaller or empty), in a tf.while_loop to save memory."""
+        """Sum over micro-batches (equal, the last smaller or empty); a tf.while_loop saves memory."""
         size = -(-num_samples // self._accumulate)
         first = self._of_samples(batch, 0, tf.minimum(size, num_samples), before, tf.constant(0))
 
@@ -191,8 +182,8 @@ class LocalGradients:
         loop_variables = (tf.constant(1), gradients, first.sums, first.state)
         shapes = tf.nest.map_structure(lambda t: t.shape, loop_variables)
         shapes[1][:] = [_growing_shape(gradient) for gradient in gradients]
-        # If the forward pass is collective, empty micro-batches run too, and none starts before the last is done:
-        # TensorFlow orders stateful operations within the loop and outside.
+        # If the forward pass is collective, empty micro-batches run too, in order: TensorFlow orders stateful
+        # operations.
         asked = tf.nest.flatten(loop_variables) if self.needs_every_rank else []
         with tf.control_dependencies(asked):
             _, gradients, sums, state = tf.while_loop(
@@ -231,10 +222,8 @@ class LocalGradients:
 
 
 class CompiledGradients:
-    """The forward and backward pass of samples, compiled by XLA."""
-
     def __init__(self, compute: Callable[..., Forward], variables: Sequence[keras.Variable]) -> None:
-        """``compute`` gets samples (x, y), then (lists of) tensors; ``variables``: of its gradients."""
+        """``compute`` gets (x, y), then (lists of) tensors; ``variables``: of its gradients."""
         self._compute, self._variables = compute, variables
         self._labels: set[Labels] = set()
         self._structure: StepStructure | None = None
@@ -253,12 +242,11 @@ class CompiledGradients:
 
     @property
     def labels(self) -> Sequence[Labels]:
-        """Parts of y that reach a sparse cross-entropy unmodified."""
         return sorted(self._labels, key=lambda one: (one.place, one.num_classes))
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
-    """Split a sparse gradient into (values, indices), which a loop can carry."""
+    """A loop cannot carry IndexedSlices."""
     return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -267,14 +255,14 @@ def _pack(gradient: tf.Tensor | tuple[tf.Tensor, tf.Tensor], variable: keras.Var
 
 
 def _add(a: Any, b: Any) -> Any:
-    """Sum of unpacked gradients; sparse rows are concatenated."""
+    """Sparse rows are concatenated."""
     if isinstance(a, tuple):
         return tuple(tf.concat([left, right], axis=0) for left, right in zip(a, b, strict=True))
     return a + b
 
 
 def _growing_shape(gradient: Any) -> Any:
-    """Loop shape of an unpacked gradient: the number of sparse rows grows."""
+    """The number of sparse rows grows."""
     if isinstance(gradient, tuple):
         return tuple(tf.TensorShape([None, *part.shape[1:]]) for part in gradient)
     return gradient.shape
@@ -283,10 +271,7 @@ def _growing_shape(gradient: Any) -> Any:
 def partial_objective(
     data_loss_sum: tf.Tensor, regularization: tf.Tensor, *, count: tf.Tensor, global_count: tf.Tensor
 ) -> tf.Tensor:
-    """A rank's objective; the sum over ranks is (mean loss of the global batch) + regularization.
-
-    ``data_loss_sum`` and ``count`` are local; ``regularization`` is equal on all ranks.
-    """
+    """A rank's objective; the sum over ranks is (mean loss of the global batch) + regularization."""
     return data_loss_sum / global_count + regularization * (count / global_count)
 
 
@@ -300,24 +285,19 @@ def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
 
 
 def with_shape_of(variable: keras.Variable, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """Set a gradient's static shape: fusion depends on sizes, and a rank without samples knows only the variables."""
+    """Fusion depends on sizes; a rank without samples knows only the variables."""
     if not isinstance(gradient, tf.IndexedSlices):
         gradient.set_shape(variable.shape)  # unknown after a user-defined gradient, for example
     return gradient
 
 
 def with_known_rows(gradient: Any, variable: Any) -> Any:
-    """Set the static number of rows of a sparse gradient that a function returned."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(list(variable.shape)))
 
 
 def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int) -> tf.Tensor:
-    """Gradient of an unused variable.
-
-    TensorFlow would fold a reduction of constants (see ``LocalGradients.of_nothing``), maybe not in the same step on
-    all ranks. No step is below 0, but TensorFlow does not know.
-    """
+    """Zeros that TensorFlow cannot fold (see ``LocalGradients.of_nothing``), as it does not know that step >= 0."""
     nothing = tf.minimum(step, 0) * number
     return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)

@@ -16,7 +16,7 @@ MIN_LOSS_SCALE = 1.0
 
 
 class LossScale:
-    """Factor against underflow of float16 gradients (Micikevicius et al. 2018); 1 if not dynamic."""
+    """Prevents underflow of float16 gradients (Micikevicius et al. 2018); 1 if not dynamic."""
 
     def __init__(self, *, is_dynamic: bool) -> None:
         self.is_dynamic = is_dynamic
@@ -40,7 +40,6 @@ class LossScale:
         return [scaled(gradient, 1 / scale) for gradient in gradients]
 
     def adapt(self, is_finite: tf.Tensor) -> None:
-        """Halve the scale after an overflow; double it after LOSS_SCALE_GROWTH_STEPS finite steps."""
         if not self.is_dynamic:
             return
         good_steps = tf.where(is_finite, self._good_steps.value + 1, 0)

@@ -1,7 +1,7 @@
 """Fused updates of Keras' most used optimizers, and optimizers for large batches.
 
-Keras writes an update as several operations, each a pass over memory, which is slow for layers larger than a cache.
-TensorFlow has one operation per formula. Variables, settings and formulas are Keras'.
+Keras' updates pass over memory several times, which is slow for layers larger than a cache. TensorFlow has one
+operation per formula.
 """
 
 from __future__ import annotations
@@ -78,20 +78,17 @@ class FusedRMSpropUpdate:
 
 
 class LayerwiseUpdate:
-    """Updates with a rate per weight, from the norms of weight and direction.
-
-    If weights are sharded, ``sum_over_ranks`` sums a vector over all ranks to get whole norms.
-    """
+    """Rate per weight, from norms of weight and direction; ``sum_over_ranks`` completes norms of sharded weights."""
 
     sum_over_ranks: Callable[[tf.Tensor], tf.Tensor] = staticmethod(lambda vector: vector)
 
     @abc.abstractmethod
     def direction(self: Any, gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
-        """Return the unscaled change of a weight."""
+        """Unscaled change of a weight."""
 
     @abc.abstractmethod
     def ratio(self: Any, variable: tf.Variable, weight_norm: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
-        """Return a weight's rate factor; ``norm``: of its direction."""
+        """Factor of a weight's rate; ``norm``: of its direction."""
 
     def change(self: Any, variable: tf.Variable, direction: tf.Tensor, rate: tf.Tensor) -> None:
         variable.assign_sub(rate * direction)
@@ -100,7 +97,7 @@ class LayerwiseUpdate:
         values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         dense = [tf.cast(tf.convert_to_tensor(g), v.dtype) for g, v in zip(gradients, values, strict=True)]
         directions = [self.direction(g, v) for g, v in zip(dense, values, strict=True)]
-        # All weights: sharded ranks have different pieces, and sum up.
+        # Of all weights: ranks have different pieces.
         dtype = tf.float64 if any(v.dtype == "float64" for v in self._trainable_variables) else tf.float32
         mine = [
             [tf.cast(2 * tf.nn.l2_loss(tf.cast(each, dtype)), dtype) for each in (v.read_value(), direction)]
@@ -135,9 +132,8 @@ class LayerwiseLamb(LayerwiseUpdate, keras.optimizers.Lamb):
 class LARS(LayerwiseUpdate, keras.optimizers.Optimizer):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, algorithm 1), as in MLPerf's ResNet reference.
 
-    For gradient g and decay d of a weight w, v becomes m v + r e |w| / (|g| + d |w|) (g + d w), and w decreases by v; m
-    is the momentum, r the learning rate, e the trust coefficient. Weights excluded from decay (biases, norms) use r
-    alone.
+    v becomes m v + r e |w| / (|g| + d |w|) (g + d w), and w decreases by v: weight w, gradient g, decay d, momentum m,
+    learning rate r, trust coefficient e. Weights excluded from decay (biases, norms) use r alone.
     """
 
     def __init__(
@@ -190,7 +186,7 @@ class FusedAdamW(FusedAdamUpdate, keras.optimizers.AdamW): ...
 class FusedRMSprop(FusedRMSpropUpdate, keras.optimizers.RMSprop): ...
 
 
-# By name in the settings. TensorFlow has no operation for the other formulas.
+# TensorFlow has no operation for the other formulas.
 OWN = {
     "sgd": FusedSGD,
     "adam": FusedAdam,
@@ -208,5 +204,5 @@ FUSED_UPDATES: dict[type, type] = {
 
 
 def only_reads_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
-    """True if no optimizer variable aliases a gradient; known for these classes only."""
+    """False if an optimizer variable may alias a gradient."""
     return type(optimizer) in OWN.values()

@@ -9,12 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-# Sums over all ranks' samples at the start of the control vector; the metrics' sums follow, by name. Regularization is
-# weighted by samples, so that its mean is its value.
+# Sums over all samples, followed by the metrics'. Regularization is weighted by samples: its mean is its value.
 CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes", "next_samples")
 NUM_EXTRA_SCALARS = 2  # the last two, from the host: votes to stop, samples of the next step
-# Appended to the control vector; equal on all ranks except the last two. communication_sec: wait for the sums after
-# this rank's last gradient; 0 if not timed.
+# Follow the control vector; equal on all ranks except the last two. communication_sec: wait after this rank's last
+# gradient; 0 if not timed.
 STEP_FACTS = (
     "is_finite", "gradient_norm", "learning_rate", "loss_scale", "divergent_state", "local_data_loss",
     "communication_sec",
@@ -24,10 +23,10 @@ STEP_FACTS = (
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     samples: int  # of the global batch
-    loss: float  # the objective: data_loss plus regularization
+    loss: float  # data_loss plus regularization
     data_loss: float  # mean of the samples' losses
     metrics: dict[str, float]
-    is_finite: bool  # False: nothing was updated, as a loss or gradient was not finite on some rank
+    is_finite: bool  # False: not updated, as a loss or gradient was not finite on some rank
     gradient_norm: float  # Euclidean, of the reduced gradient
     learning_rate: float
     loss_scale: float  # mixed_float16; otherwise 1
@@ -59,11 +58,11 @@ def read_value(returned: tf.Tensor, name: str) -> float:
 
 
 def read_loss(returned: tf.Tensor) -> float:
-    """``StepReport.loss`` without the rest, and not shortened."""
+    """Not shortened."""
     samples, data_loss, regularization, *_ = returned.numpy()
     return float((data_loss + regularization) / samples)
 
 
 def _shortest(value: Any) -> float:
-    """Convert to the shortest equal decimal: 0.1, not 0.10000000149."""
+    """Shortest equal decimal: 0.1, not 0.10000000149."""
     return float(str(value)) if math.isfinite(value) else float(value)

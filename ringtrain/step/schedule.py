@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the samples seen, independent of the number of ranks."""
+"""The learning rate as a pure function of the samples seen, not of the ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sharded optimizer (ZeRO-1, Rajbhandari et al. 2020): each rank has pieces of the weights and their slots.
 
-The pieces are the optimizer's variables: vectors with the weights' names, some empty. Element-wise updates, weight
-decay and masks by name are unchanged. Norms of all gradients, to clip by or LAMB's, are summed over the ranks.
+The pieces are the optimizer's variables: vectors with the weights' names, some empty. Element-wise updates are
+unchanged; norms of all gradients are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringtrain.step.optimizers import LayerwiseUpdate
 
 PROBE_SHAPE, PROBE_CUT, PROBE_UPDATES = (6, 4), 10, 2
 PROBE_RATE, PROBE_TOLERANCE = 0.1, 1e-5
-# Optimizers that contain others, or a loss scale: not examined.
+# Not examined: optimizers that contain others, or a loss scale.
 MARKS_OF_WRAPPERS = ("optimizers", "inner_optimizer")
 
 
@@ -36,10 +36,8 @@ class ShardedOptimizer:
         *,
         control_dtype: str,
     ) -> None:
-        """Build the optimizer on pieces of the weights. ``control_dtype``: of the control vector.
-
-        Raises:
-            UsageError: an update is not element-wise.
+        """Raises:
+        UsageError: an update is not element-wise.
         """
         if not isinstance(optimizer, LayerwiseUpdate):
             require_elementwise(optimizer)
@@ -51,7 +49,7 @@ class ShardedOptimizer:
             control_dtype=control_dtype,
         )
         self.pieces = [self._create_piece(index) for index in range(len(self._weights))]
-        # Non-empty pieces. Without any, the optimizer would not count the update.
+        # Non-empty ones; at least one, to count the update.
         self._updated = [index for index, piece in enumerate(self.pieces) if piece.shape[0]] or [0]
         self._weight_of_slot: dict[int, int] = {}
         self._build()
@@ -66,7 +64,7 @@ class ShardedOptimizer:
         return piece
 
     def _build(self) -> None:
-        """Build the optimizer, and record the weight of each slot."""
+        """Records the weight of each slot."""
         optimizer, add = self.optimizer, self.optimizer.add_variable_from_reference
         index_of = {optimizer._var_key(piece): index for index, piece in enumerate(self.pieces)}
 
@@ -90,7 +88,7 @@ class ShardedOptimizer:
             )
 
     def _keep_exclusions(self) -> None:
-        """Apply the weights' exclusions from decay to their pieces: rules match full names with layers."""
+        """Exclusions match the weights' full names, with layers."""
         optimizer, pairs = self.optimizer, zip(self.pieces, self._weights, strict=True)
         decays = {optimizer._var_key(piece): optimizer._use_weight_decay(weight.value) for piece, weight in pairs}
         optimizer._use_weight_decay = lambda variable: decays[optimizer._var_key(variable)]
@@ -108,11 +106,10 @@ class ShardedOptimizer:
     def reduce(
         self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor, state: Sequence[tf.Tensor]
     ) -> Reduced:
-        """Return this rank's pieces of the summed gradients, all dense."""
+        """All dense."""
         return self._reduction([tf.convert_to_tensor(gradient) for gradient in gradients], control, state)
 
     def apply(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Update the pieces, and gather the whole weights on all ranks."""
         self.optimizer._clip_gradients = self._clip
         try:
             self.optimizer.apply([gradients[i] for i in self._updated], [self.pieces[i] for i in self._updated])
@@ -127,15 +124,15 @@ class ShardedOptimizer:
                 self.pieces[index].assign(self._cut(index, weight.value))
 
     def _clip(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Clip as Keras' optimizers do, with norms summed over ranks.
+        """Clip as Keras, by limit / max(norm, limit), with norms over all ranks.
 
-        The factor is limit / max(norm, limit). If a norm overflows: 0 for a gradient's, NaN for the global one.
+        If a norm overflows, the factor is 0 for a gradient's, and NaN for the global one.
         """
         optimizer = self.optimizer
         limit = optimizer.clipnorm or optimizer.global_clipnorm
         if not limit:
             return type(optimizer)._clip_gradients(optimizer, gradients)
-        # All pieces: ranks have different ones, and sum up.
+        # Of all pieces: ranks have different ones.
         dtype = tf.float64 if any(piece.dtype == "float64" for piece in self.pieces) else tf.float32
         mine = tf.stack([2 * tf.nn.l2_loss(tf.cast(gradient, dtype)) for gradient in gradients])
         squares = tf.scatter_nd([[index] for index in self._updated], mine, [len(self.pieces)])
@@ -149,12 +146,12 @@ class ShardedOptimizer:
         return [g * tf.cast(scale, g.dtype) for g, scale in zip(gradients, tf.unstack(scales), strict=True)]
 
     def _sum(self, vector: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Sum over ranks; hidden, as the vector of a rank without pieces is constant."""
+        """Hidden: constant on a rank without pieces."""
         [total] = self._collective.all_reduce([hide(vector)], name=name, ordered=True).tensors
         return total
 
     def begin_from_weights(self) -> None:
-        """Copy this rank's pieces of the current weights, before the first update."""
+        """Call it before the first update."""
         for index, (piece, weight) in enumerate(zip(self.pieces, self._weights, strict=True)):
             piece.assign(self._cut(index, weight.value))
         for piece, copy in slots_that_begin_as_weights(self.optimizer):
@@ -170,7 +167,7 @@ class ShardedOptimizer:
         return whole
 
     def scatter(self, slots: Mapping[str, keras.Variable], whole: Mapping[str, np.ndarray]) -> None:
-        """Distribute rank 0's whole slots. Collective."""
+        """From rank 0. Collective."""
         for name, slot in slots.items():
             shape = self.shape_of(slot)
             is_rank0 = self._collective.world.is_rank0
@@ -179,7 +176,6 @@ class ShardedOptimizer:
             slot.assign(self._cut(self._weight_of_slot[id(slot)], value))
 
     def find_changed(self) -> list[str]:
-        """Paths of weights that differ from this rank's piece."""
         return [
             weight.path
             for index, (piece, weight) in enumerate(zip(self.pieces, self._weights, strict=True))
@@ -188,7 +184,7 @@ class ShardedOptimizer:
 
 
 def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
-    """Check on a weight in pieces that an optimizer's updates are element-wise.
+    """Check on a weight in pieces that updates are element-wise.
 
     Raises:
         UsageError: they are not (Adafactor, Muon), or cannot be checked.
@@ -228,7 +224,7 @@ def _halve(values: np.ndarray) -> list[np.ndarray]:
 def _update(
     optimizer: keras.optimizers.Optimizer, first: Sequence[np.ndarray], gradients: Sequence[Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """Update weights by a copy of the optimizer, without clipping, with a large rate."""
+    """With a copy of the optimizer, no clipping, and a large rate."""
     config = optimizer.get_config() | {"learning_rate": PROBE_RATE}
     twin = type(optimizer).from_config(config)
     twin.clipnorm = twin.global_clipnorm = twin.gradient_accumulation_steps = None

@@ -1,10 +1,9 @@
 """State that a forward pass updates (BatchNorm's moving statistics), as sums over all ranks.
 
-Floating-point state becomes the mean over all samples. Means of integers or booleans would be rounded, and a step
-counter would not move. So ranks with samples must compute equal integers, which are kept exactly. Each is sent as four
-16-bit digits and their squares, in float64. The ranks agree if and only if
-``(sum of digits)**2 == number of ranks * (sum of squares)`` (Cauchy-Schwarz), exact for up to 1,448 ranks. Integers are
-those of the first micro-batch, as ranks may have different numbers of micro-batches.
+Floating-point state becomes the mean over all samples. Integers and booleans, whose mean would be rounded, must be
+equal on all ranks with samples. Each is sent as four 16-bit digits and their squares, in float64. Ranks agree if and
+only if ``(sum of digits)**2 == number of ranks * (sum of squares)`` (Cauchy-Schwarz), exact up to 1,448 ranks. Integers
+are those of the first micro-batch: ranks may have different numbers of them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ DIGITS, BITS = 4, 16
 
 
 class State(NamedTuple):
-    """New state, equal on all ranks.
+    """Equal on all ranks.
 
     Attributes:
         values: per variable, in its dtype.
@@ -38,7 +37,7 @@ def is_integer_or_bool(value: tf.Tensor | keras.Variable) -> bool:
 
 
 def to_summands(values: Sequence[tf.Tensor], *, local_count: tf.Tensor, global_count: tf.Tensor) -> list[tf.Tensor]:
-    """``values`` were computed from ``local_count`` of ``global_count`` samples."""
+    """``local_count`` of ``global_count`` samples gave ``values``."""
     has_samples = tf.cast(local_count > 0, tf.float64)
     summands = []
     for value in values:
@@ -54,7 +53,7 @@ def to_summands(values: Sequence[tf.Tensor], *, local_count: tf.Tensor, global_c
 def empty_summands(
     variables: Sequence[keras.Variable], zeros: Callable[[Sequence[Any], tf.DType], tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Summands of a rank without samples; ``zeros`` takes shape and dtype."""
+    """Of a rank without samples; ``zeros`` takes shape and dtype."""
     summands = [
         zeros([2, DIGITS, *v.shape], tf.float64) if is_integer_or_bool(v) else zeros(v.shape, _summed_dtype(v))
         for v in variables
@@ -77,7 +76,7 @@ def from_sums(sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) ->
 
 
 def require_equal_state(divergent: int, variables: Sequence[keras.Variable], step: int) -> None:
-    """Raise UsageError, on all ranks, if the ranks computed different integers."""
+    """Raise UsageError on all ranks, for different integers."""
     if divergent:
         variable = variables[divergent - 1]
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The parts of this rank's step time: input, computation, communication, other."""
+"""This rank's step time by part."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Item = TypeVar("Item")
 
 
 class StepTimes:
-    """Sums the parts of the step time between log lines, by this rank's clock.
+    """Sums parts of the step time between log lines, by this rank's clock.
 
-    Computation and communication are separate only if the step times its communication (on cores, not deterministic).
+    Computation and communication are separate only if timed (on cores, not deterministic).
     """
 
     def __init__(self, *, times_communication: bool) -> None:
@@ -23,19 +23,17 @@ class StepTimes:
         self._lap_begin = time.perf_counter()
 
     def lap(self) -> float:
-        """Return seconds since the last call, without those left out."""
+        """Seconds since the last call, without those left out."""
         begin, self._lap_begin = self._lap_begin, time.perf_counter()
         return self._lap_begin - begin
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Exclude this context's time."""
         begin = time.perf_counter()
         yield
         self._lap_begin += time.perf_counter() - begin
 
     def waiting_for(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Count the wait for each item as input."""
         begin = time.perf_counter()
         for item in items:
             self._input += time.perf_counter() - begin
@@ -49,11 +47,11 @@ class StepTimes:
         self._steps += time.perf_counter() - begin
 
     def note_communication(self, seconds: float) -> None:
-        """Add seconds from this rank's last gradient to the last sum."""
+        """Seconds from this rank's last gradient to the last sum."""
         self._communication += seconds
 
     def totals(self) -> dict[str, float]:
-        """Return seconds of all steps."""
+        """Seconds."""
         known = {"input_sec": self._input}
         if self._times_communication:
             known["compute_sec"] = max(0.0, self._steps - self._communication)
@@ -61,10 +59,10 @@ class StepTimes:
         return known
 
     def take(self, num_steps: int, sec_per_step: float) -> dict[str, float]:
-        """Return the parts of ``sec_per_step`` since the last call.
+        """Parts of ``sec_per_step`` since the last call.
 
-        ``communication_sec`` is not overlapped, and includes the wait for slower ranks. ``other_sec`` is the rest:
-        checks, log, copies for saves.
+        ``communication_sec``: not overlapped, with the wait for slower ranks. ``other_sec``: checks, log, copies for
+        saves.
         """
         before, self._taken = self._taken, self.totals()
         known = {name: max(0.0, seconds - before.get(name, 0.0)) for name, seconds in self._taken.items()}

@@ -1,8 +1,8 @@
 """The compiled training step: forward, backward, reduction, finite check, update.
 
-Each rank computes the gradient of (sum of its samples' losses) / (samples of the *global* batch). The sum over ranks is
-exactly the gradient of the global mean, even for unequal local batches. The control vector, a few sums, is reduced with
-the gradients; all decisions use reduced numbers, which are equal on all ranks.
+The sum over ranks of gradients of (sum of local losses) / (*global* number of samples) is exactly the gradient of the
+global mean, even for unequal local batches. The control vector, a few sums, is reduced with the gradients; all
+decisions use reduced numbers, which are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ class TrainStep:
         times_communication: bool = False,
         jit_compile: bool = False,
     ) -> None:
-        """Trace the step for ``batch_spec``; this rank's batches mostly have ``local_batch_size`` samples.
+        """Trace the step; this rank's batches mostly have ``local_batch_size`` samples.
 
-        ``times_communication``: measure ``communication_sec``. TensorFlow refuses that in deterministic mode; on a GPU
-        the host would have to wait. ``jit_compile``: let XLA compile the forward and backward pass, unless a layer uses
-        other ranks.
+        ``times_communication``: not in deterministic mode (TensorFlow refuses), nor on a GPU (the host would wait).
+        ``jit_compile``: not if a layer uses other ranks.
         """
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")
@@ -71,7 +70,7 @@ class TrainStep:
             self.sharded = ShardedOptimizer(optimizer, weights, reduction, control_dtype=self._dtype.name)
         else:
             optimizer.build(model.trainable_variables)
-        # A static number of samples spares gradients of additions the check for broadcasts.
+        # A static size spares gradients the check for broadcasts.
         usual_spec = batch_spec if local_batch_size is None else fix_batch_size(batch_spec, local_batch_size)
         self.not_compiled = ""  # the reason
         self._trace_usual(workload, config, usual_spec, reduction.collective.world.rank, jit_compile=jit_compile)
@@ -86,11 +85,11 @@ class TrainStep:
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
     def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:
-        """Trace the usual step; again without XLA if XLA cannot compile it and is optional."""
+        """Trace again without XLA if XLA cannot compile it and is optional."""
         self._local_gradients = LocalGradients(
             workload, config, self.model, self.loss_scale, dtype=self._dtype, rank=rank, jit_compile=jit_compile
         )
-        # The concrete function: the choice among traces takes longer than a small step.
+        # Concrete: the choice among traces takes longer than a small step.
         self._train, self._structure = trace(self._train_samples, [spec, *SCALARS])
         if not jit_compile:
             return
@@ -101,7 +100,7 @@ class TrainStep:
         is_unknown = compiled.function.has_unknown_lengths
         if is_unknown and not is_forced:
             self.not_compiled = "the lengths of a sample are not known before, and it would compile each length"
-        # Cannot be checked with unknown lengths; only Python operations are known to fail.
+        # Not checked with unknown lengths, except for Python.
         elif why := ", ".join(self.python_operations()[:MAX_NAMED]) if is_unknown else compiled.function.why_not():
             if is_forced:
                 raise UsageError(
@@ -117,15 +116,15 @@ class TrainStep:
     ) -> tf.Tensor:
         """Train one step. Collective.
 
-        ``is_stop_wanted``: this rank's vote to stop after it. ``next_count``: its samples in the next step, if not
-        planned. Returns control vector and facts for ``read``, asynchronously.
+        ``is_stop_wanted``: vote to stop after it. ``next_count``: this rank's next samples, if not planned. Returns
+        control vector and facts for ``read``, asynchronously.
         """
         function = self._function_for(batch)
         return function(batch, constant(learning_rate), constant((is_stop_wanted, next_count)))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """In the order of their sums in the control vector."""
+        """In the order of their sums."""
         return self._structure.metric_names
 
     @property
@@ -142,46 +141,45 @@ class TrainStep:
         return self._structure.state
 
     def is_traced_for(self, batch: Batch) -> bool:
-        """False if TensorFlow must first trace a function for this batch."""
+        """False if TensorFlow must trace first."""
         function = self._function_for(batch)
         return function is self._train or function.experimental_get_tracing_count() > 0
 
     def _function_for(self, batch: Batch) -> Any:
-        """Depends on the number of samples."""
         num_samples = batch.indices.shape[0]
         if num_samples == self._local_batch_size or (num_samples and self._local_batch_size is None):
             return self._train
         return self._train_any if num_samples or self._local_gradients.needs_every_rank else self._join
 
     def python_operations(self) -> list[str]:
-        """Names of operations in the usual step that call Python (``tf.py_function``)."""
+        """Names of the usual step's operations that call Python."""
         return python_operations(self._train.graph)
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Variables to broadcast: without dropout's seeds, which depend on the step, and sharded slots."""
+        """To broadcast: without dropout's seeds, which depend on the step, and sharded slots."""
         return list(self.named_variables.values())
 
     @property
     def named_variables(self) -> dict[str, keras.Variable]:
-        """Variables equal on all ranks, by names such as ``weights/digits``."""
+        """Equal on all ranks, with names such as ``weights/digits``."""
         sharded = self.sharded
         return {name: v for name, v in self._name_all().items() if sharded is None or not sharded.is_shared_out(v)}
 
     @property
     def named_pieces(self) -> dict[str, keras.Variable]:
-        """This rank's pieces of sharded slots, by slot name."""
+        """Pieces of sharded slots, by slot."""
         return {name: v for name, v in self._name_all().items() if self.sharded and self.sharded.is_shared_out(v)}
 
     @property
     def shapes_of_shared_out(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of whole sharded slots."""
+        """Of whole sharded slots."""
         pieces = self.named_pieces.items() if self.sharded is not None else ()
         return {name: (self.sharded.shape_of(v), str(v.dtype)) for name, v in pieces if self.sharded is not None}
 
     @property
     def names(self) -> list[str]:
-        """Names of all variables in a checkpoint."""
+        """In a checkpoint."""
         return list(self._name_all())
 
     def gather_shared_out(self) -> dict[str, np.ndarray]:
@@ -191,7 +189,7 @@ class TrainStep:
     def share_values(self, collective: Collective, slots: Mapping[str, np.ndarray] | None = None) -> None:
         """Broadcast rank 0's values. Collective.
 
-        ``slots``: rank 0's whole ones if it resumes; on other ranks only None or not matters.
+        ``slots``: rank 0's whole sharded slots, None for a new run; other ranks pass any mapping if it resumes.
         """
         broadcast_variables(self.variables, collective)
         if self.sharded is not None:
@@ -208,10 +206,7 @@ class TrainStep:
         )
 
     def find_nonfinite_gradients(self, batch: Batch) -> list[str]:
-        """Paths of weights whose local gradient is not finite, in model order.
-
-        Computes the gradients of the batch again. Collective.
-        """
+        """Weights with non-finite local gradients, in model order. Recomputes the gradients. Collective."""
         if not (batch.indices.shape[0] or self._local_gradients.needs_every_rank):
             return []
         are_finite = self._look_again(batch).numpy()
@@ -220,7 +215,7 @@ class TrainStep:
         ]
 
     def require_equal_state(self, returned: tf.Tensor, step: int) -> None:
-        """Raise UsageError if the ranks computed different integers in this step."""
+        """Raise UsageError for different integers on the ranks."""
         require_equal_state(int(read_value(returned, "divergent_state")), self.state, step)
 
     def read(self, returned: tf.Tensor) -> StepReport:
@@ -299,7 +294,7 @@ class TrainStep:
 
 
 def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) -> tuple[Any, Found]:
-    """Return the concrete function, and the other results of its trace."""
+    """Return the concrete function, and results of its trace."""
     found = []
 
     def compute(*arguments: Any) -> Any:
@@ -312,7 +307,7 @@ def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) 
 
 
 def python_operations(graph: Any) -> list[str]:
-    """Names of operations that call foreign Python code, in a graph, its functions and outer graphs."""
+    """Names of operations that call foreign Python code."""
     nodes = []
     while graph is not None and hasattr(graph, "outer_graph"):  # of a function
         definition = graph.as_graph_def()
@@ -323,12 +318,12 @@ def python_operations(graph: Any) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def constant(values: float | tuple[float, ...]) -> tf.Tensor:
-    """float64; cached, as most calls repeat the last values."""
+    """float64; most calls repeat the last values."""
     return tf.constant(values, tf.float64)
 
 
 def moment_after(values: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-    """Host time at which the last value is ready: seconds, float64 []."""
+    """Host seconds when the last value is ready, float64 []."""
     tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     with tf.control_dependencies(tensors):
         return tf.timestamp()

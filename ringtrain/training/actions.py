@@ -42,9 +42,7 @@ class Ending(enum.Enum):
 
 
 class Action(abc.ABC):
-    """Something to do after some steps, on every rank."""
-
-    needs_weights = True  # of this step: no later step may be in flight
+    needs_weights = True  # no later step may be in flight
 
     def __init__(self, job: Job, session: RunSession) -> None:
         self._job, self._session = job, session
@@ -55,12 +53,10 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def act(self, step: int, batch: Batch, report: StepReport, /) -> Ending | None:
-        """Act after ``step`` steps, with batch and report of the last; the return value is equal on all ranks."""
+        """``batch`` and ``report`` are of the last step; the result is equal on all ranks."""
 
 
 class Log(Action):
-    """Log a step on rank 0's console, in metrics.jsonl and in TensorBoard."""
-
     needs_weights = False
 
     def __init__(self, job: Job, session: RunSession) -> None:
@@ -153,8 +149,6 @@ class Evaluate(Action):
 
 
 class Save(Action):
-    """Save every n steps, and after the best evaluation so far."""
-
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return self._job.may_save(step, is_last=is_last)
 
@@ -181,7 +175,7 @@ def note_places(job: Job, session: RunSession, step: int) -> None:
 
 
 class CheckReplicas(Action):
-    """Compare the replicas every n steps and before each save, so that no divergent state is saved."""
+    """Compare the replicas every n steps and before each save: no divergent state is saved."""
 
     def __init__(self, job: Job, session: RunSession) -> None:
         super().__init__(job, session)
@@ -200,7 +194,7 @@ class CheckReplicas(Action):
 
 
 def require_same_pieces(sharded: ShardedOptimizer, collective: Collective, step: int) -> None:
-    """Check each rank's shards against the replicated weights. Collective."""
+    """Collective."""
 
     def look() -> None:
         if names := sharded.find_changed():
@@ -218,7 +212,7 @@ def require_same_pieces(sharded: ShardedOptimizer, collective: Collective, step:
 class Profile(Action):
     """``--profile START:STOP``: TensorFlow's profile of rank 0, and a timeline of all ranks' sums.
 
-    Profiled steps are slower. No step may be in flight at the start, or its work would be cut off.
+    No step may be in flight at the start: its work would be cut off.
     """
 
     def __init__(self, job: Job, session: RunSession) -> None:
@@ -241,7 +235,6 @@ class Profile(Action):
             self._begin()
 
     def begin(self) -> None:
-        """Start before the first step, if due; warn if the range has no steps."""
         first, total = self._job.plan.first_step, self._job.plan.total_steps
         if self._first > total:
             why = f"the run ends with step {total}"
@@ -253,7 +246,7 @@ class Profile(Action):
         self._session.console.line(f"warning: --profile {self._job.config.profile}: {why}; there is none")
 
     def close(self, *, on_all: bool = True) -> None:
-        """Write a running profile; the timeline only if all ranks do so (``on_all``)."""
+        """The timeline is written only if all ranks do so (``on_all``)."""
         if not self._is_under_way:
             return
         self._is_under_way = False
@@ -268,7 +261,7 @@ class Profile(Action):
         if self._directory is not None:
             activity.note(Phase.LOG, self._last, takes_long=True)
             with self._job.times.leaving_out(), explaining(self._directory):
-                # TensorFlow would create a directory again that was moved away.
+                # TensorFlow would create it again if it was moved away.
                 is_there = self._directory.is_dir()
                 tf.profiler.experimental.stop(save=is_there)
             if not is_there:
@@ -293,6 +286,5 @@ class Profile(Action):
 
 
 def epoch_after(order: SampleOrder, step: int) -> float:
-    """Return epochs, such as 2.5; whole numbers as int."""
     epochs = order.samples_before(step) / order.num_samples
     return int(epochs) if epochs == int(epochs) else round(epochs, 4)

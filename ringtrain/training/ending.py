@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from ringtrain.run.resume import Start
     from ringtrain.terminal.console import Console
 
-# For rank 0 to report the same error, and the launcher to end the other ranks; on a busy node, ranks start seconds
-# apart.
+# For rank 0 to report the same error, and the launcher to end the others; ranks may start seconds apart.
 FIRST_RANK_SECONDS = 15.0
 
 
@@ -33,7 +32,7 @@ FIRST_RANK_SECONDS = 15.0
 def recording_end(
     run: RunDirectory | None, is_complete: bool, requests: StopRequests, world: World, console: Console
 ) -> Iterator[None]:
-    """On rank 0, write a run's ``end`` record and report, and release its directory."""
+    """On rank 0, write the ``end`` record and report, and release the directory."""
     if run is None or is_complete:
         yield
         if run is not None:
@@ -58,7 +57,7 @@ def recording_end(
         yield
     except RingtrainError as error:
         end(end_of(error))
-        report_error(error, world)  # other ranks exit now, and then the launcher may end this one
+        report_error(error, world)  # other ranks exit now; the launcher may then end this one
         report()
         raise
     except BaseException as error:
@@ -69,16 +68,12 @@ def recording_end(
 
 
 def early_end(reason: str, exit_code: int) -> RingtrainError:
-    """Error of a process that ends before a common save."""
     kind = PreemptedError if exit_code == PreemptedError.exit_code else RingtrainError
     return kind(f"stopped by {reason}.", reach="run")
 
 
 def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], None] = lambda: None) -> None:
-    """Write the last record of a process, then call ``then``, then release the directory.
-
-    Writes no record if another process has taken over the directory.
-    """
+    """Write the last record, call ``then``, release the directory. No record if another process has taken over."""
     tell_end(end)
     with contextlib.suppress(RingtrainError):
         run.write_event(**run.at_end, **end)
@@ -107,7 +102,7 @@ def write_warning(run: RunDirectory, console: Console, message: str) -> None:
 
 
 def write_end_at_hang(run: RunDirectory | None, start: Start, error: RingtrainError) -> None:
-    """Write the last record at a hang: by rank 0, or by the first rank that takes over its lease."""
+    """Called on rank 0, or on the first rank that takes over its lease."""
     if run is not None:
         write_end(run, end_of(error))
         return
@@ -135,9 +130,9 @@ def end_of(error: RingtrainError) -> dict[str, Any]:
 
 
 def report_end(error: RingtrainError, world: World) -> None:
-    """Report once why this command ends.
+    """Report why this command ends.
 
-    An error before the ranks have joined may be this rank's only. If rank 0 has it too, the launcher ends this process
+    An error before the ranks have joined may be only this rank's. If rank 0 has it, the launcher ends this process
     during the wait.
     """
     if error.reach == "run" and not error.is_agreed and not world.is_rank0:
@@ -147,7 +142,7 @@ def report_end(error: RingtrainError, world: World) -> None:
 
 
 def report_error(error: RingtrainError, world: World) -> None:
-    """Print an error once, even if several processes raise it, in one write."""
+    """Print an error once, in one write."""
     if error.is_told:
         return
     error.is_told = True

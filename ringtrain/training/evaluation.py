@@ -1,4 +1,4 @@
-"""Distributed evaluation: each sample exactly once, for any number of samples and ranks."""
+"""Distributed evaluation: each sample exactly once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
     samples: int
-    loss: float  # mean data loss plus regularization, comparable with the training's ``loss``
+    loss: float  # data loss plus regularization, as in training
     data_loss: float  # mean of the samples' losses
     metrics: dict[str, float]
     left_out: tuple[BadSample, ...] = ()  # unreadable samples
@@ -50,9 +50,9 @@ def evaluate(
     skips_bad: bool = False,
     is_stop_wanted: Callable[[], bool] = lambda: False,
 ) -> EvalReport | None:
-    """Evaluate each sample of a source exactly once. Collective.
+    """Evaluate each sample exactly once. Collective.
 
-    ``skips_bad`` skips unreadable samples. The report is equal on all ranks; None if any rank was asked to stop.
+    The report is equal on all ranks; None if any was asked to stop.
     """
     sums = np.zeros(2 + len(eval_step.metric_names))
     read: list[np.ndarray] = []
@@ -85,7 +85,7 @@ def evaluate(
 
 
 def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> tuple[BadSample, ...]:
-    """Describe the samples that no rank has read. Collective."""
+    """Samples that no rank has read. Collective."""
     all_read = collective.all_gather(tf.constant(read, tf.int64), name="evaluated").numpy()
     missing = np.setdiff1d(np.arange(source.num_samples), all_read)
 
@@ -98,7 +98,6 @@ def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> t
 def evaluation_batches(
     source: Source, world: World, *, global_batch_size: int, num_threads: int, skips_bad: bool = False
 ) -> Batches:
-    """This rank's evaluation batches, in stored order."""
     order = SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, shuffle=False)
     steps: dict[str, Any] = {"first_step": 0, "end_step": order.steps_per_epoch}
     skips_bad = skips_bad and is_fallible(source)
@@ -107,7 +106,7 @@ def evaluation_batches(
 
 
 class EvalStep:
-    """Evaluates a global batch, with averaged weights if the run averages them."""
+    """Evaluates global batches, with averaged weights if available."""
 
     def __init__(
         self,
@@ -118,7 +117,6 @@ class EvalStep:
         collective: Collective,
         batch_spec: Batch,
     ) -> None:
-        """Trace the step; ``batch_spec`` is the ``element_spec`` of the dataset."""
         self.was_called = False
         self._workload, self._model, self._averages, self._collective = workload, model, averages, collective
         self._needs_every_rank = needs_every_rank(workload, model)
@@ -143,7 +141,7 @@ class EvalStep:
         return keras.StatelessScope([(weight, average.value) for weight, average in self._averages.pairs])
 
     def _sum_samples(self, batch: Batch, stop_votes: tf.Tensor) -> tuple[tf.Tensor, tuple[str, ...]]:
-        """Returns sums over all ranks, and the names of the metrics in order."""
+        """Sums over all ranks, and names of the metrics."""
         with self._averaged_weights():
             outputs = call_model(self._workload, self._model, batch.x, training=False)
         losses, metrics = per_sample(self._workload, batch.y, outputs)
@@ -152,7 +150,6 @@ class EvalStep:
         return self._reduce([stop_votes, *(tf.reduce_sum(tf.cast(value, tf.float64)) for value in values)]), names
 
     def _sum_nothing(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
-        """Contribution of a rank with an empty batch."""
         nothing = tf.cast(tf.shape(batch.indices)[0], tf.float64)  # not constant: see LocalGradients.of_nothing
         return self._reduce([stop_votes, *[nothing] * (2 + len(self.metric_names))])
 

@@ -1,4 +1,4 @@
-"""Everything that a run creates before its first step: data, order, model, optimizer, compiled steps."""
+"""Everything that a run creates before its first step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Job:
     contents: Contents
 
     def evaluate(self, is_stop_wanted: Callable[[], bool] = lambda: False) -> EvalReport | None:
-        """Evaluate on all ranks; None without evaluation data, or if a rank was asked to stop."""
+        """None without evaluation data, or if a rank was asked to stop."""
         if self.evaluation is None or self.evaluation_batches is None or self.eval_step is None:
             return None
         return evaluate(
@@ -70,7 +70,6 @@ class Job:
         )
 
     def is_evaluation_due(self, step: int, *, is_last: bool) -> bool:
-        """Due every ``eval_every`` steps or ``eval_every_epochs`` epochs, and at the end."""
         if self.evaluation is None:
             return False
         if is_last:
@@ -79,12 +78,12 @@ class Job:
         return every > 0 and step % every == 0
 
     def is_checkpoint_due(self, step: int) -> bool:
-        """False for the last step, which is saved at the end."""
+        """False for the last step, saved separately."""
         every = self.config.checkpoint_every
         return every > 0 and step % every == 0 and step != self.plan.total_steps
 
     def may_save(self, step: int, *, is_last: bool) -> bool:
-        """True if a checkpoint or an evaluation (maybe the best) is due."""
+        """A checkpoint or an evaluation (maybe the best) is due."""
         return self.is_checkpoint_due(step) or self.is_evaluation_due(step, is_last=is_last)
 
 
@@ -100,10 +99,10 @@ def create_job(
     in_groups: bool | None = None,
     print_line: Callable[[str], None] = lambda line: None,
 ) -> Job:
-    """Read the data, create the model, compile the steps, and compare them over the ranks. Collective.
+    """Read the data, create the model, trace the steps, and compare the ranks. Collective.
 
-    ``num_threads``: of the input pipeline. ``adapt_model`` changes the model before tracing; ``optimizer`` replaces the
-    workload's and the settings'. ``in_groups``: see ``GradientReduction``.
+    ``adapt_model`` changes the model before tracing; ``optimizer`` replaces the workload's and the settings'.
+    ``in_groups``: see ``GradientReduction``.
     """
     activity.note(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
@@ -157,7 +156,7 @@ def open_data(
 ) -> tuple[Sources, Plan, Contents]:
     """Collective."""
     sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
-    # The size of the run's first start, even with another number of ranks.
+    # The size of the first start, even with another number of ranks.
     global_batch_size = start.global_batch_size or choose_global_batch_size(config, collective.world.size)
     if isinstance(sources.train, Feed) and sources.train.steps_per_epoch is None:
         known = {"seed": config.seed, "global_batch_size": global_batch_size}
@@ -180,7 +179,7 @@ def open_evaluation(
 
 
 def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], None]) -> None:
-    """Compare code, model and data of the ranks, and check the labels. Collective."""
+    """Collective."""
     collective = job.collective
     require_same_code(collective, name="preflight/code of the job")  # including what data and model have imported
     spec, order = job.batches.element_spec, job.plan.order
@@ -204,7 +203,7 @@ def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], Non
 
 
 def check_labels(job: Job, sources: Sources) -> None:
-    """Check labels in memory; others are checked when read."""
+    """Labels in memory; others are checked when read."""
     for of, source, step in (("training", sources.train, job.step), ("evaluation", sources.evaluation, job.eval_step)):
         if isinstance(source, ArraySource) and step is not None:
             try:
@@ -216,5 +215,5 @@ def check_labels(job: Job, sources: Sources) -> None:
 
 
 def is_given_as_it_lies(workload: Workload, train: Source | Feed) -> bool:
-    """True if batches have the labels in memory, which ``augment`` could change."""
+    """``augment`` may change labels."""
     return isinstance(train, ArraySource) and own_augment(workload) is None

@@ -40,14 +40,12 @@ if TYPE_CHECKING:
     from ringtrain.collectives import Collective
     from ringtrain.workloads.base import Workload
 
-# For the launcher to end a rank that has lost another: the rank at fault explains the cause.
+# For the launcher to end a rank that lost another: the other's error shows the cause.
 LAUNCHER_SECONDS = 3.0
 INTERRUPTED = 128 + signal.SIGINT
 
 
 class Prepared(NamedTuple):
-    """A rank with settings and devices, before it joins."""
-
     workload: Workload
     config: Config
     plan: DevicePlan
@@ -55,7 +53,7 @@ class Prepared(NamedTuple):
 
 
 def pin(world: World, config: Config | None = None, workload_class: type[Workload] | None = None) -> DevicePlan:
-    """Choose this rank's devices and cores before heavy imports."""
+    """Call it before heavy imports."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # of libraries; ours are log lines
     if world.local_rank == 0:
@@ -67,7 +65,7 @@ def pin(world: World, config: Config | None = None, workload_class: type[Workloa
 
 
 def adapt(plan: DevicePlan, world: World, config: Config, workload_class: type[Workload]) -> DevicePlan:
-    """Add the imported workload's requirements, before TensorFlow, MPI and Horovod start."""
+    """Call it before TensorFlow, MPI and Horovod start."""
     adapted = adapt_plan(plan, world, os.environ, needs_of(config, world, workload_class))
     set_environment(adapted, before=plan)
     return adapted
@@ -89,10 +87,7 @@ def needs_of(config: Config, world: World, workload_class: type[Workload] | None
 
 @contextlib.contextmanager
 def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[Collective, Watchdog]]:
-    """Join the other ranks, which must have the same settings, under a watchdog.
-
-    Leaves them at the end: at once if only this rank failed, as they would wait for it.
-    """
+    """Join the other ranks under a watchdog, and leave them: at once if only this rank failed, as they would wait."""
     from ringtrain.collectives.connect import connect, require_working_sums, with_native_sums
     from ringtrain.collectives.joined import having_joined
     from ringtrain.guard.preflight import require_same_start
@@ -118,10 +113,9 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
 
 
 def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *, is_agreed: bool = True) -> None:
-    """Begin to leave for an error. Returns if all ranks have it.
+    """Leave for an error. Returns only if all ranks have it: otherwise they would wait, and this process ends.
 
-    Otherwise ends this process: the others would wait for it. Set ``is_agreed`` to False if an error that all ranks
-    should have may be only this rank's.
+    ``is_agreed``: False if an error that all should have may be only this rank's.
     """
     world = collective.world
     if isinstance(error, RingtrainError):
@@ -153,7 +147,7 @@ def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *
 
 @contextlib.contextmanager
 def watched(config: Config, world: World) -> Iterator[Watchdog]:
-    """The watchdog of a rank, from before it joins until it has left."""
+    """From before the rank joins until it has left."""
     watchdog = Watchdog(
         world,
         config.hang_timeout,

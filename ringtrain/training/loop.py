@@ -45,8 +45,8 @@ class Result:
     """Result of a training run."""
 
     ending: Ending
-    evaluation: EvalReport | None  # the last of this process; None without evaluation
-    best: float | None = None  # value of ``best_metric``; None without evaluation
+    evaluation: EvalReport | None  # last of this process
+    best: float | None = None  # value of ``best_metric``
     best_step: int | None = None
 
 
@@ -151,9 +151,8 @@ def warn_of_other_data(job: Job, data: Mapping[str, str], session: RunSession) -
 def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple[int, Ending]:
     """Train all steps, with the actions that are due.
 
-    On a GPU the host reads step k while the device computes step k+1, so that the device never waits. On cores a step
-    is done when the call returns, so the host reads it at once; also if step k determines the number of samples of step
-    k+1. Returns the number of steps and the reason for the end, equal on all ranks.
+    On a GPU the host reads step k while the device computes step k+1, so that the device never waits. On cores, or if
+    step k determines the samples of step k+1, the host reads it at once.
     """
     guard, batches, times = NonfiniteGuard(job, session), job.batches, job.times
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0

@@ -1,4 +1,4 @@
-"""Non-finite loss or gradients: skip or stop, and name the rank and samples."""
+"""Non-finite loss or gradients: skip or stop; name rank and samples."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ BATCH_DIRECTORY = "nonfinite"
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """A rank's findings in a non-finite step; JSON values."""
+    """JSON values."""
 
     node: str
     device: str
-    loss: float | str | None  # mean over its samples; text if not finite, None without samples
+    loss: float | str | None  # mean; text if not finite, None without samples
     samples: list[int]  # indices
-    gradients: list[str]  # names of weights with a non-finite local gradient, in model order
+    gradients: list[str]  # weights with a non-finite local gradient, in model order
 
     @property
     def is_culprit(self) -> bool:
-        """True if this rank's own samples gave the non-finite values."""
+        """This rank's own samples gave the non-finite values."""
         return bool(self.samples or self.gradients or isinstance(self.loss, str))
 
 
 class NonfiniteGuard:
-    """Handles non-finite steps, identically on all ranks."""
+    """Decides identically on all ranks."""
 
     def __init__(self, job: Job, session: RunSession) -> None:
         self._job, self._session, self._num_kept = job, session, 0
 
     def check(self, step: int, batch: Batch, returned: tf.Tensor) -> None:
-        """Check a step that may have updated nothing.
+        """Check a step.
 
         Raises:
-            UsageError: the ranks computed different integers for the model's state.
-            DivergedError: something was not finite, and the run must stop.
+            UsageError: ranks computed different integers for the model's state.
+            DivergedError: the run must stop.
         """
         if read_value(returned, "is_finite"):
             self._session.progress.skipped_in_a_row = 0
@@ -78,7 +78,7 @@ class NonfiniteGuard:
         self._session.console.line(f"warning: {message} Skipped: nothing was updated by this step.")
 
     def _is_overflow(self, report: StepReport) -> bool:
-        """True if only the loss scale overflowed; the reported loss is unscaled."""
+        """Only the loss scale overflowed; the reported loss is unscaled."""
         is_scaled = self._job.config.precision == "mixed_float16" and report.loss_scale > MIN_LOSS_SCALE
         return is_scaled and math.isfinite(report.loss)
 
@@ -100,7 +100,7 @@ class NonfiniteGuard:
         return f"{describe_findings(step, ranks)}{kept}"
 
     def _keep_batch(self, step: int, batch: Batch, culprit: int, path: Path) -> str:
-        """Write the culprit's batch to the run directory; return a sentence with its path. Collective."""
+        """Return a sentence with the path. Collective."""
         if self._num_kept == MAX_KEPT_BATCHES:
             return ""
         self._num_kept += 1
@@ -142,9 +142,9 @@ def describe_findings(step: int, ranks: Sequence[RankReport]) -> str:
 
 
 def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:
-    """Indices of samples whose x or y is not finite; if none, of those with a non-finite loss.
+    """Samples with non-finite x or y; if none, with a non-finite loss.
 
-    The model runs in inference mode, without collectives; a loss that needs other ranks is not computed.
+    Runs inference without collectives; skips losses that need other ranks.
     """
     if not batch.indices.shape[0]:
         return []

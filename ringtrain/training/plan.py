@@ -30,7 +30,7 @@ def choose_global_batch_size(config: Config, size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a run, equal on all ranks."""
+    """Equal on all ranks."""
 
     order: SampleOrder
     learning_rate: LearningRate  # by samples seen
@@ -90,14 +90,14 @@ def create_batches(
     print_line: Callable[[str], None],
     places: Sequence[tuple[int, str, str]] = (),
 ) -> Batches:
-    """``places``: iterator state of each rank's pipeline (``Progress.places``)."""
+    """``places``: each rank's iterator state (``Progress.places``)."""
     order, world = plan.order, collective.world
     steps: dict[str, Any] = {"first_step": plan.first_step, "end_step": plan.total_steps}
     read: dict[str, Any] = {"num_threads": num_threads, "augment": own_augment(workload)}
     if isinstance(train, Feed):
         is_known = len(places) == world.size or (bool(places) and train.is_shared)
         step, state, where = places[world.rank if len(places) == world.size else 0] if is_known else (0, "", "")
-        # A state may name files; with another directory they are gone or different.
+        # States may name files, which are gone or different in another directory.
         place = (step, base64.b64decode(state)) if state and where == place_of_data(config) else NOWHERE
         dataset, explain, found = streaming_batches(
             train, cast(StreamingOrder, order), collective, **steps, **read, print_line=print_line, place=place
@@ -123,5 +123,5 @@ def own_augment(workload: Workload) -> Augment | None:
 
 
 def place_of_data(config: Config) -> str:
-    """This rank's resolved ``--data_dir``, which marks pipeline states in a checkpoint."""
+    """Marks pipeline states in a checkpoint."""
     return "" if config.data_dir is None else os.path.realpath(config.data_dir)

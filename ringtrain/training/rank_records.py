@@ -29,7 +29,7 @@ def describe_ranks(collective: Collective) -> list[dict[str, Any]]:
 
 
 def gather_usage(collective: Collective, seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return seconds and peak memory of each rank since its start. Collective.
+    """Collective.
 
     Args:
         seconds: this rank's time by part of the step.

@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints: the training thread takes a snapshot in host memory, another thread writes it."""
+"""Asynchronous checkpoints: a snapshot in host memory, written by another thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ringtrain.training.job import Job
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, one at a time. A failed write only warns: the next may succeed."""
+    """Writes one checkpoint at a time. Failures only warn: the next may succeed."""
 
     def __init__(self, run: RunDirectory, *, keep: int, print_line: Callable[[str], None], last_step: int) -> None:
         """``last_step``: of the checkpoint to resume from; 0: none."""
@@ -40,12 +40,12 @@ class CheckpointWriter:
         self._under_way: concurrent.futures.Future[None] | None = None
 
     def save(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
-        """Start to write; waits only for the previous write."""
+        """Waits only for the previous write."""
         self.wait()
         self._under_way = self._executor.submit(self._write, checkpoint, as_step=as_step, as_best=as_best)
 
     def finish(self, checkpoint: Checkpoint) -> str:
-        """Write the last checkpoint; return the directory of checkpoints."""
+        """Return the directory of checkpoints."""
         self.wait()
         try:
             self._write(checkpoint, as_step=True, as_best=False)
@@ -114,10 +114,9 @@ def take_snapshot(
     run_facts: Mapping[str, Any],
     gathered: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> Checkpoint:
-    """Snapshot of the run in host memory; ``gathered``: slots that are sharded.
+    """Snapshot in host memory; ``gathered``: sharded slots.
 
-    GPU values are copied. A host tensor is immutable: a step that updates a variable writes to other memory. So nothing
-    is copied, and nothing waits.
+    Host tensors are immutable (updates write to other memory), so only GPU values are copied.
     """
     values = {name: np.asarray(tf.convert_to_tensor(variable.value)) for name, variable in variables.items()}
     return Checkpoint(step=step, variables=values | dict(gathered or {}), progress=asdict(progress), run=run_facts)
@@ -154,10 +153,7 @@ def set_values(
     values: Mapping[str, npt.NDArray[Any]],
     shared_out: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
 ) -> None:
-    """Assign a checkpoint's values, which must match by name, shape and type.
-
-    Sharded variables must match too; they are set elsewhere.
-    """
+    """Assign values that match by name, shape and type; sharded ones must match, and are set elsewhere."""
     shapes = {name: (tuple(v.shape), str(v.dtype)) for name, v in variables.items()} | dict(shared_out or {})
     saved = {name: (value.shape, value.dtype.name) for name, value in values.items()}
     if shapes != saved:
@@ -173,10 +169,7 @@ def set_values(
 
 
 def take_weights(job: Job, source: Path) -> list[str]:
-    """Load the weights that match by name and shape; return log lines.
-
-    A run directory gives its best checkpoint, or the latest without a best.
-    """
+    """Load weights that match by name and shape; return log lines. Prefers a run's best checkpoint."""
     path = find_checkpoint(source)
     saved = read_checkpoint(path).variables
     weights = {name: v for name, v in job.step.named_variables.items() if name.startswith("weights/")}

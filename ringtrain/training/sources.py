@@ -23,7 +23,7 @@ NO_DIRECTORY = re.compile(r"\bNone/|'NoneType' and 'str'|not '?NoneType'?$")
 def open_sources(
     workload: Workload, config: Config, collective: Collective, *, num_threads: int, former_size: int | None
 ) -> tuple[Sources, Contents]:
-    """Open the data. Collective.
+    """Collective.
 
     Checks number and kind of samples; ``require_same_contents`` checks contents later.
     """
@@ -41,7 +41,7 @@ def open_sources(
 
 
 def read_sources(workload: Workload, config: Config) -> Sources:
-    """Raise for samples known to be damaged, unless they may be skipped."""
+    """Raise for samples known to be damaged, unless skipped."""
     try:
         given = workload.create_sources(config.data_dir, synthetic=config.synthetic)
     except Exception as error:

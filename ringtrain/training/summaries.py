@@ -1,4 +1,4 @@
-"""TensorBoard's event files, with each step once in spite of resumes. Written by rank 0."""
+"""TensorBoard's event files on rank 0; each step once, in spite of resumes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ MAX_IMAGES = 8
 
 
 class EventFiles:
-    """TensorBoard's event files of a run.
-
-    Methods raise RunDirectoryError if files cannot be written; ``show`` raises UsageError for invalid values.
-    """
+    """Methods raise RunDirectoryError if files cannot be written; ``show`` raises UsageError for invalid values."""
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
-        """Remove events after ``first_step``: these steps are trained again."""
+        """Removes events after ``first_step``: these steps are trained again."""
         self._directory = directory
         with explaining(self._directory):
             make_directory(directory)
@@ -62,7 +59,7 @@ class EventFiles:
                     ) from error
 
     def flush(self) -> None:
-        """Call it before a checkpoint, whose steps are not trained again."""
+        """Call it before a checkpoint: its steps are not trained again."""
         with explaining(self._directory):
             self._writer.flush()
 
@@ -73,7 +70,7 @@ class EventFiles:
 
 @contextlib.contextmanager
 def explaining(directory: Path) -> Iterator[None]:
-    """Convert errors to RunDirectoryError; TensorFlow's name an operation, not a path."""
+    """TensorFlow's errors name an operation, not a path."""
     try:
         yield
     except (tf.errors.OpError, OSError) as error:

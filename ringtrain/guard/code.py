@@ -1,6 +1,6 @@
-"""The loaded user code, for comparison between ranks: neither Python nor installed packages.
+"""Loaded user code, for comparison: neither Python nor installed packages.
 
-A module that only some ranks have loaded, such as plots on rank 0, is no difference.
+Modules that only some ranks have loaded, such as plots on rank 0, are no difference.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
 
 
 def describe_loaded_code() -> dict[str, str | list[str]]:
-    """Return the lines of user modules, and the versions of packages that they import.
-
-    Labels are import names: nodes may have different paths.
-    """
+    """Lines of user modules, and versions of packages that they import. Labels are import names: paths may differ."""
     facts: dict[str, str | list[str]] = {}
     versions: dict[str, str] = {}
     seen = set()  # multiprocessing can give the program several names
@@ -59,7 +56,7 @@ def _label(name: str, file: Path) -> str:
 
 
 def _read_lines(name: str, module: ModuleType, file: str) -> list[str] | None:
-    """Also from an archive; None without source."""
+    """None without source."""
     path = Path(file)
     if path.suffix == ".py" and path.is_file():
         return path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Comparison of the samples of all ranks, by digests, and search for the first difference."""
+"""Comparison of the samples of all ranks, by digests."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from ringtrain.messages.ranks import group_ranks, name_ranks
 def require_same_contents(collective: Collective, contents: Contents, print_line: Callable[[str], None]) -> None:
     """Compare arrays byte by byte, and files by samples of their bytes. Collective.
 
-    Rounding differences, as between kinds of processors, only warn. ``contents`` must have passed
-    ``require_same_sources``.
+    Rounding, as between kinds of processors, only warns. ``require_same_sources`` must have passed.
     """
     name = "preflight/contents"
     facts = raise_on_all_ranks(collective, contents.facts, name=name)
@@ -66,7 +65,6 @@ def digest_contents(contents: Contents) -> dict[str, str]:
 
 
 def find_other_contents(former: Any, current: Mapping[str, str]) -> list[str]:
-    """Names that differ from the recorded digests ``former``."""
     known = former if isinstance(former, dict) else {}
     return [name for name, value in current.items() if known.get(name, value) != value]
 
@@ -74,7 +72,7 @@ def find_other_contents(former: Any, current: Mapping[str, str]) -> list[str]:
 def _find_first_value(
     collective: Collective, array: tf.Tensor, speakers: Sequence[int], *, name: str
 ) -> tuple[str, list[str]] | None:
-    """Position and ranks' values of the first difference beyond rounding; None if none. Collective."""
+    """First difference beyond rounding: position and ranks' values. Collective."""
     sample = _find_first_row(collective, array, speakers, name=f"{name}/samples", may_be_rounding=True)
     if sample is None:
         return None
@@ -90,9 +88,7 @@ def _find_first_value(
 def _find_first_row(
     collective: Collective, array: Any, speakers: Sequence[int], *, name: str, may_be_rounding: bool
 ) -> int | None:
-    """Find the first row of an array [n, ...] that differs, preferably beyond rounding. Collective.
-
-    Blocks are divided until one row remains.
+    """First row of an array [n, ...] that differs, preferably beyond rounding, by division of blocks. Collective.
 
     ``speakers``: per rank, the first rank with equal data. None if ``may_be_rounding`` and nothing differs by more.
     """

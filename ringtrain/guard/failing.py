@@ -21,10 +21,7 @@ TAG = 1729  # of messages between failing ranks
 
 
 def is_raised_by_rank0(error: BaseException) -> bool:
-    """True if rank 0 raises the same error at the same line now; False on rank 0.
-
-    Takes ``MEETING_SECONDS`` if rank 0 does not fail.
-    """
+    """True if rank 0 raises the same error at the same line now; False on rank 0. Takes up to ``MEETING_SECONDS``."""
     place = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     digest = hashlib.sha256(repr([describe_defect(error), place]).encode()).digest()
     horovod, mpi = sys.modules.get("horovod.tensorflow"), sys.modules.get("mpi4py.MPI")
@@ -34,7 +31,7 @@ def is_raised_by_rank0(error: BaseException) -> bool:
 
 
 def _meet_over_horovod(horovod: Any, digest: bytes) -> bool:
-    """Compare in a tf.function, in which Horovod matches operations by name; eager ones would match any other."""
+    """Horovod matches operations in a tf.function by name; eager ones would match any other."""
     found: list[bool] = []
 
     def meet() -> None:
@@ -62,7 +59,7 @@ def _meet_over_horovod(horovod: Any, digest: bytes) -> bool:
 
 
 def _meet_over_mpi(mpi: Any, digest: bytes) -> bool:
-    """Compare by messages, which do not disturb collectives."""
+    """Messages do not disturb collectives."""
     ranks, end = mpi.COMM_WORLD, time.monotonic() + MEETING_SECONDS
     if ranks.Get_rank() == 0:
         sent = [ranks.Isend(digest, dest=rank, tag=TAG) for rank in range(1, ranks.Get_size())]
@@ -79,13 +76,12 @@ def _meet_over_mpi(mpi: Any, digest: bytes) -> bool:
 
 
 def describe_same(error: BaseException, world: World) -> str:
-    """Message for an error that rank 0 prints."""
     return escape(f"rank {world.rank} on {world.node} failed as rank 0 did: {describe_defect(error)}")
 
 
 @functools.cache
 def show_once(world: World) -> None:
-    """Install an excepthook: only rank 0 prints an error of all."""
+    """Only rank 0 prints an error of all ranks."""
     plain = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

@@ -21,13 +21,13 @@ KEEP_VALUES = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze")
 
 @dataclass(frozen=True)
 class Labels:
-    """A part of y that is compared with classes, by position in ``tf.nest.flatten(y)``."""
+    """A part of y, by position in ``tf.nest.flatten(y)``."""
 
     place: int
     num_classes: int
 
     def check(self, y: Any, indices: Any, *, of: str) -> None:
-        """Raise for a label that is no class; ``indices`` [n] of the samples in ``y``."""
+        """``indices`` [n]: of the samples in ``y``."""
         labels = np.asarray(tf.nest.flatten(y)[self.place])
         if not labels.size or (labels.min() >= 0 and labels.max() < self.num_classes):
             return
@@ -41,7 +41,7 @@ class Labels:
 
 
 def find_labels(function: Any, batch_spec: Batch) -> Sequence[Labels]:
-    """Return parts of y that a concrete function passes to a sparse cross-entropy unmodified."""
+    """Parts of y that reach a sparse cross-entropy unmodified."""
     first = len(tf.nest.flatten(batch_spec.x))
     return find_labels_of(function.graph, function.graph.inputs[first : first + len(tf.nest.flatten(batch_spec.y))])
 
@@ -62,7 +62,7 @@ def find_labels_of(graph: Any, y: Sequence[tf.Tensor]) -> Sequence[Labels]:
 
 
 def keeps_labels(augment: Augment, source: ArraySource) -> bool:
-    """True if the trace of ``augment`` returns y unchanged."""
+    """The trace of ``augment`` returns y unchanged."""
     kept = []
 
     def look(one: Any, other: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ringtrain.errors import LOST_RANK_SIGN, RingtrainError
 from ringtrain.runtime import activity
 
-# Horovod 0.28's error for pending collectives after its background thread has ended (common.h: SHUT_DOWN_ERROR).
+# Horovod 0.28's error once its background thread has ended (common.h: SHUT_DOWN_ERROR).
 SIGNS = ("Horovod has been shut down", LOST_RANK_SIGN)
 NAMED_SECONDS = 1.5  # the watchdog checks each second
 
@@ -23,7 +23,7 @@ _is_known = threading.Event()
 
 
 def note_lost(who: str) -> None:
-    """Called by the watchdog if the connection to ``who``, such as ``rank 1 on node7``, ends without notice."""
+    """Called by the watchdog if a connection ends without notice; ``who``: such as ``rank 1 on node7``."""
     global _first_lost
     _first_lost = _first_lost or who
     _is_known.set()

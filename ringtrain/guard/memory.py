@@ -10,7 +10,7 @@ from ringtrain.config import DEFAULT_BATCH_SIZE, Config
 from ringtrain.errors import RingtrainError
 from ringtrain.runtime import activity
 
-# Messages of TensorFlow's allocators, XLA, CUDA's driver, Python and NumPy.
+# Of TensorFlow's allocators, XLA, CUDA's driver, Python and NumPy.
 SIGNS = re.compile(
     r"OOM when allocating|[Oo]ut of memory|CUDA_ERROR_OUT_OF_MEMORY|[Ff]ailed to allocate (?:memory|request)"
     r"|MemoryError|Unable to allocate"
@@ -22,7 +22,8 @@ REQUEST = re.compile(
 )
 
 
-class OutOfMemoryError(RingtrainError): ...
+class OutOfMemoryError(RingtrainError):
+    pass
 
 
 @contextlib.contextmanager

@@ -1,12 +1,8 @@
-"""Preflight: compare the ranks before training, and stop with the differences.
+"""Preflight: compare the ranks before training.
 
-Every ``require_...`` function is a collective, and raises the same error on all ranks.
-
-The start is compared first: later collectives depend on it. Data and models are compared once they exist, before
-values are broadcast.
-
-A fact is a short text or a list of texts. Of lists, digests are sent; if they differ, the first difference is searched
-in blocks. So neither a million files nor a thousand ranks cause much traffic.
+Every ``require_...`` is a collective, and raises the same error on all ranks. The start is compared first: later
+collectives depend on it. Data and models are compared before any broadcast. A fact is a text or a list of texts; only
+digests of lists are sent, and if they differ, blocks: even a million files or a thousand ranks cause little traffic.
 """
 
 from __future__ import annotations
@@ -64,7 +60,7 @@ def require_same_start(collective: Collective, config: Config, *, command: str, 
 
 
 def require_same_code(collective: Collective, *, name: str) -> None:
-    """Compare the user's code and its packages, on the ranks that have loaded them."""
+    """On the ranks that have loaded it."""
     facts = describe_loaded_code()
     mine = {fact: digest([value] if isinstance(value, str) else value) for fact, value in facts.items()}
     whole = digest([f"{fact} {value}" for fact, value in mine.items()])
@@ -78,7 +74,7 @@ def require_same_code(collective: Collective, *, name: str) -> None:
 
 
 def require_same_sources(collective: Collective, sources: Sources) -> None:
-    """Compare number and kind of samples; ``require_same_contents`` compares contents."""
+    """Number and kind of samples; see ``require_same_contents``."""
     facts = dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items())))
     require_alike(collective, facts, DataError, OTHER_DATA, name="preflight/sources")
 
@@ -90,7 +86,6 @@ def require_same_training(collective: Collective, facts: Facts) -> None:
 def require_alike(
     collective: Collective, facts: Facts, kind: type[RingtrainError], headline: str, *, name: str
 ) -> None:
-    """Raise with a headline and a line per different fact."""
     world = collective.world
     ranks = all_gather_object(collective, [world.node, summarize(facts)], name=name)
     nodes, summaries = [node for node, _ in ranks], [summary for _, summary in ranks]
@@ -117,7 +112,6 @@ def describe_differences(headline: str, shown: Mapping[str, Sequence[str]], node
 
 
 def summarize(facts: Facts) -> dict[str, Any]:
-    """Replace lists by length and digest."""
     return {
         name: value if isinstance(value, str) else {"entries": len(value), "digest": digest(value)}
         for name, value in facts.items()
@@ -131,7 +125,7 @@ def find_differing(summaries: Sequence[Summary]) -> list[str]:
 
 
 def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str]) -> str:
-    """List the ranks of each value, single ranks first."""
+    """Single ranks first."""
     usual, *odd = group_ranks(values).items()
     said = []
     for value, ranks in [*odd, usual]:
@@ -144,7 +138,6 @@ def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str])
 
 
 def describe_start(config: Config, environ: Mapping[str, str]) -> dict[str, str | list[str]]:
-    """Settings, versions and kind of device; settings of Horovod, TensorFlow and Keras."""
     import keras
 
     settings = flatten_settings(to_plain(asdict(config)))
@@ -161,7 +154,6 @@ def describe_start(config: Config, environ: Mapping[str, str]) -> dict[str, str 
 
 
 def describe_package() -> dict[str, list[str]]:
-    """Digests of ringtrain's files."""
     package = Path(__file__).resolve().parents[1]
     files = sorted(package.rglob("*.py"))
     own = [f"{file.relative_to(package)} {digest([file.read_text(encoding='utf-8')])[:12]}" for file in files]
@@ -174,10 +166,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def describe_device_kind() -> str:
-    """Cores, or GPUs by compute capability, which determines the bits of an update.
-
-    GPU names include the memory size.
-    """
+    """GPUs by compute capability, which determines the bits of an update; names include the memory size."""
     import tensorflow as tf
 
     gpus = tf.config.get_visible_devices("GPU")
@@ -188,7 +177,6 @@ def describe_device_kind() -> str:
 
 
 def describe_source(name: str, source: Source | Feed | None) -> dict[str, str | list[str]]:
-    """Properties that must be equal on all ranks; contents are compared later."""
     if source is None:
         return {name: NOT_SET}
     if isinstance(source, Feed):
@@ -213,10 +201,7 @@ def describe_training(
     evaluation_metrics: Sequence[str],
     **numbers: int,
 ) -> dict[str, str | list[str]]:
-    """``numbers``: further facts, such as ``steps_per_epoch=10``.
-
-    ``batch_spec``: (x, y), nested; metrics: names, in the order of their sums.
-    """
+    """``numbers``: further facts. ``batch_spec``: (x, y), nested; metrics: names, in the order of their sums."""
     import tensorflow as tf
 
     settings = flatten_settings(optimizer.get_config())
@@ -242,9 +227,9 @@ def digest(texts: Sequence[str]) -> str:
 def find_first_difference(
     collective: Collective, entries: Sequence[str], summaries: Sequence[Any], *, name: str
 ) -> tuple[int, list[str]]:
-    """Find the first different entry: its number, from 1, and each rank's value. Collective.
+    """Number (from 1) of the first different entry, and each rank's value. Collective.
 
-    The first of several equal ranks sends. Different lists are compared before a missing one (summary None).
+    The first of equal ranks sends. Different lists precede a missing one (summary None).
     """
     speakers = [summaries.index(summary) for summary in summaries]
     compared = [speaker for speaker in speakers if summaries[speaker] is not None]

@@ -1,11 +1,9 @@
-"""Detection of divergent replicas, by a hash of the bits of each weight and slot.
+"""Detection of divergent replicas, by a hash of the bits of weights and slots.
 
 The hash of an array is the sum over its 32-bit words w_i of m_i * w_i modulo 2^64, with odd m_i that depend on i. Odd
-numbers are invertible modulo 2^64, so a change in one word always changes the hash. Changes in several words cancel
-with probability 2^-33 for random 64-bit m_i (with 64-bit words, two flipped signs would always cancel). The hash of
-all variables is that of their hashes. (Multilinear hashing: Carter and Wegman 1979; Lemire and Kaser 2014.)
-
-It is computed on the host, without device memory; on cores, without a copy.
+numbers are invertible, so a change in one word always changes the hash. Changes in several cancel with probability
+2^-33 for random 64-bit m_i (with 64-bit words, two flipped signs always would). The hash of all variables is that of
+their hashes. (Multilinear hashing: Carter and Wegman 1979; Lemire and Kaser 2014.) It uses no device memory.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ MAX_NAMED = 3
 
 class ReplicaGuard:
     def __init__(self, variables: Mapping[str, keras.Variable], collective: Collective) -> None:
-        """``variables`` that must be equal, by name: without seed generators."""
+        """``variables``: without seed generators."""
         self._variables, self._collective = variables, collective
         self._equal_at: int | None = None
 
     def check(self, step: int) -> None:
-        """Compare the values after ``step`` steps. Collective."""
+        """Collective."""
         if self._collective.world.size == 1 or self._equal_at == step:
             return
         hashes = [hash_bits(_values_of(v)) for v in self._variables.values()]
@@ -57,7 +55,7 @@ class ReplicaGuard:
 
 
 def hash_bits(array: np.ndarray) -> int:
-    """Hash below 2^64; differs for arrays of the same type and shape that differ in one word."""
+    """Differs for arrays of the same type and shape that differ in one word; below 2^64."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     num_whole = data.size // WORD_BYTES * WORD_BYTES
     words = data[:num_whole].view(np.uint32)
@@ -74,7 +72,7 @@ def describe_drift(
     nodes: Sequence[str] | Mapping[int, str],
     ranks: Sequence[int] | None = None,
 ) -> str:
-    """Name variables and deviating ranks; ``hashes`` [ranks, variables] of ``ranks`` or all."""
+    """``hashes`` [ranks, variables] of ``ranks`` or all."""
     differing = [
         (name, group_ranks(values, ranks)) for name, values in zip(names, zip(*hashes, strict=True), strict=True)
         if len(set(values)) > 1
@@ -88,7 +86,7 @@ def describe_drift(
 
 
 def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str] | Mapping[int, str]) -> str:
-    """Name the minority, if any."""
+    """The minority, if any."""
     most, *few = groups
     if 2 * len(most) > sum(map(len, groups)):
         odd = sorted(itertools.chain.from_iterable(few))

@@ -1,8 +1,7 @@
 """Checkpoints: atomic, verified when read, without executable content.
 
-A directory of two files. ``variables.bin`` has the variables' bytes (little endian); ``manifest.json`` has offsets, and
-the checksums of that file and of itself. Both are flushed in a temporary directory that is then renamed: a name without
-a leading dot is a complete checkpoint.
+``variables.bin`` has the variables' bytes (little endian); ``manifest.json`` has offsets and the checksums of both
+files. They are flushed in a temporary directory, then renamed: a name without a leading dot is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MANIFEST_FILE = "manifest.json"
 VARIABLES_FILE = "variables.bin"
 HASHED_CHUNK_BYTES = 16 * 2**20
 MAX_MANIFEST_BYTES = 32 * 2**20  # about 100,000 variables
-# Errors of this process or the connection to the disk, not damage.
+# Not damage: errors of this process or the connection to the disk.
 NO_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 
 
@@ -42,7 +41,8 @@ class Checkpoint:
     run: Mapping[str, Any]
 
 
-class DamagedError(DataError): ...
+class DamagedError(DataError):
+    pass
 
 
 def write_files(directory: Path, checkpoint: Checkpoint) -> None:
@@ -98,10 +98,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a verified manifest; DamagedError if missing or damaged.
-
-    Another DataError if another version wrote it, or this process may not read it.
-    """
+    """DamagedError if missing or damaged; another DataError for other versions or missing permission."""
     try:
         manifest = parse_json(read_bounded(path, MAX_MANIFEST_BYTES))
         content, digest = manifest["content"], manifest["sha256"]
@@ -127,7 +124,7 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytearray:
             if num_bytes != expected["bytes"]:
                 raise DamagedError(f"{str(path)!r} holds {num_bytes} bytes; it must hold {expected['bytes']}.")
             if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-                raise MemoryError  # the system may overcommit, and kill the process later
+                raise MemoryError  # the system may overcommit, then kill the process
             data = bytearray(num_bytes)
             for start in range(0, num_bytes, HASHED_CHUNK_BYTES):
                 chunk = memoryview(data)[start : start + HASHED_CHUNK_BYTES]

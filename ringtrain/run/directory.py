@@ -33,7 +33,7 @@ from ringtrain.files.bounded import (
 from ringtrain.run.identity import IDENTITY_FILE, read_identity
 
 METRICS_FILE = "metrics.jsonl"
-FIT_OF = "fit of "  # prefix of the workload of a callbacks.Run; the script's name follows
+FIT_OF = "fit of "  # prefix of a callbacks.Run's workload, before the script's name
 # Settings of such a run.
 FIT_SETTINGS = (
     "workload", "options", "out", "epochs", "log_every", "best_metric", "best_direction", "checkpoint_every", "keep",
@@ -49,7 +49,7 @@ MAX_STEP = 2**53  # largest integer that JSON readers agree on
 MAX_TIME = 2.5e11  # seconds since 1970: year 9892, the limit of calendars
 # Events ordered by step; others follow the events before them.
 NEED_A_STEP = ("train", "eval", "checkpoint")
-# Events of steps that are trained again after a checkpoint; starts and ends remain.
+# Trained again after a checkpoint; starts and ends remain.
 STEP_EVENTS = ("train", "eval", "checkpoint", "warning")
 
 
@@ -62,15 +62,12 @@ class RunDirectoryError(RingtrainError):
 
 
 class RunDirectory:
-    """An open run directory: configuration and events of one run. Events are thread-safe.
-
-    Methods raise RunDirectoryError if it cannot be written.
-    """
+    """Events are thread-safe. Methods raise RunDirectoryError if the directory cannot be written."""
 
     def __init__(
         self, path: Path, *, may_write: Callable[[], None] = lambda: None, on_close: Callable[[], None] = lambda: None
     ) -> None:
-        """``may_write`` raises if another process has taken over; ``on_close`` releases the directory."""
+        """``may_write`` raises after a takeover; ``on_close`` releases the directory."""
         self.path, self.may_write = path, may_write
         self.checkpoints, self.tensorboard = path / "checkpoints", path / "tensorboard"
         self.at_end: dict[str, Any] = {}  # further values of the ``end`` event
@@ -94,9 +91,9 @@ class RunDirectory:
             replace_text(self.path / name, text)
 
     def write_event(self, event: str, **values: Any) -> None:
-        """Append a line to metrics.jsonl, with the time (seconds since 1970).
+        """Append to metrics.jsonl, with the time (seconds since 1970).
 
-        JSON has no infinity or NaN: they become strings. Warnings of other threads after the end are dropped.
+        Infinity and NaN become strings. Warnings after the end are dropped.
         """
         line = _line_of(event, values).encode()
         with self._lock:
@@ -107,7 +104,7 @@ class RunDirectory:
             self._has_ended |= event == "end"
 
     def _append(self, line: bytes) -> None:
-        """Write a line; readers skip a partial one, left by a full disk."""
+        """A full disk leaves a partial line, which readers skip."""
         data = (b"\n" if self._is_cut_off else b"") + line
         with self._explaining():
             while data:
@@ -115,7 +112,7 @@ class RunDirectory:
                 self._is_cut_off = bool(data)
 
     def forget_after(self, step: int) -> None:
-        """Remove events of steps to be trained again, and a truncated line."""
+        """Drop events of steps to be trained again, and a truncated line."""
         with self._lock, self._explaining():
             self.may_write()
             self._metrics.close()
@@ -130,7 +127,7 @@ class RunDirectory:
             yield
         except OSError as error:
             reason = error.strerror or str(error)
-            if error.errno == errno.EFBIG and error.filename:  # a file to read
+            if error.errno == errno.EFBIG and error.filename:
                 raise RunDirectoryError(self.path, reason, "Move that file out of it,") from error
             raise RunDirectoryError(self.path, reason) from error
 
@@ -145,7 +142,7 @@ def _open_metrics(path: Path) -> io.FileIO:
 
 
 def append_event(path: Path, event: str, **values: Any) -> None:
-    """Append a line for a writer that is gone, maybe in mid-line."""
+    """For a writer that is gone, maybe in mid-line."""
     with open(open_descriptor(path / METRICS_FILE, os.O_RDWR), "rb+") as metrics:
         size = metrics.seek(0, os.SEEK_END)
         metrics.seek(max(0, size - 1))
@@ -154,15 +151,12 @@ def append_event(path: Path, event: str, **values: Any) -> None:
 
 
 def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
-    """Create and return a run directory.
-
-    If ``is_anew``, never an existing one: numbers are appended until the name is free.
-    """
+    """Return the path. If ``is_anew``, append numbers until it is free."""
     named = wanted if wanted.name.strip(".") else wanted.resolve()  # '.' and '..' are no names
     others = (named.parent / f"{named.name or 'run'}-{number}" for number in range(2, 10_000))
     for candidate in itertools.chain([wanted], others):
         try:
-            candidate.mkdir(parents=True)  # fails if it exists: two simultaneous runs never share one
+            candidate.mkdir(parents=True)  # fails if it exists: simultaneous runs never share one
             return candidate
         except FileExistsError:
             if not is_anew:
@@ -215,7 +209,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML values, without duplicate keys; bounds merges (``<<``)."""
+    """Refuse duplicate keys; bound merges (``<<``)."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -232,7 +226,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_settings(file: Path, *, follows_links: bool = False) -> Any:
-    """Aliases count each time they are used."""
     text = read_bounded(file, MAX_CONFIG_BYTES, follows_links=follows_links).decode()
     try:
         values = _Loader(text).get_single_data()
@@ -243,13 +236,13 @@ def load_settings(file: Path, *, follows_links: bool = False) -> Any:
 
 
 def _holds_something(path: Path) -> bool:
-    """True if the directory has more than a lease."""
+    """More than a lease."""
     entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     return any(entry.name != METRICS_FILE or (entry.exists() and entry.stat().st_size > 0) for entry in entries)
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """Yields the start of lines that are too long."""
+    """Only the start of lines that are too long."""
     with open_regular(file) as lines:
         require_at_most(lines, MAX_METRICS_BYTES, file)
         while line := lines.readline(MAX_LINE_BYTES):
@@ -259,7 +252,7 @@ def read_lines(file: Path) -> Iterator[bytes]:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """None if invalid. A time outside calendars is dropped."""
+    """None if invalid; invalid times are dropped."""
     try:
         event = parse_json(line)
     except ValueError:
@@ -276,7 +269,7 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def find_last_saved_step(path: Path) -> int | None:
-    """Latest step that events report as saved; None if none."""
+    """From events; None if none."""
     saved = find_events(path, "checkpoint")
     # A best checkpoint is not for resumes.
     return max((event["step"] for event in saved if "/best-" not in str(event.get("path"))), default=None)
@@ -293,7 +286,7 @@ def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def refuse_other_kinds(run: Path) -> None:
-    """Refuse links and other special files with names that ringtrain uses."""
+    """Refuse links and special files with ringtrain's names."""
     for path in (run / METRICS_FILE, run / IDENTITY_FILE, *sorted((run / "tensorboard").glob("*tfevents*"))):
         try:
             require_regular(path)
@@ -305,7 +298,7 @@ def refuse_other_kinds(run: Path) -> None:
 
 
 def require_writable(directory: Path) -> None:
-    """A missing directory passes, as it can be created."""
+    """Passes if missing."""
     if not os.path.lexists(directory):
         return
     try:

@@ -1,4 +1,4 @@
-"""The identity of a run: created at its first start, stored in its directory and checkpoints."""
+"""The identity of a run, created at its first start, in its directory and checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_identity(run: Path) -> dict[str, Any] | None:
 
 
 def require_own(run: Path, path: Path) -> Path:
-    """Raise if the checkpoint's identity differs from the run's; either may be missing."""
+    """Raise for different identities; either may be missing."""
     own, theirs = read_identity(run), as_identity(read_facts(path).get("identity"))
     if own and theirs and own["id"] != theirs["id"]:
         raise UsageError(

@@ -1,8 +1,7 @@
 """The lease of a run directory: one writer at a time; a former writer notices.
 
-Each holder claims the next number by creating a file, which the file system permits to one process. The highest number
-holds the lease: a holder that finds a higher one has been taken over, and stops writing. Holders touch their file every
-few seconds, so that one on a lost host expires.
+A holder claims the next number by creating a file, which only one process can. The highest number holds the lease: a
+holder that finds a higher one stops writing. Holders touch their file regularly, so that lost hosts expire.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ from ringtrain.runtime.processes import read_process
 
 LEASE_DIRECTORY = ".lease"
 BEAT_SECONDS = 5.0
-EXPIRY_SECONDS = 45.0  # without a heartbeat; a dead process on the same host is detected at once
+EXPIRY_SECONDS = 45.0  # without a heartbeat; a local dead process is detected at once
 RESTART_VARIABLE = "SLURM_RESTART_COUNT"
 NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # names of leases; other files are ignored
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
-class LeaseLostError(RingtrainError): ...
+class LeaseLostError(RingtrainError):
+    pass
 
 
 class Lease:
@@ -45,7 +45,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if the lease is lost, or this process was forked from its holder."""
+        """Raise if it is lost, or this process was forked from its holder."""
         if os.getpid() != self._pid:
             raise LeaseLostError(
                 f"process {os.getpid()}, which the workload's code has forked, came back from there into the training, "
@@ -68,7 +68,6 @@ class Lease:
         )
 
     def close(self) -> None:
-        """Release the lease, so that the next run need not wait."""
         self._closed.set()
         self._thread.join()
         with contextlib.suppress(OSError):  # a removed directory has no holder
@@ -84,7 +83,7 @@ class Lease:
 def acquire_lease(
     run: Path, *, environ: Mapping[str, str], print_line: Callable[[str], None] = lambda line: None
 ) -> Lease:
-    """Become the writer; waits at most ``EXPIRY_SECONDS`` for a remote holder that may be gone."""
+    """Waits at most ``EXPIRY_SECONDS`` for a remote holder that may be gone."""
     directory = run / LEASE_DIRECTORY
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -95,7 +94,7 @@ def acquire_lease(
                 _wait_until_free(directory / _file_name(newest), run, environ, print_line)
             if not _claim(directory, newest + 1, environ):
                 continue
-            if _newest_number(directory) != newest + 1:  # a number of a former holder: others came and went
+            if _newest_number(directory) != newest + 1:  # a former holder's number: others came and went
                 _remove(directory, newest + 1)
                 continue
             for number in range(newest, 0, -1):
@@ -113,10 +112,9 @@ def acquire_lease(
 
 
 def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
-    """End lease ``number`` of an unresponsive rank of this run, and release it.
+    """End and release lease ``number`` of an unresponsive rank of this run, so that the next run need not wait.
 
-    The holder stops writing; the next run need not wait. False if released already or another was faster; OSError if
-    the directory is unreachable.
+    False if it is released already or another was faster; OSError if the directory is unreachable.
     """
     directory = run / LEASE_DIRECTORY
     if _newest_number(directory) != number or read_small(directory / _file_name(number)).get("released"):
@@ -128,7 +126,7 @@ def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
 
 
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
-    """Create a number's file atomically; False if it exists."""
+    """Atomic; False if it exists."""
     holder = {"host": socket.gethostname(), "pid": os.getpid(), **_job(environ), **_process_identity(os.getpid())}
     with _temporary_file(directory) as (descriptor, temporary):
         with open(temporary, "x", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=descriptor)) as file:
@@ -142,7 +140,7 @@ def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
 
 @contextlib.contextmanager
 def _temporary_file(directory: Path) -> Iterator[tuple[int, str]]:
-    """Yield directory descriptor and a random name; such a file is removed at the end."""
+    """Yield directory descriptor and a random name."""
     name = f".{secrets.token_hex(8)}"
     with open_directory(directory) as descriptor:
         try:
@@ -161,10 +159,7 @@ def _job(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """True if the holder is an earlier start of this job.
-
-    Slurm restarts a job only after giving up the former start: on a lost node it may keep running, out of control.
-    """
+    """An earlier start of this job: Slurm gave it up, but on a lost node it may still run, out of control."""
     mine, before = _job(environ), holder.get("restarts")
     return mine["job"] is not None and holder.get("job") == mine["job"] and before in range(mine["restarts"])
 
@@ -189,7 +184,7 @@ def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_li
 
 
 def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
-    """None if not visible from here (another host or container)."""
+    """None if on another host or container."""
     mine = _process_identity(os.getpid())
     if any(holder.get(key) != mine[key] for key in ("boot", "pid_namespace")):
         return None
@@ -198,7 +193,6 @@ def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
 
 
 def _beats(file: Path, holder: Mapping[str, Any], print_line: Callable[[str], None]) -> bool:
-    """True if a remote holder sends a heartbeat before its lease expires."""
     first = _modified(file)
     age = max(0.0, _file_system_time(file.parent) - first)  # negative if the clock was set back
     if age < EXPIRY_SECONDS:
@@ -215,7 +209,7 @@ def _beats(file: Path, holder: Mapping[str, Any], print_line: Callable[[str], No
 
 
 def _process_identity(pid: int | None) -> dict[str, Any]:
-    """Distinguishes reused process ids; ``started`` is None if it is gone."""
+    """``started`` distinguishes reused process ids; None if gone."""
     process = read_process(pid)
     started = process.born if process and not process.has_ended else None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -223,7 +217,7 @@ def _process_identity(pid: int | None) -> dict[str, Any]:
 
 
 def _file_system_time(directory: Path) -> float:
-    """Current time by the clock of the file system, maybe another host's."""
+    """Maybe another host's clock."""
     with _temporary_file(directory) as (descriptor, name):
         probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=descriptor)
         try:

@@ -10,10 +10,9 @@ UNNAMED = re.compile(r"variable(_\d+)?")
 
 
 def without_optimizer_names(paths: Sequence[str]) -> list[str]:
-    """Remove the optimizer's name, which Keras chooses, from its variables' paths.
+    """Remove the optimizer's name, which Keras chooses: the prefix of the variable ``iteration``.
 
-    The name precedes the variable ``iteration``. A wrapper's list includes the names of inner optimizers. For an
-    unnamed variable (one of Nadam's), Keras appends a process-wide number to ``variable``; it is removed.
+    Wrappers list inner optimizers' names too. Unnamed variables (one of Nadam's) lose Keras' process-wide number.
     """
     prefixes = {path.removesuffix("iteration") for path in paths if path.endswith("/iteration")}
     names = [path.removeprefix(max((p for p in prefixes if path.startswith(p)), key=len, default="")) for path in paths]

@@ -1,4 +1,4 @@
-"""The counters of a run: equal on all ranks, stored in every checkpoint."""
+"""Counters of a run, equal on all ranks, in every checkpoint."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Progress:
     evaluations_without_best: int = 0
     samples_seen: int = 0  # over all ranks, if not implied by the step
     epochs_done: int = 0  # of a ``fit``
-    batches_done: int = 0  # of the current epoch of a ``fit``
+    batches_done: int = 0  # current epoch of a ``fit``
     skipped_in_a_row: int = 0  # latest consecutive non-finite steps
     finished: Literal["completed", "stopped early"] | None = None
-    # Per rank: a step, the pipeline's state before it (base64), its data directory; only rank 0's for a shared stream.
+    # Per rank: step, the pipeline's state before it (base64), data directory; only rank 0's for a shared stream.
     places: list[tuple[int, str, str]] = field(default_factory=list)
 
     @classmethod
@@ -50,7 +50,7 @@ class Progress:
         return progress
 
     def note_evaluation(self, step: int, value: float, direction: Literal["min", "max"]) -> bool:
-        """Record a value of ``best_metric``; True if it is the best. NaN never is."""
+        """Return True for a new best. NaN never is."""
         sign = 1 if direction == "max" else -1
         is_best = not math.isnan(value) and (self.best is None or sign * value > sign * self.best)
         self.evaluated_step = step

@@ -28,8 +28,8 @@ from ringtrain.run.lease import acquire_lease
 from ringtrain.run.progress import Progress
 from ringtrain.run.store import find_newest, remove_unfinished, set_aside, step_name
 
-# Settings that do not change the training (except dropout, which differs with XLA and the number of ranks). The length
-# matters only if the learning rate depends on it.
+# They do not change the training (except dropout, by XLA and the number of ranks). Length matters only to some
+# schedules.
 FREE_SETTINGS = {
     "backend", "cache", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
     "detached", "exit_timeout", "hang_timeout", "init_from", "jit_compile",
@@ -42,7 +42,7 @@ MAX_SIZE = 2**53  # of a batch or world
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Start of a run, sent to all ranks; JSON values."""
+    """JSON values, sent to all ranks."""
 
     path: str
     name: str = field(default="", compare=False)  # as the user wrote it
@@ -107,7 +107,7 @@ def choose_directory(config: Config) -> Path:
 
 
 def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[[str], None]) -> Checkpoint | None:
-    """Return the checkpoint to resume from, or None; raise if settings or run differ."""
+    """None: new run. Raises if settings or run differ."""
     former = read_config(directory.path)
     if former is None:
         return None
@@ -128,7 +128,7 @@ def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[
 
 
 def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
-    """``find_newest``; raises DataError if saved checkpoints are missing."""
+    """Raises DataError if saved checkpoints are missing."""
     root = directory.checkpoints
     try:
         remove_unfinished(root)
@@ -165,10 +165,7 @@ def require_resumable(checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Mapping[str, Any]) -> None:
-    """Raise if the checkpoint belongs to another run.
-
-    Checkpoints of older versions have no identity; their settings are compared.
-    """
+    """Without an identity (older versions), settings are compared."""
     own, theirs = read_identity(directory.path), as_identity(checkpoint.run.get("identity"))
     changed = [] if own and theirs else list_changed_settings(checkpoint.run["config"], former)
     if not changed and (not own or not theirs or own["id"] == theirs["id"]):
@@ -215,7 +212,7 @@ def describe_way_on(config: Config, run: Path) -> str:
 
 
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
-    """True if the run has ended and its length settings are unchanged."""
+    """Also False if it is to be longer now."""
     then = checkpoint.run["config"]
     return checkpoint.progress.get("finished") is not None and all(
         then.get(name) == getattr(config, name) for name in (*LENGTH_SETTINGS, "stop_after")

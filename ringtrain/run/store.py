@@ -34,10 +34,10 @@ def step_name(step: int) -> str:
 def write_checkpoint(
     root: Path, checkpoint: Checkpoint, *, is_best: bool, may_write: Callable[[], None] = lambda: None
 ) -> Path:
-    """Write a checkpoint below ``root``, durable on return; the best is named ``best-step-N``.
+    """Write below ``root``, durable on return; the best is named ``best-step-N``.
 
-    ``may_write`` is called before it becomes visible, and raises if another process has taken over. An OSError leaves
-    earlier checkpoints untouched. Only ``root`` is created, not its parents: the run directory may have been moved.
+    ``may_write`` raises after a takeover, before the rename. An OSError leaves earlier checkpoints untouched. Parents
+    of ``root`` are not created: the run directory may have been moved.
     """
     make_directory(root)
     name = (f"{BEST}-" if is_best else "") + step_name(checkpoint.step)
@@ -52,7 +52,7 @@ def write_checkpoint(
         raise
     if is_best:
         for step in _list_bests(root):
-            if step > checkpoint.step:  # a run that resumed from an older checkpoint repeats these steps
+            if step > checkpoint.step:  # repeated by a run that resumed from an older checkpoint
                 _remove(root / f"{BEST}-{step_name(step)}")
     return root / name
 
@@ -69,7 +69,7 @@ def list_steps(root: Path) -> list[int]:
 def find_newest(
     root: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Return the latest valid checkpoint, and the damages of later ones."""
+    """Latest valid checkpoint, and damages of later ones."""
     damages: list[str] = []
     for step in reversed(list_steps(root)):
         path = root / step_name(step)
@@ -92,7 +92,7 @@ def find_newest(
 
 
 def find_checkpoint(source: Path, which: str = BEST) -> Path:
-    """Resolve a path: a checkpoint, or of a run ``best`` (default: the latest), ``newest`` or a name."""
+    """A checkpoint, or of a run ``best`` (default: the latest), ``newest`` or a name."""
     if (source / MANIFEST_FILE).exists():
         return source
     root = source / "checkpoints"
@@ -110,7 +110,7 @@ def find_checkpoint(source: Path, which: str = BEST) -> Path:
 
 
 def find_best(root: Path) -> Path | None:
-    """The latest of several is the best; None if none."""
+    """The latest of several; None if none."""
     steps = _list_bests(root)
     return root / f"{BEST}-{step_name(steps[-1])}" if steps else None
 
@@ -122,7 +122,7 @@ def _list_bests(root: Path) -> list[int]:
 
 
 def set_aside(root: Path, newer_than: int) -> list[Path]:
-    """Rename damaged checkpoints after this step, so that they can be written again."""
+    """Rename damaged checkpoints, so that these steps can be written again."""
     moved = []
     for step in list_steps(root):
         if step > newer_than:
@@ -133,7 +133,6 @@ def set_aside(root: Path, newer_than: int) -> list[Path]:
 
 
 def tidy(root: Path, keep: int) -> None:
-    """Remove all but the latest ``keep`` checkpoints, and former best ones."""
     for step in list_steps(root)[:-keep]:
         _remove(root / step_name(step))
     for step in _list_bests(root)[:-1]:
@@ -141,7 +140,7 @@ def tidy(root: Path, keep: int) -> None:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Clean up after a process that was killed during a write, replacement or removal."""
+    """For a process killed during a write, replacement or removal."""
     if not root.is_dir():
         return
     with open_directory(root):  # refuses links
@@ -156,7 +155,6 @@ def remove_unfinished(root: Path) -> None:
 
 
 def _rename_over(source: Path, target: Path) -> None:
-    """Rename, and remove a former target."""
     if os.path.lexists(target):
         replaced = target.with_name(f".replaced-{target.name}")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -176,7 +174,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory, or a link to one (an archived checkpoint) but not its target."""
+    """Delete a directory or a link (an archived checkpoint), not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

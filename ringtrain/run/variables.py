@@ -1,4 +1,4 @@
-"""Variables that must be equal on all ranks: names, and broadcast of initial values."""
+"""Variables that must be equal on all ranks: names and broadcast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_seed_state(variable: keras.Variable) -> bool:
 
 
 def require_gradients_that_add(variables: Sequence[keras.Variable]) -> None:
-    """Refuse variables whose "gradient" is their new value (Keras' float8): values cannot be summed."""
+    """Keras' float8 "gradients" are new values, which cannot be summed."""
     names = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -38,16 +38,13 @@ def named_weights(model: keras.Model) -> list[tuple[str, keras.Variable]]:
 
 
 def named_slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[str, keras.Variable]]:
-    """Named as in checkpoints, such as ``iteration`` and ``digits_conv2d_kernel_momentum``.
-
-    Paths begin with the optimizer's name, which differs between Keras versions.
-    """
+    """Named without the optimizer, whose name differs between Keras versions: ``digits_conv2d_kernel_momentum``."""
     variables = optimizer.variables
     return list(zip(without_optimizer_names([v.path for v in variables]), variables, strict=True))
 
 
 def slots_that_begin_as_weights(optimizer: Any) -> list[tuple[keras.Variable, keras.Variable]]:
-    """Pairs (weight, slot) of slots initialized as copies of weights."""
+    """(weight, slot) for slots initialized as copies of weights."""
     schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # since Keras 3.14
     parts = [part for part in (optimizer, *getattr(optimizer, "optimizers", ())) if isinstance(part, schedule_free)]
     return [pair for part in parts for pair in zip(part._trainable_variables, part._momentums, strict=True)]
@@ -61,7 +58,7 @@ def name_variables(**kinds: Sequence[tuple[str, keras.Variable]]) -> dict[str, k
 
 
 def broadcast_variables(variables: Sequence[keras.Variable], collective: Collective) -> None:
-    """Broadcast from rank 0, several variables per message. Collective."""
+    """Broadcast from rank 0, several per message. Collective."""
     for number, group in enumerate(plan_messages(variables)):
         flat = tf.concat([tf.reshape(variable.value, [-1]) for variable in group], axis=0)
         is_sent_as_bytes = flat.dtype in (tf.bfloat16, tf.uint32, tf.uint64)  # unsupported by Horovod
@@ -76,7 +73,7 @@ def broadcast_variables(variables: Sequence[keras.Variable], collective: Collect
 
 
 def plan_messages(variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
-    """Group variables by dtype into messages of at most BROADCAST_BYTES, unless one is larger."""
+    """Per dtype, at most BROADCAST_BYTES unless one variable is larger."""
     messages: list[list[keras.Variable]] = []
     open_messages: dict[str, tuple[list[keras.Variable], int]] = {}
     for variable in variables:

@@ -174,16 +174,20 @@ class LARS(LayerwiseUpdate, keras.optimizers.Optimizer):
         return {**super().get_config(), **own}
 
 
-class FusedSGD(FusedSGDUpdate, keras.optimizers.SGD): ...
+class FusedSGD(FusedSGDUpdate, keras.optimizers.SGD):
+    pass
 
 
-class FusedAdam(FusedAdamUpdate, keras.optimizers.Adam): ...
+class FusedAdam(FusedAdamUpdate, keras.optimizers.Adam):
+    pass
 
 
-class FusedAdamW(FusedAdamUpdate, keras.optimizers.AdamW): ...
+class FusedAdamW(FusedAdamUpdate, keras.optimizers.AdamW):
+    pass
 
 
-class FusedRMSprop(FusedRMSpropUpdate, keras.optimizers.RMSprop): ...
+class FusedRMSprop(FusedRMSpropUpdate, keras.optimizers.RMSprop):
+    pass
 
 
 # TensorFlow has no operation for the other formulas.

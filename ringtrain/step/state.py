@@ -53,7 +53,7 @@ def to_summands(values: Sequence[tf.Tensor], *, local_count: tf.Tensor, global_c
 def empty_summands(
     variables: Sequence[keras.Variable], zeros: Callable[[Sequence[Any], tf.DType], tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Of a rank without samples; ``zeros`` takes shape and dtype."""
+    """Zeros of a rank without samples; ``zeros`` takes shape and dtype."""
     summands = [
         zeros([2, DIGITS, *v.shape], tf.float64) if is_integer_or_bool(v) else zeros(v.shape, _summed_dtype(v))
         for v in variables

@@ -173,7 +173,7 @@ class TrainStep:
 
     @property
     def shapes_of_shared_out(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Of whole sharded slots."""
+        """Shapes and dtypes of whole sharded slots."""
         pieces = self.named_pieces.items() if self.sharded is not None else ()
         return {name: (self.sharded.shape_of(v), str(v.dtype)) for name, v in pieces if self.sharded is not None}
 

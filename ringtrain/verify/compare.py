@@ -1,22 +1,20 @@
 """``ringtrain verify``: check that N processes train the same as one.
 
-It trains the same global batches with each world size, and compares weights, optimizer slots, losses, evaluation,
-replicas and the ledger of samples. In float64 they must agree to 1e-10 after any number of steps. In float32, whose
-rounding grows without bound, one step is compared. Other paths of reduction and update, and the settings' precision and
-compression, are separate trials (``verify/trials.py``).
+The same global batches are trained with each world size. In float64, weights, slots, losses, evaluation, replicas and
+the ledger of samples must agree to 1e-10 after any number of steps; in float32, whose rounding grows without bound,
+after one. Other paths and the settings' precision and compression are separate trials (``verify/trials.py``).
 
-Differences are relative to the scale of rounding. The terms of a gradient may be large but cancel: the gradients of an
-attention's key bias, and of a bias before batch normalization, are zero except for rounding. So the scale of a tensor
-is the largest value of its kind (weights, or one kind of slots) in its layer, or 1e-4 of the model's largest.
+Differences are relative to the scale of rounding. Large terms of a gradient may cancel: those of an attention's key
+bias, and of a bias before batch normalization, are zero except for rounding. So the scale of a tensor is the largest
+value of its kind (weights, or one kind of slots) in its layer, or 1e-4 of the model's largest.
 
-An optimizer may amplify such a gradient: Lion takes its sign; Adam divides by its size, if above epsilon. So the effect
-of rounding is measured: the reference trains again from weights changed in their last bit. A difference below
-``noise_factor`` times that effect is not determined by the training. Such tensors are named; their gradients are
-compared by accumulating slots and by the float32 step of plain SGD. Losses do not depend on such weights, so they get
-little tolerance: otherwise unseeded random numbers would excuse any difference.
+Optimizers may amplify such a gradient: Lion takes its sign; Adam divides by its size, if above epsilon. So the
+reference trains again from weights changed in their last bit. A difference below ``noise_factor`` times the effect is
+not determined by the training; such tensors are named, and their gradients compared by accumulating slots and the
+float32 step of plain SGD. Losses do not depend on such weights and get little tolerance, which unseeded random numbers
+exceed.
 
-``--oracle`` also compares one process with a plain Keras loop (``ringtrain/verify/oracle.py``), to find defects common
-to all world sizes.
+``--oracle`` also compares one process with plain Keras (``verify/oracle.py``), for defects common to all world sizes.
 """
 
 from __future__ import annotations
@@ -33,11 +31,9 @@ import numpy.typing as npt
 
 
 class Rounding(NamedTuple):
-    """Permitted differences of a computation that rounds to a type."""
-
     tolerance: float  # of the largest value of a tensor's kind in its layer
     epsilon: float  # last bit of a number near 1
-    noise_factor: float  # times the measured effect of rounding, itself a maximum of few samples
+    noise_factor: float  # times the measured effect of rounding
     max_loss_noise: float
 
 
@@ -49,7 +45,7 @@ ROUNDING = {
 }
 MODEL_SHARE = 1e-4  # minimum scale, relative to the model's largest value of a kind
 KINDS = {"weights": ("weights/",), "slots": ("slots/", "averages/")}
-MIN_COMPARED_ORDER = 20  # samples; fewer may have the same order in two epochs by chance
+MIN_COMPARED_ORDER = 20  # samples; fewer may repeat their order by chance
 MAX_NAMED_LAYERS = 3
 OTHER_SAMPLES = (
     "likely cause: the loss of a sample depends on the other samples of its batch. Tested: the gradients of a batch "
@@ -71,7 +67,7 @@ class Comparison:
     difference: float  # the largest, relative to its scale; 0 or 1 for equality checks
     tolerance: float
     where: str = ""  # tensor, step or sample of the largest difference, relative to the tolerance
-    undetermined: tuple[str, ...] = ()  # tensors that pass only because of rounding
+    undetermined: tuple[str, ...] = ()  # pass only because of rounding
 
     @property
     def passes(self) -> bool:
@@ -84,7 +80,7 @@ def load_record(path: Path) -> Record:
 
 
 def measure_noise(run: Record, perturbed: Record | None) -> Record:
-    """Change of each tensor from a last-bit change of the first weights; empty if unknown."""
+    """Effect of last-bit changes of the first weights; empty if unknown."""
     if perturbed is None:
         return {}
     names = [name for name in run if name.startswith(("weights/", "slots/", "averages/", "losses", "evaluation"))]
@@ -92,7 +88,7 @@ def measure_noise(run: Record, perturbed: Record | None) -> Record:
 
 
 def compare(reference: Record, other: Record, noise: Record) -> list[Comparison]:
-    """Compare with the reference's world size; ``noise``: see ``measure_noise``."""
+    """``noise``: see ``measure_noise``."""
     rounding = ROUNDING[str(other["computed_in"])]
     findings = [compare_tensors(name, kinds, reference, other, noise, rounding) for name, kinds in KINDS.items()]
     findings += [compare_series(name, reference, other, noise, rounding) for name in ("losses", "evaluation")]
@@ -104,7 +100,7 @@ def compare(reference: Record, other: Record, noise: Record) -> list[Comparison]
 def compare_tensors(
     kind: str, prefixes: tuple[str, ...], reference: Record, other: Record, noise: Record, rounding: Rounding
 ) -> Comparison:
-    """Return the tensor with the largest difference, relative to its tolerance."""
+    """Tensor with the largest difference, relative to its tolerance."""
     tolerance = rounding.tolerance
     names = [name for name in reference if name.startswith(prefixes)]
     if names != [name for name in other if name.startswith(prefixes)]:
@@ -125,13 +121,13 @@ def compare_tensors(
 
 
 def allow(rounding: Rounding, noise: float, most: float = math.inf) -> float:
-    """Permitted difference for measured ``noise``, which excuses at most ``most``."""
+    """``most`` bounds what ``noise`` excuses."""
     excused = min(rounding.noise_factor * noise, most) if math.isfinite(noise) else 0.0
     return max(rounding.tolerance, excused)
 
 
 def find_scales(reference: Record, names: Sequence[str]) -> dict[str, float]:
-    """Scale of rounding per tensor: see the module's docstring."""
+    """See the module's docstring."""
     weights = {name.split("/", 1)[1].replace("/", "_"): name for name in reference if name.startswith("weights/")}
     places = {name: find_place(name, weights) for name in names}
     of_layers: dict[tuple[str, str], float] = {}
@@ -144,9 +140,8 @@ def find_scales(reference: Record, names: Sequence[str]) -> dict[str, float]:
 
 
 def find_place(name: str, weights: Mapping[str, str]) -> tuple[str, str]:
-    """Kind and layer of a tensor, such as (``_momentum``, ``weights/digits/dense``) for a slot.
-
-    ``weights``: names by their path in slots, such as ``digits_dense_kernel``.
+    """Kind and layer, such as (``_momentum``, ``weights/digits/dense``); ``weights``: names by path in slots, such as
+    ``digits_dense_kernel``.
     """
     kind, path = name.split("/", 1)
     if kind != "slots":
@@ -156,7 +151,6 @@ def find_place(name: str, weights: Mapping[str, str]) -> tuple[str, str]:
 
 
 def compare_series(name: str, reference: Record, other: Record, noise: Record, rounding: Rounding) -> Comparison:
-    """Largest relative difference of two series, such as losses."""
     tolerance = rounding.tolerance
     expected, found = reference[name], other[name]
     if expected.shape != found.shape:
@@ -180,7 +174,6 @@ def compare_series(name: str, reference: Record, other: Record, noise: Record, r
 
 
 def check_replicas(record: Record) -> Comparison:
-    """All ranks must end with equal bits."""
     digests = record["replicas"]  # [ranks, variables]
     differing = np.argwhere(digests != digests[0])
     where = "".join(f"rank {rank}, {record['variables'][variable]}" for rank, variable in differing[:1])
@@ -190,7 +183,7 @@ def check_replicas(record: Record) -> Comparison:
 def check_ledger(reference: Record, other: Record) -> Comparison:
     """Steps must have the reference's samples, each once per epoch and evaluation, in new orders.
 
-    Without sample numbers (``num_samples`` is 0), positions in the pass are compared.
+    Positions are compared if samples have no numbers (``num_samples`` is 0).
     """
     where, num_samples = "", int(reference["num_samples"])
     first: list[int] = []  # epoch
@@ -232,7 +225,6 @@ def largest_difference(reference: npt.NDArray, other: npt.NDArray) -> float:
 
 
 def compare_trials(of_reference: Mapping[str, Record], of_other: Mapping[str, Record]) -> dict[str, list[Comparison]]:
-    """Compare all trials of a world size with the reference's."""
     found = {}
     for name, record in of_other.items():
         if name.endswith(PARTS) or "skipped" in record:
@@ -244,7 +236,7 @@ def compare_trials(of_reference: Mapping[str, Record], of_other: Mapping[str, Re
 
 
 def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, Record]]) -> tuple[list[str], bool]:
-    """Report of all comparisons, with what was not compared; True if all pass."""
+    """Report; True if all pass."""
     reference_size, *others = sizes
     of_reference, of_first = records[reference_size], records[others[0]]
     found = {size: compare_trials(of_reference, records[size]) for size in others}
@@ -267,14 +259,13 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
 
 
 def check_alone(record: Record) -> list[Comparison]:
-    """Checks without a reference."""
     if not record:
         return []
     return [check_ledger(record, record), *([check_nonfinite(record)] if "nonfinite" in record else [])]
 
 
 def describe_oracle(records: Mapping[str, Record]) -> tuple[list[str], bool]:
-    """Report of the comparison with a plain Keras loop; True if it passes."""
+    """Report; True if it passes."""
     plain, mine = records["plain"], records["float64"]
     noise = measure_noise(mine, records.get("float64-perturbed"))
     findings = compare(plain, mine, noise)

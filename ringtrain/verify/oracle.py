@@ -1,7 +1,7 @@
 """A plain Keras loop as the reference for one process of ringtrain.
 
-It shares no code with step, reduction or evaluation, to find defects common to all world sizes. The samples of a step
-come from the compared run, whose order ``check_ledger`` checks; their number is computed independently.
+It shares no code with step, reduction or evaluation. The samples of a step are the compared run's, whose order
+``check_ledger`` checks; their number is computed independently.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ EVALUATED_AT_ONCE = 256
 
 
 def record_with_oracle(workload: Workload, config: Config, collective: Collective, directory: Path) -> None:
-    """Train in float64 by ringtrain, in one process, and by plain Keras.
-
-    Writes ``float64.npz``, ``float64-perturbed.npz`` and ``plain.npz``. Local BatchNorm is included: one process has
-    all samples.
-    """
+    """Write ``float64.npz``, ``float64-perturbed.npz`` and ``plain.npz``. Local BatchNorm is included."""
     trial, *_ = plan_trials(config, is_reference=True)
     with widened("float64"):
         job, notes = create_recorded_job(workload, trial, collective, freezes=False)
@@ -52,7 +48,7 @@ def record_with_oracle(workload: Workload, config: Config, collective: Collectiv
 def train_oracle(
     workload: Workload, config: Config, job: Job, first: Sequence[np.ndarray], samples: np.ndarray
 ) -> dict[str, Any]:
-    """Train on the job's samples (int64 [n]), from the same weights."""
+    """``samples``: the job's, int64 [n]."""
     keras.utils.clear_session()  # equal names as in the job
     model = workload.create_model()
     set_precision("float64")
@@ -108,7 +104,7 @@ def train_oracle(
 def train_step_plainly(
     workload: Workload, model: keras.Model, optimizer: Any, x: Any, y: Any, count: int, *, accumulate: int
 ) -> float:
-    """Train ``count`` samples in up to ``accumulate`` micro-batches; return the objective."""
+    """Return the objective."""
     weights = model.trainable_variables
     gradients = [tf.zeros(weight.shape, weight.dtype) for weight in weights]
     total, size = 0.0, -(-count // accumulate)
@@ -128,7 +124,7 @@ def train_step_plainly(
 def evaluate_plainly(
     workload: Workload, model: keras.Model, source: Source | None, averages: Sequence[np.ndarray]
 ) -> list[float]:
-    """Return samples, loss and metrics, with averaged weights if any."""
+    """Samples, loss and metrics, with averaged weights if any."""
     if source is None:
         return []
     for weight, average in zip(model.trainable_variables if averages else (), averages, strict=True):

@@ -1,8 +1,8 @@
-"""Parts of a model that compute in a narrower type than the run: widen them, or find and name them.
+"""Parts of a model that compute in a narrower type than the run.
 
 Keras loss objects have the type of their creation, ``Activation("softmax", dtype="float32")`` its own, and a policy set
-in ``create_model`` affects all layers. ``widened`` overrides these, and ``tf.cast`` and ``keras.ops.cast``, unless the
-code depends on them. ``find_narrow`` finds the rest, and the comparison permits their rounding.
+in ``create_model`` affects all layers. ``widened`` overrides these and casts, unless the code depends on them.
+``find_narrow`` finds the rest, and the comparison permits their rounding.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Narrow(NamedTuple):
 
 @contextlib.contextmanager
 def widened(dtype: str, *, widens_casts: bool = True) -> Iterator[list[str]]:
-    """Keras policies and loss objects give at least ``dtype`` in this scope.
+    """Policies and loss objects give at least ``dtype`` in this scope.
 
-    ``widens_casts``: also casts in models and losses; yields the original types. On a GPU, TF32 (10 bits) is off.
+    ``widens_casts``: also casts in models and losses. Yields the original types. TF32 (10 bits) is off.
     """
     policy, loss, cast = keras.DTypePolicy, keras.losses.Loss, tf.cast
     changed: list[str] = []
@@ -63,7 +63,7 @@ def widened(dtype: str, *, widens_casts: bool = True) -> Iterator[list[str]]:
 
 
 def _is_cast_of_a_model(frame: Any) -> bool:
-    """False for casts by ringtrain, TensorFlow or inside other Keras operations."""
+    """Not by ringtrain, TensorFlow or inside other Keras operations."""
     module = frame.f_globals.get("__name__", "")
     while module in CASTS and frame.f_code.co_name == "cast":
         frame = frame.f_back
@@ -81,7 +81,7 @@ def _widen(get: Callable[[Any], Any], dtype: str) -> Callable[[Any], Any]:
 
 
 def keep_narrow_layers(model: keras.Model) -> None:
-    """Use float32 for layers without float64 in TensorFlow."""
+    """TensorFlow has no float64 for them."""
     for layer in model._flatten_layers():
         if type(layer).__name__ in WITHOUT_FLOAT64:
             layer.dtype_policy = _KEPT
@@ -94,7 +94,7 @@ def is_narrower(dtype: Any, other: Any) -> bool:
 
 
 def find_narrow(job: Job) -> list[Narrow]:
-    """Find, in a new trace, where model and loss narrow floats that depend on a weight."""
+    """Trace again to find where model and loss narrow floats that depend on a weight."""
     workload, model, spec = job.workload, job.step.model, job.batches.element_spec
 
     def compute(x: Any, y: Any) -> Any:
@@ -119,7 +119,7 @@ def find_narrow(job: Job) -> list[Narrow]:
 
 
 def _find_needed(outputs: Sequence[tf.Tensor]) -> set[str]:
-    """Names of operations that the outputs depend on, so without metrics."""
+    """Operations that outputs depend on: not metrics."""
     needed: set[str] = set()
     waiting = [tensor.op for tensor in outputs]
     while waiting:
@@ -131,7 +131,7 @@ def _find_needed(outputs: Sequence[tf.Tensor]) -> set[str]:
 
 
 def _find_narrowed(operation: tf.Operation, depending: set[str], precision: str) -> tf.DType | None:
-    """Return a narrower output type of an operation that depends on a weight; updates ``depending``."""
+    """Narrower output type of an operation that depends on a weight; updates ``depending``."""
     inputs = [tensor for tensor in operation.inputs if tensor.op.name in depending]
     if not inputs and operation.type not in READS:
         return None

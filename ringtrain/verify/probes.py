@@ -1,4 +1,4 @@
-"""Tests of a trained job: a non-finite step, and a loss that depends on other samples."""
+"""Tests of a trained job."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ HUGE_SCALE = 2.0**127  # of a loss; half-precision gradients overflow
 
 
 def depends_on_other_samples(job: Job, tolerance: float) -> bool:
-    """Test if a sample's loss depends on its batch, with one process.
-
-    If not, gradients and sums are those of two halves, added. Trains nothing.
-    """
+    """Compare gradients and sums of a batch with those of its halves, in one process. Trains nothing."""
     gradients = job.step.local_gradients
     if gradients.needs_every_rank or job.batches.is_counted or job.collective.world.size > 1:
         return False
@@ -43,10 +40,10 @@ def depends_on_other_samples(job: Job, tolerance: float) -> bool:
 
 
 def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
-    """Run a step that is non-finite on the last rank with samples; return the errors of all ranks. Collective.
+    """Return errors of all ranks after a step that is non-finite on the last rank with samples. Collective.
 
     With a loss scale, only gradients overflow. Otherwise the last weight is NaN, and so are the loss and all gradients.
-    (With earlier weights, some layers would raise for NaN.)
+    (NaN in earlier weights makes some layers raise.)
     """
     assert batch is not None
     step, collective, rank = job.step, job.collective, job.collective.world.rank
@@ -81,7 +78,7 @@ def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
 
 
 def report_by_rank(collective: Collective, mine: Sequence[str], words: str) -> list[str]:
-    """Report each rank's first item. Collective."""
+    """First item of each rank. Collective."""
     found = all_gather_object(collective, list(mine), name="nonfinite")
     return [f"rank {rank} {words.format(names[0])}" for rank, names in enumerate(found) if names]
 

@@ -1,4 +1,4 @@
-"""Record one run of ``verify``, in a process that it starts for a world size."""
+"""One run of ``verify``, in a process for a world size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from ringtrain.verify.trials import (
 )
 from ringtrain.workloads.base import Workload
 
-# Noise in the other ranks' initial values, to test rank 0's broadcast.
+# In other ranks' initial values, to test rank 0's broadcast.
 NOISE = 1.0
 OWN_MICRO_BATCHES = "compares the samples of a micro-batch, so that with --accumulate world sizes may differ"
 NEVER_CALLED = "never called; a step here is the workload's loss, metrics and optimizer (train such a model by fit)"
@@ -75,9 +75,9 @@ class Recorder(Action):
 def record(
     workload: Workload, config: Config, collective: Collective, directory: Path, *, is_reference: bool = False
 ) -> None:
-    """Train all trials of a world size (``trials.py``); rank 0 writes ``NAME.npz``.
+    """Train all trials (``trials.py``); rank 0 writes ``NAME.npz``.
 
-    A reference also trains from weights changed in their last bit (``NAME-perturbed.npz``), to measure rounding.
+    A reference also writes ``NAME-perturbed.npz``, from weights changed in their last bit, to measure rounding.
     """
     why_no_micro_batches = ""
     for trial in plan_trials(config, is_reference=is_reference):
@@ -100,7 +100,7 @@ def record(
 def record_trial(
     workload: Workload, trial: Trial, collective: Collective, directory: Path, *, is_reference: bool
 ) -> TrainStep:
-    """Widen the trial's types if its code permits."""
+    """Widen types if the code permits."""
     for widens in (True, False):
         with contextlib.ExitStack() as scope:
             changed: list[str] = []
@@ -125,7 +125,7 @@ def write_skipped(trial: Trial, reason: str, collective: Collective, directory: 
 def create_recorded_job(
     workload: Workload, trial: Trial, collective: Collective, *, freezes: bool = True
 ) -> tuple[Job, list[str]]:
-    """Return a job without known differences between world sizes, and notes about them."""
+    """Job without known differences between world sizes, and notes about them."""
     keras.utils.clear_session()
     notes: list[str] = []
     config = trial.config
@@ -173,7 +173,6 @@ def create_recorded_job(
 
 @contextlib.contextmanager
 def explaining_float64(config: Config) -> Iterator[None]:
-    """Explain errors of code or layers that do not compute in float64."""
     try:
         yield
     except (TypeError, ValueError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as error:
@@ -194,7 +193,7 @@ def explaining_float64(config: Config) -> Iterator[None]:
 
 
 def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *, is_reference: bool = False) -> None:
-    """Train and write results; a reference also with perturbed weights."""
+    """A reference also trains with perturbed weights."""
     first, slots = [variable.numpy() for variable in job.step.variables], job.step.gather_shared_out()
     narrow = [] if trial.is_lossy else find_narrow(job)
     types = [lossy_type(trial.config)] if trial.is_lossy else [trial.config.precision, *(n.dtype for n in narrow)]
@@ -294,7 +293,7 @@ def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
 
 
 def match_regularizers(layer: keras.layers.Layer) -> None:
-    """Cast a layer's regularization factors to its type: Keras keeps that of their creation."""
+    """Keras keeps the factors' type of creation."""
     for regularizer in [value for name, value in vars(layer).items() if name.endswith("regularizer") and value]:
         for name, factor in vars(regularizer).items():
             if isinstance(factor, tf.Tensor) and factor.dtype.is_floating:
@@ -302,13 +301,12 @@ def match_regularizers(layer: keras.layers.Layer) -> None:
 
 
 def draws(layer: keras.layers.Layer) -> bool:
-    """True if a layer draws random numbers in training: Keras' have seed generators."""
+    """Keras' layers that draw have seed generators."""
     rates = [getattr(layer, name) for name in ("dropout", "recurrent_dropout") if hasattr(layer, name)]
     return bool(layer._seed_generators) and (not rates or any(rates))
 
 
 def call_without_training(layer: keras.layers.Layer) -> None:
-    """Make a layer that draws random numbers compute as in inference."""
     call = layer.call
     signature = inspect.signature(call)
     if "training" not in signature.parameters:
@@ -328,7 +326,7 @@ def call_without_training(layer: keras.layers.Layer) -> None:
 
 
 def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:
-    """Make all variables wrong, so that a missing broadcast shows."""
+    """Shows a missing broadcast."""
     generator = np.random.default_rng(seed)
     for variable in variables:
         noise = generator.normal(scale=NOISE, size=variable.shape)
@@ -337,7 +335,7 @@ def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:
 
 
 def perturb(variables: Sequence[keras.Variable], computed_in: str) -> None:
-    """Change each number in its last bit, up or down at random."""
+    """Change each number in its last bit, at random."""
     generator = np.random.default_rng(1)
     for variable in variables:
         if variable.dtype in ("float32", "float64"):

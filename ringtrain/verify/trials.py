@@ -1,6 +1,6 @@
-"""The trainings that ``verify`` compares: in float64, in float32, and other paths of a step.
+"""The trainings that ``verify`` compares.
 
-Paths depend on hardware: gradients in one sum or in groups, updates sharded or not. All are tried on every machine.
+Paths depend on hardware: gradients in one sum or in groups, updates sharded or not. All are tried everywhere.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ class Trial:
 
     @property
     def is_lossy(self) -> bool:
-        """True for the settings' own precision and compression."""
+        """The settings' own precision and compression."""
         return self.name == OWN
 
 
 def plan_trials(config: Config, *, is_reference: bool) -> list[Trial]:
-    """Trials of one world size."""
     exact = dataclasses.replace(config, precision="float64", compression="none")
     lossy = describe_lossy(config)
     trials = [
@@ -78,7 +77,7 @@ def plan_trials(config: Config, *, is_reference: bool) -> list[Trial]:
 
 
 def plan_other_paths(exact: Config) -> list[Trial]:
-    """Paths that the settings do not take; compared with the first steps of the reference."""
+    """Compared with the first steps of the reference."""
     sharded = dataclasses.replace(exact, shard_optimizer=not exact.shard_optimizer)
     accumulating = dataclasses.replace(exact, accumulate=1 if exact.accumulate > 1 else 2)
     return [
@@ -110,7 +109,6 @@ def without_micro_batches(trial: Trial, config: Config) -> Trial:
 
 
 def lossy_type(config: Config) -> str:
-    """Narrowest type of computation or gradients."""
     types = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
     return types.get(config.precision, "float16")
 

@@ -63,7 +63,7 @@ def run_group(size: int, arguments: Sequence[str]) -> None:
 
 
 def parse_world_sizes(text: str) -> list[int]:
-    """At least two different sizes, such as ``1,2,3``."""
+    """At least two, such as ``1,2,3``."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,5}", word) for word in words) or len(set(words)) < 2:
         raise UsageError(
@@ -73,7 +73,6 @@ def parse_world_sizes(text: str) -> list[int]:
 
 
 def choose_steps(defaults: Mapping[str, Any]) -> int:
-    """The workload's default, unless missing or above MAX_DEFAULT_STEPS."""
     steps = defaults.get("steps") or DEFAULT_STEPS
     return steps if steps <= MAX_DEFAULT_STEPS else DEFAULT_STEPS
 
@@ -86,10 +85,7 @@ def verify(
     with_oracle: bool,
     print_line: Callable[[str], None],
 ) -> list[str]:
-    """Train with each world size, write records to an empty directory, and compare.
-
-    Returns the report; ReplicasDifferError contains it if sizes differ.
-    """
+    """Write records to an empty directory and compare. ReplicasDifferError contains the report if sizes differ."""
     # As Ctrl-C: the exception ends the processes.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 

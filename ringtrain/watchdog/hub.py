@@ -1,8 +1,8 @@
-"""Communication between watchdogs, independent of collectives: a star of TCP connections to rank 0.
+"""Communication between watchdogs, independent of collectives: TCP connections of all ranks to rank 0.
 
 Messages are JSON lines of bounded size; nothing received is executed. Both ends prove knowledge of the run's token,
-which rank 0 draws and sends by the collective, never here: each signs the other's fresh nonce, which prevents replays.
-Unproven peers are dropped after seconds, or earlier if there are too many; a rank that was dropped retries.
+which rank 0 draws and sends by the collective, never here: each signs the other's fresh nonce, against replays.
+Unproven peers are dropped after seconds, or if too many; dropped ranks retry.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def draw_token() -> str:
 
 
 def listen(world: World) -> tuple[socket.socket, list[str]]:
-    """Rank 0's listening socket, and its addresses; others use the first that answers."""
+    """Addresses: others use the first that answers."""
     is_one_node = world.local_size == world.size
     has_both = not is_one_node and socket.has_dualstack_ipv6()
     listener = socket.create_server(
@@ -63,7 +63,7 @@ def find_addresses() -> list[str]:
 
 
 class Star:
-    """The connections of one rank, used by one thread: rank 0 to all others, or another to rank 0."""
+    """Used by one thread. Rank 0: connections to all others; others: to rank 0."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -90,13 +90,13 @@ class Star:
             os.write(self._wake_writer, b"\0")
 
     def accept_from(self, listener: socket.socket, *, token: str, size: int) -> None:
-        """Accept ``size - 1`` other ranks."""
+        """``size - 1`` other ranks."""
         self._token, self._max_strangers = token.encode(), size + MORE_STRANGERS
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def connect_to(self, addresses: Sequence[str], port: int, *, token: str) -> None:
-        """Connect to the first of rank 0's addresses that answers; ``receive`` retries until authenticated."""
+        """The first address that answers; ``receive`` retries until authenticated."""
         self._token, self._addresses, self._port = token.encode(), list(addresses), port
         self._connect(CONNECT_SECONDS)
 
@@ -115,7 +115,7 @@ class Star:
         raise failure
 
     def receive(self, seconds: float) -> list[tuple[int, Message | None]]:
-        """Return (rank, message) pairs that arrive within ``seconds``; None: the connection has ended."""
+        """(rank, message) pairs within ``seconds``; None: the connection has ended."""
         came: list[tuple[int, Message | None]] = []
         end = time.monotonic() + seconds
         while True:
@@ -151,7 +151,7 @@ class Star:
         os.close(self._wake_writer)
 
     def _proof(self, rank: int, *, asked: str, drawn: str) -> str:
-        """Prove to the drawer of ``asked`` that ``rank``, which drew ``drawn``, knows the token."""
+        """Proves to the drawer of ``asked`` that ``rank``, which drew ``drawn``, knows the token."""
         return hmac.new(self._token, f"rank {rank}, {asked}, {drawn}".encode(), hashlib.sha256).hexdigest()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -186,10 +186,7 @@ class Star:
         return came
 
     def _is_welcome(self, peer: _Peer, message: Message) -> bool:
-        """Authenticate a peer; False to drop it.
-
-        Rank 0 sends a nonce; the other signs it and sends its own, which rank 0 signs.
-        """
+        """Authenticate; False: drop. Rank 0 sends a nonce; the other signs it and sends its own, which rank 0 signs."""
         if self._rank != 0 and not peer.asked:
             peer.asked = str(message.get("nonce"))
             self._send_proof(peer)
@@ -240,7 +237,7 @@ class _Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def read(self) -> list[Message] | None:
-        """Return messages; None if the connection has ended, or sent no valid one."""
+        """None if the connection has ended, or sent no valid message."""
         try:
             data = self.socket.recv(65536)
         except BlockingIOError:
@@ -257,7 +254,7 @@ class _Peer:
         return messages if all(isinstance(message, dict) for message in messages) else None
 
     def send(self, data: bytes) -> None:
-        """Send without blocking. At most one unsent message is kept; newer ones replace it."""
+        """Does not block. At most one unsent message is kept, the latest."""
         if not self._flush():
             return
         self._unsent = data

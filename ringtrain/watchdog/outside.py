@@ -1,8 +1,8 @@
 """A process that watches its parent, a rank: ``main``.
 
-If a call holds Python's lock, the watchdog thread cannot run. So it regularly writes to a pipe how long it may be
-silent. ``faulthandler.dump_traceback_later(exit=True)`` goes by the clock: it would end a rank that was stopped (by a
-debugger or Slurm) when it continues. This process counts ticks, except while its parent is stopped.
+If a call holds Python's lock, the watchdog thread cannot run. So it reports by a pipe how long it may be silent.
+``faulthandler.dump_traceback_later(exit=True)`` goes by the clock: it would end a rank that a debugger or Slurm had
+stopped. This process counts ticks, except while its parent is stopped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringtrain.errors import HangError
 from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.processes import read_process, start_aside
 
-# Of the permitted silence; at 1 the other ranks leave, and the launcher ends this one.
+# Of the permitted silence; at 1 the others leave, and the launcher ends this rank.
 STACKS_FACTOR, KILL_FACTOR = 0.9, 1.5
 CLOSE_SECONDS = 2.0
 
@@ -28,8 +28,8 @@ class Outside:
         self._pipe = -1  # its stdin
 
     def start(self, name: str, stacks_signal: int) -> None:
-        """``name``: of this rank; ``stacks_signal`` makes it write its stacks."""
-        # If this fails, only other ranks detect that threads cannot run.
+        """``stacks_signal`` makes this rank write its stacks."""
+        # Otherwise only other ranks detect that threads cannot run.
         with contextlib.suppress(OSError):
             arguments = [name, str(int(stacks_signal))]
             self._process = start_aside(__name__, *arguments, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -37,7 +37,7 @@ class Outside:
             os.set_blocking(self._pipe, False)
 
     def tell(self, limit: float, doing: str) -> None:
-        """Report ``doing``, and that this process may be silent for ``limit`` seconds."""
+        """``limit``: seconds that this process may be silent."""
         with contextlib.suppress(OSError):
             os.write(self._pipe, f"{limit} {doing}\n".encode())
 

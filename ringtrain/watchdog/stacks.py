@@ -1,4 +1,4 @@
-"""Python stacks of this process, for reports of hangs, and the running line of user code."""
+"""Python stacks of this process, and the running line of user code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_stacks(world: World) -> None:
 
 
 def read_stacks() -> str:
-    """Return the first lines, as many as fit into a hub message."""
+    """First lines, for a hub message."""
     lines: list[str] = []
     size = 0
     for line in map(escape, _describe_stacks()):
@@ -43,17 +43,14 @@ def read_stacks() -> str:
 
 
 def group_stacks(stacks: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Group equal stacks for an ``end`` record, rarest first."""
+    """Rarest first."""
     ranks = sorted(stacks)
     groups = group_ranks([stacks[rank] for rank in ranks], ranks)
     return [{"ranks": of_text, "text": text} for text, of_text in reversed(groups.items())][:MAX_GROUPS]
 
 
 def find_user_frame() -> str:
-    """Return the running line of user code, ``FILE:LINE (FUNCTION)`` or "".
-
-    Code called by a library, such as a generator or a callback, precedes the script's call of ``fit``.
-    """
+    """``FILE:LINE (FUNCTION)`` or ""; code called by a library, such as a callback, precedes the script's ``fit``."""
     found = ""
     for _, frame in _threads():
         own, is_called_back = None, False

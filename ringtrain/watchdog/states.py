@@ -1,4 +1,4 @@
-"""Pure functions on the states of ranks, for the detection of hangs."""
+"""States of ranks and detection of hangs; pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.activity import Note, Phase
 from ringtrain.watchdog.stacks import MAX_FRAME_LENGTH
 
-# Without notice, a rank is dead. Its launcher usually ends the others within two seconds.
+# A rank lost without notice; its launcher usually ends the others within two seconds.
 GONE_SECONDS = 20.0
 MAX_GROUPS = 6
 
@@ -59,10 +59,9 @@ def read_state(message: Mapping[str, Any]) -> RankState:
 
 
 def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all: bool) -> str | None:
-    """Return the message for a hang; None if ranks progress or have time left.
+    """Message for a hang, or None.
 
-    ``states``: of ranks that are watched and have not left. A rank that does not hear all (``sees_all``) judges only if
-    others are missing.
+    ``states``: of ranks that are watched and have not left. Without ``sees_all`` it judges only if ranks are missing.
     """
     missing = [rank for rank, state in states.items() if state.is_missing]
     if not states or not (sees_all or missing):
@@ -75,7 +74,7 @@ def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all
 
 
 def find_long_wait(states: Mapping[int, RankState], nodes: Sequence[str], hang_timeout: float) -> str | None:
-    """Return a warning if no rank progresses, but a long phase permits it; else None."""
+    """Warning that no rank progresses, if a long phase permits it."""
     if not states or min(state.all_still for state in states.values()) < hang_timeout:
         return None
     limit = find_limit(states)
@@ -89,8 +88,7 @@ def find_long_wait(states: Mapping[int, RankState], nodes: Sequence[str], hang_t
 def find_limit(states: Mapping[int, RankState]) -> float:
     """Seconds without progress until a hang.
 
-    A long phase counts only for a rank that reports it itself: not if it is missing, or waits in that phase for a busy
-    rank.
+    A long phase counts only if its rank reports it, and does not wait in it for a busy rank.
     """
     missing = [state for state in states.values() if state.is_missing]
     present = [state for state in states.values() if not state.is_missing]
@@ -104,7 +102,6 @@ def find_limit(states: Mapping[int, RankState]) -> float:
 
 
 def describe(states: Mapping[int, RankState], nodes: Sequence[str]) -> str:
-    """Describe the ranks, awaited ones first."""
     awaited = find_awaited(states)
     others = [rank for rank in states if rank not in awaited]
     parts = [
@@ -147,7 +144,7 @@ def describe_group(ranks: Sequence[int], state: RankState, nodes: Sequence[str])
 
 
 def group_alike(ranks: Sequence[int], states: Mapping[int, RankState], *, by_time: bool) -> list[list[int]]:
-    """Group ranks with equal phases (longest first if ``by_time``); the first state represents the group."""
+    """Equal phases, longest first if ``by_time``; the first state represents the group."""
     groups: dict[Any, list[int]] = {}
     for rank in ranks:
         state = states[rank]

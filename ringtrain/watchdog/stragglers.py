@@ -1,8 +1,7 @@
-"""Detection of a rank that computes slowly, so that all others wait in each step.
+"""Detection of a rank that computes slowly.
 
-Step times are equal on all ranks. So each rank samples if one of its threads is runnable (proc(5): state R). A rank
-with slow, throttled or shared cores always is; waiting ranks are not. Not detected: waits too short to sleep, and GPU
-work.
+Step times are equal on all ranks. So each rank samples if one of its threads is runnable (proc(5): state R): always on
+a slow rank, not on waiting ones. Not detected: waits too short to sleep, and GPU work.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Looks:
         self._left_out |= set(threads)
 
     def look(self) -> None:
-        """Sample once; the calling thread is not counted."""
+        """The calling thread is not counted."""
         self.times += 1
         others = list_threads() - self._left_out - {threading.get_native_id()}
         threads = (read_process(f"self/task/{thread}") for thread in others)
@@ -38,14 +37,14 @@ class Looks:
 
 
 class Stragglers:
-    """Finds, on rank 0, a rank that always works while others wait."""
+    """On rank 0."""
 
     def __init__(self) -> None:
         self._begun: dict[int, tuple[int, int]] = {}
         self._windows_slow: dict[int, int] = {}
 
     def compare(self, looks: Mapping[int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
-        """Return slow ranks, once, with the runnable shares of the rank and of the others.
+        """New slow ranks, with runnable shares of the rank and the others.
 
         ``looks``: per rank, samples and runnable ones; empty if not training.
         """
@@ -65,7 +64,6 @@ class Stragglers:
 
 
 def find_slow(shares: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    """Return ranks that almost always are runnable while most others are not, with both shares."""
     slow = {}
     for rank, share in shares.items():
         others = [other for number, other in shares.items() if number != rank]

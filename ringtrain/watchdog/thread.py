@@ -1,8 +1,8 @@
 """The watchdog thread of each rank, which ends hung runs.
 
-Rank 0 hears all ranks and judges; if rank 0 is missing, each rank does. After ``--hang_timeout`` without progress each
-rank writes its stacks, rank 0 reports all phases, and all exit with code 6. Time is counted in ticks of this thread,
-not by a clock, so that a stopped or suspended process detects no hang.
+Rank 0 hears all ranks and judges; if it is missing, each rank does. After ``--hang_timeout`` without progress ranks
+write their stacks, rank 0 reports all phases, and all exit with code 6. Time is counted in ticks of this thread, so
+that a stopped process detects no hang.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ringtrain.watchdog.stragglers import Looks, Stragglers, describe_slow
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
 
-# Sent by any process; the rank writes its stacks, even if no thread can run.
+# Any process may send it; the rank writes its stacks, even if no thread can run.
 STACKS_SIGNAL = signal.SIGRTMIN + 6
 LONGEST_TICK_SECONDS = 1.0
 STACKS_SECONDS = 3.0
@@ -51,10 +51,10 @@ Report = Callable[[RingtrainError], None]
 
 
 class Watchdog:
-    """Watches this rank, and all ranks once connected. ``hang_timeout`` 0 disables it."""
+    """Watches this rank, then all. ``hang_timeout`` 0 disables it."""
 
     def __init__(self, world: World, hang_timeout: float, *, report: Report, warn: Callable[[str], None]) -> None:
-        """``report`` prints the reason for the end; ``warn`` warns. The thread calls them."""
+        """The thread calls ``report`` with the reason for the end, and ``warn``."""
         self._world, self._hang_timeout = world, hang_timeout
         self._report, self._warn = report, warn
         self._write_end: Report = lambda error: None
@@ -94,7 +94,7 @@ class Watchdog:
             self._threads_before = list_threads()
 
     def meet(self, collective: Collective) -> None:
-        """Connect the watchdogs. Collective."""
+        """Collective."""
         from ringtrain.collectives import all_gather_object
 
         world = self._world
@@ -123,19 +123,16 @@ class Watchdog:
         self._star.wake()
 
     def write_by(self, *, write_end: Report, warn: Callable[[str], None] | None) -> None:
-        """Set the writers for the ``end`` record and for warnings; None: unchanged."""
+        """None: unchanged."""
         self._write_end = write_end
         self._warn = warn or self._warn
 
     def record_end(self, error: RingtrainError) -> None:
-        """Write the ``end`` record for a lost rank 0, with a time limit."""
+        """For a lost rank 0; bounded."""
         run_bounded(lambda: self._write_end(error), RECORD_SECONDS)
 
     def begin_leaving(self, exit_code: int, last_words: Callable[[], None] = lambda: None) -> None:
-        """Bound the time to leave; then exit with ``exit_code``.
-
-        Does not return if the watchdog has begun to end the process.
-        """
+        """Bound the time to leave. Does not return if the watchdog has begun to end the process."""
         if not self._hang_timeout:
             return
         activity.note(Phase.LEAVE)
@@ -156,7 +153,6 @@ class Watchdog:
             pass
 
     def stop(self) -> None:
-        """Leave the other watchdogs."""
         if self._hang_timeout:
             self._is_stopped = True
             activity.when_it_may_not_take_long(None)
@@ -179,7 +175,7 @@ class Watchdog:
                 self._count(seconds)
                 for rank, message in came:
                     self._take(rank, message)
-                if now >= next_look:  # if the training thread woke this one, the sample would be biased
+                if now >= next_look:  # biased if the training thread woke this one
                     next_look = now + self._tick
                     self._find_refined()
                     if self._world.size > 1:
@@ -195,7 +191,6 @@ class Watchdog:
                 self._star.send({"bye": True})
 
     def _count(self, seconds: float) -> None:
-        """Count time for all ranks, unless this one has progressed."""
         self._states = {rank: state.later(seconds) for rank, state in self._states.items()}
         seen = activity.current()
         is_same = len(self._seen) == len(seen) and all(a is b for a, b in zip(seen, self._seen, strict=True))
@@ -207,7 +202,7 @@ class Watchdog:
             self._where, self._refined = "", None
 
     def refine_by(self, refine: Callable[[Note], Note]) -> None:
-        """Set a function that refines the phase of a still rank; the thread waits briefly for it."""
+        """``refine`` gives the phase of a still rank precisely; the thread waits briefly for it."""
         self._refine = refine
 
     def _find_refined(self) -> None:
@@ -232,7 +227,7 @@ class Watchdog:
         )
 
     def _take(self, rank: int, message: Message | None) -> None:
-        """Handle another rank's message; None: lost without notice."""
+        """None: lost without notice."""
         if message is None:
             note_lost(name_ranks([rank], self._nodes))
             if rank in self._states:
@@ -248,7 +243,6 @@ class Watchdog:
                 self._unheard.discard(rank)
 
     def _tell(self) -> None:
-        """Report to other ranks and the outside process."""
         mine = self._my_state
         looks = self._looks_at[self._world.rank] = (self._looks.times, self._looks.times_runnable)
         self._star.send({**mine.to_message(), "looks": looks})
@@ -298,7 +292,7 @@ class Watchdog:
         start_bounded(lambda: self._warn(warning))
 
     def _end(self, hang: str, *, judges: bool) -> None:
-        """End this process and, as the judge, the others; does not return."""
+        """Does not return."""
         is_rank0 = self._world.is_rank0
         error = HangError(
             f"{hang} Each rank that could has written its stacks to its error stream. If something may take so long, "
@@ -306,7 +300,7 @@ class Watchdog:
             reach="run" if is_rank0 else "rank",
         )
         self._outside.tell(ENDING_SECONDS, "ends")
-        # Rank 0 waits for all stacks before it records; a launcher is notified at once.
+        # Rank 0 first waits for all stacks; a launcher is notified at once.
         if judges and is_rank0:
             told = {"event": "end", "status": error.status(), "exit_code": error.exit_code, "message": str(error)}
             start_bounded(lambda: tell_end(told))
@@ -331,12 +325,12 @@ class Watchdog:
         # If all ranks judge, one report per node suffices.
         if judges and (is_rank0 or self._world.rank == 1 or self._world.local_rank == 0):
             run_bounded(lambda: self._report(error), RECORD_SECONDS)
-        elif judges:  # the launcher ends the others after this process, maybe before they judge
+        elif judges:  # the launcher then ends the others, maybe before they judge
             time.sleep(STACKS_SECONDS)
         os._exit(HangError.exit_code)
 
     def _wait_for(self, ranks: set[int], seconds: float) -> None:
-        """Wait until these ranks have replied or ended."""
+        """Until they have replied or ended."""
         end = time.monotonic() + seconds
         waited = {rank for rank in ranks if rank in self._states and not self._states[rank].is_missing}
         if not self._world.is_rank0:

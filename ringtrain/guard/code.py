@@ -45,7 +45,7 @@ def package_version(package: str) -> str | None:
 
 
 def _file_of(module: object) -> str | None:
-    """Without ``getattr``, which would load lazy modules."""
+    """Avoid ``getattr``, which would load lazy modules."""
     return vars(module).get("__file__") if isinstance(module, ModuleType) else None
 
 
@@ -56,7 +56,7 @@ def _label(name: str, file: Path) -> str:
 
 
 def _read_lines(name: str, module: ModuleType, file: str) -> list[str] | None:
-    """None without source."""
+    """Return None without source."""
     path = Path(file)
     if path.suffix == ".py" and path.is_file():
         return path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -72,7 +72,7 @@ def find_other_contents(former: Any, current: Mapping[str, str]) -> list[str]:
 def _find_first_value(
     collective: Collective, array: tf.Tensor, speakers: Sequence[int], *, name: str
 ) -> tuple[str, list[str]] | None:
-    """First difference beyond rounding: position and ranks' values. Collective."""
+    """Return position and ranks' values of the first difference beyond rounding. Collective."""
     sample = _find_first_row(collective, array, speakers, name=f"{name}/samples", may_be_rounding=True)
     if sample is None:
         return None
@@ -88,7 +88,7 @@ def _find_first_value(
 def _find_first_row(
     collective: Collective, array: Any, speakers: Sequence[int], *, name: str, may_be_rounding: bool
 ) -> int | None:
-    """First row of an array [n, ...] that differs, preferably beyond rounding, by division of blocks. Collective.
+    """Find the first row of an array [n, ...] that differs, preferably beyond rounding. Collective.
 
     ``speakers``: per rank, the first rank with equal data. None if ``may_be_rounding`` and nothing differs by more.
     """

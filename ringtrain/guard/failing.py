@@ -31,7 +31,7 @@ def is_raised_by_rank0(error: BaseException) -> bool:
 
 
 def _meet_over_horovod(horovod: Any, digest: bytes) -> bool:
-    """Horovod matches operations in a tf.function by name; eager ones would match any other."""
+    """Gather in a tf.function, in which Horovod matches operations by name; eager ones would match any other."""
     found: list[bool] = []
 
     def meet() -> None:
@@ -59,7 +59,7 @@ def _meet_over_horovod(horovod: Any, digest: bytes) -> bool:
 
 
 def _meet_over_mpi(mpi: Any, digest: bytes) -> bool:
-    """Messages do not disturb collectives."""
+    """Compare by messages, which do not disturb collectives."""
     ranks, end = mpi.COMM_WORLD, time.monotonic() + MEETING_SECONDS
     if ranks.Get_rank() == 0:
         sent = [ranks.Isend(digest, dest=rank, tag=TAG) for rank in range(1, ranks.Get_size())]
@@ -81,7 +81,7 @@ def describe_same(error: BaseException, world: World) -> str:
 
 @functools.cache
 def show_once(world: World) -> None:
-    """Only rank 0 prints an error of all ranks."""
+    """From now on, only rank 0 prints an error of all ranks."""
     plain = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

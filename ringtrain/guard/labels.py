@@ -27,7 +27,7 @@ class Labels:
     num_classes: int
 
     def check(self, y: Any, indices: Any, *, of: str) -> None:
-        """``indices`` [n]: of the samples in ``y``."""
+        """Raise DataError for invalid labels; ``indices`` [n] are of the samples in ``y``."""
         labels = np.asarray(tf.nest.flatten(y)[self.place])
         if not labels.size or (labels.min() >= 0 and labels.max() < self.num_classes):
             return
@@ -41,13 +41,13 @@ class Labels:
 
 
 def find_labels(function: Any, batch_spec: Batch) -> Sequence[Labels]:
-    """Parts of y that reach a sparse cross-entropy unmodified."""
+    """Find parts of y that reach a sparse cross-entropy unmodified."""
     first = len(tf.nest.flatten(batch_spec.x))
     return find_labels_of(function.graph, function.graph.inputs[first : first + len(tf.nest.flatten(batch_spec.y))])
 
 
 def find_labels_of(graph: Any, y: Sequence[tf.Tensor]) -> Sequence[Labels]:
-    """``y``: the graph's inputs."""
+    """``y`` are inputs of the graph."""
     inputs = {tensor.ref(): place for place, tensor in enumerate(y)}
     found = set()
     for operation in graph.get_operations():
@@ -62,7 +62,7 @@ def find_labels_of(graph: Any, y: Sequence[tf.Tensor]) -> Sequence[Labels]:
 
 
 def keeps_labels(augment: Augment, source: ArraySource) -> bool:
-    """The trace of ``augment`` returns y unchanged."""
+    """True if the trace of ``augment`` returns y unchanged."""
     kept = []
 
     def look(one: Any, other: Any) -> None:

@@ -15,7 +15,7 @@ OF_A_RANK = ("initializer", "seed", "build_config")
 
 
 def describe_layers(model: keras.Model, is_own: Callable[[keras.Layer], bool] = lambda layer: False) -> list[str]:
-    """Must be equal on all ranks; without layers that a rank trains alone."""
+    """Settings that must be equal on all ranks, without layers that a rank trains alone."""
     import keras
 
     containers = (keras.Sequential, keras.Model, keras.layers.InputLayer)  # their layers are listed separately
@@ -46,7 +46,7 @@ def _flatten(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plain(value: Any) -> str:
-    """Equal on all ranks: of other objects, the type."""
+    """Text that is equal on all ranks: of other objects, the type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return str(value)
     if isinstance(value, (list, tuple)):

@@ -53,14 +53,14 @@ MAX_VALUE_LENGTH = 160
 
 
 def require_same_start(collective: Collective, config: Config, *, command: str, environ: Mapping[str, str]) -> None:
-    """Must be the first collective operation."""
+    """Compare the start. Must be the first collective operation."""
     facts = {"command": command, "communication": collective.description, **describe_start(config, environ)}
     require_alike(collective, facts, UsageError, OTHER_START, name="preflight/start")
     require_same_code(collective, name="preflight/code")
 
 
 def require_same_code(collective: Collective, *, name: str) -> None:
-    """On the ranks that have loaded it."""
+    """Compare user code, on the ranks that have loaded it."""
     facts = describe_loaded_code()
     mine = {fact: digest([value] if isinstance(value, str) else value) for fact, value in facts.items()}
     whole = digest([f"{fact} {value}" for fact, value in mine.items()])
@@ -74,7 +74,7 @@ def require_same_code(collective: Collective, *, name: str) -> None:
 
 
 def require_same_sources(collective: Collective, sources: Sources) -> None:
-    """Number and kind of samples; see ``require_same_contents``."""
+    """Compare number and kind of samples; see ``require_same_contents``."""
     facts = dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items())))
     require_alike(collective, facts, DataError, OTHER_DATA, name="preflight/sources")
 
@@ -119,13 +119,13 @@ def summarize(facts: Facts) -> dict[str, Any]:
 
 
 def find_differing(summaries: Sequence[Summary]) -> list[str]:
-    """In the order of the facts."""
+    """Return the names in the order of the facts."""
     names = dict.fromkeys(itertools.chain.from_iterable(summaries))
     return [name for name in names if any(s.get(name) != summaries[0].get(name) for s in summaries)]
 
 
 def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str]) -> str:
-    """Single ranks first."""
+    """List single ranks first."""
     usual, *odd = group_ranks(values).items()
     said = []
     for value, ranks in [*odd, usual]:
@@ -161,12 +161,12 @@ def describe_package() -> dict[str, list[str]]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """None if not installed."""
+    """Versions; None if not installed."""
     return {package: package_version(package) for package in PACKAGES}
 
 
 def describe_device_kind() -> str:
-    """GPUs by compute capability, which determines the bits of an update; names include the memory size."""
+    """Name compute capability, which determines the bits of an update; GPU names include the memory size."""
     import tensorflow as tf
 
     gpus = tf.config.get_visible_devices("GPU")
@@ -227,7 +227,7 @@ def digest(texts: Sequence[str]) -> str:
 def find_first_difference(
     collective: Collective, entries: Sequence[str], summaries: Sequence[Any], *, name: str
 ) -> tuple[int, list[str]]:
-    """Number (from 1) of the first different entry, and each rank's value. Collective.
+    """Return the number (from 1) of the first different entry, and each rank's value. Collective.
 
     The first of equal ranks sends. Different lists precede a missing one (summary None).
     """

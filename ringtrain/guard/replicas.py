@@ -36,7 +36,7 @@ class ReplicaGuard:
         self._equal_at: int | None = None
 
     def check(self, step: int) -> None:
-        """Collective."""
+        """Raise ReplicasDifferError if values differ. Collective."""
         if self._collective.world.size == 1 or self._equal_at == step:
             return
         hashes = [hash_bits(_values_of(v)) for v in self._variables.values()]
@@ -55,7 +55,7 @@ class ReplicaGuard:
 
 
 def hash_bits(array: np.ndarray) -> int:
-    """Differs for arrays of the same type and shape that differ in one word; below 2^64."""
+    """Hash below 2^64; differs if arrays of one type and shape differ in one word."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     num_whole = data.size // WORD_BYTES * WORD_BYTES
     words = data[:num_whole].view(np.uint32)
@@ -86,7 +86,7 @@ def describe_drift(
 
 
 def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str] | Mapping[int, str]) -> str:
-    """The minority, if any."""
+    """Name the minority, if any."""
     most, *few = groups
     if 2 * len(most) > sum(map(len, groups)):
         odd = sorted(itertools.chain.from_iterable(few))
@@ -95,5 +95,5 @@ def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str] | Mapp
 
 
 def _values_of(variable: keras.Variable) -> Any:
-    """Flat, on the host: TensorFlow makes no array of a bfloat16 scalar."""
+    """Flatten: TensorFlow makes no array of a bfloat16 scalar."""
     return np.asarray(tf.reshape(variable.value, [-1]))

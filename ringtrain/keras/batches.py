@@ -146,7 +146,7 @@ class Batches:
                 activity.move()
 
     def _read(self, iterator: Any, number: int, start: Place, *, may_end: bool = False) -> None:
-        """Skip batches; if ``may_end``, fewer suffice: the last call of the training function."""
+        """Skip batches. If ``may_end``, fewer suffice: the training function's last call may have had fewer."""
         for place in range(number):
             activity.move()
             if next(iterator, _NOTHING) is _NOTHING:

@@ -32,7 +32,7 @@ class Distributed:
 
     @functools.cached_property
     def _agg_helper(self) -> Accumulation | None:
-        """None if every pass is reduced. (Upstream's name.)"""
+        """Accumulation; None if every pass is reduced. (Upstream's name.)"""
         passes, averages = self._accumulation
         return Accumulation(passes, averages=averages) if passes > 1 else None
 
@@ -119,13 +119,13 @@ def apply_reduced(
 
 
 def find_distributed(optimizer: Any) -> Distributed | None:
-    """This optimizer, or the one inside a LossScaleOptimizer."""
+    """Return this optimizer, or the one inside a LossScaleOptimizer."""
     candidates = (optimizer, getattr(optimizer, "inner_optimizer", None))
     return next((candidate for candidate in candidates if isinstance(candidate, Distributed)), None)
 
 
 def check_parts(optimizer: Any) -> None:
-    """Other parts of a ``MultiOptimizer`` would not be reduced."""
+    """Refuse distributed parts of a ``MultiOptimizer``: others would not be reduced."""
     names = [part.name for part in getattr(optimizer, "optimizers", ()) if find_distributed(part) is not None]
     if names:
         raise UsageError(

@@ -117,7 +117,7 @@ class Exchange:
         return variable_key(variable) in self._local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Gradients:
-        """Accumulation returns this rank's sums until its last pass. Gradients that ``remember`` got are unchanged."""
+        """Reduce; accumulation returns local sums until its last pass. Skip gradients given to ``remember``."""
         gradients = list(gradients)
         if self._last and list(map(id, gradients)) == list(map(id, self._last)):
             return gradients
@@ -221,7 +221,7 @@ class Exchange:
 
     @property
     def sums_natively(self) -> bool:
-        """For the last traced step."""
+        """True if the last traced step has native sums."""
         return any(one.is_native for one in self._step.read())
 
     def begin_fit(self, *, may_sum_natively: bool) -> bool:
@@ -230,7 +230,7 @@ class Exchange:
         return self._traced_natively is not None and self._traced_natively != may_sum_natively
 
     def end_fit(self) -> None:
-        """Later traces belong to a custom loop, whose length may differ between ranks."""
+        """Forbid native sums in later traces, of custom loops: their length may differ between ranks."""
         Exchange._fit, self.may_sum_natively = None, False
 
     def _reduction(self, gradients: Gradients, variables: Sequence[Any], *, natively: bool) -> GradientReduction:
@@ -282,7 +282,7 @@ class Accumulation:
             total.assign(tf.zeros_like(total))
 
     def is_complete(self) -> tf.Tensor:
-        """bool []."""
+        """True if the last pass was reduced, bool []."""
         return tf.equal(self.counter, 0)
 
     def reduce(
@@ -314,7 +314,7 @@ class Accumulation:
 
 
 def variable_key(variable: Any) -> Hashable:
-    """Equal for a Keras variable and its TensorFlow variable."""
+    """Return the same key for a Keras variable and its TensorFlow variable."""
     return (variable.value if isinstance(variable, keras.Variable) else variable).ref()
 
 

@@ -19,7 +19,7 @@ from ringtrain.training.session import RunSession
 
 @dataclasses.dataclass(frozen=True)
 class Means:
-    """Over the samples of all ranks."""
+    """Means over the samples of all ranks."""
 
     values: dict[str, float]
     samples: int = 0  # 0: unknown
@@ -56,7 +56,7 @@ class FitLog:
             self._sums_before, self._carried = -self._carried, None
 
     def take_means(self, step: int, logs: Mapping[str, Any]) -> Means:
-        """Collective."""
+        """Return means since the last line. Collective."""
         sums = self._metrics.sum()
         values, samples = self._metrics.read(sums if self._sums_before is None else sums - self._sums_before)
         if values.keys() != logs.keys() or not samples:  # a train_step that returns other values
@@ -76,7 +76,7 @@ class FitLog:
         self._session.log("train", values | speed, step=step, epoch=round(epoch, 4), samples_seen=samples_seen)
 
     def read_validation(self, logs: Mapping[str, Any]) -> Means:
-        """Empty without a validation. Collective."""
+        """Return means of the validation, if any. Collective."""
         mine = {name.removeprefix("val_"): v for name, v in scalars(logs).items() if name.startswith("val_")}
         had = all_gather_object(self._collective, bool(mine), name="fit/validated")
         if not all(had):

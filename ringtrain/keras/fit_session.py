@@ -123,7 +123,7 @@ class FitSession:
         activity.note(Phase.DATA, self._step + 1, takes_long=True)
 
     def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Each rank's own state is restored if the number of ranks is the same."""
+        """Restore; each rank's own state only if the number of ranks is the same."""
         progress, size = self._progress, self._collective.world.size
         if self._is_complete:
             self.model._initial_epoch = self._config.epochs
@@ -158,7 +158,7 @@ class FitSession:
         self._log.leave_out_time()
 
     def refine(self, note: Note) -> Note:
-        """Keras reads the data within the step: report that phase as such."""
+        """Report the phase without gradients: Keras reads the data within the step."""
         if note.doing == Phase.STEP and self._votes.is_summed and not self._votes.is_reducing():
             return note._replace(doing=Phase.GRADIENTS)
         return note
@@ -198,7 +198,7 @@ class FitSession:
         self._log.leave_out_time()
 
     def take_logs(self) -> dict[str, Any]:
-        """Logs of an epoch that was resumed after its last batch."""
+        """Return the logs of an epoch that was resumed after its last batch."""
         so_far, self._metrics_so_far = self._metrics_so_far, {}
         add_metrics(self.model, so_far)  # MetricAverageCallback counts samples by it
         logs = {name.removeprefix("logs/"): value for name, value in so_far.items() if name.startswith("logs/")}
@@ -214,7 +214,7 @@ class FitSession:
 
     @property
     def _is_between(self) -> bool:
-        """False while gradients are accumulated."""
+        """True if no gradients are accumulated, which would be lost."""
         return not self._accumulation or not int(self._accumulation.counter.numpy())
 
     def _find_stopped(self, batch: int) -> bool:
@@ -254,7 +254,7 @@ class FitSession:
         activity.note(Phase.DATA, self._step + 1, takes_long=True)
 
     def end(self) -> None:
-        """Returns on all ranks only after the save."""
+        """Save the last step; return only when all ranks know."""
         if self._is_complete:
             return
         is_early = self._progress.epochs_done < (self._config.epochs or 0)
@@ -302,7 +302,7 @@ class FitSession:
         return {f"{RANKS}{rank}": part for rank, part in enumerate(parts)} | best_weights_of(self._others)
 
     def _receive_own(self, named: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """This rank's state, and callbacks' best weights. Collective."""
+        """Receive this rank's state, and callbacks' best weights. Collective."""
         world, size = self._collective.world, self._start.size or 0
         names = [f"{RANKS}{rank}" for rank in range(size)]
         of_callbacks = sorted(name for name in named if name.startswith(CALLBACKS))
@@ -362,7 +362,7 @@ class FitSession:
         self._session.write_start(parameters=self.model.count_params(), launcher=read_world(os.environ).launcher)
 
     def _write_log(self, logs: Mapping[str, Any]) -> None:
-        """Collective; raises DivergedError for a non-finite loss."""
+        """Log means; raise DivergedError for a non-finite loss. Collective."""
         activity.note(Phase.LOG, self._step)
         means = self._log.take_means(self._step, logs)
         progress, steps = self._progress, self._steps_of_epoch
@@ -374,14 +374,14 @@ class FitSession:
         self._log.write(means, self._step, epoch=epoch, samples_seen=progress.samples_seen)
 
     def _require_finite(self) -> None:
-        """The loss may hide non-finite gradients; moving statistics differ between ranks."""
+        """Check all state: the loss may hide gradients, and moving statistics differ between ranks."""
         mine = bool(_are_finite([variable.value for variable in self._variables.values()]))
         if all(all_gather_object(self._collective, mine, name="fit/finite")):
             return
         require_finite_values(self._variables, self._collective, step=self._step, though="", remedy=REMEDY)
 
     def _diverge(self, num_steps: int) -> None:
-        """Name the first ranks with non-finite gradients: the sum spreads them to all."""
+        """Name the ranks with the first non-finite gradients; the sum spreads them."""
         mine = [self._votes.first_nonfinite(), self._votes.num_reductions()]
         firsts, numbers = zip(*all_gather_object(self._collective, mine, name="fit/diverged"), strict=True)
         first = min((number for number in firsts if number), default=0)
@@ -411,6 +411,6 @@ class FitSession:
 
 @tf.function(autograph=False)
 def _are_finite(values: list[tf.Tensor]) -> tf.Tensor:
-    """bool []; one call, to be fast."""
+    """Check in one call, to be fast: bool []."""
     floating = [value for value in values if value.dtype.is_floating]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in floating])

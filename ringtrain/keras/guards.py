@@ -103,7 +103,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._num_epochs = 0
 
     def _may_sum_natively(self, collective: ProcessSetCollective) -> bool:
-        """The first True connects the ranks. Collective."""
+        """Decide on native sums, and connect the ranks for the first. Collective."""
         assert self._distributed is not None
         why_not = self._distributed.exchange.settings.why_horovod
         if self.params.get("steps") is None:
@@ -160,7 +160,7 @@ class TrainingGuard(keras.callbacks.Callback):
         return self.model in _trained_by_tape and Exchange.spans_world
 
     def _connect(self) -> ProcessSetCollective | None:
-        """None if only this rank trains the model."""
+        """Return None if only this rank trains the model."""
         if self._distributed is None:
             return None
         process_set = self._distributed.exchange.settings.process_set
@@ -171,11 +171,11 @@ class TrainingGuard(keras.callbacks.Callback):
         return ProcessSetCollective(process_set=process_set)
 
     def _spans_world(self) -> bool:
-        """False if some rank would not take part in the join."""
+        """True if all ranks take part in the join."""
         return self._distributed is not None and self._distributed.exchange.settings.process_set.process_set_id == 0
 
     def _require_same_way_on(self, *, is_end: bool) -> None:
-        """Check that all continue or all stop. Collective, between epochs and at the end."""
+        """Check that all ranks continue, or all stop. Collective, between epochs and at the end."""
         if self._collective is None:
             return
         are_at_end = all_gather_object(self._collective, is_end, name="guard_way_on")
@@ -235,7 +235,7 @@ class TrainingGuard(keras.callbacks.Callback):
 
 @functools.cache
 def _say_once(line: str) -> None:
-    """Print: the logger shows warnings only."""
+    """Print a line once; the logger shows warnings only."""
     print(f"ringtrain.keras: {line}", file=sys.stderr, flush=True)
 
 
@@ -260,7 +260,7 @@ COMPILED_REMEDY = "Compile the same model with the same optimizer on every rank:
 
 
 def describe_compiled(model: keras.Model) -> dict[str, Any]:
-    """Must be equal on all ranks."""
+    """Settings that must be equal on all ranks."""
     outer = model.optimizer
     inner = getattr(outer, "inner_optimizer", None)
     kinds = [optimizer.__class__.__name__ for optimizer in (outer, inner) if optimizer is not None]
@@ -274,7 +274,7 @@ def describe_compiled(model: keras.Model) -> dict[str, Any]:
 
 
 def read_settings(optimizer: Any) -> dict[str, str]:
-    """Empty if unknown."""
+    """Other settings of an optimizer; empty if unknown."""
     try:
         config = _without_names(optimizer.get_config())
         if isinstance(config.get("learning_rate"), float):  # the value is broadcast
@@ -288,14 +288,14 @@ def read_settings(optimizer: Any) -> dict[str, str]:
 
 
 def _without_names(config: Any) -> Any:
-    """Keras numbers names in order of creation."""
+    """Remove names, which Keras numbers in order of creation."""
     if not isinstance(config, dict):
         return config
     return {name: _without_names(value) for name, value in config.items() if name != "name"}
 
 
 def read_rate(optimizer: Any) -> float | None:
-    """None if the optimizer has no rate."""
+    """Return None if the optimizer has no rate."""
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
     try:
         return float(f"{float(rate):.7g}")  # type: ignore[arg-type]

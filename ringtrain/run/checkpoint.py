@@ -74,7 +74,7 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """See ``read_manifest`` for errors."""
+    """Read and verify; see ``read_manifest`` for errors."""
     content = read_manifest(path / MANIFEST_FILE)
     try:
         data = memoryview(_read_verified(path / VARIABLES_FILE, content["files"][VARIABLES_FILE]))
@@ -98,7 +98,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """DamagedError if missing or damaged; another DataError for other versions or missing permission."""
+    """Raise DamagedError if it is missing or damaged, another DataError for version or permission."""
     try:
         manifest = parse_json(read_bounded(path, MAX_MANIFEST_BYTES))
         content, digest = manifest["content"], manifest["sha256"]

@@ -62,7 +62,7 @@ class RunDirectoryError(RingtrainError):
 
 
 class RunDirectory:
-    """Events are thread-safe. Methods raise RunDirectoryError if the directory cannot be written."""
+    """An open run directory. Events are thread-safe; methods raise RunDirectoryError if a write fails."""
 
     def __init__(
         self, path: Path, *, may_write: Callable[[], None] = lambda: None, on_close: Callable[[], None] = lambda: None
@@ -78,7 +78,7 @@ class RunDirectory:
             self._metrics = _open_metrics(path)
 
     def write_config(self, values: Mapping[str, Any]) -> None:
-        """Written for ``--config``."""
+        """Write the configuration; ``--config`` can read it."""
         self._write(CONFIG_FILE, yaml.safe_dump(dict(values), sort_keys=False))
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class RunDirectory:
             self._has_ended |= event == "end"
 
     def _append(self, line: bytes) -> None:
-        """A full disk leaves a partial line, which readers skip."""
+        """Write a line. A full disk leaves a partial one, which readers skip."""
         data = (b"\n" if self._is_cut_off else b"") + line
         with self._explaining():
             while data:
@@ -137,12 +137,12 @@ class RunDirectory:
 
 
 def _open_metrics(path: Path) -> io.FileIO:
-    """Unbuffered: a failed write must not appear later."""
+    """Open unbuffered: a failed write must not appear later."""
     return io.FileIO(open_descriptor(path / METRICS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
 
 
 def append_event(path: Path, event: str, **values: Any) -> None:
-    """For a writer that is gone, maybe in mid-line."""
+    """Append for a writer that is gone, maybe in mid-line."""
     with open(open_descriptor(path / METRICS_FILE, os.O_RDWR), "rb+") as metrics:
         size = metrics.seek(0, os.SEEK_END)
         metrics.seek(max(0, size - 1))
@@ -188,7 +188,7 @@ def refuse_taken(output: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """None without a configuration."""
+    """Return None without a configuration."""
     file = path / CONFIG_FILE
     try:
         values = load_settings(file)
@@ -236,13 +236,13 @@ def load_settings(file: Path, *, follows_links: bool = False) -> Any:
 
 
 def _holds_something(path: Path) -> bool:
-    """More than a lease."""
+    """True if the directory has more than a lease."""
     entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     return any(entry.name != METRICS_FILE or (entry.exists() and entry.stat().st_size > 0) for entry in entries)
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """Only the start of lines that are too long."""
+    """Yield lines; of those that are too long, only the start."""
     with open_regular(file) as lines:
         require_at_most(lines, MAX_METRICS_BYTES, file)
         while line := lines.readline(MAX_LINE_BYTES):
@@ -252,7 +252,7 @@ def read_lines(file: Path) -> Iterator[bytes]:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """None if invalid; invalid times are dropped."""
+    """Return None if invalid; drop an invalid time."""
     try:
         event = parse_json(line)
     except ValueError:
@@ -269,14 +269,14 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def find_last_saved_step(path: Path) -> int | None:
-    """From events; None if none."""
+    """Return the latest step that events report as saved."""
     saved = find_events(path, "checkpoint")
     # A best checkpoint is not for resumes.
     return max((event["step"] for event in saved if "/best-" not in str(event.get("path"))), default=None)
 
 
 def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
-    """Empty without metrics.jsonl."""
+    """Return no events without metrics.jsonl."""
     word = f'"{kind}"'.encode()
     try:
         events = [parse_event(line) for line in read_lines(path / METRICS_FILE) if word in line]
@@ -298,7 +298,7 @@ def refuse_other_kinds(run: Path) -> None:
 
 
 def require_writable(directory: Path) -> None:
-    """Passes if missing."""
+    """Raise UsageError if it exists and cannot be written."""
     if not os.path.lexists(directory):
         return
     try:

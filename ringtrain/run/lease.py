@@ -45,7 +45,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if it is lost, or this process was forked from its holder."""
+        """Raise LeaseLostError if it is lost, or this process was forked from its holder."""
         if os.getpid() != self._pid:
             raise LeaseLostError(
                 f"process {os.getpid()}, which the workload's code has forked, came back from there into the training, "
@@ -83,7 +83,7 @@ class Lease:
 def acquire_lease(
     run: Path, *, environ: Mapping[str, str], print_line: Callable[[str], None] = lambda line: None
 ) -> Lease:
-    """Waits at most ``EXPIRY_SECONDS`` for a remote holder that may be gone."""
+    """Become the writer; wait at most ``EXPIRY_SECONDS`` for a remote holder that may be gone."""
     directory = run / LEASE_DIRECTORY
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
 
 
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
-    """Atomic; False if it exists."""
+    """Create a number's file atomically; return False if it exists."""
     holder = {"host": socket.gethostname(), "pid": os.getpid(), **_job(environ), **_process_identity(os.getpid())}
     with _temporary_file(directory) as (descriptor, temporary):
         with open(temporary, "x", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=descriptor)) as file:
@@ -159,7 +159,7 @@ def _job(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """An earlier start of this job: Slurm gave it up, but on a lost node it may still run, out of control."""
+    """True for an earlier start of this job: Slurm gave it up, but on a lost node it may still run."""
     mine, before = _job(environ), holder.get("restarts")
     return mine["job"] is not None and holder.get("job") == mine["job"] and before in range(mine["restarts"])
 
@@ -184,7 +184,7 @@ def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_li
 
 
 def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
-    """None if on another host or container."""
+    """Return None if the holder is on another host or in another container."""
     mine = _process_identity(os.getpid())
     if any(holder.get(key) != mine[key] for key in ("boot", "pid_namespace")):
         return None
@@ -217,7 +217,7 @@ def _process_identity(pid: int | None) -> dict[str, Any]:
 
 
 def _file_system_time(directory: Path) -> float:
-    """Maybe another host's clock."""
+    """Return the time of the file system, maybe by another host's clock."""
     with _temporary_file(directory) as (descriptor, name):
         probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=descriptor)
         try:

@@ -42,7 +42,7 @@ MAX_SIZE = 2**53  # of a batch or world
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """JSON values, sent to all ranks."""
+    """Start of a run, as JSON values for all ranks."""
 
     path: str
     name: str = field(default="", compare=False)  # as the user wrote it
@@ -107,7 +107,7 @@ def choose_directory(config: Config) -> Path:
 
 
 def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[[str], None]) -> Checkpoint | None:
-    """None: new run. Raises if settings or run differ."""
+    """Return the checkpoint, None for a new run; raise if settings or run differ."""
     former = read_config(directory.path)
     if former is None:
         return None
@@ -128,7 +128,7 @@ def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[
 
 
 def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
-    """Raises DataError if saved checkpoints are missing."""
+    """Raise DataError if saved checkpoints are missing."""
     root = directory.checkpoints
     try:
         remove_unfinished(root)
@@ -165,7 +165,7 @@ def require_resumable(checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Mapping[str, Any]) -> None:
-    """Without an identity (older versions), settings are compared."""
+    """Compare identities, or settings if an older version wrote no identity."""
     own, theirs = read_identity(directory.path), as_identity(checkpoint.run.get("identity"))
     changed = [] if own and theirs else list_changed_settings(checkpoint.run["config"], former)
     if not changed and (not own or not theirs or own["id"] == theirs["id"]):
@@ -212,7 +212,7 @@ def describe_way_on(config: Config, run: Path) -> str:
 
 
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
-    """Also False if it is to be longer now."""
+    """Return False also if the run is to be longer now."""
     then = checkpoint.run["config"]
     return checkpoint.progress.get("finished") is not None and all(
         then.get(name) == getattr(config, name) for name in (*LENGTH_SETTINGS, "stop_after")

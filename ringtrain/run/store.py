@@ -58,7 +58,7 @@ def write_checkpoint(
 
 
 def list_steps(root: Path) -> list[int]:
-    """In ascending order, damaged ones included."""
+    """List steps in ascending order, with damaged ones."""
     if not root.is_dir():
         return []
     names = [entry.name for entry in root.iterdir()]
@@ -69,7 +69,7 @@ def list_steps(root: Path) -> list[int]:
 def find_newest(
     root: Path, check: Callable[[Checkpoint], None] = lambda checkpoint: None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Latest valid checkpoint, and damages of later ones."""
+    """Return the latest valid checkpoint, and the damages of later ones."""
     damages: list[str] = []
     for step in reversed(list_steps(root)):
         path = root / step_name(step)
@@ -92,7 +92,7 @@ def find_newest(
 
 
 def find_checkpoint(source: Path, which: str = BEST) -> Path:
-    """A checkpoint, or of a run ``best`` (default: the latest), ``newest`` or a name."""
+    """Resolve a checkpoint, or a run's ``best`` (default: the latest), ``newest`` or a name."""
     if (source / MANIFEST_FILE).exists():
         return source
     root = source / "checkpoints"
@@ -110,7 +110,7 @@ def find_checkpoint(source: Path, which: str = BEST) -> Path:
 
 
 def find_best(root: Path) -> Path | None:
-    """The latest of several; None if none."""
+    """Return the latest of several best checkpoints."""
     steps = _list_bests(root)
     return root / f"{BEST}-{step_name(steps[-1])}" if steps else None
 
@@ -140,7 +140,7 @@ def tidy(root: Path, keep: int) -> None:
 
 
 def remove_unfinished(root: Path) -> None:
-    """For a process killed during a write, replacement or removal."""
+    """Clean up after a process killed during a write, replacement or removal."""
     if not root.is_dir():
         return
     with open_directory(root):  # refuses links

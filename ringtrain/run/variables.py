@@ -22,7 +22,7 @@ def is_seed_state(variable: keras.Variable) -> bool:
 
 
 def require_gradients_that_add(variables: Sequence[keras.Variable]) -> None:
-    """Keras' float8 "gradients" are new values, which cannot be summed."""
+    """Refuse Keras' float8 "gradients", which are new values and cannot be summed."""
     names = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -44,7 +44,7 @@ def named_slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[str, keras.
 
 
 def slots_that_begin_as_weights(optimizer: Any) -> list[tuple[keras.Variable, keras.Variable]]:
-    """(weight, slot) for slots initialized as copies of weights."""
+    """Pairs (weight, slot) of slots initialized as copies of weights."""
     schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # since Keras 3.14
     parts = [part for part in (optimizer, *getattr(optimizer, "optimizers", ())) if isinstance(part, schedule_free)]
     return [pair for part in parts for pair in zip(part._trainable_variables, part._momentums, strict=True)]
@@ -73,7 +73,7 @@ def broadcast_variables(variables: Sequence[keras.Variable], collective: Collect
 
 
 def plan_messages(variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
-    """Per dtype, at most BROADCAST_BYTES unless one variable is larger."""
+    """Group by dtype, at most BROADCAST_BYTES unless one variable is larger."""
     messages: list[list[keras.Variable]] = []
     open_messages: dict[str, tuple[list[keras.Variable], int]] = {}
     for variable in variables:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 
 class WeightAverages:
-    """Empty if ``decay`` is 0."""
+    """Moving average of each trainable variable; none if ``decay`` is 0."""
 
     def __init__(self, weights: Sequence[keras.Variable], *, decay: float) -> None:
         self._decay = decay

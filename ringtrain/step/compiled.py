@@ -45,11 +45,11 @@ class CompiledFunction:
 
     @property
     def has_unknown_lengths(self) -> bool:
-        """XLA compiles each length."""
+        """True if XLA would compile again for each length."""
         return not all(spec.shape.is_fully_defined() for spec in self._with_samples())
 
     def _with_samples(self) -> list[tf.TensorSpec]:
-        """Unknown numbers of samples are replaced."""
+        """Replace unknown numbers of samples."""
         return [
             tf.TensorSpec([TRIED_SAMPLES, *spec.shape[1:]], spec.dtype)
             if spec.shape.rank and spec.shape[0] is None
@@ -58,7 +58,7 @@ class CompiledFunction:
         ]
 
     def why_not(self, *arguments: Any) -> str:
-        """Operations that XLA cannot compile, or "", for the first call or ``arguments``; needs known lengths."""
+        """Return operations that XLA lacks, or "", for ``arguments`` or the first call; needs known lengths."""
         if arguments:
             composite = [leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, COMPOSITES)]
             if composite:

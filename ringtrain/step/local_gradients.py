@@ -26,7 +26,7 @@ from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 
 @dataclass(frozen=True, kw_only=True)
 class StepStructure:
-    """Equal on all ranks; those without samples need it too."""
+    """Facts from a trace, equal on all ranks; ranks without samples need them too."""
 
     metric_names: tuple[str, ...]  # in the order of their sums
     sparse_index_dtypes: tuple[tf.DType | None, ...]  # per trainable variable; None: dense
@@ -63,7 +63,7 @@ class LocalGradients:
             self.compiled = CompiledGradients(self._compute, model.trainable_variables)
 
     def __call__(self, batch: Batch, local_count: tf.Tensor) -> Forward:
-        """``local_count``: int64 []."""
+        """``local_count`` is int64 []."""
         before = [tf.convert_to_tensor(v.value) for v in self._fixed_or_state]
         if self._accumulate == 1:
             return self._of_samples(batch, 0, local_count, before, tf.constant(0))
@@ -147,7 +147,7 @@ class LocalGradients:
         return Forward(gradients, sums, [scope.get_current_value(v) for v in structure.state], structure)
 
     def _require_every_rank(self, calls: Sequence[str]) -> None:
-        """Ranks without samples would not join: a deadlock."""
+        """Refuse collectives that ranks without samples would not join."""
         if calls and not self.needs_every_rank:
             name = type(self._workload).__name__
             raise UsageError(
@@ -246,7 +246,7 @@ class CompiledGradients:
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
-    """A loop cannot carry IndexedSlices."""
+    """Unpack IndexedSlices, which a loop cannot carry."""
     return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -255,14 +255,14 @@ def _pack(gradient: tf.Tensor | tuple[tf.Tensor, tf.Tensor], variable: keras.Var
 
 
 def _add(a: Any, b: Any) -> Any:
-    """Sparse rows are concatenated."""
+    """Add gradients; concatenate sparse rows."""
     if isinstance(a, tuple):
         return tuple(tf.concat([left, right], axis=0) for left, right in zip(a, b, strict=True))
     return a + b
 
 
 def _growing_shape(gradient: Any) -> Any:
-    """The number of sparse rows grows."""
+    """Return a loop shape in which the number of sparse rows may grow."""
     if isinstance(gradient, tuple):
         return tuple(tf.TensorShape([None, *part.shape[1:]]) for part in gradient)
     return gradient.shape
@@ -285,7 +285,7 @@ def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
 
 
 def with_shape_of(variable: keras.Variable, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """Fusion depends on sizes; a rank without samples knows only the variables."""
+    """Set the static shape: fusion depends on it, and ranks without samples know only the variables."""
     if not isinstance(gradient, tf.IndexedSlices):
         gradient.set_shape(variable.shape)  # unknown after a user-defined gradient, for example
     return gradient

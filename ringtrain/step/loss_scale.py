@@ -28,7 +28,7 @@ class LossScale:
 
     @property
     def value(self) -> tf.Tensor:
-        """float32 []."""
+        """Current scale, float32 []."""
         return tf.convert_to_tensor(self._value.value) if self.is_dynamic else tf.constant(1.0)
 
     def scale(self, objective: tf.Tensor) -> tf.Tensor:

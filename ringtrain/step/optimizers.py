@@ -35,7 +35,7 @@ class FusedSGDUpdate:
 
 
 class FusedAdamUpdate:
-    """Weight decay of AdamW is separate."""
+    """Update of Adam and AdamW, whose weight decay is separate."""
 
     def update_step(self: Any, gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
         if isinstance(gradient, tf.IndexedSlices) or self.amsgrad:

@@ -58,7 +58,7 @@ def read_value(returned: tf.Tensor, name: str) -> float:
 
 
 def read_loss(returned: tf.Tensor) -> float:
-    """Not shortened."""
+    """``StepReport.loss``, not shortened."""
     samples, data_loss, regularization, *_ = returned.numpy()
     return float((data_loss + regularization) / samples)
 

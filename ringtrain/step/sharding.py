@@ -64,7 +64,7 @@ class ShardedOptimizer:
         return piece
 
     def _build(self) -> None:
-        """Records the weight of each slot."""
+        """Build the optimizer, and record the weight of each slot."""
         optimizer, add = self.optimizer, self.optimizer.add_variable_from_reference
         index_of = {optimizer._var_key(piece): index for index, piece in enumerate(self.pieces)}
 
@@ -88,7 +88,7 @@ class ShardedOptimizer:
             )
 
     def _keep_exclusions(self) -> None:
-        """Exclusions match the weights' full names, with layers."""
+        """Apply exclusions from decay, which match full names of weights, to their pieces."""
         optimizer, pairs = self.optimizer, zip(self.pieces, self._weights, strict=True)
         decays = {optimizer._var_key(piece): optimizer._use_weight_decay(weight.value) for piece, weight in pairs}
         optimizer._use_weight_decay = lambda variable: decays[optimizer._var_key(variable)]
@@ -106,7 +106,7 @@ class ShardedOptimizer:
     def reduce(
         self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor, state: Sequence[tf.Tensor]
     ) -> Reduced:
-        """All dense."""
+        """Return this rank's pieces of the sums; sparse gradients become dense."""
         return self._reduction([tf.convert_to_tensor(gradient) for gradient in gradients], control, state)
 
     def apply(self, gradients: Sequence[tf.Tensor]) -> None:
@@ -146,19 +146,19 @@ class ShardedOptimizer:
         return [g * tf.cast(scale, g.dtype) for g, scale in zip(gradients, tf.unstack(scales), strict=True)]
 
     def _sum(self, vector: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Hidden: constant on a rank without pieces."""
+        """Sum over ranks; the vector is hidden, as it is constant on ranks without pieces."""
         [total] = self._collective.all_reduce([hide(vector)], name=name, ordered=True).tensors
         return total
 
     def begin_from_weights(self) -> None:
-        """Call it before the first update."""
+        """Copy the pieces from the weights. Call it before the first update."""
         for index, (piece, weight) in enumerate(zip(self.pieces, self._weights, strict=True)):
             piece.assign(self._cut(index, weight.value))
         for piece, copy in slots_that_begin_as_weights(self.optimizer):
             copy.assign(piece.value)
 
     def gather(self, slots: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
-        """Whole slots, on rank 0 only. Collective."""
+        """Return whole slots, on rank 0 only. Collective."""
         whole = {}
         for name, slot in slots.items():
             value = self._collective.all_gather(tf.convert_to_tensor(slot.value), name=f"slots/{name}")
@@ -167,7 +167,7 @@ class ShardedOptimizer:
         return whole
 
     def scatter(self, slots: Mapping[str, keras.Variable], whole: Mapping[str, np.ndarray]) -> None:
-        """From rank 0. Collective."""
+        """Set slots from rank 0's whole ones. Collective."""
         for name, slot in slots.items():
             shape = self.shape_of(slot)
             is_rank0 = self._collective.world.is_rank0
@@ -184,7 +184,7 @@ class ShardedOptimizer:
 
 
 def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
-    """Check on a weight in pieces that updates are element-wise.
+    """Check that updates are element-wise, by updates of a weight in pieces.
 
     Raises:
         UsageError: they are not (Adafactor, Muon), or cannot be checked.
@@ -224,7 +224,7 @@ def _halve(values: np.ndarray) -> list[np.ndarray]:
 def _update(
     optimizer: keras.optimizers.Optimizer, first: Sequence[np.ndarray], gradients: Sequence[Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """With a copy of the optimizer, no clipping, and a large rate."""
+    """Update by a copy of the optimizer, without clipping, at a large rate."""
     config = optimizer.get_config() | {"learning_rate": PROBE_RATE}
     twin = type(optimizer).from_config(config)
     twin.clipnorm = twin.global_clipnorm = twin.gradient_accumulation_steps = None

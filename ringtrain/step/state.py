@@ -20,7 +20,7 @@ DIGITS, BITS = 4, 16
 
 
 class State(NamedTuple):
-    """Equal on all ranks.
+    """State after a step, equal on all ranks.
 
     Attributes:
         values: per variable, in its dtype.

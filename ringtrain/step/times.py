@@ -23,7 +23,7 @@ class StepTimes:
         self._lap_begin = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the last call, without those left out."""
+        """Return seconds since the last call, without those left out."""
         begin, self._lap_begin = self._lap_begin, time.perf_counter()
         return self._lap_begin - begin
 
@@ -47,11 +47,11 @@ class StepTimes:
         self._steps += time.perf_counter() - begin
 
     def note_communication(self, seconds: float) -> None:
-        """Seconds from this rank's last gradient to the last sum."""
+        """Add seconds from this rank's last gradient to the last sum."""
         self._communication += seconds
 
     def totals(self) -> dict[str, float]:
-        """Seconds."""
+        """Return seconds by part."""
         known = {"input_sec": self._input}
         if self._times_communication:
             known["compute_sec"] = max(0.0, self._steps - self._communication)
@@ -59,7 +59,7 @@ class StepTimes:
         return known
 
     def take(self, num_steps: int, sec_per_step: float) -> dict[str, float]:
-        """Parts of ``sec_per_step`` since the last call.
+        """Return the parts of ``sec_per_step`` since the last call.
 
         ``communication_sec``: not overlapped, with the wait for slower ranks. ``other_sec``: checks, log, copies for
         saves.

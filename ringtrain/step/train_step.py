@@ -124,7 +124,7 @@ class TrainStep:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """In the order of their sums."""
+        """Metrics, in the order of their sums."""
         return self._structure.metric_names
 
     @property
@@ -141,7 +141,7 @@ class TrainStep:
         return self._structure.state
 
     def is_traced_for(self, batch: Batch) -> bool:
-        """False if TensorFlow must trace first."""
+        """Return False if TensorFlow must trace first."""
         function = self._function_for(batch)
         return function is self._train or function.experimental_get_tracing_count() > 0
 
@@ -152,17 +152,17 @@ class TrainStep:
         return self._train_any if num_samples or self._local_gradients.needs_every_rank else self._join
 
     def python_operations(self) -> list[str]:
-        """Names of the usual step's operations that call Python."""
+        """Return operations of the usual step that call Python."""
         return python_operations(self._train.graph)
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """To broadcast: without dropout's seeds, which depend on the step, and sharded slots."""
+        """Variables to broadcast: not dropout's seeds, which depend on the step, nor sharded slots."""
         return list(self.named_variables.values())
 
     @property
     def named_variables(self) -> dict[str, keras.Variable]:
-        """Equal on all ranks, with names such as ``weights/digits``."""
+        """Variables equal on all ranks, with names such as ``weights/digits``."""
         sharded = self.sharded
         return {name: v for name, v in self._name_all().items() if sharded is None or not sharded.is_shared_out(v)}
 
@@ -179,7 +179,7 @@ class TrainStep:
 
     @property
     def names(self) -> list[str]:
-        """In a checkpoint."""
+        """Names of all variables in a checkpoint."""
         return list(self._name_all())
 
     def gather_shared_out(self) -> dict[str, np.ndarray]:
@@ -206,7 +206,7 @@ class TrainStep:
         )
 
     def find_nonfinite_gradients(self, batch: Batch) -> list[str]:
-        """Weights with non-finite local gradients, in model order. Recomputes the gradients. Collective."""
+        """Compute the gradients again; return weights for which they are not finite here. Collective."""
         if not (batch.indices.shape[0] or self._local_gradients.needs_every_rank):
             return []
         are_finite = self._look_again(batch).numpy()
@@ -238,7 +238,7 @@ class TrainStep:
         return self._reduce_and_update(forward, learning_rate, extra_scalars)
 
     def _are_gradients_finite(self, batch: Batch) -> tf.Tensor:
-        """bool [variables]."""
+        """Return bool [variables]."""
         gradients = self._local_gradients(batch, tf.shape(batch.indices, tf.int64)[0]).gradients
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         return tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
@@ -307,7 +307,7 @@ def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) 
 
 
 def python_operations(graph: Any) -> list[str]:
-    """Names of operations that call foreign Python code."""
+    """Return names of operations that call foreign Python code."""
     nodes = []
     while graph is not None and hasattr(graph, "outer_graph"):  # of a function
         definition = graph.as_graph_def()
@@ -318,12 +318,12 @@ def python_operations(graph: Any) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def constant(values: float | tuple[float, ...]) -> tf.Tensor:
-    """float64; most calls repeat the last values."""
+    """Return a float64 tensor, cached because most calls repeat the last values."""
     return tf.constant(values, tf.float64)
 
 
 def moment_after(values: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-    """Host seconds when the last value is ready, float64 []."""
+    """Return the host's time, in seconds, when the last value is ready: float64 []."""
     tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     with tf.control_dependencies(tensors):
         return tf.timestamp()
@@ -336,6 +336,6 @@ def fix_batch_size(batch_spec: Batch, size: int) -> Batch:
 
 
 def set_precision(precision: Precision) -> None:
-    """Call it before the model is created."""
+    """Set Keras' types. Call it before the model is created."""
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
     keras.config.set_dtype_policy(precision)

@@ -49,7 +49,7 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Equal on all ranks."""
+        """Return the same on all ranks."""
 
     @abc.abstractmethod
     def act(self, step: int, batch: Batch, report: StepReport, /) -> Ending | None:

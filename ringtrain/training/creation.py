@@ -140,7 +140,7 @@ def warn_of_settings(
 
 
 def find_micro_batch_state(config: Config, step: TrainStep) -> list[str]:
-    """Paths of variables such as SyncBatchNormalization's statistics."""
+    """Find variables that each micro-batch updates, such as SyncBatchNormalization's statistics."""
     return [v.path for v in step.state if not is_integer_or_bool(v)] if config.accumulate > 1 else []
 
 
@@ -160,7 +160,7 @@ def create_eval_step(
     collective: Collective,
     batch_spec: Batch,
 ) -> EvalStep | None:
-    """None without evaluation data."""
+    """Return None without evaluation data."""
     if evaluation is None:
         check_best_metric(config, step.metric_names)
         return None
@@ -196,7 +196,7 @@ def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
 
 
 def warn_of_python(find: Callable[[], Sequence[str]], print_line: Callable[[str], None]) -> None:
-    """A ``tf.function`` in a ``tf.py_function`` needs another inter-op thread."""
+    """Warn of a deadlock: a ``tf.function`` in a ``tf.py_function`` needs another inter-op thread."""
     if tf.config.threading.get_inter_op_parallelism_threads() == 1 and (names := find()):
         print_line(
             f"warning: the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A "

@@ -82,7 +82,7 @@ def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], N
 
 
 def report_run(run: RunDirectory, console: Console) -> None:
-    """A failure only logs a warning."""
+    """Write the report. A failure only logs a warning."""
     from ringtrain.run.directory import REPORT_FILE  # imports NumPy, which help and errors do not need
     from ringtrain.run.lease import LeaseLostError
 
@@ -102,7 +102,7 @@ def write_warning(run: RunDirectory, console: Console, message: str) -> None:
 
 
 def write_end_at_hang(run: RunDirectory | None, start: Start, error: RingtrainError) -> None:
-    """Called on rank 0, or on the first rank that takes over its lease."""
+    """Write the record on rank 0, or on the first rank that takes over its lease."""
     if run is not None:
         write_end(run, end_of(error))
         return

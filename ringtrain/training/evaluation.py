@@ -85,7 +85,7 @@ def evaluate(
 
 
 def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> tuple[BadSample, ...]:
-    """Samples that no rank has read. Collective."""
+    """Find the samples that no rank has read. Collective."""
     all_read = collective.all_gather(tf.constant(read, tf.int64), name="evaluated").numpy()
     missing = np.setdiff1d(np.arange(source.num_samples), all_read)
 
@@ -141,7 +141,7 @@ class EvalStep:
         return keras.StatelessScope([(weight, average.value) for weight, average in self._averages.pairs])
 
     def _sum_samples(self, batch: Batch, stop_votes: tf.Tensor) -> tuple[tf.Tensor, tuple[str, ...]]:
-        """Sums over all ranks, and names of the metrics."""
+        """Return sums over all ranks, and the names of the metrics."""
         with self._averaged_weights():
             outputs = call_model(self._workload, self._model, batch.x, training=False)
         losses, metrics = per_sample(self._workload, batch.y, outputs)

@@ -57,7 +57,7 @@ class Job:
     contents: Contents
 
     def evaluate(self, is_stop_wanted: Callable[[], bool] = lambda: False) -> EvalReport | None:
-        """None without evaluation data, or if a rank was asked to stop."""
+        """Return None without evaluation data, or if a rank was asked to stop."""
         if self.evaluation is None or self.evaluation_batches is None or self.eval_step is None:
             return None
         return evaluate(
@@ -78,12 +78,12 @@ class Job:
         return every > 0 and step % every == 0
 
     def is_checkpoint_due(self, step: int) -> bool:
-        """False for the last step, saved separately."""
+        """Return False for the last step, which is saved separately."""
         every = self.config.checkpoint_every
         return every > 0 and step % every == 0 and step != self.plan.total_steps
 
     def may_save(self, step: int, *, is_last: bool) -> bool:
-        """A checkpoint or an evaluation (maybe the best) is due."""
+        """True if a checkpoint is due, or an evaluation that may be the best."""
         return self.is_checkpoint_due(step) or self.is_evaluation_due(step, is_last=is_last)
 
 
@@ -203,7 +203,7 @@ def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], Non
 
 
 def check_labels(job: Job, sources: Sources) -> None:
-    """Labels in memory; others are checked when read."""
+    """Check labels in memory; others are checked when they are read."""
     for of, source, step in (("training", sources.train, job.step), ("evaluation", sources.evaluation, job.eval_step)):
         if isinstance(source, ArraySource) and step is not None:
             try:
@@ -215,5 +215,5 @@ def check_labels(job: Job, sources: Sources) -> None:
 
 
 def is_given_as_it_lies(workload: Workload, train: Source | Feed) -> bool:
-    """``augment`` may change labels."""
+    """True if batches have the labels in memory; ``augment`` may change them."""
     return isinstance(train, ArraySource) and own_augment(workload) is None

@@ -53,7 +53,7 @@ class Prepared(NamedTuple):
 
 
 def pin(world: World, config: Config | None = None, workload_class: type[Workload] | None = None) -> DevicePlan:
-    """Call it before heavy imports."""
+    """Choose devices and cores. Call it before heavy imports."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # of libraries; ours are log lines
     if world.local_rank == 0:
@@ -65,7 +65,7 @@ def pin(world: World, config: Config | None = None, workload_class: type[Workloa
 
 
 def adapt(plan: DevicePlan, world: World, config: Config, workload_class: type[Workload]) -> DevicePlan:
-    """Call it before TensorFlow, MPI and Horovod start."""
+    """Adapt the plan to the workload. Call it before TensorFlow, MPI and Horovod start."""
     adapted = adapt_plan(plan, world, os.environ, needs_of(config, world, workload_class))
     set_environment(adapted, before=plan)
     return adapted
@@ -147,7 +147,7 @@ def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *
 
 @contextlib.contextmanager
 def watched(config: Config, world: World) -> Iterator[Watchdog]:
-    """From before the rank joins until it has left."""
+    """Run a watchdog from before the rank joins until it has left."""
     watchdog = Watchdog(
         world,
         config.hang_timeout,

@@ -32,7 +32,7 @@ BATCH_DIRECTORY = "nonfinite"
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """JSON values."""
+    """Findings of one rank, as JSON values."""
 
     node: str
     device: str
@@ -42,12 +42,12 @@ class RankReport:
 
     @property
     def is_culprit(self) -> bool:
-        """This rank's own samples gave the non-finite values."""
+        """True if this rank's own samples gave non-finite values."""
         return bool(self.samples or self.gradients or isinstance(self.loss, str))
 
 
 class NonfiniteGuard:
-    """Decides identically on all ranks."""
+    """Handles non-finite steps, identically on all ranks."""
 
     def __init__(self, job: Job, session: RunSession) -> None:
         self._job, self._session, self._num_kept = job, session, 0
@@ -78,7 +78,7 @@ class NonfiniteGuard:
         self._session.console.line(f"warning: {message} Skipped: nothing was updated by this step.")
 
     def _is_overflow(self, report: StepReport) -> bool:
-        """Only the loss scale overflowed; the reported loss is unscaled."""
+        """True if only the scaled loss overflowed; the reported loss is unscaled."""
         is_scaled = self._job.config.precision == "mixed_float16" and report.loss_scale > MIN_LOSS_SCALE
         return is_scaled and math.isfinite(report.loss)
 
@@ -100,7 +100,7 @@ class NonfiniteGuard:
         return f"{describe_findings(step, ranks)}{kept}"
 
     def _keep_batch(self, step: int, batch: Batch, culprit: int, path: Path) -> str:
-        """Return a sentence with the path. Collective."""
+        """Write the culprit's batch; return a sentence with its path. Collective."""
         if self._num_kept == MAX_KEPT_BATCHES:
             return ""
         self._num_kept += 1
@@ -142,7 +142,7 @@ def describe_findings(step: int, ranks: Sequence[RankReport]) -> str:
 
 
 def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:
-    """Samples with non-finite x or y; if none, with a non-finite loss.
+    """Find samples with non-finite x or y; if none, with a non-finite loss.
 
     Runs inference without collectives; skips losses that need other ranks.
     """

@@ -118,10 +118,10 @@ def create_batches(
 
 
 def own_augment(workload: Workload) -> Augment | None:
-    """None if the workload does not define it."""
+    """Return None if the workload does not define ``augment``."""
     return None if getattr(workload.augment, "__func__", None) is Workload.augment else workload.augment
 
 
 def place_of_data(config: Config) -> str:
-    """Marks pipeline states in a checkpoint."""
+    """Return the directory that marks this rank's pipeline state in a checkpoint."""
     return "" if config.data_dir is None else os.path.realpath(config.data_dir)

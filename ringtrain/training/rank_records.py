@@ -17,7 +17,7 @@ MAX_RANKS = 2000  # limits the line length in metrics.jsonl
 
 
 def describe_ranks(collective: Collective) -> list[dict[str, Any]]:
-    """In rank order. Collective."""
+    """Describe all ranks, in their order. Collective."""
     gpus = tf.config.get_visible_devices("GPU")
     mine = {
         "node": collective.world.node,

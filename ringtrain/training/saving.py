@@ -40,12 +40,12 @@ class CheckpointWriter:
         self._under_way: concurrent.futures.Future[None] | None = None
 
     def save(self, checkpoint: Checkpoint, *, as_step: bool, as_best: bool) -> None:
-        """Waits only for the previous write."""
+        """Start a write; wait only for the previous one."""
         self.wait()
         self._under_way = self._executor.submit(self._write, checkpoint, as_step=as_step, as_best=as_best)
 
     def finish(self, checkpoint: Checkpoint) -> str:
-        """Return the directory of checkpoints."""
+        """Write the last checkpoint; return the directory of all."""
         self.wait()
         try:
             self._write(checkpoint, as_step=True, as_best=False)
@@ -114,7 +114,7 @@ def take_snapshot(
     run_facts: Mapping[str, Any],
     gathered: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> Checkpoint:
-    """Snapshot in host memory; ``gathered``: sharded slots.
+    """Return a snapshot in host memory; ``gathered`` are sharded slots.
 
     Host tensors are immutable (updates write to other memory), so only GPU values are copied.
     """
@@ -197,7 +197,7 @@ def _short(name: str) -> str:
 
 
 def _git_revision() -> str | None:
-    """Commit, with ``-dirty`` if files differ; None outside a repository."""
+    """Return the commit, with ``-dirty`` if files differ; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)

@@ -59,7 +59,7 @@ class EventFiles:
                     ) from error
 
     def flush(self) -> None:
-        """Call it before a checkpoint: its steps are not trained again."""
+        """Flush before a checkpoint, whose steps are not trained again."""
         with explaining(self._directory):
             self._writer.flush()
 
@@ -70,7 +70,7 @@ class EventFiles:
 
 @contextlib.contextmanager
 def explaining(directory: Path) -> Iterator[None]:
-    """TensorFlow's errors name an operation, not a path."""
+    """Name the directory in errors; TensorFlow's name an operation."""
     try:
         yield
     except (tf.errors.OpError, OSError) as error:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result | None:
-    """Requests to stop are handled throughout."""
+    """Prepare, join and train; handle requests to stop throughout."""
     with StopRequests() as requests:
         requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
         prepared = prepare()
@@ -47,7 +47,7 @@ def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result |
 def train_together(
     prepared: Prepared, collective: Collective, requests: StopRequests, watchdog: Watchdog
 ) -> Result | None:
-    """None if the run was complete already."""
+    """Return None if the run was complete already."""
     from ringtrain.training.loop import train
 
     if collective.world.launcher != "no launcher" and not prepared.config.detached:

@@ -80,7 +80,7 @@ def load_record(path: Path) -> Record:
 
 
 def measure_noise(run: Record, perturbed: Record | None) -> Record:
-    """Effect of last-bit changes of the first weights; empty if unknown."""
+    """Return the effect of last-bit changes of the first weights; empty if unknown."""
     if perturbed is None:
         return {}
     names = [name for name in run if name.startswith(("weights/", "slots/", "averages/", "losses", "evaluation"))]
@@ -100,7 +100,7 @@ def compare(reference: Record, other: Record, noise: Record) -> list[Comparison]
 def compare_tensors(
     kind: str, prefixes: tuple[str, ...], reference: Record, other: Record, noise: Record, rounding: Rounding
 ) -> Comparison:
-    """Tensor with the largest difference, relative to its tolerance."""
+    """Return the tensor with the largest difference, relative to its tolerance."""
     tolerance = rounding.tolerance
     names = [name for name in reference if name.startswith(prefixes)]
     if names != [name for name in other if name.startswith(prefixes)]:
@@ -121,13 +121,13 @@ def compare_tensors(
 
 
 def allow(rounding: Rounding, noise: float, most: float = math.inf) -> float:
-    """``most`` bounds what ``noise`` excuses."""
+    """Return the permitted difference; ``most`` bounds what ``noise`` excuses."""
     excused = min(rounding.noise_factor * noise, most) if math.isfinite(noise) else 0.0
     return max(rounding.tolerance, excused)
 
 
 def find_scales(reference: Record, names: Sequence[str]) -> dict[str, float]:
-    """See the module's docstring."""
+    """Find the scale of rounding: see the module's docstring."""
     weights = {name.split("/", 1)[1].replace("/", "_"): name for name in reference if name.startswith("weights/")}
     places = {name: find_place(name, weights) for name in names}
     of_layers: dict[tuple[str, str], float] = {}
@@ -181,7 +181,7 @@ def check_replicas(record: Record) -> Comparison:
 
 
 def check_ledger(reference: Record, other: Record) -> Comparison:
-    """Steps must have the reference's samples, each once per epoch and evaluation, in new orders.
+    """Check that steps have the reference's samples, each once per epoch and evaluation, in new orders.
 
     Positions are compared if samples have no numbers (``num_samples`` is 0).
     """
@@ -209,7 +209,7 @@ def check_ledger(reference: Record, other: Record) -> Comparison:
 
 
 def check_nonfinite(record: Record) -> Comparison:
-    """A step that is non-finite on one rank must change nothing on any."""
+    """Check that a step that is non-finite on one rank changes nothing on any."""
     where = next(iter(record["nonfinite"].tolist()), "")
     return Comparison(name="nonfinite", difference=float(bool(where)), tolerance=0.0, where=where)
 
@@ -219,7 +219,7 @@ def split_steps(record: Record) -> list[npt.NDArray]:
 
 
 def largest_difference(reference: npt.NDArray, other: npt.NDArray) -> float:
-    """Infinite if a difference is not finite."""
+    """Return infinity if a difference is not finite."""
     largest = float(np.max(np.abs(np.subtract(other, reference, dtype=np.float64)), initial=0.0))
     return largest if math.isfinite(largest) else math.inf
 
@@ -236,7 +236,7 @@ def compare_trials(of_reference: Mapping[str, Record], of_other: Mapping[str, Re
 
 
 def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, Record]]) -> tuple[list[str], bool]:
-    """Report; True if all pass."""
+    """Return the report, and True if all pass."""
     reference_size, *others = sizes
     of_reference, of_first = records[reference_size], records[others[0]]
     found = {size: compare_trials(of_reference, records[size]) for size in others}
@@ -265,7 +265,7 @@ def check_alone(record: Record) -> list[Comparison]:
 
 
 def describe_oracle(records: Mapping[str, Record]) -> tuple[list[str], bool]:
-    """Report; True if it passes."""
+    """Return the report, and True if it passes."""
     plain, mine = records["plain"], records["float64"]
     noise = measure_noise(mine, records.get("float64-perturbed"))
     findings = compare(plain, mine, noise)

@@ -48,7 +48,7 @@ def record_with_oracle(workload: Workload, config: Config, collective: Collectiv
 def train_oracle(
     workload: Workload, config: Config, job: Job, first: Sequence[np.ndarray], samples: np.ndarray
 ) -> dict[str, Any]:
-    """``samples``: the job's, int64 [n]."""
+    """``samples`` are the job's, int64 [n]."""
     keras.utils.clear_session()  # equal names as in the job
     model = workload.create_model()
     set_precision("float64")
@@ -104,7 +104,7 @@ def train_oracle(
 def train_step_plainly(
     workload: Workload, model: keras.Model, optimizer: Any, x: Any, y: Any, count: int, *, accumulate: int
 ) -> float:
-    """Return the objective."""
+    """Train one step; return the objective."""
     weights = model.trainable_variables
     gradients = [tf.zeros(weight.shape, weight.dtype) for weight in weights]
     total, size = 0.0, -(-count // accumulate)
@@ -124,7 +124,7 @@ def train_step_plainly(
 def evaluate_plainly(
     workload: Workload, model: keras.Model, source: Source | None, averages: Sequence[np.ndarray]
 ) -> list[float]:
-    """Samples, loss and metrics, with averaged weights if any."""
+    """Return samples, loss and metrics, with averaged weights if any."""
     if source is None:
         return []
     for weight, average in zip(model.trainable_variables if averages else (), averages, strict=True):

@@ -36,7 +36,7 @@ class Narrow(NamedTuple):
 
 @contextlib.contextmanager
 def widened(dtype: str, *, widens_casts: bool = True) -> Iterator[list[str]]:
-    """Policies and loss objects give at least ``dtype`` in this scope.
+    """Make policies and loss objects give at least ``dtype`` in this scope.
 
     ``widens_casts``: also casts in models and losses. Yields the original types. TF32 (10 bits) is off.
     """
@@ -63,7 +63,7 @@ def widened(dtype: str, *, widens_casts: bool = True) -> Iterator[list[str]]:
 
 
 def _is_cast_of_a_model(frame: Any) -> bool:
-    """Not by ringtrain, TensorFlow or inside other Keras operations."""
+    """Return False for casts by ringtrain, TensorFlow, or inside other Keras operations."""
     module = frame.f_globals.get("__name__", "")
     while module in CASTS and frame.f_code.co_name == "cast":
         frame = frame.f_back
@@ -81,14 +81,14 @@ def _widen(get: Callable[[Any], Any], dtype: str) -> Callable[[Any], Any]:
 
 
 def keep_narrow_layers(model: keras.Model) -> None:
-    """TensorFlow has no float64 for them."""
+    """Use float32 for layers that lack float64 in TensorFlow."""
     for layer in model._flatten_layers():
         if type(layer).__name__ in WITHOUT_FLOAT64:
             layer.dtype_policy = _KEPT
 
 
 def is_narrower(dtype: Any, other: Any) -> bool:
-    """False unless both are floating-point types."""
+    """Return False unless both are floating-point types."""
     dtype, other = tf.as_dtype(dtype), tf.as_dtype(other)
     return dtype.is_floating and other.is_floating and dtype.size < other.size
 
@@ -119,7 +119,7 @@ def find_narrow(job: Job) -> list[Narrow]:
 
 
 def _find_needed(outputs: Sequence[tf.Tensor]) -> set[str]:
-    """Operations that outputs depend on: not metrics."""
+    """Find operations that outputs depend on, without metrics."""
     needed: set[str] = set()
     waiting = [tensor.op for tensor in outputs]
     while waiting:
@@ -131,7 +131,7 @@ def _find_needed(outputs: Sequence[tf.Tensor]) -> set[str]:
 
 
 def _find_narrowed(operation: tf.Operation, depending: set[str], precision: str) -> tf.DType | None:
-    """Narrower output type of an operation that depends on a weight; updates ``depending``."""
+    """Return a narrower output type of an operation that depends on a weight; update ``depending``."""
     inputs = [tensor for tensor in operation.inputs if tensor.op.name in depending]
     if not inputs and operation.type not in READS:
         return None
@@ -142,7 +142,7 @@ def _find_narrowed(operation: tf.Operation, depending: set[str], precision: str)
 
 
 def _describe_place(name: str, layers: set[str], frames: Any = ()) -> str:
-    """FILE:LINE of user code, else the layer, else the operation."""
+    """Return FILE:LINE of user code, else the layer, else the operation."""
     summaries = [traceback.FrameSummary(frame.filename, frame.lineno, frame.name) for frame in frames]
     inner = [part for part in name.split("/") if part in layers]
     return find_own_frame(summaries) or (f"layer {inner[-1]}" if inner else name)

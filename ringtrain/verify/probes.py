@@ -78,7 +78,7 @@ def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
 
 
 def report_by_rank(collective: Collective, mine: Sequence[str], words: str) -> list[str]:
-    """First item of each rank. Collective."""
+    """Report the first item of each rank. Collective."""
     found = all_gather_object(collective, list(mine), name="nonfinite")
     return [f"rank {rank} {words.format(names[0])}" for rank, names in enumerate(found) if names]
 

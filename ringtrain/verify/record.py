@@ -100,7 +100,7 @@ def record(
 def record_trial(
     workload: Workload, trial: Trial, collective: Collective, directory: Path, *, is_reference: bool
 ) -> TrainStep:
-    """Widen types if the code permits."""
+    """Record a trial, with widened types if its code permits."""
     for widens in (True, False):
         with contextlib.ExitStack() as scope:
             changed: list[str] = []
@@ -125,7 +125,7 @@ def write_skipped(trial: Trial, reason: str, collective: Collective, directory: 
 def create_recorded_job(
     workload: Workload, trial: Trial, collective: Collective, *, freezes: bool = True
 ) -> tuple[Job, list[str]]:
-    """Job without known differences between world sizes, and notes about them."""
+    """Return a job without known differences between world sizes, and notes about them."""
     keras.utils.clear_session()
     notes: list[str] = []
     config = trial.config
@@ -193,7 +193,7 @@ def explaining_float64(config: Config) -> Iterator[None]:
 
 
 def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *, is_reference: bool = False) -> None:
-    """A reference also trains with perturbed weights."""
+    """Train and record; a reference also with perturbed weights."""
     first, slots = [variable.numpy() for variable in job.step.variables], job.step.gather_shared_out()
     narrow = [] if trial.is_lossy else find_narrow(job)
     types = [lossy_type(trial.config)] if trial.is_lossy else [trial.config.precision, *(n.dtype for n in narrow)]
@@ -216,7 +216,7 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
 
 
 def describe_path(step: TrainStep, trial: Trial) -> str:
-    """Sparse gradients are always sent by rows."""
+    """Describe the code path; sparse gradients are always sent by rows."""
     types = [trial.config.precision] if not trial.is_lossy else []
     return ", ".join([*types, trial.words, *(["sparse gradients by rows"] if step.has_sparse_gradients else [])])
 
@@ -266,7 +266,7 @@ def train_recorded(job: Job, facts: Mapping[str, Any], path: Path, trial: Trial)
 
 
 def gather_values(step: TrainStep) -> dict[str, np.ndarray]:
-    """Whole sharded slots on rank 0 only. Collective."""
+    """Return all values; whole sharded slots on rank 0 only. Collective."""
     return {name: variable.numpy() for name, variable in step.named_variables.items()} | step.gather_shared_out()
 
 
@@ -293,7 +293,7 @@ def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
 
 
 def match_regularizers(layer: keras.layers.Layer) -> None:
-    """Keras keeps the factors' type of creation."""
+    """Cast regularization factors, for which Keras keeps the type of their creation."""
     for regularizer in [value for name, value in vars(layer).items() if name.endswith("regularizer") and value]:
         for name, factor in vars(regularizer).items():
             if isinstance(factor, tf.Tensor) and factor.dtype.is_floating:
@@ -301,7 +301,7 @@ def match_regularizers(layer: keras.layers.Layer) -> None:
 
 
 def draws(layer: keras.layers.Layer) -> bool:
-    """Keras' layers that draw have seed generators."""
+    """True if a layer draws random numbers; Keras' then have seed generators."""
     rates = [getattr(layer, name) for name in ("dropout", "recurrent_dropout") if hasattr(layer, name)]
     return bool(layer._seed_generators) and (not rates or any(rates))
 
@@ -326,7 +326,7 @@ def call_without_training(layer: keras.layers.Layer) -> None:
 
 
 def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:
-    """Shows a missing broadcast."""
+    """Make values wrong, to show a missing broadcast."""
     generator = np.random.default_rng(seed)
     for variable in variables:
         noise = generator.normal(scale=NOISE, size=variable.shape)

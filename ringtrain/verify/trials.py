@@ -45,7 +45,7 @@ class Trial:
 
     @property
     def is_lossy(self) -> bool:
-        """The settings' own precision and compression."""
+        """True for the settings' own precision and compression."""
         return self.name == OWN
 
 
@@ -77,7 +77,7 @@ def plan_trials(config: Config, *, is_reference: bool) -> list[Trial]:
 
 
 def plan_other_paths(exact: Config) -> list[Trial]:
-    """Compared with the first steps of the reference."""
+    """Plan paths that are compared with the first steps of the reference."""
     sharded = dataclasses.replace(exact, shard_optimizer=not exact.shard_optimizer)
     accumulating = dataclasses.replace(exact, accumulate=1 if exact.accumulate > 1 else 2)
     return [

@@ -37,7 +37,7 @@ def plan_command(size: int, arguments: Sequence[str]) -> list[str]:
 
 
 def run_group(size: int, arguments: Sequence[str]) -> None:
-    """The error contains the group's output."""
+    """Train in a group of processes; an error contains their output."""
     command = plan_command(size, arguments)
     environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
@@ -63,7 +63,7 @@ def run_group(size: int, arguments: Sequence[str]) -> None:
 
 
 def parse_world_sizes(text: str) -> list[int]:
-    """At least two, such as ``1,2,3``."""
+    """Parse at least two sizes, such as ``1,2,3``."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,5}", word) for word in words) or len(set(words)) < 2:
         raise UsageError(

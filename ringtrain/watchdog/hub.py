@@ -39,7 +39,7 @@ def draw_token() -> str:
 
 
 def listen(world: World) -> tuple[socket.socket, list[str]]:
-    """Addresses: others use the first that answers."""
+    """Return a socket and its addresses; other ranks use the first that answers."""
     is_one_node = world.local_size == world.size
     has_both = not is_one_node and socket.has_dualstack_ipv6()
     listener = socket.create_server(
@@ -63,7 +63,7 @@ def find_addresses() -> list[str]:
 
 
 class Star:
-    """Used by one thread. Rank 0: connections to all others; others: to rank 0."""
+    """Connections of one rank, used by one thread: rank 0's to all others, or another's to rank 0."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -90,13 +90,13 @@ class Star:
             os.write(self._wake_writer, b"\0")
 
     def accept_from(self, listener: socket.socket, *, token: str, size: int) -> None:
-        """``size - 1`` other ranks."""
+        """Accept ``size - 1`` other ranks."""
         self._token, self._max_strangers = token.encode(), size + MORE_STRANGERS
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def connect_to(self, addresses: Sequence[str], port: int, *, token: str) -> None:
-        """The first address that answers; ``receive`` retries until authenticated."""
+        """Connect to the first address that answers; ``receive`` retries until authenticated."""
         self._token, self._addresses, self._port = token.encode(), list(addresses), port
         self._connect(CONNECT_SECONDS)
 
@@ -115,7 +115,7 @@ class Star:
         raise failure
 
     def receive(self, seconds: float) -> list[tuple[int, Message | None]]:
-        """(rank, message) pairs within ``seconds``; None: the connection has ended."""
+        """Return (rank, message) pairs within ``seconds``; None: the connection has ended."""
         came: list[tuple[int, Message | None]] = []
         end = time.monotonic() + seconds
         while True:
@@ -151,7 +151,7 @@ class Star:
         os.close(self._wake_writer)
 
     def _proof(self, rank: int, *, asked: str, drawn: str) -> str:
-        """Proves to the drawer of ``asked`` that ``rank``, which drew ``drawn``, knows the token."""
+        """Prove to the drawer of ``asked`` that ``rank``, which drew ``drawn``, knows the token."""
         return hmac.new(self._token, f"rank {rank}, {asked}, {drawn}".encode(), hashlib.sha256).hexdigest()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -170,7 +170,7 @@ class Star:
         self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def _read(self, peer: _Peer) -> list[tuple[int, Message | None]]:
-        """Messages before authentication are not returned."""
+        """Read messages; those before authentication are not returned."""
         messages = peer.read()
         came: list[tuple[int, Message | None]] = []
         for message in messages or []:
@@ -186,7 +186,7 @@ class Star:
         return came
 
     def _is_welcome(self, peer: _Peer, message: Message) -> bool:
-        """Authenticate; False: drop. Rank 0 sends a nonce; the other signs it and sends its own, which rank 0 signs."""
+        """Authenticate: rank 0 sends a nonce; the other signs it and sends its own, which rank 0 signs."""
         if self._rank != 0 and not peer.asked:
             peer.asked = str(message.get("nonce"))
             self._send_proof(peer)
@@ -237,7 +237,7 @@ class _Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def read(self) -> list[Message] | None:
-        """None if the connection has ended, or sent no valid message."""
+        """Return None if the connection has ended, or sent no valid message."""
         try:
             data = self.socket.recv(65536)
         except BlockingIOError:
@@ -254,14 +254,14 @@ class _Peer:
         return messages if all(isinstance(message, dict) for message in messages) else None
 
     def send(self, data: bytes) -> None:
-        """Does not block. At most one unsent message is kept, the latest."""
+        """Send without blocking. Of unsent messages only the latest is kept."""
         if not self._flush():
             return
         self._unsent = data
         self._flush()
 
     def _flush(self) -> bool:
-        """True if nothing is unsent."""
+        """Return True if nothing is unsent."""
         while self._unsent:
             try:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]

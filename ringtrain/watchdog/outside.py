@@ -28,7 +28,7 @@ class Outside:
         self._pipe = -1  # its stdin
 
     def start(self, name: str, stacks_signal: int) -> None:
-        """``stacks_signal`` makes this rank write its stacks."""
+        """``stacks_signal`` must make this rank write its stacks."""
         # Otherwise only other ranks detect that threads cannot run.
         with contextlib.suppress(OSError):
             arguments = [name, str(int(stacks_signal))]
@@ -37,7 +37,7 @@ class Outside:
             os.set_blocking(self._pipe, False)
 
     def tell(self, limit: float, doing: str) -> None:
-        """``limit``: seconds that this process may be silent."""
+        """Report that this process may be silent for ``limit`` seconds."""
         with contextlib.suppress(OSError):
             os.write(self._pipe, f"{limit} {doing}\n".encode())
 

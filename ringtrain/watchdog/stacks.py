@@ -31,7 +31,7 @@ def write_stacks(world: World) -> None:
 
 
 def read_stacks() -> str:
-    """First lines, for a hub message."""
+    """Return the first lines, for a hub message."""
     lines: list[str] = []
     size = 0
     for line in map(escape, _describe_stacks()):
@@ -43,14 +43,14 @@ def read_stacks() -> str:
 
 
 def group_stacks(stacks: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Rarest first."""
+    """Group equal stacks, rarest first."""
     ranks = sorted(stacks)
     groups = group_ranks([stacks[rank] for rank in ranks], ranks)
     return [{"ranks": of_text, "text": text} for text, of_text in reversed(groups.items())][:MAX_GROUPS]
 
 
 def find_user_frame() -> str:
-    """``FILE:LINE (FUNCTION)`` or ""; code called by a library, such as a callback, precedes the script's ``fit``."""
+    """Return ``FILE:LINE (FUNCTION)`` or ""; a callback precedes the script's call of ``fit``."""
     found = ""
     for _, frame in _threads():
         own, is_called_back = None, False
@@ -68,7 +68,7 @@ def find_user_frame() -> str:
 
 
 def _describe_stacks() -> Iterator[str]:
-    """Without source lines: reading them may hang."""
+    """Omit source lines: reading them may hang."""
     for name, frame in _threads():
         yield f"Thread {name} (most recent call first):"
         for part, number in traceback.walk_stack(frame):
@@ -76,7 +76,7 @@ def _describe_stacks() -> Iterator[str]:
 
 
 def _threads() -> Iterator[tuple[str, FrameType]]:
-    """Main thread first; innermost frames."""
+    """Yield innermost frames, main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if names.get(ident) not in OUR_THREADS}
     main = threading.main_thread().ident

@@ -47,7 +47,7 @@ class RankState:
 
 
 def read_state(message: Mapping[str, Any]) -> RankState:
-    """Raises KeyError, TypeError or ValueError for invalid messages."""
+    """Raise KeyError, TypeError or ValueError for invalid messages."""
     note = Note(Phase[message["doing"]], int(message["step"]))
     return RankState(
         note=note,
@@ -59,7 +59,7 @@ def read_state(message: Mapping[str, Any]) -> RankState:
 
 
 def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all: bool) -> str | None:
-    """Message for a hang, or None.
+    """Return the message for a hang, or None.
 
     ``states``: of ranks that are watched and have not left. Without ``sees_all`` it judges only if ranks are missing.
     """
@@ -74,7 +74,7 @@ def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all
 
 
 def find_long_wait(states: Mapping[int, RankState], nodes: Sequence[str], hang_timeout: float) -> str | None:
-    """Warning that no rank progresses, if a long phase permits it."""
+    """Warn that no rank progresses, if a long phase permits it."""
     if not states or min(state.all_still for state in states.values()) < hang_timeout:
         return None
     limit = find_limit(states)
@@ -119,7 +119,7 @@ def describe(states: Mapping[int, RankState], nodes: Sequence[str]) -> str:
 
 
 def find_awaited(states: Mapping[int, RankState]) -> list[int]:
-    """Missing ranks, else busy ones, else those behind."""
+    """Return missing ranks, else busy ones, else those behind."""
     missing = [rank for rank, state in states.items() if state.is_missing]
     if missing:
         return missing
@@ -144,7 +144,7 @@ def describe_group(ranks: Sequence[int], state: RankState, nodes: Sequence[str])
 
 
 def group_alike(ranks: Sequence[int], states: Mapping[int, RankState], *, by_time: bool) -> list[list[int]]:
-    """Equal phases, longest first if ``by_time``; the first state represents the group."""
+    """Group equal phases, longest first if ``by_time``; the first state represents the group."""
     groups: dict[Any, list[int]] = {}
     for rank in ranks:
         state = states[rank]

@@ -29,7 +29,7 @@ class Looks:
         self._left_out |= set(threads)
 
     def look(self) -> None:
-        """The calling thread is not counted."""
+        """Sample once, without the calling thread."""
         self.times += 1
         others = list_threads() - self._left_out - {threading.get_native_id()}
         threads = (read_process(f"self/task/{thread}") for thread in others)
@@ -37,14 +37,14 @@ class Looks:
 
 
 class Stragglers:
-    """On rank 0."""
+    """Finds slow ranks, on rank 0."""
 
     def __init__(self) -> None:
         self._begun: dict[int, tuple[int, int]] = {}
         self._windows_slow: dict[int, int] = {}
 
     def compare(self, looks: Mapping[int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
-        """New slow ranks, with runnable shares of the rank and the others.
+        """Return new slow ranks, with runnable shares of the rank and the others.
 
         ``looks``: per rank, samples and runnable ones; empty if not training.
         """

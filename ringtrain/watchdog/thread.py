@@ -51,7 +51,7 @@ Report = Callable[[RingtrainError], None]
 
 
 class Watchdog:
-    """Watches this rank, then all. ``hang_timeout`` 0 disables it."""
+    """Watches this rank and, once connected, all ranks. ``hang_timeout`` 0 disables it."""
 
     def __init__(self, world: World, hang_timeout: float, *, report: Report, warn: Callable[[str], None]) -> None:
         """The thread calls ``report`` with the reason for the end, and ``warn``."""
@@ -84,7 +84,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Call it before the rank joins."""
+        """Start before the rank joins."""
         if self._hang_timeout:
             faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
             self._outside.start(f"rank {self._world.rank} on {self._world.node}", STACKS_SIGNAL)
@@ -94,7 +94,7 @@ class Watchdog:
             self._threads_before = list_threads()
 
     def meet(self, collective: Collective) -> None:
-        """Collective."""
+        """Connect the watchdogs. Collective."""
         from ringtrain.collectives import all_gather_object
 
         world = self._world
@@ -123,12 +123,12 @@ class Watchdog:
         self._star.wake()
 
     def write_by(self, *, write_end: Report, warn: Callable[[str], None] | None) -> None:
-        """None: unchanged."""
+        """Set how to write the end and warnings; None: unchanged."""
         self._write_end = write_end
         self._warn = warn or self._warn
 
     def record_end(self, error: RingtrainError) -> None:
-        """For a lost rank 0; bounded."""
+        """Write the ``end`` record for a lost rank 0, in bounded time."""
         run_bounded(lambda: self._write_end(error), RECORD_SECONDS)
 
     def begin_leaving(self, exit_code: int, last_words: Callable[[], None] = lambda: None) -> None:
@@ -227,7 +227,7 @@ class Watchdog:
         )
 
     def _take(self, rank: int, message: Message | None) -> None:
-        """None: lost without notice."""
+        """Handle a message; None: the rank is lost without notice."""
         if message is None:
             note_lost(name_ranks([rank], self._nodes))
             if rank in self._states:
@@ -288,11 +288,11 @@ class Watchdog:
             self._print_line(describe_slow(rank, share, usual, self._nodes))
 
     def _print_line(self, warning: str) -> None:
-        """In a thread: the output may hang."""
+        """Print in a thread: the output may hang."""
         start_bounded(lambda: self._warn(warning))
 
     def _end(self, hang: str, *, judges: bool) -> None:
-        """Does not return."""
+        """End this process and, as the judge, all ranks. Does not return."""
         is_rank0 = self._world.is_rank0
         error = HangError(
             f"{hang} Each rank that could has written its stacks to its error stream. If something may take so long, "
@@ -330,7 +330,7 @@ class Watchdog:
         os._exit(HangError.exit_code)
 
     def _wait_for(self, ranks: set[int], seconds: float) -> None:
-        """Until they have replied or ended."""
+        """Wait until these ranks have replied or ended."""
         end = time.monotonic() + seconds
         waited = {rank for rank in ranks if rank in self._states and not self._states[rank].is_missing}
         if not self._world.is_rank0:

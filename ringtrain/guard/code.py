@@ -30,7 +30,7 @@ def describe_loaded_code() -> dict[str, str | list[str]]:
         lines = _read_lines(name, module, file)
         if lines is not None:
             label = _label(name, Path(file))
-            if f"{label} line" in facts:  # same name, other directory
+            if f"{label} line" in facts:
                 label = f"{Path(file).parent.name}/{label}"
             facts[f"{label} line"] = lines
         versions |= dict(_packages_in(module))
@@ -56,7 +56,6 @@ def _label(name: str, file: Path) -> str:
 
 
 def _read_lines(name: str, module: ModuleType, file: str) -> list[str] | None:
-    """Return None without source."""
     path = Path(file)
     if path.suffix == ".py" and path.is_file():
         return path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -62,7 +62,6 @@ def find_labels_of(graph: Any, y: Sequence[tf.Tensor]) -> Sequence[Labels]:
 
 
 def keeps_labels(augment: Augment, source: ArraySource) -> bool:
-    """True if the trace of ``augment`` returns y unchanged."""
     kept = []
 
     def look(one: Any, other: Any) -> None:

@@ -49,7 +49,6 @@ def in_smaller_pieces(config: Config) -> str:
 
 
 def explain(error: Exception, config: Config) -> str | None:
-    """Return None for other errors."""
     text = str(error)
     if isinstance(error, RingtrainError) or not (isinstance(error, MemoryError) or SIGNS.search(text)):
         return None

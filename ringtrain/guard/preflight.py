@@ -119,13 +119,11 @@ def summarize(facts: Facts) -> dict[str, Any]:
 
 
 def find_differing(summaries: Sequence[Summary]) -> list[str]:
-    """Return the names in the order of the facts."""
     names = dict.fromkeys(itertools.chain.from_iterable(summaries))
     return [name for name in names if any(s.get(name) != summaries[0].get(name) for s in summaries)]
 
 
 def describe_difference(label: str, values: Sequence[str], nodes: Sequence[str]) -> str:
-    """List single ranks first."""
     usual, *odd = group_ranks(values).items()
     said = []
     for value, ranks in [*odd, usual]:
@@ -161,7 +159,6 @@ def describe_package() -> dict[str, list[str]]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions; None if not installed."""
     return {package: package_version(package) for package in PACKAGES}
 
 

@@ -59,7 +59,7 @@ def hash_bits(array: np.ndarray) -> int:
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     num_whole = data.size // WORD_BYTES * WORD_BYTES
     words = data[:num_whole].view(np.uint32)
-    total = int.from_bytes(data[num_whole:].tobytes(), "little")  # the rest
+    total = int.from_bytes(data[num_whole:].tobytes(), "little")
     for start in range(0, words.size, WORDS_PER_BLOCK):
         block = words[start : start + WORDS_PER_BLOCK].astype(np.uint64)
         total = (total * _BLOCK_FACTOR + int(np.dot(block, _FACTORS[: block.size]))) % _MODULUS
@@ -86,7 +86,6 @@ def describe_drift(
 
 
 def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str] | Mapping[int, str]) -> str:
-    """Name the minority, if any."""
     most, *few = groups
     if 2 * len(most) > sum(map(len, groups)):
         odd = sorted(itertools.chain.from_iterable(few))

@@ -36,8 +36,8 @@ class Batches:
         self._print_line = print_line
         self._start, self._state = Place(), b""
         self._generators: Arrays = {}  # when the current iterator was created
-        self._saved_generators: Arrays = {}  # from the checkpoint
-        self._data: Any = None  # Keras' EpochIterator
+        self._saved_generators: Arrays = {}
+        self._data: Any = None
         self._iterator: Any = None
         self._is_one_for_all = self._is_awaited = False
 
@@ -95,7 +95,7 @@ class Batches:
         self._saved_generators = {}
         if not (self._iterator is not None and self._is_within(0)):
             self._generators = generator_states()
-        for numbers in plain():  # Keras < 3.11: (step, iterator); later: (first, last, iterator)
+        for numbers in plain():  # (step, iterator); since Keras 3.11 (first, last, iterator)
             first, iterator = numbers[0], numbers[-1]
             if iterator is not self._iterator:
                 self._iterator, self._state = iterator, b""

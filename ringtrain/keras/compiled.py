@@ -18,7 +18,7 @@ class CompiledStep:
     def __init__(self, model: Any) -> None:
         self._model, self._plain = model, model.train_step
         self._function = CompiledFunction(self._compute)
-        self._why_not: str | None = None  # None: not checked yet
+        self._why_not: str | None = None
 
     def __call__(self, data: Any) -> Any:
         if self._why_not is None:

@@ -119,7 +119,6 @@ def apply_reduced(
 
 
 def find_distributed(optimizer: Any) -> Distributed | None:
-    """Return this optimizer, or the one inside a LossScaleOptimizer."""
     candidates = (optimizer, getattr(optimizer, "inner_optimizer", None))
     return next((candidate for candidate in candidates if isinstance(candidate, Distributed)), None)
 

@@ -43,8 +43,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Call a function of a state again whenever ranks have left or joined.
 
     Before each call all ranks get rank 0's state: the last commit if a rank was lost, the current state if hosts were
-    added. If hosts were only removed, each keeps its own. Call no collective before the function: a joining rank would
-    deadlock. Create your ``tf.function`` inside it.
+    added. If hosts were only removed, each keeps its own. Later steps are trained again. Call no collective before the
+    function: a joining rank would deadlock. Create your ``tf.function`` inside it.
     """
 
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,14 +161,14 @@ class CommitStateCallback(keras.callbacks.Callback):
                 f"batches_per_commit={batches_per_commit} must be at least 1: batches between two commits."
             )
         self.state, self.batches_per_commit = state, batches_per_commit
-        self._done = 0  # batches of the epoch
+        self._done = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._done = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         former, self._done = self._done, batch + 1  # steps_per_execution may skip batches
-        is_last = self._done >= (self.params.get("steps") or self._done + 1)  # the commit of the epoch follows
+        is_last = self._done >= (self.params.get("steps") or self._done + 1)
         if self._done // self.batches_per_commit > former // self.batches_per_commit and not is_last:
             self.state.commit()
 
@@ -213,7 +213,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         return awaits._enumerate_rest(plain, data)
 
     def _enumerate_rest(self, plain: Callable[[], Iterator[Any]], data: Any) -> Iterator[Any]:
-        params = self.params  # of this fit: the generator may be closed after the next fit has begun
+        params = self.params  # of this fit, as the generator may be closed in the next
         steps, done = data.steps_per_epoch, self.state.batch
         self._done_before = done
         data.steps_per_epoch = params["steps"] = max(1, steps - done)

@@ -103,7 +103,7 @@ class Exchange:
         # All ranks are in a fit with equal numbers of steps, so that a rank that ends early can join.
         self.may_sum_natively = False
         self._step = StepSums()  # of fits of this optimizer's model
-        self._traced_natively: bool | None = None  # for the last traced step
+        self._traced_natively: bool | None = None
 
     def register_local(self, variable: Any) -> None:
         self._local.add(variable_key(variable))
@@ -174,7 +174,7 @@ class Exchange:
         of_variables = zip(given, [*(variable.shape for variable in variables), None, None], strict=False)
         nothing = [zeros_like_gradient(tensor, shape) for tensor, shape in of_variables]
         one = Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
-        if fit is not None:  # in which a rank may join
+        if fit is not None:
             # A tensor of the graph would keep it alive; a joined rank reads no scale.
             fit.add(
                 replace(one, scale=1.0) if graph is not None and not one.is_native else one,
@@ -221,7 +221,6 @@ class Exchange:
 
     @property
     def sums_natively(self) -> bool:
-        """True if the last traced step has native sums."""
         return any(one.is_native for one in self._step.read())
 
     def begin_fit(self, *, may_sum_natively: bool) -> bool:
@@ -253,7 +252,6 @@ class Exchange:
         )
 
     def _groups(self, gradients: Gradients, variables: Sequence[Any]) -> list[list[int]] | None:
-        """The user's groups as positions, split by type."""
         wanted = self.settings.groups
         if wanted is None:
             return None
@@ -265,7 +263,7 @@ class Exchange:
             position = {variable_key(variable): index for index, variable in enumerate(variables)}
             groups = [[position.pop(key) for key in map(variable_key, group) if key in position] for group in wanted]
             groups += [[index] for index in position.values()]
-        groups += [[index] for index in range(len(variables), len(gradients))]  # the step's other sums
+        groups += [[index] for index in range(len(variables), len(gradients))]  # votes and count
         return [part for group in groups for part in _split_by_type(group, gradients)]
 
 

@@ -81,7 +81,7 @@ class FitLog:
         had = all_gather_object(self._collective, bool(mine), name="fit/validated")
         if not all(had):
             return Means(run_on_rank0(self._collective, lambda: mine, name="fit/validated_by_rank0"))
-        values, samples = self._metrics.read(self._metrics.sum())  # the sums of that validation
+        values, samples = self._metrics.read(self._metrics.sum())  # still of that validation
         if not samples:
             return Means(self._metrics.mean_over_ranks(mine))
         return Means({name: value for name, value in values.items() if name in mine}, samples)

@@ -198,7 +198,6 @@ class FitSession:
         self._log.leave_out_time()
 
     def take_logs(self) -> dict[str, Any]:
-        """Return the logs of an epoch that was resumed after its last batch."""
         so_far, self._metrics_so_far = self._metrics_so_far, {}
         add_metrics(self.model, so_far)  # MetricAverageCallback counts samples by it
         logs = {name.removeprefix("logs/"): value for name, value in so_far.items() if name.startswith("logs/")}
@@ -312,7 +311,7 @@ class FitSession:
         [of_all] = self._collective.broadcast([tf.constant(given)], name="fit/own_values")
         parts = np.split(of_all.numpy(), np.cumsum(sizes)[:-1])
         own = unpack(parts[world.rank if size == world.size else 0])
-        if size != world.size:  # the same on all ranks
+        if size != world.size:
             own = {name: value for name, value in own.items() if name.startswith("counts/")}
         best = pack({name: named[name] for name in of_callbacks})
         size = run_on_rank0(self._collective, lambda: int(best.size), name="fit/best_size")

@@ -63,7 +63,7 @@ class TrainingGuard(keras.callbacks.Callback):
     rank that ends early contributes zeros until all have joined; then the numbers of batches are compared.
     """
 
-    reductions_before: ClassVar[int] = 0  # this fit
+    reductions_before: ClassVar[int] = 0
     goes_on: ClassVar[bool] = False  # the weights were trained by an earlier distributed fit
     batches_before: ClassVar[int] = 0  # of the resumed epoch; set by callbacks.Run
     trained_together: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
@@ -73,7 +73,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._collective: ProcessSetCollective | None = None  # None: this fit is not distributed
         self._distributed: Distributed | None = None
         self._num_batches = 0
-        self._num_epochs = 0  # in this fit
+        self._num_epochs = 0
 
     @classmethod
     def has_reduced(cls) -> bool:
@@ -134,7 +134,7 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_batches = batch + 1
-        if (note := activity.current()[0]).doing == Phase.STEP:  # set by callbacks.Run
+        if (note := activity.current()[0]).doing == Phase.STEP:  # callbacks.Run
             activity.note(Phase.CALLBACKS, note.step)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -160,7 +160,6 @@ class TrainingGuard(keras.callbacks.Callback):
         return self.model in _trained_by_tape and Exchange.spans_world
 
     def _connect(self) -> ProcessSetCollective | None:
-        """Return None if only this rank trains the model."""
         if self._distributed is None:
             return None
         process_set = self._distributed.exchange.settings.process_set
@@ -260,7 +259,6 @@ COMPILED_REMEDY = "Compile the same model with the same optimizer on every rank:
 
 
 def describe_compiled(model: keras.Model) -> dict[str, Any]:
-    """Settings that must be equal on all ranks."""
     outer = model.optimizer
     inner = getattr(outer, "inner_optimizer", None)
     kinds = [optimizer.__class__.__name__ for optimizer in (outer, inner) if optimizer is not None]
@@ -274,7 +272,6 @@ def describe_compiled(model: keras.Model) -> dict[str, Any]:
 
 
 def read_settings(optimizer: Any) -> dict[str, str]:
-    """Other settings of an optimizer; empty if unknown."""
     try:
         config = _without_names(optimizer.get_config())
         if isinstance(config.get("learning_rate"), float):  # the value is broadcast
@@ -295,7 +292,6 @@ def _without_names(config: Any) -> Any:
 
 
 def read_rate(optimizer: Any) -> float | None:
-    """Return None if the optimizer has no rate."""
     rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
     try:
         return float(f"{float(rate):.7g}")  # type: ignore[arg-type]

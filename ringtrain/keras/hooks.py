@@ -141,7 +141,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _evaluate(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if Run.current is None or kwargs.get("_use_cached_eval_dataset"):  # the validation of fit
+    if Run.current is None or kwargs.get("_use_cached_eval_dataset"):  # fit's own validation
         return plain(*args, **kwargs)
     counted = [(variable, keras.ops.convert_to_numpy(variable.value)) for variable in model.metrics_variables]
     try:

@@ -17,7 +17,7 @@ from ringtrain.messages.ranks import name_ranks
 
 log = logging.getLogger("ringtrain")
 NUM_BATCHES = 3
-HASHED_VALUES = 2**18  # per tensor
+HASHED_VALUES = 2**18
 MAX_HELD = 16  # per call of the training function, all in memory
 
 

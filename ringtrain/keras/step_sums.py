@@ -51,7 +51,7 @@ class StepSums:
     def __init__(self) -> None:
         self._of_graphs: weakref.WeakKeyDictionary[Any, list[Sum]] = weakref.WeakKeyDictionary()
         self._outside: list[Sum] = []
-        self._graph: Callable[[], Any] = lambda: None  # of the last sum of the model's optimizer
+        self._graph: Callable[[], Any] = lambda: None
         self.is_new = False  # until the first sum of a step
         self.is_of_graph = False
 
@@ -83,7 +83,6 @@ def zeros_like_gradient(tensor: Any, shape: Any) -> Callable[[], Any]:
 
 
 def outermost_graph() -> Any:
-    """None if eager."""
     graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
         graph = graph.outer_graph

@@ -17,9 +17,9 @@ class Votes:
             self._mine = tf.Variable([0, 1], trainable=False)
             # Sums over all ranks, and ``_begun`` after the last step.
             self._all = tf.Variable([0, 0, 0], trainable=False)
-            self._begun = tf.Variable(0, trainable=False)  # reductions begun by this rank
-            self._nonfinite = tf.Variable(0, trainable=False)  # see ``first_nonfinite``
-        self.is_summed = False  # by a step that has been traced
+            self._begun = tf.Variable(0, trainable=False)
+            self._nonfinite = tf.Variable(0, trainable=False)
+        self.is_summed = False
 
     def mine(self, gradients: Sequence[Any]) -> tf.Tensor:
         """int32 [2]: (1 if this rank voted, 1), in a graph that has computed ``gradients``.

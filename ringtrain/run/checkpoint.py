@@ -34,7 +34,7 @@ NO_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    step: int  # steps done
+    step: int
     variables: Mapping[str, npt.NDArray[Any]]  # by name: weights, optimizer slots, averages, loss scale
     progress: Mapping[str, Any]  # ``ringtrain.run.progress``; JSON values
     # Workload, world size, global batch size, versions, command, configuration; JSON values.

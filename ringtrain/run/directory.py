@@ -34,7 +34,6 @@ from ringtrain.run.identity import IDENTITY_FILE, read_identity
 
 METRICS_FILE = "metrics.jsonl"
 FIT_OF = "fit of "  # prefix of a callbacks.Run's workload, before the script's name
-# Settings of such a run.
 FIT_SETTINGS = (
     "workload", "options", "out", "epochs", "log_every", "best_metric", "best_direction", "checkpoint_every", "keep",
     "resume", "hang_timeout", "max_hours",
@@ -70,7 +69,7 @@ class RunDirectory:
         """``may_write`` raises after a takeover; ``on_close`` releases the directory."""
         self.path, self.may_write = path, may_write
         self.checkpoints, self.tensorboard = path / "checkpoints", path / "tensorboard"
-        self.at_end: dict[str, Any] = {}  # further values of the ``end`` event
+        self.at_end: dict[str, Any] = {}
         self._on_close = on_close
         self._lock = threading.Lock()
         self._is_cut_off = self._has_ended = False
@@ -78,7 +77,6 @@ class RunDirectory:
             self._metrics = _open_metrics(path)
 
     def write_config(self, values: Mapping[str, Any]) -> None:
-        """Write the configuration; ``--config`` can read it."""
         self._write(CONFIG_FILE, yaml.safe_dump(dict(values), sort_keys=False))
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
@@ -152,7 +150,7 @@ def append_event(path: Path, event: str, **values: Any) -> None:
 
 def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
     """Return the path. If ``is_anew``, append numbers until it is free."""
-    named = wanted if wanted.name.strip(".") else wanted.resolve()  # '.' and '..' are no names
+    named = wanted if wanted.name.strip(".") else wanted.resolve()
     others = (named.parent / f"{named.name or 'run'}-{number}" for number in range(2, 10_000))
     for candidate in itertools.chain([wanted], others):
         try:
@@ -188,7 +186,6 @@ def refuse_taken(output: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """Return None without a configuration."""
     file = path / CONFIG_FILE
     try:
         values = load_settings(file)
@@ -236,7 +233,6 @@ def load_settings(file: Path, *, follows_links: bool = False) -> Any:
 
 
 def _holds_something(path: Path) -> bool:
-    """True if the directory has more than a lease."""
     entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     return any(entry.name != METRICS_FILE or (entry.exists() and entry.stat().st_size > 0) for entry in entries)
 
@@ -276,7 +272,6 @@ def find_last_saved_step(path: Path) -> int | None:
 
 
 def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
-    """Return no events without metrics.jsonl."""
     word = f'"{kind}"'.encode()
     try:
         events = [parse_event(line) for line in read_lines(path / METRICS_FILE) if word in line]

@@ -41,7 +41,6 @@ def read_identity(run: Path) -> dict[str, Any] | None:
 
 
 def require_own(run: Path, path: Path) -> Path:
-    """Raise UsageError for different identities; either may be missing."""
     own, theirs = read_identity(run), as_identity(read_facts(path).get("identity"))
     if own and theirs and own["id"] != theirs["id"]:
         raise UsageError(

@@ -253,7 +253,7 @@ def _remove(directory: Path, number: int) -> bool:
             os.unlink(_file_name(number), dir_fd=descriptor)
     except FileNotFoundError:
         return False
-    except IsADirectoryError:  # not a lease
+    except IsADirectoryError:
         pass
     return True
 

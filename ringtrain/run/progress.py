@@ -20,13 +20,13 @@ def is_place(value: Any) -> bool:
 
 @dataclass(kw_only=True)
 class Progress:
-    evaluated_step: int = -1  # -1: none
+    evaluated_step: int = -1
     best: float | None = None  # of ``best_metric``; None: no evaluation
     best_step: int = -1
     evaluations_without_best: int = 0
     samples_seen: int = 0  # over all ranks, if not implied by the step
-    epochs_done: int = 0  # of a ``fit``
-    batches_done: int = 0  # current epoch of a ``fit``
+    epochs_done: int = 0
+    batches_done: int = 0
     skipped_in_a_row: int = 0  # latest consecutive non-finite steps
     finished: Literal["completed", "stopped early"] | None = None
     # Per rank: step, the pipeline's state before it (base64), data directory; only rank 0's for a shared stream.
@@ -34,7 +34,6 @@ class Progress:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Progress:
-        """Raises ValueError for invalid values."""
         if unknown := values.keys() - {field.name for field in fields(cls)}:
             raise ValueError(f"its progress holds {min(unknown)!r}")
         progress = cls(**values)

@@ -37,7 +37,7 @@ FREE_SETTINGS = {
     "shard_optimizer", "stop_after",
 }  # fmt: skip
 LENGTH_SETTINGS = {"epochs", "steps"}
-MAX_SIZE = 2**53  # of a batch or world
+MAX_SIZE = 2**53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Start:
     path: str
     name: str = field(default="", compare=False)  # as the user wrote it
     fence: int = field(default=0, compare=False)  # number of rank 0's lease
-    step: int = 0  # steps done
+    step: int = 0
     global_batch_size: int | None = None  # of the run's first start; None: new run
     size: int | None = None  # ranks that wrote the checkpoint; None: new run
     progress: dict[str, Any] = field(default_factory=dict)  # ``ringtrain.run.progress``
@@ -72,7 +72,7 @@ def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
         checkpoint = find_start(directory, config, print_line=print_line)
         is_complete = checkpoint is not None and is_finished(checkpoint, config)
         known = (read_identity(path) or as_identity(checkpoint.run.get("identity"))) if checkpoint else None
-        identity = known or draw_identity(config.seed)  # without a checkpoint it is a new run
+        identity = known or draw_identity(config.seed)
         if not is_complete:
             for name in ("checkpoints", "tensorboard", "nonfinite", *(["profile"] if config.profile else [])):
                 require_writable(path / name)
@@ -112,7 +112,7 @@ def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[
     if former is None:
         return None
     checkpoint, damages = find_checkpoints(directory)
-    if checkpoint is not None:  # without a checkpoint, settings may change
+    if checkpoint is not None:
         refuse_other_settings(directory.path, former, to_plain(asdict(config)))
         refuse_other_run(directory, checkpoint, former)
     for damage in damages:

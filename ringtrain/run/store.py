@@ -110,7 +110,6 @@ def find_checkpoint(source: Path, which: str = BEST) -> Path:
 
 
 def find_best(root: Path) -> Path | None:
-    """Return the latest of several best checkpoints."""
     steps = _list_bests(root)
     return root / f"{BEST}-{step_name(steps[-1])}" if steps else None
 
@@ -143,7 +142,7 @@ def remove_unfinished(root: Path) -> None:
     """Clean up after a process killed during a write, replacement or removal."""
     if not root.is_dir():
         return
-    with open_directory(root):  # refuses links
+    with open_directory(root):  # refuses a link
         pass
     for path in root.glob(".replaced-*"):
         if not (root / path.name.removeprefix(".replaced-")).exists():

@@ -23,7 +23,7 @@ class CompiledFunction:
     def __init__(self, compute: Callable[..., Any]) -> None:
         self._compute = compute
         self._arguments: Any = None
-        self._specs: list[tf.TensorSpec] = []  # of the first call
+        self._specs: list[tf.TensorSpec] = []
         self._function = self._create()
 
     def _create(self) -> Any:

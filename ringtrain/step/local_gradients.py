@@ -28,7 +28,7 @@ from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 class StepStructure:
     """Facts from a trace, equal on all ranks; ranks without samples need them too."""
 
-    metric_names: tuple[str, ...]  # in the order of their sums
+    metric_names: tuple[str, ...]
     sparse_index_dtypes: tuple[tf.DType | None, ...]  # per trainable variable; None: dense
     state: tuple[keras.Variable, ...]  # updated by the forward pass (BatchNorm's moving statistics)
 
@@ -36,7 +36,7 @@ class StepStructure:
 class Forward(NamedTuple):
     gradients: list[tf.Tensor | tf.IndexedSlices]
     sums: tf.Tensor  # control vector, [CONTROL_SUMS + metrics]
-    state: list[tf.Tensor]  # new values of ``structure.state``
+    state: list[tf.Tensor]
     structure: StepStructure
 
 
@@ -141,7 +141,6 @@ class LocalGradients:
         ]
         structure = self._find_structure(scope, state, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in structure.metric_names]
-        # Added once, before the reduction.
         no_extra_scalars = [tf.zeros([], self._dtype)] * NUM_EXTRA_SCALARS
         sums = tf.stack([count, data_loss_sum, regularization * count, *no_extra_scalars, *metric_sums])
         return Forward(gradients, sums, [scope.get_current_value(v) for v in structure.state], structure)

@@ -204,7 +204,7 @@ FUSED_UPDATES: dict[type, type] = {
     keras.optimizers.Adam: FusedAdamUpdate,
     keras.optimizers.AdamW: FusedAdamUpdate,
     keras.optimizers.RMSprop: FusedRMSpropUpdate,
-}  # of exactly these classes
+}
 
 
 def only_reads_gradients(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 # Sums over all samples, followed by the metrics'. Regularization is weighted by samples: its mean is its value.
 CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes", "next_samples")
-NUM_EXTRA_SCALARS = 2  # the last two, from the host: votes to stop, samples of the next step
+NUM_EXTRA_SCALARS = 2  # the last two of CONTROL_SUMS: votes to stop, samples of the next step
 # Follow the control vector; equal on all ranks except the last two. communication_sec: wait after this rank's last
 # gradient; 0 if not timed.
 STEP_FACTS = (
@@ -22,9 +22,9 @@ STEP_FACTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    samples: int  # of the global batch
+    samples: int
     loss: float  # data_loss plus regularization
-    data_loss: float  # mean of the samples' losses
+    data_loss: float
     metrics: dict[str, float]
     is_finite: bool  # False: not updated, as a loss or gradient was not finite on some rank
     gradient_norm: float  # Euclidean, of the reduced gradient
@@ -58,7 +58,6 @@ def read_value(returned: tf.Tensor, name: str) -> float:
 
 
 def read_loss(returned: tf.Tensor) -> float:
-    """``StepReport.loss``, not shortened."""
     samples, data_loss, regularization, *_ = returned.numpy()
     return float((data_loss + regularization) / samples)
 

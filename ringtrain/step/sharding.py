@@ -106,7 +106,6 @@ class ShardedOptimizer:
     def reduce(
         self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], control: tf.Tensor, state: Sequence[tf.Tensor]
     ) -> Reduced:
-        """Return this rank's pieces of the sums; sparse gradients become dense."""
         return self._reduction([tf.convert_to_tensor(gradient) for gradient in gradients], control, state)
 
     def apply(self, gradients: Sequence[tf.Tensor]) -> None:
@@ -119,7 +118,7 @@ class ShardedOptimizer:
         whole = self._reduction.all_gather(values, name="weights")
         for index, (weight, value) in enumerate(zip(self._weights, whole, strict=True)):
             weight.assign(value)
-            if weight.constraint is not None:  # on whole weights, equal on all ranks
+            if weight.constraint is not None:
                 weight.assign(weight.constraint(tf.convert_to_tensor(weight.value)))
                 self.pieces[index].assign(self._cut(index, weight.value))
 
@@ -146,7 +145,7 @@ class ShardedOptimizer:
         return [g * tf.cast(scale, g.dtype) for g, scale in zip(gradients, tf.unstack(scales), strict=True)]
 
     def _sum(self, vector: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Sum over ranks; the vector is hidden, as it is constant on ranks without pieces."""
+        """Sum over ranks; the vector is hidden because it is constant on ranks without pieces."""
         [total] = self._collective.all_reduce([hide(vector)], name=name, ordered=True).tensors
         return total
 
@@ -203,7 +202,7 @@ def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
         [whole] = _update(optimizer, [first], [[gradient] for gradient in gradients])
         halves = zip(_halve(first), *map(_halve, gradients), strict=True)
         pieces = [_update(optimizer, [piece], [[of] for of in of_piece])[0] for piece, *of_piece in halves]
-    except Exception as error:  # from a user-defined class
+    except Exception as error:
         raise UsageError(
             f"shard_optimizer is true, but whether {name} is element-wise cannot be tried on pieces of a weight: "
             f"{type(error).__name__}: {error}. {remedy}"

@@ -51,7 +51,6 @@ class StepTimes:
         self._communication += seconds
 
     def totals(self) -> dict[str, float]:
-        """Return seconds by part."""
         known = {"input_sec": self._input}
         if self._times_communication:
             known["compute_sec"] = max(0.0, self._steps - self._communication)

@@ -33,7 +33,7 @@ from ringtrain.workloads.base import Workload
 
 Found = TypeVar("Found")
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-SCALARS = (tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_EXTRA_SCALARS], tf.float64))  # learning rate, others
+SCALARS = (tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_EXTRA_SCALARS], tf.float64))
 
 
 class TrainStep:
@@ -72,7 +72,7 @@ class TrainStep:
             optimizer.build(model.trainable_variables)
         # A static size spares gradients the check for broadcasts.
         usual_spec = batch_spec if local_batch_size is None else fix_batch_size(batch_spec, local_batch_size)
-        self.not_compiled = ""  # the reason
+        self.not_compiled = ""
         self._trace_usual(workload, config, usual_spec, reduction.collective.world.rank, jit_compile=jit_compile)
         self.compiled = self._local_gradients.compiled
         self.labels = self.compiled.labels if self.compiled else find_labels(self._train, batch_spec)
@@ -137,7 +137,6 @@ class TrainStep:
 
     @property
     def state(self) -> tuple[keras.Variable, ...]:
-        """Variables that the forward pass updates, such as moving statistics."""
         return self._structure.state
 
     def is_traced_for(self, batch: Batch) -> bool:
@@ -179,7 +178,6 @@ class TrainStep:
 
     @property
     def names(self) -> list[str]:
-        """Names of all variables in a checkpoint."""
         return list(self._name_all())
 
     def gather_shared_out(self) -> dict[str, np.ndarray]:
@@ -238,7 +236,6 @@ class TrainStep:
         return self._reduce_and_update(forward, learning_rate, extra_scalars)
 
     def _are_gradients_finite(self, batch: Batch) -> tf.Tensor:
-        """Return bool [variables]."""
         gradients = self._local_gradients(batch, tf.shape(batch.indices, tf.int64)[0]).gradients
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         return tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
@@ -294,7 +291,6 @@ class TrainStep:
 
 
 def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) -> tuple[Any, Found]:
-    """Return the concrete function, and results of its trace."""
     found = []
 
     def compute(*arguments: Any) -> Any:
@@ -309,7 +305,7 @@ def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) 
 def python_operations(graph: Any) -> list[str]:
     """Return names of operations that call foreign Python code."""
     nodes = []
-    while graph is not None and hasattr(graph, "outer_graph"):  # of a function
+    while graph is not None and hasattr(graph, "outer_graph"):
         definition = graph.as_graph_def()
         nodes += [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
         graph = graph.outer_graph

@@ -112,7 +112,7 @@ class Evaluate(Action):
             start = time.perf_counter()
             result = self._job.evaluate(lambda: self._session.requests.is_pending)
             if result is None:
-                return Ending.PREEMPTED  # the resumed run evaluates
+                return Ending.PREEMPTED
             self.last = result
             progress.note_evaluation(step, result.values[config.best_metric], config.best_direction)
             if self._session.directory is not None:

@@ -160,7 +160,6 @@ def create_eval_step(
     collective: Collective,
     batch_spec: Batch,
 ) -> EvalStep | None:
-    """Return None without evaluation data."""
     if evaluation is None:
         check_best_metric(config, step.metric_names)
         return None

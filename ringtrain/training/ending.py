@@ -50,7 +50,7 @@ def recording_end(
     report = functools.partial(report_run, run, console)
 
     def end(values: Mapping[str, Any], then: Callable[[], None] = lambda: None) -> None:
-        requests.at_early_end(lambda reason, exit_code: None)  # one record is enough
+        requests.at_early_end(lambda reason, exit_code: None)
         write_end(run, values, then=then)
 
     try:
@@ -91,7 +91,7 @@ def report_run(run: RunDirectory, console: Console) -> None:
 
         write_report([run.path], run.path / REPORT_FILE, may_write=run.may_write)
     except LeaseLostError:
-        return  # the other process writes it
+        return
     except Exception as error:
         console.line(f"warning: {REPORT_FILE} was not written: {describe_defect(error)}")
 

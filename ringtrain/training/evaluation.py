@@ -33,7 +33,7 @@ class EvalReport:
     loss: float  # data loss plus regularization, as in training
     data_loss: float  # mean of the samples' losses
     metrics: dict[str, float]
-    left_out: tuple[BadSample, ...] = ()  # unreadable samples
+    left_out: tuple[BadSample, ...] = ()
 
     @property
     def values(self) -> dict[str, float]:
@@ -71,7 +71,7 @@ def evaluate(
         activity.note(Phase.EVALUATION_DATA, number + 1)
     samples, data_loss, *metrics = sums
     left_out: tuple[BadSample, ...] = ()
-    if samples < source.num_samples:  # the same on every rank
+    if samples < source.num_samples:
         left_out = name_left_out(source, collective, np.concatenate(read))
     if not samples:
         raise DataError("none of the samples to evaluate on can be read. Look at the data.", reach="run")

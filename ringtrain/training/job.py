@@ -37,7 +37,7 @@ from ringtrain.training.plan import Plan, choose_global_batch_size, create_batch
 from ringtrain.training.sources import open_sources
 from ringtrain.workloads.base import Sources, Workload
 
-FRESH = Start(path="")  # no run directory
+FRESH = Start(path="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ def open_evaluation(
 def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], None]) -> None:
     """Collective."""
     collective = job.collective
-    require_same_code(collective, name="preflight/code of the job")  # including what data and model have imported
+    require_same_code(collective, name="preflight/code of the job")  # with what data and model have imported
     spec, order = job.batches.element_spec, job.plan.order
     facts = describe_training(
         job.step.model,

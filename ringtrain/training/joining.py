@@ -129,7 +129,7 @@ def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *
             return
         report_error(error, world)
         collective.abort(error.exit_code)
-    if isinstance(error, KeyboardInterrupt):  # a command with nothing to save
+    if isinstance(error, KeyboardInterrupt):
         watchdog.begin_leaving(INTERRUPTED)
         if world.is_rank0:
             sys.stderr.write("ringtrain: interrupted (SIGINT).\n")

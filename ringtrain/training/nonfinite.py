@@ -37,7 +37,7 @@ class RankReport:
     node: str
     device: str
     loss: float | str | None  # mean; text if not finite, None without samples
-    samples: list[int]  # indices
+    samples: list[int]
     gradients: list[str]  # weights with a non-finite local gradient, in model order
 
     @property

@@ -34,7 +34,7 @@ class Plan:
 
     order: SampleOrder
     learning_rate: LearningRate  # by samples seen
-    first_step: int  # steps done already
+    first_step: int
     total_steps: int
 
 
@@ -118,7 +118,6 @@ def create_batches(
 
 
 def own_augment(workload: Workload) -> Augment | None:
-    """Return None if the workload does not define ``augment``."""
     return None if getattr(workload.augment, "__func__", None) is Workload.augment else workload.augment
 
 

@@ -45,7 +45,6 @@ class CheckpointWriter:
         self._under_way = self._executor.submit(self._write, checkpoint, as_step=as_step, as_best=as_best)
 
     def finish(self, checkpoint: Checkpoint) -> str:
-        """Write the last checkpoint; return the directory of all."""
         self.wait()
         try:
             self._write(checkpoint, as_step=True, as_best=False)
@@ -136,7 +135,7 @@ def describe_run(config: Config, size: int, identity: Mapping[str, Any] | None =
 
 def restore(job: Job, checkpoint: Checkpoint) -> None:
     facts: dict[str, Any] = {"workload": job.config.workload}
-    if not isinstance(job.plan.order, StreamingOrder):  # number of samples depends on steps and ranks
+    if not isinstance(job.plan.order, StreamingOrder):
         facts["samples"] = job.plan.order.num_samples
     for name, value in facts.items():
         if checkpoint.run.get(name) != value:

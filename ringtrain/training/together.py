@@ -47,7 +47,6 @@ def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result |
 def train_together(
     prepared: Prepared, collective: Collective, requests: StopRequests, watchdog: Watchdog
 ) -> Result | None:
-    """Return None if the run was complete already."""
     from ringtrain.training.loop import train
 
     if collective.world.launcher != "no launcher" and not prepared.config.detached:

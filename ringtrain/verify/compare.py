@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 class Rounding(NamedTuple):
     tolerance: float  # of the largest value of a tensor's kind in its layer
-    epsilon: float  # last bit of a number near 1
+    epsilon: float
     noise_factor: float  # times the measured effect of rounding
     max_loss_noise: float
 
@@ -88,7 +88,6 @@ def measure_noise(run: Record, perturbed: Record | None) -> Record:
 
 
 def compare(reference: Record, other: Record, noise: Record) -> list[Comparison]:
-    """``noise``: see ``measure_noise``."""
     rounding = ROUNDING[str(other["computed_in"])]
     findings = [compare_tensors(name, kinds, reference, other, noise, rounding) for name, kinds in KINDS.items()]
     findings += [compare_series(name, reference, other, noise, rounding) for name in ("losses", "evaluation")]
@@ -127,7 +126,6 @@ def allow(rounding: Rounding, noise: float, most: float = math.inf) -> float:
 
 
 def find_scales(reference: Record, names: Sequence[str]) -> dict[str, float]:
-    """Find the scale of rounding: see the module's docstring."""
     weights = {name.split("/", 1)[1].replace("/", "_"): name for name in reference if name.startswith("weights/")}
     places = {name: find_place(name, weights) for name in names}
     of_layers: dict[tuple[str, str], float] = {}
@@ -186,7 +184,7 @@ def check_ledger(reference: Record, other: Record) -> Comparison:
     Positions are compared if samples have no numbers (``num_samples`` is 0).
     """
     where, num_samples = "", int(reference["num_samples"])
-    first: list[int] = []  # epoch
+    first: list[int] = []
     seen: list[int] = []
     for step, (expected, samples) in enumerate(zip(split_steps(reference), split_steps(other), strict=True)):
         if step % int(reference["steps_per_epoch"]) == 0:
@@ -236,7 +234,6 @@ def compare_trials(of_reference: Mapping[str, Record], of_other: Mapping[str, Re
 
 
 def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, Record]]) -> tuple[list[str], bool]:
-    """Return the report, and True if all pass."""
     reference_size, *others = sizes
     of_reference, of_first = records[reference_size], records[others[0]]
     found = {size: compare_trials(of_reference, records[size]) for size in others}
@@ -265,7 +262,6 @@ def check_alone(record: Record) -> list[Comparison]:
 
 
 def describe_oracle(records: Mapping[str, Record]) -> tuple[list[str], bool]:
-    """Return the report, and True if it passes."""
     plain, mine = records["plain"], records["float64"]
     noise = measure_noise(mine, records.get("float64-perturbed"))
     findings = compare(plain, mine, noise)

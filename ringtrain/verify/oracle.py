@@ -57,7 +57,7 @@ def train_oracle(
         variable.assign(value)
     optimizer = choose_optimizer(workload, config, job.plan.learning_rate(0))
     plain_class = getattr(keras.optimizers, OPTIMIZER_CLASSES[config.optimizer.name], None)
-    if type(optimizer) in OWN.values() and plain_class is not None:  # LARS is only ringtrain's
+    if type(optimizer) in OWN.values() and plain_class is not None:
         optimizer = plain_class.from_config(optimizer.get_config())
         if words := config.optimizer.excluded_words:
             optimizer.exclude_from_weight_decay(var_names=list(map(re.escape, words)))
@@ -104,7 +104,6 @@ def train_oracle(
 def train_step_plainly(
     workload: Workload, model: keras.Model, optimizer: Any, x: Any, y: Any, count: int, *, accumulate: int
 ) -> float:
-    """Train one step; return the objective."""
     weights = model.trainable_variables
     gradients = [tf.zeros(weight.shape, weight.dtype) for weight in weights]
     total, size = 0.0, -(-count // accumulate)
@@ -124,7 +123,6 @@ def train_step_plainly(
 def evaluate_plainly(
     workload: Workload, model: keras.Model, source: Source | None, averages: Sequence[np.ndarray]
 ) -> list[float]:
-    """Return samples, loss and metrics, with averaged weights if any."""
     if source is None:
         return []
     for weight, average in zip(model.trainable_variables if averages else (), averages, strict=True):

@@ -26,11 +26,11 @@ WITHOUT_FLOAT64 = {"AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AverageP
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 CASTS = ("keras.src.backend.tensorflow.core", "keras.src.ops.core")  # modules of keras.ops.cast
 ALLOW_TF32 = tf.config.experimental.enable_tensor_float_32_execution
-_KEPT = keras.DTypePolicy("float32")  # of layers in WITHOUT_FLOAT64
+_KEPT = keras.DTypePolicy("float32")
 
 
 class Narrow(NamedTuple):
-    where: str  # a layer, or FILE:LINE
+    where: str
     dtype: str
 
 
@@ -88,7 +88,6 @@ def keep_narrow_layers(model: keras.Model) -> None:
 
 
 def is_narrower(dtype: Any, other: Any) -> bool:
-    """Return False unless both are floating-point types."""
     dtype, other = tf.as_dtype(dtype), tf.as_dtype(other)
     return dtype.is_floating and other.is_floating and dtype.size < other.size
 

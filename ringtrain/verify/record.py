@@ -211,7 +211,7 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
         for variable, value in zip(job.step.variables, first, strict=True):
             variable.assign(value)
         perturb(job.step.model.variables, computed_in)
-        job.step.share_values(job.collective, slots)  # also sharded pieces
+        job.step.share_values(job.collective, slots)
         train_recorded(job, facts, directory / f"{trial.name}-perturbed.npz", trial)
 
 
@@ -283,7 +283,7 @@ def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
             call_without_training(layer)
             notes.append(f"{layer.name}: its random draws differ by rank; switched off for the comparison")
         is_local_norm = isinstance(layer, keras.layers.BatchNormalization) and not hasattr(layer, "needs_every_rank")
-        if freezes and is_local_norm and layer.trainable:  # a frozen one uses its moving statistics
+        if freezes and is_local_norm and layer.trainable:
             layer.trainable = False
             notes.append(
                 f"{layer.name}: local BatchNorm normalises each rank's samples by themselves; frozen for the "

@@ -14,7 +14,7 @@ BEGINNING = "float64-beginning"  # record of the reference's first float64 steps
 BEGINNING_STEPS = 2
 OWN = "own"
 AS_VECTOR = "gradients as one vector"
-MICRO_BATCHES = "micro-batches"  # record of skipped micro-batches
+MICRO_BATCHES = "micro-batches"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,6 @@ class Trial:
 
     @property
     def is_lossy(self) -> bool:
-        """True for the settings' own precision and compression."""
         return self.name == OWN
 
 
@@ -77,7 +76,6 @@ def plan_trials(config: Config, *, is_reference: bool) -> list[Trial]:
 
 
 def plan_other_paths(exact: Config) -> list[Trial]:
-    """Plan paths that are compared with the first steps of the reference."""
     sharded = dataclasses.replace(exact, shard_optimizer=not exact.shard_optimizer)
     accumulating = dataclasses.replace(exact, accumulate=1 if exact.accumulate > 1 else 2)
     return [

@@ -37,7 +37,6 @@ def plan_command(size: int, arguments: Sequence[str]) -> list[str]:
 
 
 def run_group(size: int, arguments: Sequence[str]) -> None:
-    """Train in a group of processes; an error contains their output."""
     command = plan_command(size, arguments)
     environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
@@ -47,7 +46,7 @@ def run_group(size: int, arguments: Sequence[str]) -> None:
     try:
         output, _ = process.communicate(timeout=RUN_TIMEOUT_SECONDS)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGTERM)  # mpirun ends its ranks
+        os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -63,7 +62,6 @@ def run_group(size: int, arguments: Sequence[str]) -> None:
 
 
 def parse_world_sizes(text: str) -> list[int]:
-    """Parse at least two sizes, such as ``1,2,3``."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,5}", word) for word in words) or len(set(words)) < 2:
         raise UsageError(

@@ -56,7 +56,7 @@ def find_addresses() -> list[str]:
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # no IPv4 address
+            with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found.append(socket.inet_ntoa(answer[20:24]))
     return [address for address in found if not address.startswith("127.")]
@@ -71,7 +71,7 @@ class Star:
         self._peers: dict[int, _Peer] = {}
         self._strangers: list[_Peer] = []  # not authenticated yet
         self._max_strangers = 0
-        self._addresses: list[str] = []  # of rank 0, until connected
+        self._addresses: list[str] = []
         self._port = 0
         self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY_SECONDS
         self._selector = selectors.DefaultSelector()
@@ -81,7 +81,6 @@ class Star:
 
     @property
     def peers(self) -> list[int]:
-        """Authenticated ranks."""
         return sorted(self._peers)
 
     def wake(self) -> None:
@@ -90,7 +89,6 @@ class Star:
             os.write(self._wake_writer, b"\0")
 
     def accept_from(self, listener: socket.socket, *, token: str, size: int) -> None:
-        """Accept ``size - 1`` other ranks."""
         self._token, self._max_strangers = token.encode(), size + MORE_STRANGERS
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, listener)
@@ -160,7 +158,7 @@ class Star:
         except OSError:
             return
         if len(self._strangers) >= self._max_strangers:
-            self._drop(self._strangers[0])  # the oldest
+            self._drop(self._strangers[0])
         peer = _Peer(connection)
         peer.send(_encode({"nonce": peer.nonce}))
         self._add_stranger(peer)
@@ -261,7 +259,6 @@ class _Peer:
         self._flush()
 
     def _flush(self) -> bool:
-        """Return True if nothing is unsent."""
         while self._unsent:
             try:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]

@@ -25,7 +25,7 @@ CLOSE_SECONDS = 2.0
 class Outside:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._pipe = -1  # its stdin
+        self._pipe = -1
 
     def start(self, name: str, stacks_signal: int) -> None:
         """``stacks_signal`` must make this rank write its stacks."""

@@ -17,11 +17,10 @@ from ringtrain.messages.escaping import escape
 from ringtrain.messages.ranks import group_ranks
 from ringtrain.runtime.world import World
 
-# Our own threads, not to be shown.
 OUR_THREADS = frozenset({"watchdog", "last words", "stop requests", "lease", "failing", "end"})
-MAX_FRAME_LENGTH = 300  # characters
+MAX_FRAME_LENGTH = 300
 MAX_STACKS_BYTES = 6000  # per rank in a record; a message of the hub has at most 8192
-MAX_GROUPS = 8  # of equal stacks, per record
+MAX_GROUPS = 8
 
 
 def write_stacks(world: World) -> None:
@@ -31,7 +30,6 @@ def write_stacks(world: World) -> None:
 
 
 def read_stacks() -> str:
-    """Return the first lines, for a hub message."""
     lines: list[str] = []
     size = 0
     for line in map(escape, _describe_stacks()):
@@ -43,7 +41,6 @@ def read_stacks() -> str:
 
 
 def group_stacks(stacks: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Group equal stacks, rarest first."""
     ranks = sorted(stacks)
     groups = group_ranks([stacks[rank] for rank in ranks], ranks)
     return [{"ranks": of_text, "text": text} for text, of_text in reversed(groups.items())][:MAX_GROUPS]
@@ -76,7 +73,6 @@ def _describe_stacks() -> Iterator[str]:
 
 
 def _threads() -> Iterator[tuple[str, FrameType]]:
-    """Yield innermost frames, main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if names.get(ident) not in OUR_THREADS}
     main = threading.main_thread().ident

@@ -18,8 +18,6 @@ MAX_GROUPS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """A rank's last report."""
-
     note: Note
     still: float  # seconds without progress, at the report
     limit: float  # seconds without progress that its phase permits

@@ -37,8 +37,6 @@ class Looks:
 
 
 class Stragglers:
-    """Finds slow ranks, on rank 0."""
-
     def __init__(self) -> None:
         self._begun: dict[int, tuple[int, int]] = {}
         self._windows_slow: dict[int, int] = {}

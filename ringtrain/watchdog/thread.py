@@ -42,7 +42,7 @@ LONGEST_TICK_SECONDS = 1.0
 STACKS_SECONDS = 3.0
 LEAVE_SECONDS = 20.0  # for Horovod's and MPI's shutdown, which waits for other ranks
 RECORD_SECONDS = 5.0  # for last records; the file system may hang
-ENDING_SECONDS = 30.0  # for all of them
+ENDING_SECONDS = 30.0
 UNHEARD_SECONDS = 60.0
 REFINE_SECONDS = 1.0
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
@@ -256,7 +256,7 @@ class Watchdog:
             return
         states = dict(sorted({**self._states, self._world.rank: self._my_state}.items()))
         is_alone = 0 in self._unheard  # rank 0 is unreachable, or has sent nothing yet
-        if is_alone:  # it may be in a long phase
+        if is_alone:
             limit = limit_seconds(self._hang_timeout, takes_long=True)
             states = {self._world.rank: dataclasses.replace(self._my_state, limit=limit)}
         hang = find_hang(states, self._nodes, sees_all=self._world.is_rank0 or not self._has_met or is_alone)

@@ -36,8 +36,10 @@ class ShardedOptimizer:
         *,
         control_dtype: str,
     ) -> None:
-        """Raises:
-        UsageError: an update is not element-wise.
+        """Build the optimizer on pieces of the weights.
+
+        Raises:
+            UsageError: an update is not element-wise.
         """
         if not isinstance(optimizer, LayerwiseUpdate):
             require_elementwise(optimizer)

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 class Rounding(NamedTuple):
     tolerance: float  # of the largest value of a tensor's kind in its layer
-    epsilon: float
+    epsilon: float  # last bit of a number near 1
     noise_factor: float  # times the measured effect of rounding
     max_loss_noise: float
 

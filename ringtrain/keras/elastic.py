@@ -43,8 +43,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Call a function of a state again whenever ranks have left or joined.
 
     Before each call all ranks get rank 0's state: the last commit if a rank was lost, the current state if hosts were
-    added. If hosts were only removed, each keeps its own. Later steps are trained again. Call no collective before the
-    function: a joining rank would deadlock. Create your ``tf.function`` inside it.
+    added. If hosts were only removed, each keeps its own. Steps after a commit are trained again. Call no collective
+    before the function: a joining rank would deadlock. Create your ``tf.function`` inside it.
     """
 
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:

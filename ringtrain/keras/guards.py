@@ -42,7 +42,8 @@ log = logging.getLogger("ringtrain")
 def check_distributed(optimizer: Any) -> None:
     """Refuse an optimizer that updates only this rank's model. Called while its first step is traced.
 
-    Only if this process (for weights of an earlier distributed ``fit``: this ``fit``) has reduced no gradients.
+    It raises only if no gradients were reduced: by this process, or for weights of an earlier distributed ``fit``, by
+    this ``fit``.
     """
     if isinstance(optimizer, Distributed) or is_applying.get() or TrainingGuard.may_apply_alone():
         return

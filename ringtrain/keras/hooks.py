@@ -1,6 +1,6 @@
 """The Keras methods that ``ringtrain.keras`` replaces.
 
-- ``Optimizer.apply``, ``MultiOptimizer.apply``: refuse optimizers that are not distributed, or only in parts.
+- ``Optimizer.apply``, ``MultiOptimizer.apply``: refuse optimizers that are not distributed as a whole.
 - ``LossScaleOptimizer.apply``: ``compile`` wraps it *around* a distributed optimizer; gradients must be reduced before
   its check for overflow, or ranks would diverge and deadlock.
 - ``Model.make_train_function``: XLA cannot compile the sums; it compiles the rest of a step.

@@ -43,8 +43,7 @@ def DistributedOptimizer(  # noqa: N802 (upstream's name)
         backward_passes_per_step: calls whose gradients are accumulated on each rank before one reduction and update.
         average_aggregated_gradients: divide that sum by the number of calls.
         num_groups: the old name of ``groups``.
-        groups: number of groups of fused gradients, or the groups (lists of variables); default: a few that overlap
-        with
+        groups: number of groups of fused gradients, or the groups (lists of variables); default: a few, reduced during
             the backward pass.
         process_set: the ranks that train together.
         scale_local_gradients: divide the gradients of local variables by the number of ranks, as the average does.

@@ -132,8 +132,8 @@ class LayerwiseLamb(LayerwiseUpdate, keras.optimizers.Lamb):
 class LARS(LayerwiseUpdate, keras.optimizers.Optimizer):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, algorithm 1), as in MLPerf's ResNet reference.
 
-    v becomes m v + r e |w| / (|g| + d |w|) (g + d w), and w decreases by v: weight w, gradient g, decay d, momentum m,
-    learning rate r, trust coefficient e. Weights excluded from decay (biases, norms) use r alone.
+    With weight w, gradient g, decay d, momentum m, learning rate r and trust coefficient e: v becomes
+    m v + r e |w| / (|g| + d |w|) (g + d w), and w decreases by v. Weights excluded from decay (biases, norms) use r alone.
     """
 
     def __init__(

@@ -133,7 +133,8 @@ class LARS(LayerwiseUpdate, keras.optimizers.Optimizer):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, algorithm 1), as in MLPerf's ResNet reference.
 
     With weight w, gradient g, decay d, momentum m, learning rate r and trust coefficient e: v becomes
-    m v + r e |w| / (|g| + d |w|) (g + d w), and w decreases by v. Weights excluded from decay (biases, norms) use r alone.
+    m v + r e |w| / (|g| + d |w|) (g + d w), and w decreases by v. Weights excluded from decay (biases, norms) use r
+    alone.
     """
 
     def __init__(

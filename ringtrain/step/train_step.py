@@ -54,8 +54,8 @@ class TrainStep:
     ) -> None:
         """Trace the step; this rank's batches mostly have ``local_batch_size`` samples.
 
-        ``times_communication``: False in deterministic mode, as TensorFlow refuses clocks, and on a GPU, as the host would
-        wait. ``jit_compile``: ignored if a layer uses other ranks.
+        ``times_communication``: False in deterministic mode, as TensorFlow refuses clocks, and on a GPU, as the host
+        would wait. ``jit_compile``: ignored if a layer uses other ranks.
         """
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")

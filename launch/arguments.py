@@ -16,7 +16,6 @@ Command = Callable[[Sequence[str]], int]
 
 
 def run_command(arguments: Sequence[str], commands: Mapping[str, Command], overview: str, *, of: str = "") -> int:
-    """Run the command that is named first; show the ``overview`` if none is, or where help is asked for."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview, end="")
         return 0 if arguments else UsageError.exit_code
@@ -24,7 +23,6 @@ def run_command(arguments: Sequence[str], commands: Mapping[str, Command], overv
 
 
 def find_command(name: str, commands: Mapping[str, Found], *, of: str = "") -> Found:
-    """A command by its name; ``of`` is the command that it belongs to."""
     if name not in commands:
         meant = did_you_mean(name, commands)
         raise UsageError(f"there is no command {of}{name!r}. {meant}Commands: {', '.join(commands)}.")
@@ -32,17 +30,14 @@ def find_command(name: str, commands: Mapping[str, Found], *, of: str = "") -> F
 
 
 def is_script(words: Sequence[str]) -> bool:
-    """True if a user script, such as one that calls ``fit``, and its arguments follow ``--``."""
     return bool(words) and words[0].endswith(".py")
 
 
 def plan_program(words: Sequence[str]) -> list[str]:
-    """The program that the interpreter runs on each rank."""
     return list(words) if is_script(words) else ["-m", "ringtrain", *words]
 
 
 def require_script(words: Sequence[str]) -> None:
-    """See that the script is there."""
     if is_script(words) and not Path(words[0]).is_file():
         raise UsageError(
             f"what follows -- begins with {words[0]!r}, and there is no such file here. Name a script that is there, "
@@ -51,18 +46,16 @@ def require_script(words: Sequence[str]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command's options, which leaves errors to the caller."""
+    """Parser of one command's options; errors raise UsageError."""
 
     def __init__(self, prog: str, **texts: str) -> None:
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, formatter_class=raw, allow_abbrev=False, **texts)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
-        """A wrong option, as one line that the user reads."""
         raise UsageError(f"{message}. See {self.prog} --help.")
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The options, and what follows them."""
         split = [*arguments, "--"].index("--")
         options, unknown = self.parse_known_args(arguments[:split])
         if unknown:

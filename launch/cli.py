@@ -30,7 +30,6 @@ Each command's options: {PROGRAM} COMMAND --help
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command and return its exit code (see ``ringtrain.errors``)."""
     try:
         return run_command(argv, COMMANDS, HELP)
     except RingtrainError as error:
@@ -39,7 +38,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def local(arguments: Sequence[str]) -> int:
-    """Train on this machine."""
     with explaining_import("launch local"):
         from .local import main
 
@@ -47,7 +45,6 @@ def local(arguments: Sequence[str]) -> int:
 
 
 def slurm(arguments: Sequence[str]) -> int:
-    """Write, submit or follow up a batch job."""
     with explaining_import("launch slurm"):
         from .slurm.cli import main
 

@@ -1,4 +1,4 @@
-"""Decide what follows the end of a group: pure functions."""
+"""Restart decisions and failure messages: pure functions."""
 
 from __future__ import annotations
 
@@ -18,35 +18,31 @@ from .group import GroupEnd, RankEnd
 ERROR_MARK = "ringtrain: "
 SHOWN_LINES = 5
 LOST_RANKS = LostRanksError.status()
-# The same would happen again: wrong settings, damaged data, a loss that is not finite, replicas that differ.
+# A restart would fail again.
 FINAL_CODES = {2, 3, 4, 5}
 
 
 def is_final(exit_code: int) -> bool:
-    """True if a restart is of no use: the run is done, or the next start would end in the same way."""
     return exit_code == 0 or exit_code in FINAL_CODES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of the group, ended."""
-
     group: GroupEnd
-    end: EndTold | None  # the end record of the run
-    run: Path | None  # the run directory; None if none was opened
-    first_step: int  # the newest checkpoint's before; 0 if there was none
-    last_step: int  # and after
-    signals: Sequence[signal.Signals] = ()  # signals from the user to stop the run; passed on to the ranks
-    is_cut_short: bool = False  # the user did not want to wait for a save
+    end: EndTold | None
+    run: Path | None
+    first_step: int  # of the latest checkpoint before the start
+    last_step: int  # after the start
+    signals: Sequence[signal.Signals] = ()  # from the user
+    is_cut_short: bool = False  # second Ctrl-C: no wait for a save
 
     @property
     def was_told_to_stop(self) -> bool:
-        """True if the user ended the run, in good order or at once."""
         return bool(self.signals) or self.is_cut_short
 
     @property
     def was_stopped_early(self) -> bool:
-        """True if the signal to stop ended the ranks, since they did not handle it yet."""
+        """True if a signal ended the ranks before they handled it."""
         first = self.group.first_failure
         is_signal = first is not None and first.signal in [number.name for number in self.signals]
         nothing_started = not self.group.num_started and bool(self.signals)
@@ -54,7 +50,7 @@ class Attempt:
 
     @property
     def word(self) -> EndTold | None:
-        """The run's own message about its end, except from a rank that was stopped because another had failed."""
+        """The run's end record, except if another rank's failure caused the stop."""
         first = self.group.first_failure
         is_consequence = (
             self.end is not None
@@ -67,7 +63,6 @@ class Attempt:
 
     @property
     def exit_code(self) -> int:
-        """The documented exit code; the end record of the run takes precedence over the ends of its processes."""
         if self.word is not None:
             return self.word.exit_code
         if self.was_stopped_early:
@@ -79,14 +74,11 @@ class Attempt:
 
 
 class Decision(NamedTuple):
-    """The decision to restart or not, with its reason in words."""
-
     restarts: bool
     reason: str = ""
 
 
 def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decision:
-    """True if the group is started again after ``num_restarts`` restarts."""
     if is_final(attempt.exit_code) or attempt.was_told_to_stop or not max_restarts:
         return Decision(False)
     if attempt.word is not None and attempt.word.stopped_by in ("file", "time"):
@@ -106,7 +98,6 @@ def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decisio
 
 
 def explain(attempt: Attempt) -> list[str]:
-    """Explain why a group failed, in lines: the first failed rank, its last lines, and the end record of the run."""
     if attempt.exit_code == 0:
         return []
     group, end, first = attempt.group, attempt.word, attempt.group.first_failure
@@ -115,7 +106,7 @@ def explain(attempt: Attempt) -> list[str]:
         return ["stopped before the first step; there was nothing to save"]
     if first is None and end is None:
         lines += describe_launcher(group)
-    # The watchdog ended a rank with HangError's code: which of them was the first to end says nothing of the cause.
+    # The watchdog stops all ranks with HangError's code: the first to exit is not the cause.
     was_asked_to_end = first is not None and first.exit_code in (PreemptedError.exit_code, HangError.exit_code)
     if first is not None and (first.signal or not was_asked_to_end or end is None):
         lines += describe(first)
@@ -131,7 +122,6 @@ def explain(attempt: Attempt) -> list[str]:
 
 
 def describe_launcher(group: GroupEnd) -> list[str]:
-    """Describe a launcher that ended before its ranks."""
     code = group.launcher_code
     if code is None:
         return [f"{group.launcher} and its ranks were ended without saving"]
@@ -142,7 +132,6 @@ def describe_launcher(group: GroupEnd) -> list[str]:
 
 
 def describe(end: RankEnd) -> list[str]:
-    """The first rank that failed, in a line, and why the kernel will have killed it, in another."""
     how = f"was killed by {end.signal}" if end.signal else f"ended with exit code {end.exit_code}"
     how += " in mid-run, such as by sys.exit or os._exit in its code" if end.has_quit else ""
     memory = (
@@ -154,6 +143,5 @@ def describe(end: RankEnd) -> list[str]:
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
-    """The last lines of a rank's stderr: from ringtrain's error on, if there is one."""
     starts = [number for number, line in enumerate(lines) if line.startswith(ERROR_MARK)]
     return lines[starts[-1] :] if starts else lines[-SHOWN_LINES:]

@@ -1,8 +1,7 @@
-"""The descendants of this process, also those in other sessions: none outlives it.
+"""Descendants of this process, also in other sessions: none outlives it.
 
-Launchers open sessions of their own and leave orphans, so that neither a process group nor a session holds all that
-they start. On Linux a process can ask to be killed when its parent dies, and a parent to adopt the orphans among its
-descendants (prctl(2): PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER).
+Launchers open their own sessions and leave orphans. Linux can kill a process when its parent dies, and let a process
+adopt orphans (prctl(2): PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations
@@ -28,21 +27,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Send this process a signal when its parent dies. It outlives execve(2)."""
+    """Send this process a signal when its parent dies, also after execve(2)."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def run_guarded(work: Callable[[], int]) -> int:
-    """Do ``work`` in a child process, and end all descendants afterwards.
+    """Run ``work`` in a child process, and kill all descendants afterwards.
 
-    Whichever of the two is killed, the other one cleans up. Signals of ``FORWARDED`` are passed on; they are blocked
-    when ``work`` begins, which unblocks them once it has its handlers. SIGQUIT ends all at once; the worker gets it
-    when this process dies.
+    If either process is killed, the other cleans up. ``FORWARDED`` signals are blocked until ``work`` has set its
+    handlers. SIGQUIT kills all at once; the worker gets it when this process dies.
     """
     adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -51,7 +48,7 @@ def run_guarded(work: Callable[[], int]) -> int:
     if worker == 0:
         code = 1
         try:
-            os.setsid()  # a terminal's Ctrl-C comes once, through the guard
+            os.setsid()  # a terminal's Ctrl-C arrives once, through the guard
             signal.signal(signal.SIGQUIT, lambda number, frame: _end_now())
             die_with_parent(signal.SIGQUIT)
             adopt_orphans()
@@ -78,12 +75,11 @@ def run_guarded(work: Callable[[], int]) -> int:
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """True if the user's shell wants a signal ignored: ``nohup`` does so with SIGHUP."""
+    """For instance SIGHUP under ``nohup``."""
     return signal.getsignal(number) is signal.SIG_IGN
 
 
 def name_signal(number: int) -> str:
-    """A signal in words; those of the real-time range have no names."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -96,7 +92,7 @@ def _end_now() -> NoReturn:
 
 
 def find_descendants() -> list[int]:
-    """The living processes that come of this one; those that have ended and wait for their parent are none."""
+    """Zombies excluded."""
     processes = {pid: process for pid in list_processes() if (process := read_process(pid))}
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
@@ -109,10 +105,7 @@ def find_descendants() -> list[int]:
 
 
 def end_descendants(*, timeout: float = 10.0) -> list[int]:
-    """Kill all that come of this process; returns those that could not be ended (in uninterruptible sleep).
-
-    While the tree is read a process may start another, so it is read again until it is empty.
-    """
+    """Kill all descendants, and their new children; return those in uninterruptible sleep."""
     end = time.monotonic() + timeout
     while (pids := find_descendants()) and time.monotonic() < end:
         send(pids, signal.SIGKILL)
@@ -122,14 +115,12 @@ def end_descendants(*, timeout: float = 10.0) -> list[int]:
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to those that still live, and may be signalled: a setuid program may not."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def reap(*, but: int | None = None) -> None:
-    """Collect adopted children that have ended, ``but`` one that somebody else waits for."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != but:
             os.waitpid(ended.si_pid, 0)

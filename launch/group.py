@@ -1,4 +1,4 @@
-"""A group of ranks under way: their output, their ends, the signals that are passed on to them."""
+"""Running group of ranks."""
 
 from __future__ import annotations
 
@@ -21,40 +21,35 @@ from .lines import LabelledLines, print_line
 from .rank import STATUS_FIFO, fifo_names
 
 POLL_SECONDS = 0.2
-# Once a rank has failed, the launcher has this long to end the others; so has it to end once all have.
+# For the launcher to stop the other ranks after a failure, and to exit after all ranks have.
 LAUNCHER_GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """The end of a rank: an exit code, or a signal."""
-
     rank: int
     host: str
     pid: int
     exit_code: int | None
     signal: str | None
-    has_quit: bool = False  # with exit code 0, but in mid-run
-    memory_limit: str | None = None  # for want of which memory the kernel killed it, if it did
+    has_quit: bool = False  # exited with 0 before the run's end
+    memory_limit: str | None = None  # the exceeded limit, if the kernel killed it
 
     @property
     def failed(self) -> bool:
-        """True if it ended with another exit code than 0, or before it had done all that it was to do."""
         return self.exit_code != 0 or self.has_quit
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEnd:
-    """The end of a group."""
-
-    num_ranks: int  # that were wanted
+    num_ranks: int  # requested
     num_started: int
-    ends: Sequence[RankEnd]  # of the ranks that reported their end, the first one first
-    last_errors: Sequence[Sequence[str]]  # for each rank the last lines of its stderr
-    launcher: str  # its name
-    launcher_code: int | None  # its exit code; negative where a signal ended it, None if it had to be ended
-    launcher_lines: Sequence[str]  # the last that it printed itself
-    not_ended: Sequence[int]  # processes that could not be ended
+    ends: Sequence[RankEnd]  # in order of exit
+    last_errors: Sequence[Sequence[str]]  # stderr lines of each rank
+    launcher: str
+    launcher_code: int | None  # negative: signal; None: it had to be killed
+    launcher_lines: Sequence[str]  # its own last output
+    not_ended: Sequence[int]  # process ids in uninterruptible sleep
 
     @property
     def is_complete(self) -> bool:
@@ -66,11 +61,11 @@ class GroupEnd:
 
 
 class Requests:
-    """The signals that this process has got, in order. Create it in the main thread; it unblocks them."""
+    """Received signals, in order. Create it in the main thread; it unblocks them."""
 
     def __init__(self) -> None:
-        self.signals: list[signal.Signals] = []  # those for the ranks: they save and leave
-        self.is_end_wanted = False  # a second SIGINT: do not wait for a save
+        self.signals: list[signal.Signals] = []
+        self.is_end_wanted = False
         for number in FORWARDED:
             if not is_ignored(number):
                 signal.signal(number, self._take)
@@ -80,7 +75,7 @@ class Requests:
         if number == signal.SIGINT and signal.SIGINT in self.signals:
             self.is_end_wanted = True
             return
-        # A terminal that is closed is no reason to lose anything.
+        # A closed terminal stops the run in good order.
         wanted = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         again = "; Ctrl-C again ends them at once" if number == signal.SIGINT else ""
         print_line(f"{signal.Signals(number).name}: the ranks save and leave{again}")
@@ -88,13 +83,11 @@ class Requests:
 
 
 class Group:
-    """The ranks that one launcher starts, from their start to their end."""
-
     def __init__(self, command: Sequence[str], listener: Path, num_ranks: int, requests: Requests) -> None:
-        """``listener`` is the private directory in which ``launch.rank`` finds its named pipes."""
+        """``listener``: private directory of the named pipes."""
         self._num_ranks, self._requests, self._listener = num_ranks, requests, listener
         self._name = next((word for word in command if word in LAUNCHERS), os.path.basename(command[0]))
-        self._pids: dict[int, int] = {}  # of the ranks that live
+        self._pids: dict[int, int] = {}  # of living ranks
         self._hosts: dict[int, str] = {}
         self._ends: list[RankEnd] = []
         self._num_signals_sent = 0
@@ -122,7 +115,7 @@ class Group:
         os.close(writer)
 
     def run(self) -> GroupEnd:
-        """Wait until the group has ended, by itself or by what the user wants; nothing of it is left afterwards."""
+        """Wait until the group exits or the user stops it; no process remains."""
         try:
             while self._popen.poll() is None and not self._is_over():
                 self._select(POLL_SECONDS)
@@ -160,14 +153,13 @@ class Group:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _pass_on_signals(self) -> None:
-        """Signal the ranks themselves: a launcher would kill them after a second or two."""
+        """Signal the ranks directly: a launcher would soon kill them."""
         for number in self._requests.signals[self._num_signals_sent :]:
             self._num_signals_sent += 1
             note_signal(self._listener)
             send(self._pids.values(), number)
 
     def _hear(self, data: bytes) -> None:
-        """Read a message of ``launch.rank``."""
         *lines, self._status = (self._status + data).split(b"\n")
         for told in map(json.loads, lines):
             rank = told["rank"]
@@ -182,7 +174,7 @@ class Group:
         self._selector.register(descriptor, selectors.EVENT_READ, hear)
 
     def _select(self, timeout: float) -> bool:
-        """Take what has arrived; returns whether something had."""
+        """Return True if data was read."""
         heard = False
         for key, _ in self._selector.select(timeout):
             try:
@@ -204,7 +196,7 @@ class Group:
 
 
 def _make_fifo(path: Path) -> int:
-    """A named pipe, open for reading. It is open for writing, too, and so has no end while no rank writes."""
+    """Open a named pipe for reading, and for writing: it then reports no end of file."""
     path.unlink(missing_ok=True)
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDWR | os.O_NONBLOCK)

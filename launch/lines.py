@@ -1,4 +1,4 @@
-"""The ranks' output, line by line: each labelled with its rank, none broken, in whichever pieces it arrives."""
+"""Ranks' output in whole lines, labelled by rank."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ import sys
 
 from ringtrain.messages.escaping import escape
 
-LONGEST_LINE_BYTES = 2**20  # what has no end by then is shown in pieces
-KEPT_LINES = 200  # a traceback through TensorFlow is long
+LONGEST_LINE_BYTES = 2**20  # longer lines are split
+KEPT_LINES = 200  # TensorFlow's tracebacks are long
 
 
 class LabelledLines:
-    """One stream of one rank. Whole lines go to a file descriptor; the last ones are kept."""
-
     def __init__(self, label: str, descriptor: int | None) -> None:
-        """``descriptor`` is None if the lines are only kept."""
+        """``descriptor`` None: only keep the last lines."""
         self.last: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         self._label, self._descriptor = label.encode(), descriptor
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
-        """Take what has arrived, and show the lines that are whole by now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST_LINE_BYTES:
             lines.append(self._rest)
@@ -32,7 +29,6 @@ class LabelledLines:
         self._show(lines)
 
     def end(self) -> None:
-        """Show what is left without an end of line."""
         rest, self._rest = self._rest, b""
         self._show([rest] if rest else [])
 
@@ -44,12 +40,11 @@ class LabelledLines:
 
 
 def print_line(*lines: str) -> None:
-    """Print a line for the user, after all output of the ranks."""
     write(sys.stderr.fileno(), "".join(f"launch: {escape(line)}\n" for line in lines).encode())
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Write all of it; nothing if the reader has gone (a closed terminal): the run continues."""
+    """Stop silently if the reader has gone (a closed terminal): the run continues."""
     with contextlib.suppress(OSError):
         while data:
             try:

@@ -1,4 +1,4 @@
-"""``python -m launch local``: a group of ranks on this machine, started again after a crash."""
+"""``python -m launch local``: a group of ranks on this machine, restarted after a crash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .slurm.after import begins_anew
 
 Controller = Literal["mpi", "gloo"]
 MAX_NUMBER = 10_000  # of ranks on one machine
-LAUNCHERS = {  # by their controllers; what helps if there is none
+LAUNCHERS = {  # by controller: program and remedy
     "mpi": ("mpirun", "Install Open MPI, or give --controller gloo"),
     "gloo": ("horovodrun", "It comes with Horovod: activate the environment that ringtrain is installed in"),
 }
@@ -47,7 +47,6 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, and return the run's exit code (see ``ringtrain.errors``)."""
     options, flags = parse(arguments)
     program, remedy = LAUNCHERS[options.controller]
     if shutil.which(program) is None:
@@ -60,7 +59,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the flags for ringtrain."""
     parser = Parser(
         f"{PROGRAM} local",
         usage="%(prog)s -np N [OPTIONS] -- FLAGS | SCRIPT.py",
@@ -92,7 +90,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def supervise(
     num_ranks: int, controller: Controller, max_restarts: int, flags: Sequence[str], *, listener: Path
 ) -> int:
-    """Start the group, and again as often as is allowed and of use; returns the run's exit code."""
+    """Run and restart the group; return the exit code."""
     requests = Requests()
     run: Path | None = None
     num_restarts = last_step = 0
@@ -107,7 +105,7 @@ def supervise(
         )
         attempt = start(command, listener, num_ranks, requests, last_step=last_step)
         run, last_step = attempt.run or run, attempt.last_step
-        # A script that says so itself would begin another run next to it.
+        # It would start a second run.
         allowed = 0 if is_script(flags) and begins_anew(read_run(listener)) else max_restarts
         decision = decide(attempt, num_restarts=num_restarts, max_restarts=allowed)
         print_line(*explain(attempt), *([decision.reason] if decision.reason else []))
@@ -119,11 +117,10 @@ def supervise(
 def plan_group(
     num_ranks: int, controller: Controller, flags: Sequence[str], *, listener: Path, python: str, is_root: bool
 ) -> list[str]:
-    """The argv of a launcher with ``num_ranks`` ranks, each of which runs ``python -m ringtrain FLAGS``, or a script.
+    """Return the argv of a launcher whose ranks run ``python -m ringtrain FLAGS``, or a script.
 
-    Slots are given by hand: mpirun refuses more ranks than it counts cores, and inside a batch job it would spread them
-    over the job's nodes. No core is bound, since each rank takes its own (see ``ringtrain.runtime.devices``).
-    ``listener`` is the directory where ``launch.rank`` finds those who listen to the ranks.
+    Slots are explicit: mpirun refuses more ranks than cores, and distributes them over a batch job's nodes. Ranks pin
+    their own cores.
     """
     hosts = f"localhost:{num_ranks}"
     rank = [python, "-m", f"{PACKAGE}.rank", str(listener), python, *plan_program(flags)]
@@ -134,26 +131,21 @@ def plan_group(
 
 
 def plan_restart(flags: Sequence[str], run: Path | None, *, here: Path) -> list[str]:
-    """The flags of a restart: those of the first start, and its run directory.
-
-    ``--resume never`` would otherwise begin again in a new directory each time. (A script has named both itself.)
-    ``here`` is the ranks' current directory.
-    """
+    """Add the run directory, since ``--resume never`` would open a new one at each restart. Scripts name theirs."""
     if run is None or is_script(flags):
         return list(flags)
-    out = run.relative_to(here) if run.is_relative_to(here) else run  # for the lines that name it to the user
+    out = run.relative_to(here) if run.is_relative_to(here) else run  # shorter in messages
     return [*flags, "--out", str(out), "--resume", "auto"]
 
 
 def start(command: Sequence[str], listener: Path, num_ranks: int, requests: Requests, *, last_step: int) -> Attempt:
-    """Run a group to its end. ``last_step`` is that of the newest checkpoint that is known of."""
-    from ringtrain.run.store import list_steps  # NumPy starts threads, which take signals: not before the guard's
+    from ringtrain.run.store import list_steps  # not earlier: NumPy's threads take signals before the guard's fork
 
     clear(listener)
     try:
         group = Group(command, listener, num_ranks, requests).run()
     finally:
-        remove_dead_segments()  # of ranks that were killed
+        remove_dead_segments()  # of killed ranks
     told = read_run(listener)
     first_step = told.step if told else last_step
     return Attempt(

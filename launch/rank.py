@@ -1,7 +1,6 @@
 """``python -m launch.rank LISTENER COMMAND...``: one rank between its launcher and ``launch local``.
 
-It gives the rank's output to those who listen without the launcher in between, which breaks lines and adds its own;
-tells when and how the rank ended, which launchers blur; and takes the rank along when the launcher dies.
+Bypasses the launcher, which breaks lines and hides exit codes; kills the rank when the launcher dies.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def fifo_names(rank: int) -> tuple[str, str]:
-    """The named pipes of a rank's stdout and stderr."""
     return f"rank-{rank}.out", f"rank-{rank}.err"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a rank, and return its exit code, or 128 and the signal's number."""
+    """Return the rank's exit code, or 128 plus the signal's number."""
     listener, command = Path(arguments[0]), list(arguments[1:])
     die_with_parent()
     rank = read_world(os.environ).rank
@@ -43,11 +41,12 @@ def main(arguments: Sequence[str]) -> int:
     status = os.open(listener / STATUS_FIFO, os.O_WRONLY)
 
     def tell(**values: Any) -> None:
-        os.write(status, (json.dumps({"rank": rank, **values}) + "\n").encode())  # at once: shorter than PIPE_BUF
+        os.write(status, (json.dumps({"rank": rank, **values}) + "\n").encode())  # atomic: shorter than PIPE_BUF
 
-    # Those who listen signal the rank itself; what a launcher sends, to this process alone or to its whole group, is
-    # passed on. A second SIGINT would end a rank without saving, so that one is not.
-    is_ours = command[1:3] == ["-m", "ringtrain"]  # a user script has its own exit codes
+    # ``launch local`` signals the rank itself. Signals from a launcher are passed on, except SIGINT: a second one ends
+    # a
+    # rank without saving.
+    is_ours = command[1:3] == ["-m", "ringtrain"]  # user scripts have their own exit codes
     left = listener / f"rank-{rank}.left"
     left.unlink(missing_ok=True)
     pending: list[int] = []
@@ -83,16 +82,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare_rank() -> None:
-    """In the rank's process, before its program starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent()
 
 
 def count_kills(root: Path) -> dict[str, int]:
-    """Number of processes killed so far, by the limit that they exceeded, in words; the tightest first.
-
-    ``oom_kill`` of /proc/vmstat counts the kills of all limits.
-    """
+    """Return OOM kills so far by limit, the tightest first; /proc/vmstat counts those of all limits."""
     counts: dict[str, int] = {}
     for limit, file in read_memory_limits(root):
         if (killed := _read_kills(file)) is not None:
@@ -102,7 +97,6 @@ def count_kills(root: Path) -> dict[str, int]:
 
 
 def find_limit(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
-    """The limit for which a process was killed between two counts, in words; None if none was."""
     return next((limit for limit, count in after.items() if count > before.get(limit, count)), None)
 
 

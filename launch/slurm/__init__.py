@@ -1,1 +1,1 @@
-"""Runs as Slurm jobs: the batch script of a request, its submission, and what follows when its ranks have ended."""
+"""Runs as Slurm jobs: batch script, submission, and restarts."""

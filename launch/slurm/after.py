@@ -1,4 +1,4 @@
-"""After the ranks of a job have ended: start it again, or say why not and how it ended."""
+"""End of a job's ranks: requeue the job, or report why not and how it ended."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ..decision import is_final
 from ..lines import print_line
 from .controller import describe_job, requeue, submit, without_job
 
-# Restarts under former numbers, if this site refuses to requeue and each restart is a new job.
+# Restarts under earlier job numbers, at sites that refuse to requeue.
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
-# In the directory of a start: how many starts before it have failed since the newest checkpoint.
+# Failed starts since the latest checkpoint.
 FAILURES_FILE = "failures"
 TAIL_BYTES = 256 * 1024
 START_LINE = re.compile(r"^launch: job \d+, restart \d+, on ", re.MULTILINE)
@@ -35,23 +35,21 @@ FAILED = (
     # Open MPI: "mpirun noticed that process rank 1 with PID 7 on node n1 exited on signal 9 (Killed)."
     re.compile(r"process (?P<who>rank \d+) with PID \d+ on node (?P<node>\S+) exited on (?P<how>signal \d+ \(.*\))"),
 )
-# Exit codes of a rank that was asked to stop, also before it handled the signal.
+# Exits on request, even before the signal was handled.
 ORDERLY = re.compile(r"exit code 75$|Terminated|User defined signal 1")
-# The job's name, which may contain anything, is on a separate line.
+# On separate lines: job names may contain anything.
 STATE_LINE = re.compile(r"^ +JobState=(\w+) Reason=(\S+)", re.MULTILINE)
 RESTARTS_LINE = re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE)
 
 
 class JobState(enum.Enum):
-    """The fate of a job that needs no action of ours."""
+    """States that need no action."""
 
     ENDING = "cancelled, or requeued by Slurm itself"
     STARTED_AGAIN = "started again by Slurm itself after a lost node"
 
 
 class FailedRank(NamedTuple):
-    """The first rank that the launcher saw fail, in its words."""
-
     who: str
     node: str
     how: str
@@ -61,53 +59,49 @@ class FailedRank(NamedTuple):
 
     @property
     def was_told_to_stop(self) -> bool:
-        """True if it ended because it was asked to: after saving, or by the signal."""
         return ORDERLY.search(self.how) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A start of a job whose ranks have ended."""
-
-    status: int  # exit code of srun or horovodrun
-    end: EndTold | None  # the end record of the run; None if there is none
-    run: RunTold | None  # the run directory that it opened; None if it opened none
-    newest_step: int | None  # the newest checkpoint there; None if there is none
-    state: JobState | None  # None: the job is ours
-    failed_rank: FailedRank | None  # the first that srun or mpirun saw fail; None if they named none
-    restarts: int  # how often the job has been started again before
-    max_requeues: int  # how often it may be
-    failures: int = 0  # starts that have failed before this one, without a newer checkpoint
-    max_restarts: int = 0  # how often it may be after a failure, without a newer checkpoint
-    begins_anew: bool = False  # another start would train a new run from its beginning
+    status: int  # of srun or horovodrun
+    end: EndTold | None
+    run: RunTold | None  # None: no run directory was opened
+    newest_step: int | None  # of the latest checkpoint
+    state: JobState | None  # None: no action by Slurm
+    failed_rank: FailedRank | None
+    restarts: int
+    max_requeues: int
+    failures: int = 0  # earlier failed starts since the latest checkpoint
+    max_restarts: int = 0  # after failures without a newer checkpoint
+    begins_anew: bool = False  # resume: never
 
     @property
     def exit_code(self) -> int:
-        """The run's own word if there is one: srun returns the highest of its tasks', killed ones' included."""
+        """The run's recorded exit code, else srun's, which is the highest of all tasks."""
         if self.end is not None and not self.has_lost_rank:
             return self.end.exit_code
         return self.status or (0 if self.is_in_good_order else 1)
 
     @property
     def is_in_good_order(self) -> bool:
-        """True if ranks that did not speak of their end are done: srun returns 0, too, if it has lost their node."""
+        """srun returns 0 even after it lost a node."""
         is_over = self.run is None or self.run.is_complete
         return self.status == 0 and is_over and not self.state
 
     @property
     def has_lost_rank(self) -> bool:
-        """True if a rank failed first, and the launcher stopped the others for that reason."""
+        """True if the launcher stopped the others after a rank's failure."""
         was_told_to_stop = self.end is not None and self.end.exit_code == PreemptedError.exit_code
         return was_told_to_stop and self.failed_rank is not None and not self.failed_rank.was_told_to_stop
 
     @property
     def has_saved(self) -> bool:
-        """True if its ranks stopped on request, after saving."""
         return self.end is not None and self.end.exit_code == PreemptedError.exit_code and not self.has_lost_rank
 
     @property
     def first_step(self) -> int:
-        """The step of the checkpoint that it began with; 0 if there was none."""
+        """Step that it resumed from; 0 if none."""
         return self.run.step if self.run else 0
 
     @property
@@ -116,14 +110,12 @@ class Ended:
 
     @property
     def failures_since_checkpoint(self) -> int:
-        """Number of starts that failed since the newest checkpoint, including this one if it failed."""
         if self.has_saved:
             return 0
         return 1 if self.has_newer_checkpoint else self.failures + 1
 
 
 def conclude(ended: Ended) -> str:
-    """Describe what ended, why, and what happens next."""
     why_not = why_not_again(ended)
     again = f"The job starts again: restart {ended.restarts + 1} of at most {ended.max_requeues}"
     if not ended.has_saved:
@@ -132,7 +124,7 @@ def conclude(ended: Ended) -> str:
 
 
 def why_not_again(ended: Ended) -> str | None:
-    """The reason why a job is not started again; empty if that is not in question; None if it is started."""
+    """Reason not to restart a job; empty if obvious; None to restart."""
     end = ended.end
     if not ended.has_saved and is_final(ended.exit_code):
         return ""
@@ -152,7 +144,6 @@ def why_not_again(ended: Ended) -> str | None:
 
 
 def why_not_resumed(ended: Ended) -> str | None:
-    """Return the reason not to resume a job that has saved; None if it is resumed."""
     if ended.restarts and not ended.has_newer_checkpoint:
         return (
             f"Not started again: this restart has got no further than step {ended.first_step}, where it began, and the "
@@ -162,7 +153,6 @@ def why_not_resumed(ended: Ended) -> str | None:
 
 
 def why_not_restarted(ended: Ended) -> str | None:
-    """Return the reason not to restart a job that has failed; None if it is restarted."""
     if ended.run is None and ended.end is None:
         return "Not started again: no run directory was opened, so that there is nothing to resume."
     if ended.failures_since_checkpoint > ended.max_restarts:
@@ -174,17 +164,15 @@ def why_not_restarted(ended: Ended) -> str | None:
 
 
 def describe_newest(ended: Ended) -> str:
-    """Name the point at which the next start begins."""
     return f"the checkpoint of step {ended.newest_step}" if ended.newest_step else "the beginning"
 
 
 def describe_end(ended: Ended) -> str:
-    """Describe what ended, and why."""
     end = ended.end
     if end is not None and not ended.has_lost_rank:
         if end.status == "completed":
             return "the run is complete."
-        why = (end.message or "").partition("\n")[0]  # the ranks have printed all of it
+        why = (end.message or "").partition("\n")[0]  # printed above
         return (
             f"the run ended with exit code {end.exit_code} ({STATUS_WORDS.get(end.status, end.status)}). {why}".strip()
         )
@@ -199,7 +187,6 @@ def describe_end(ended: Ended) -> str:
 
 
 def describe_status(status: int) -> str:
-    """An exit code; in a shell's words it is that of a signal, too."""
     try:
         return f"exit code {status} ({signal.Signals(status - 128).name})"
     except ValueError:
@@ -207,11 +194,10 @@ def describe_status(status: int) -> str:
 
 
 def read_state(description: str | None, *, restarts: int) -> JobState | None:
-    """The state of a job from the output of ``scontrol show job``, which is None if it did not answer.
+    """Parse ``scontrol show job``.
 
-    Slurm calls every job COMPLETING whose end has begun, and would requeue it all the same. Reason TimeLimit says that
-    nobody wished the end. If srun has lost a node this script may go on beside the job's next start: Slurm has
-    started the job again more than the ``restarts`` times that it had when it started this script.
+    A COMPLETING job can still be requeued. Reason TimeLimit: no user cancelled. After a lost node this script may
+    overlap the job's next start; the restart count then exceeds ``restarts``.
     """
     state = STATE_LINE.search(description or "")
     counted = RESTARTS_LINE.search(description or "")
@@ -224,7 +210,7 @@ def read_state(description: str | None, *, restarts: int) -> JobState | None:
 
 
 def find_failed_rank(output: str) -> FailedRank | None:
-    """The first rank that the launcher named since the job's last start."""
+    """Search the output since the job's last start."""
     starts = [match.end() for match in START_LINE.finditer(output)]
     matches = [match for pattern in FAILED if (match := pattern.search(output, starts[-1] if starts else 0))]
     first = min(matches, key=lambda match: match.start(), default=None)
@@ -232,7 +218,7 @@ def find_failed_rank(output: str) -> FailedRank | None:
 
 
 def read_output() -> str:
-    """The end of what this job has printed on stderr; empty if that goes into no file."""
+    """Return the end of this job's stderr file."""
     try:
         with open_regular(Path(os.readlink("/proc/self/fd/2"))) as file:
             file.seek(-min(TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
@@ -242,12 +228,11 @@ def read_output() -> str:
 
 
 def count_restarts(environ: Mapping[str, str]) -> int:
-    """Number of times this job has been started again, under this number and under former ones."""
+    """Include earlier job numbers."""
     return sum(int(environ.get(name) or 0) for name in ("SLURM_RESTART_COUNT", RESTARTS_VARIABLE))
 
 
 def follow_up(*, status: int, script: Path, max_requeues: int, max_restarts: int) -> int:
-    """Do what is to be done after the ranks of this job have ended, and return the batch script's exit code."""
     job = os.environ.get("SLURM_JOB_ID")
     told = os.environ.get(DIRECTORY_VARIABLE)
     if not job or not told:
@@ -260,13 +245,13 @@ def follow_up(*, status: int, script: Path, max_requeues: int, max_restarts: int
     print_line(conclude(ended))
     if why_not_again(ended) is None:
         start_again(job, script, ended, told=directory)
-    if ended.state is not JobState.STARTED_AGAIN:  # else ranks on the lost node may still speak
+    if ended.state is not JobState.STARTED_AGAIN:  # ranks on the lost node may still report
         forget(directory)
     return ended.exit_code
 
 
 def forget(directory: Path) -> None:
-    """Remove the directory of a start: the next one would take what is left for a lost start's."""
+    """Remove a launch directory, which the next start would misread."""
     with contextlib.suppress(OSError):
         clear(directory)
         (directory / FAILURES_FILE).unlink(missing_ok=True)
@@ -274,7 +259,6 @@ def forget(directory: Path) -> None:
 
 
 def read_failures(directory: Path) -> int:
-    """Read the number of starts that failed before the one of this directory, without a newer checkpoint."""
     try:
         return int(read_bounded(directory / FAILURES_FILE, 20))
     except (OSError, ValueError):
@@ -282,7 +266,6 @@ def read_failures(directory: Path) -> int:
 
 
 def write_failures(directory: Path, failures: int) -> None:
-    """Write that number for the start that will use this directory."""
     if failures:
         with contextlib.suppress(OSError):
             directory.mkdir(exist_ok=True)
@@ -291,7 +274,6 @@ def write_failures(directory: Path, failures: int) -> None:
 
 
 def look(job: str, told: Path, *, status: int, max_requeues: int, max_restarts: int) -> Ended:
-    """The end of this start, from all sources."""
     from ringtrain.run.store import list_steps
 
     run = read_run(told)
@@ -311,17 +293,14 @@ def look(job: str, told: Path, *, status: int, max_requeues: int, max_restarts: 
 
 
 def ask_state(job: str) -> JobState | None:
-    """The fate of this job."""
     return read_state(describe_job(job), restarts=count_requeues())
 
 
 def count_requeues() -> int:
-    """Count the restarts of this job under its present number."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def begins_anew(run: RunTold | None) -> bool:
-    """True if each start of this run's command begins a new run: so say its settings, perhaps in a file."""
     try:
         return run is not None and (read_config(run.path) or {}).get("resume") == "never"
     except UsageError:
@@ -329,15 +308,15 @@ def begins_anew(run: RunTold | None) -> bool:
 
 
 def start_again(job: str, script: Path, ended: Ended, *, told: Path) -> None:
-    """Requeue the job; if that is refused, submit its script again, to wait for this job's end."""
+    """Requeue the job; if refused, submit its script again, as a dependent job."""
     failures = ended.failures_since_checkpoint
-    next_start = told.with_name(f"{job}-{count_requeues() + 1}")  # as the script names it
-    write_failures(next_start, failures)  # before the requeue, which ends this program
+    next_start = told.with_name(f"{job}-{count_requeues() + 1}")
+    write_failures(next_start, failures)  # first: the requeue ends this program
     refusal = requeue(job)
     if refusal is None:
-        return  # from now on Slurm is ending this script
+        return
     if ask_state(job):
-        return  # it was done, and the answer was lost: a second job would train the same again
+        return  # requeued, but the answer was lost: a second job would train the same run
     forget(next_start)
     print_line(f"scontrol does not requeue job {job}: {refusal}. Submitting its script again.")
     environ = {**without_job(os.environ), RESTARTS_VARIABLE: str(ended.restarts + 1)}

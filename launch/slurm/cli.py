@@ -47,13 +47,11 @@ TRAIN_HELP = "python -m ringtrain train --help"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code."""
     return run_command(arguments, COMMANDS, HELP, of="slurm ")
 
 
 def render(arguments: Sequence[str]) -> int:
-    """Print a batch script, or write it into a file."""
-    from .script import render as render_script  # here, so that help needs no Jinja2
+    from .script import render as render_script  # so that help needs no Jinja2
 
     parser = create_request_parser("render", f"Print a batch script for sbatch. {WHAT}")
     parser.add_argument("--to", type=Path, metavar="FILE", help="write it there instead")
@@ -67,15 +65,14 @@ def render(arguments: Sequence[str]) -> int:
     try:
         with replacing(options.to) as file:
             if request.env:
-                os.fchmod(file.fileno(), 0o600)  # before anything is in it: values of --env may be secrets
+                os.fchmod(file.fileno(), 0o600)  # first: values of --env may be secrets
             file.write(text.encode())
-    except OSError as error:  # one that belongs to somebody else included
+    except OSError as error:
         raise UsageError(f"to is {str(options.to)!r}, which cannot be written: {error.strerror}.") from error
     return 0
 
 
 def submit(arguments: Sequence[str]) -> int:
-    """Give a batch script to sbatch, and say what can be done about the job."""
     from .script import render as render_script
 
     request = read_request(*create_request_parser("submit", f"Submit a batch script to Slurm. {WHAT}").parse(arguments))
@@ -92,7 +89,7 @@ def submit(arguments: Sequence[str]) -> int:
 
 
 def refuse_directory(request: JobRequest, directory: Path) -> None:
-    """Refuse one whose name Slurm would read as another, and fail the job without a word."""
+    """Refuse a directory that Slurm would misread, and so fail the job silently."""
     if not Path(request.output).is_absolute() and set("%\\") & set(str(directory)):
         raise UsageError(
             f"output is {request.output!r}, in the directory {str(directory)!r}; Slurm reads % and \\ in a path as "
@@ -101,7 +98,6 @@ def refuse_directory(request: JobRequest, directory: Path) -> None:
 
 
 def after(arguments: Sequence[str]) -> int:
-    """Start the job again, or say how its run ended."""
     with explaining_import("launch slurm after"):
         from .after import follow_up
 
@@ -127,7 +123,6 @@ def after(arguments: Sequence[str]) -> int:
 
 
 def create_request_parser(command: str, description: str) -> Parser:
-    """The options of ``render`` and ``submit``."""
     default = JobRequest.__dataclass_fields__
     parser = Parser(
         f"{PROGRAM} slurm {command}",
@@ -146,7 +141,7 @@ def create_request_parser(command: str, description: str) -> Parser:
         add(f"--{name}", help="as sbatch's")
     add("--mem", help="memory of each node, such as 64G (default: the partition's)")
     add("--job_name", help=f"(default: {default['job_name'].default})")
-    # argparse replaces % itself
+    # % escaped for argparse
     add("--output", help="file of all that the job prints (default: %%x-%%j.out, its name and number)")
     add("--mpi", default="auto", help="pmix, pmi2, horovodrun, or auto: the best of srun --mpi=list (default: auto)")
     add("--signal_seconds", type=int, metavar="N", help="seconds before the time limit to save and stop (default: 120)")
@@ -164,7 +159,6 @@ def create_request_parser(command: str, description: str) -> Parser:
 
 
 def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
-    """The request that the options make."""
     check_flags(flags)
     values = {name: value for name, value in vars(options).items() if value is not None}
     for name in ("to", "no_requeue", "module", "env", "mpi"):
@@ -180,8 +174,8 @@ def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """See that ringtrain takes what follows ``--``, or that the script is there, before a job waits in the queue."""
-    from ringtrain.cli import COMMANDS as RINGTRAIN_COMMANDS  # here, so that help needs no parser of ringtrain's
+    """Check the flags before the job waits in the queue."""
+    from ringtrain.cli import COMMANDS as RINGTRAIN_COMMANDS  # so that help needs no parser
     from ringtrain.commands.parser import parse_arguments
     from ringtrain.commands.preparing import check_settings
     from ringtrain.commands.train import Options
@@ -199,7 +193,7 @@ def check_flags(flags: Sequence[str]) -> None:
     no_launcher = read_world({})
     try:
         explicit = parse_arguments(Options, words, no_launcher)
-        # These may be on the nodes alone; and what prints settings trains nothing.
+        # These paths may exist on the nodes only.
         for name in ("data_dir", "init_from", "print_config"):
             explicit.pop(name, None)
         check_settings(explicit)
@@ -209,7 +203,6 @@ def check_flags(flags: Sequence[str]) -> None:
 
 
 def read_variable(text: str) -> tuple[str, str]:
-    """Name and value of ``NAME=VALUE``."""
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"env is {text!r}; it must be NAME=VALUE.")
@@ -217,12 +210,11 @@ def read_variable(text: str) -> tuple[str, str]:
 
 
 def advise(request: JobRequest, number: str) -> list[str]:
-    """The commands for a submitted job."""
     names = {"%x": request.job_name, "%j": number, "%%": "%"}
     output = shlex.quote(re.sub("%[xj%]", lambda sign: names[sign[0]], request.output))
     run = None if is_script(request.flags) else read_flag(request.flags, "out")
     stop = shlex.quote(str(Path(run, "stop"))) if run else "RUN/stop, where RUN is its run directory"
-    # Under horovodrun the ranks are in no step of Slurm's: the script hears of it for them.
+    # Under horovodrun the ranks belong to no Slurm step: signal the script.
     signal = f"scancel {'--batch ' if request.mpi == 'horovodrun' else ''}--signal=USR1 {number}"
     again = [f"  save and start again:  {signal}"] if request.can_requeue else []
     return [

@@ -1,4 +1,4 @@
-"""The request for a Slurm job, and its checks."""
+"""Job request and its checks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ from ..arguments import is_script, plan_program
 
 MPI_NAME = re.compile(r"pmix(_v\d+)?|pmi2|" + HOROVODRUN)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)  # 0: all that a node has
+MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)  # 0: all memory of a node
 # sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds]
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
-MAX_NAME_BYTES = 200  # the output's file name, at most 255, holds it
+MAX_NAME_BYTES = 200  # part of a file name, at most 255 bytes
 MAX_SIGNAL_SECONDS = 65535
-MAX_NUMBER = 200_000  # of nodes, of GPUs: beyond any cluster
+MAX_NUMBER = 200_000  # beyond any cluster
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A run of ringtrain as a Slurm job. What each value means, ``launch slurm render --help`` says.
-
-    Every check raises a ``UsageError`` that names the option, its value, the rule and the remedy.
-    """
+    """A ringtrain run as a Slurm job (see ``launch slurm render --help``). Checks raise ``UsageError``."""
 
     nodes: int
-    gpus_per_node: int | None = None  # None or 0: the ranks compute on cores
-    ranks_per_node: int | None = None  # None: as many as GPUs
+    gpus_per_node: int | None = None  # None or 0: train on CPUs
+    ranks_per_node: int | None = None
     cpus_per_rank: int = 1
     mpi: str = "pmix"
     time: str | None = None
@@ -42,15 +39,15 @@ class JobRequest:
     job_name: str = "ringtrain"
     output: str = "%x-%j.out"
     signal_seconds: int = 120
-    max_restarts: int = 3  # after failures, without a newer checkpoint
+    max_restarts: int = 3  # after failures without a newer checkpoint
     max_requeues: int = 20
     can_requeue: bool = True  # by ringtrain or by Slurm
     modules: tuple[str, ...] = ()
     conda: str | None = None
     venv: str | None = None
-    env: tuple[tuple[str, str], ...] = ()  # names and values
+    env: tuple[tuple[str, str], ...] = ()
     python: str = "python"
-    flags: tuple[str, ...] = ()  # ringtrain's own arguments, or a script and its, passed on untouched
+    flags: tuple[str, ...] = ()  # or a script and its arguments
 
     def __post_init__(self) -> None:
         self._check_shape()
@@ -73,7 +70,6 @@ class JobRequest:
 
     @property
     def program(self) -> list[str]:
-        """The program that the interpreter runs on each rank."""
         return plan_program(self.flags)
 
     @property
@@ -108,7 +104,7 @@ class JobRequest:
             )
 
     def _check_words(self) -> None:
-        """Check the words in the lines that sbatch reads: one line each, without special characters."""
+        """sbatch parses these lines: one word each, printable."""
         for name in ("partition", "account", "qos", "constraint"):
             value = getattr(self, name)
             if value is not None and not (value.isprintable() and re.fullmatch(r"[^-\s]\S*", value)):
@@ -158,7 +154,7 @@ class JobRequest:
 
 
 def read_time(text: str) -> int | None:
-    """Seconds of a time limit in Slurm's words; None if it is none."""
+    """Return seconds; None if invalid."""
     match = TIME.fullmatch(text)
     if match is None:
         return None
@@ -171,7 +167,6 @@ def read_time(text: str) -> int | None:
 
 
 def read_flag(flags: Sequence[str], name: str) -> str | None:
-    """The value that ringtrain's flags give a setting, the last one if there are several."""
     value = None
     for index, flag in enumerate(flags):
         if flag == f"--{name}" and index + 1 < len(flags):

@@ -1,7 +1,7 @@
-"""The batch script of a request: a pure function, through the templates in ``launch/templates``.
+"""Batch scripts, from the templates in ``launch/templates``.
 
-Nothing that a user typed gets into a script but through one of two filters: ``sbatch`` for the ``#SBATCH`` lines, and
-``shell`` for what bash reads. The templates cannot print a text that went through neither.
+User input passes one of two filters: ``sbatch`` for ``#SBATCH`` lines, ``shell`` for bash. Templates cannot print other
+text.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ PLAIN_OPTION = re.compile(r"[A-Za-z0-9_.,:%@+=/&|*()\[\]-]+")
 
 
 class Quoted(str):
-    """A text that one of the filters has made safe."""
+    """Text from a filter."""
 
 
 def render(request: JobRequest) -> str:
-    """The text of the batch script."""
     template = "horovodrun" if request.mpi == HOROVODRUN else "srun"
     return _ENVIRONMENT.get_template(f"{template}.sh.j2").render(job=request, package=PACKAGE)
 
 
 def quote_shell(text: str) -> Quoted:
-    """One word of bash with exactly these bytes, on one line.
+    """Quote text as one word of bash, on one line.
 
-    Control characters, and bytes that are no UTF-8, are written as ``$'...'`` does (Bash Reference Manual, 3.1.2.4).
+    Control characters and invalid UTF-8 become ``$'...'`` (Bash Reference Manual, 3.1.2.4).
     """
     if text.isprintable():
         return Quoted(shlex.quote(text))
@@ -42,17 +41,17 @@ def quote_shell(text: str) -> Quoted:
     def escape(character: str) -> str:
         if character.isprintable():
             return f"\\{character}" if character in "\\'" else character
-        # Three octal digits: what follows cannot be taken for more of them.
+        # Three digits: following digits are no part of the escape.
         return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape"))
 
     return Quoted(f"$'{''.join(map(escape, text))}'")
 
 
 def quote_sbatch(text: str) -> Quoted:
-    """One value of an ``#SBATCH`` line.
+    """Quote one value of an ``#SBATCH`` line.
 
-    sbatch reads quotes and backslashes in them as a shell does, but a backslash means the next character also within
-    quotes, nothing is expanded, and # begins a comment (get_argument in Slurm's src/sbatch/opt.c).
+    Unlike a shell, sbatch reads a backslash as an escape also within quotes, expands nothing, and begins a comment at #
+    (get_argument in Slurm's src/sbatch/opt.c).
     """
     if not text.isprintable():
         raise ValueError(f"{text!r} does not fit into a line of sbatch's")
@@ -63,7 +62,6 @@ def quote_sbatch(text: str) -> Quoted:
 
 
 def _refuse_unquoted(value: object) -> object:
-    """Allow templates to print only quoted text and numbers."""
     if isinstance(value, str) and not isinstance(value, Quoted):
         raise TypeError(f"the template prints {value!r}, which no filter has quoted")
     return value

@@ -1,7 +1,6 @@
 """Data-parallel training of TensorFlow/Keras models: one process per GPU, exactly what one process would train.
 
-What stands in ``__all__`` is the public interface. It is imported from its file when it is first used, so that whoever
-imports ringtrain does not start TensorFlow.
+``__all__`` is the public interface, imported on first use, so that importing ringtrain does not load TensorFlow.
 """
 
 import importlib
@@ -76,7 +75,7 @@ __all__ = [
     "train",
 ]
 
-# Light ones first: what starts TensorFlow is imported for what is nowhere else.
+# Modules without TensorFlow first.
 _HOMES = (
     "errors",
     "config",
@@ -93,7 +92,7 @@ _HOMES = (
     "collectives.differentiable",
 )
 
-if not TYPE_CHECKING:  # mypy would accept any name, also a misspelt one
+if not TYPE_CHECKING:  # mypy would accept any name
 
     def __getattr__(name: str) -> Any:
         for home in _HOMES if name in __all__ else ():

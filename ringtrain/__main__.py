@@ -6,12 +6,11 @@ from ringtrain.messages.hiding import refusing_hidden
 
 
 def main() -> int:
-    """Run the command, and see to it that the process ends."""
     with refusing_hidden():
         from ringtrain.runtime.streams import keep_streams
 
         keep_streams()
-        from ringtrain.cli import main as run_command_line  # which would be imported twice before
+        from ringtrain.cli import main as run_command_line  # not earlier: it would be imported twice
         from ringtrain.runtime.launched import tell_left
         from ringtrain.runtime.leaving import note_exit_code, watch_end
 

@@ -17,19 +17,18 @@ from ringtrain.runtime.streams import has_lost_stdout
 from ringtrain.runtime.world import World, read_world
 from ringtrain.training.ending import report_end
 
-# Each has a file with what it takes, its help, and what it does: ``main``. They are imported when they are called.
+# Imported when called.
 COMMANDS = {
     name: f"ringtrain.commands.{name}"
     for name in (
         "train", "launch", "eval", "report", "export", "verify", "workloads", "init", "convert", "doctor", "bench",
     )
 }  # fmt: skip
-# Commands that other commands start; not for the user.
+# Started by other commands only.
 INTERNAL_COMMANDS = {"_record": "ringtrain.commands.record"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code (see ``ringtrain.errors``)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         world = read_world(os.environ)
@@ -41,14 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RingtrainError as error:
         report_end(error, world)
         return error.exit_code
-    except KeyboardInterrupt:  # of a command that has nothing to save
+    except KeyboardInterrupt:  # commands that have nothing to save
         if world.is_rank0:
             print("ringtrain: interrupted (SIGINT).", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
 def run_command(arguments: list[str], world: World) -> int:
-    """Find the command, and run it."""
     if arguments in (["-h"], ["--help"]):
         if world.is_rank0:
             print(show_overview(COMMANDS), end="")
@@ -63,5 +61,5 @@ def run_command(arguments: list[str], world: World) -> int:
     with explaining_import(command):
         main_of_command = importlib.import_module(module).main
     code: int = main_of_command(arguments, world)
-    # Of a run there is a directory; of every other command nothing is left but what it prints.
+    # Training leaves a run directory; other commands only their output.
     return RingtrainError.exit_code if code == 0 and command != "train" and has_lost_stdout() else code

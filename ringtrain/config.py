@@ -1,7 +1,6 @@
-"""The whole configuration of a run, as frozen dataclasses whose checks name what is wrong and what would be right.
+"""Configuration of a run: frozen dataclasses with checks.
 
-A field's name is the flag's name and the YAML key. A workload brings its own defaults for some fields
-(``Workload.defaults``); what the user writes in ``--config`` or on the command line wins over them.
+A field's name is its flag and YAML key. The user's values override a workload's (``Workload.defaults``).
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from ringtrain.messages.rules import (
     range_of_steps,
 )
 
-DEFAULT_BATCH_SIZE = 32  # of a rank, where neither the user nor the workload says another
-# Keras 3's optimizers by the names of their classes, so that a wrong name is found before TensorFlow is imported.
+DEFAULT_BATCH_SIZE = 32  # per rank
+# Keras 3 class names, for checks before TensorFlow is imported.
 OPTIMIZER_CLASSES = {
     "sgd": "SGD",
     "adam": "Adam",
@@ -38,7 +37,7 @@ OPTIMIZER_CLASSES = {
     "adafactor": "Adafactor",
     "ftrl": "Ftrl",
     "lamb": "Lamb",
-    "lars": "LARS",  # ringtrain's own
+    "lars": "LARS",  # defined in ringtrain
     "lion": "Lion",
     "nadam": "Nadam",
     "rmsprop": "RMSprop",
@@ -47,8 +46,8 @@ MOMENTUM_OPTIMIZERS = ("sgd", "rmsprop", "lars")
 RHO_OPTIMIZERS = ("rmsprop", "adadelta")
 EPSILON_OPTIMIZERS = ("rmsprop", "adadelta", "adagrad", "adam", "adamw", "adamax", "nadam", "lamb")
 
-# The largest values, far from those of use: a step has nine digits in a checkpoint's name, TensorFlow's dimensions and
-# NumPy's seeds have so many bits, a float32 is no larger, and the kernel waits no longer.
+# Limits: nine digits of a step in checkpoint names, bits of TensorFlow's dimensions and NumPy's seeds, float32, the
+# kernel's timeouts.
 MAX_STEPS = 999_999_999
 MAX_SIZE = 2**31 - 1
 MAX_SEED = 2**32 - 1
@@ -145,7 +144,6 @@ class OptimizerConfig:
 
     @property
     def excluded_words(self) -> list[str]:
-        """The words of ``exclude``."""
         return [word.strip() for word in (self.exclude or "").split(",") if word.strip()]
 
 
@@ -246,11 +244,11 @@ class Config:
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """what to do about a sample that cannot be read; a skipped one is named, and its step trained without it"""
 
-    # Longer than a network file system takes over from a server that failed, and than any step we know of.
+    # Longer than a failover of a network file system, and than any known step.
     hang_timeout: float = 300.0
     """seconds after which a run that does not move is ended; its start and its saves have 600 at least; 0: no watch"""
 
-    # What a tracker's last upload needs; an allocation that idles for a minute costs less than what it would lose.
+    # Enough for a tracker's last upload, cheap for an idle allocation.
     exit_timeout: float = 60.0
     """seconds that threads, child processes and atexit handlers of your code have after the run; 0: any time"""
 
@@ -298,7 +296,7 @@ class Config:
         at_least("exit_timeout", self.exit_timeout, 0, MAX_SECONDS)
         for name, kinds in (("data_dir", ""), ("init_from", "; it must be a checkpoint, or a run directory")):
             path = getattr(self, name)
-            if path is not None and not os.path.isdir(path):  # Path.is_dir raises on too long a name
+            if path is not None and not os.path.isdir(path):  # Path.is_dir raises if the name is too long
                 rule = f"is no directory that can be read{kinds}. Check the path."
                 raise UsageError(f"{name} {str(path)!r} {rule}", reach="node")
 
@@ -308,14 +306,13 @@ def make_config(
     workload_defaults: Mapping[str, Any],
     workload_options: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The configuration of a run, from what the user wrote (field names to values, ``optimizer`` to a mapping).
+    """Create a run's configuration from the user's settings (field names to values, ``optimizer`` to a mapping).
 
-    ``workload_defaults`` are the workload's own values in the same form, ``workload_options`` its own settings with
-    their values: None if they are not known yet.
+    ``workload_defaults`` has the same form; ``workload_options`` are the workload's options (None: not known yet).
     """
     defaults = dict(workload_defaults)
     _refuse_unknown(defaults)
-    # Of two fields that exclude each other, the user's silences the workload's.
+    # A user's setting removes the default that it excludes.
     for name, other in (("batch_size", "global_batch_size"), ("epochs", "steps")):
         if explicit.get(name) is not None:
             defaults.pop(other, None)
@@ -326,14 +323,13 @@ def make_config(
     if workload_options is not None:
         options = merge_options(options, workload_options)
     values = {**defaults, **explicit, "optimizer": OptimizerConfig(**optimizer), "options": options}
-    for name in ("data_dir", "out", "init_from"):  # no shell has done so in a file, nor bash in --out=~/run
-        if values.get(name) and isinstance(values[name], str | Path):  # a text is a workload's
+    for name in ("data_dir", "out", "init_from"):  # unexpanded in files, and by bash in --out=~/run
+        if values.get(name) and isinstance(values[name], str | Path):  # a string is a workload's default
             values[name] = Path(os.path.expanduser(values[name]))
     return Config(**values)
 
 
 def _refuse_unknown(defaults: Mapping[str, Any]) -> None:
-    """See that a workload's defaults are settings."""
     optimizer = defaults.get("optimizer", {})
     if not isinstance(optimizer, Mapping):
         raise UsageError(f"the workload's defaults have optimizer {optimizer!r}; it must be a mapping.")
@@ -347,14 +343,14 @@ def _refuse_unknown(defaults: Mapping[str, Any]) -> None:
 
 
 def to_plain(value: Any) -> Any:
-    """Settings as plain values for YAML and JSON."""
+    """Convert settings to plain values for YAML and JSON."""
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
 def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings by names such as ``optimizer.lr``."""
+    """Flatten nested settings to names such as ``optimizer.lr``."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""Every error that a user can cause, each with the exit code that the command line documents.
+"""Errors with a documented exit code, printed without a traceback.
 
-A message names the thing, its value, the rule and the remedy. Such an error leaves the program without a traceback.
+A message names the object, its value, the rule and the remedy.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-# In the errors of native sums, which pass through TensorFlow and lose their type there.
+# In errors of native sums, which lose their type in TensorFlow.
 LOST_RANK_SIGN = "a rank has ended that others wait for"
-# In the errors of ringtrain.keras, in a script that has not called ringtrain.keras.init().
+# In errors of ringtrain.keras before ringtrain.keras.init().
 NO_HOROVOD_SIGN = "Horovod is not initialized"
 
-# Statuses of ``end`` records in words, if they differ from what is recorded.
+# Readable statuses of ``end`` records, if different.
 STATUS_WORDS = {
     "usage": "wrong usage",
     "data": "wrong data",
@@ -31,10 +31,10 @@ Reach = Literal["run", "node", "rank"]
 class RingtrainError(Exception):
     """Base of all errors with a documented exit code.
 
-    ``reach`` says who raises this same error, so that it is printed once: ``"run"`` where every rank does (all of them
-    read the same arguments, or the same reduced numbers), ``"node"`` where all ranks of a node do (they look at the
-    same files), ``"rank"`` where this one may be alone. ``is_agreed`` says of ``"run"`` that the ranks had met when it
-    was raised, so that it is not just this one's, by other arguments than theirs. ``is_told``: it has been printed.
+    ``reach`` names the ranks that raise the same error, so that it is printed once: ``"run"``: every rank (same
+    arguments or reduced values); ``"node"``: all ranks of a node (same files); ``"rank"``: perhaps this rank only.
+    ``is_agreed``: the ranks communicated before, so that a ``"run"`` error is not this rank's alone. ``is_told``:
+    already printed.
     """
 
     exit_code = 1
@@ -48,52 +48,51 @@ class RingtrainError(Exception):
 
     @classmethod
     def status(cls) -> str:
-        """The status in the ``end`` record of a run that this error ends, such as ``diverged``."""
+        """Status in the ``end`` record of a run, such as ``diverged``."""
         return "failed" if cls is RingtrainError else cls.__name__.removesuffix("Error").lower()
 
 
 class UsageError(RingtrainError):
-    """The command line, the configuration, the launcher or the installation is wrong."""
+    """Wrong command line, configuration, launcher or installation."""
 
     exit_code = 2
     reach = "run"
 
 
 class DataError(RingtrainError):
-    """The data are missing, damaged or not what the workload needs."""
+    """Data are missing, damaged or not what the workload needs."""
 
     exit_code = 3
 
 
 class DivergedError(RingtrainError):
-    """The training produced a non-finite loss or gradient."""
+    """Non-finite loss or gradient in training."""
 
     exit_code = 4
     reach = "run"
 
 
 class ReplicasDifferError(RingtrainError):
-    """Ranks, or runs that must agree, hold different weights, slots, losses or samples."""
+    """Ranks, or runs that must agree, have different weights, slots, losses or samples."""
 
     exit_code = 5
     reach = "run"
 
 
 class HangError(RingtrainError):
-    """Nothing moved for longer than ``--hang_timeout`` allows, or a rank was silent for so long."""
+    """No progress, or a silent rank, for longer than ``--hang_timeout``."""
 
     exit_code = 6
     stacks: Sequence[Mapping[str, Any]] = ()  # of ranks, for the ``end`` record
 
 
 class PreemptedError(RingtrainError):
-    """The run was asked to stop before its end, and is saved.
+    """The run was asked to stop early, and is saved.
 
-    ``stopped_by`` says what told it: ``"signal"``, ``"file"`` (the user's wish, which nobody overrules by starting the
-    run again) or ``"time"``.
+    ``stopped_by``: ``"signal"``, ``"time"`` or ``"file"`` (by the user: no automatic restart).
     """
 
-    exit_code = 75  # EX_TEMPFAIL: try again
+    exit_code = 75  # EX_TEMPFAIL
     reach = "run"
 
     def __init__(self, message: str, *, reach: Reach | None = None, stopped_by: Cause = "signal") -> None:

@@ -26,17 +26,17 @@ Format = Literal["keras", "saved_model"]
 
 
 class Parts(NamedTuple):
-    """Components of a model that are not Keras' own."""
+    """Model components defined outside Keras."""
 
-    registered: list[str]  # names of those registered with Keras, such as ``ringtrain>MirrorAverage``
+    registered: list[str]  # registered with Keras, such as ``ringtrain>MirrorAverage``
     unregistered: list[str]
-    has_code: bool  # a Lambda layer's function, or a TFSMLayer's SavedModel, which Keras refuses to load in safe mode
+    has_code: bool  # Lambda function or TFSMLayer, which Keras refuses to load in safe mode
 
 
 def export(workload: Workload, config: Config, checkpoint_path: Path, output: Path, form: Format) -> list[str]:
-    """Write the model of a checkpoint, with the averages of its weights where an evaluation uses them.
+    """Write a checkpoint's model, with averaged weights if evaluation uses them.
 
-    It is there whole or not at all, and never over something. The lines say what was written and how it is loaded.
+    Atomic; never overwrites. Returns lines for the user: contents, and how to load them.
     """
     checkpoint = read_checkpoint(checkpoint_path)
     model = rebuild_model(workload, config, checkpoint)
@@ -56,11 +56,11 @@ def export(workload: Workload, config: Config, checkpoint_path: Path, output: Pa
 
 
 def rebuild_model(workload: Workload, config: Config, checkpoint: Checkpoint) -> keras.Model:
-    """The workload's model with the values of a checkpoint that an evaluation uses."""
+    """Build the workload's model with a checkpoint's values for evaluation."""
     set_up_keras(config)
     missing: DataError | None = None
     try:
-        read_sources(workload, config)  # the shape of a model may follow from the data
+        read_sources(workload, config)  # model shapes may depend on the data
     except DataError as error:
         missing = error
     try:
@@ -74,7 +74,6 @@ def rebuild_model(workload: Workload, config: Config, checkpoint: Checkpoint) ->
 
 
 def set_values(model: keras.Model, checkpoint: Checkpoint) -> None:
-    """Give a model the weights of a checkpoint, and their averages if it has such."""
     saved = {name: v for name, v in checkpoint.variables.items() if name.startswith(("weights/", "averages/"))}
     wanted = name_variables(weights=named_weights(model))
     if any(name.startswith("averages/") for name in saved):
@@ -87,12 +86,11 @@ def set_values(model: keras.Model, checkpoint: Checkpoint) -> None:
             f"the model is not the one of the checkpoint: {', '.join(wrong[:5])}"
             f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''} differ. Bring the former one back."
         )
-    for name, variable in wanted.items():  # averages last, in place of the weights
+    for name, variable in wanted.items():  # averages last: they replace the weights
         variable.assign(saved[name])
 
 
 def write_model(model: keras.Model, output: Path, form: Format) -> None:
-    """Write a model to a temporary name, then rename it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix=".writing-", dir=output.parent))
@@ -114,7 +112,7 @@ def write_model(model: keras.Model, output: Path, form: Format) -> None:
 
 @contextlib.contextmanager
 def explaining_keras(form: Format) -> Iterator[None]:
-    """Turn any exception of a user's layer while it is saved into a user's error."""
+    """Turn exceptions from saving a user-defined layer into UsageError."""
     try:
         yield
     except OSError:
@@ -128,20 +126,19 @@ def explaining_keras(form: Format) -> Iterator[None]:
 
 
 def take_name(written: Path, output: Path) -> None:
-    """Give what was written its name, unless something has it."""
     refuse_taken(output)
     if written.is_dir():
-        os.mkdir(output)  # fails if it exists; an empty directory could be renamed over
+        os.mkdir(output)  # fails if it exists; os.rename would replace an empty directory
         os.rename(written, output)
     else:
         os.link(written, output)
 
 
 def find_parts(serialized: Mapping[str, Any]) -> Parts:
-    """Names in Keras' description of a model (``serialize_keras_object``) that are not Keras' own."""
+    """Search Keras' description of a model (``serialize_keras_object``)."""
     named = list(_named_objects(serialized))
     own = [item for item in named if item.get("registered_name") and not (item["module"] or "").startswith("keras.")]
-    # A function has its name where an object has its settings.
+    # For functions, "config" is the name.
     names = {item["config"] if item["class_name"] == "function" else item["registered_name"] for item in own}
     registered = {name for name in names if ">" in name}
     has_code = any(item["class_name"] in ("__lambda__", "TFSMLayer") for item in named)
@@ -149,7 +146,6 @@ def find_parts(serialized: Mapping[str, Any]) -> Parts:
 
 
 def describe_loading(output: Path, form: Format, parts: Parts) -> list[str]:
-    """Describe how to load the export, and what it needs."""
     if form == "saved_model":
         return [f"load it with model = tf.saved_model.load({str(output)!r}); model.serve(x) predicts"]
     lines = [f"load it with keras.saving.load_model({str(output)!r})"]
@@ -167,13 +163,12 @@ def describe_loading(output: Path, form: Format, parts: Parts) -> list[str]:
 
 
 def _importable(module: str) -> str:
-    """A module as the user imports it: a workload's file has another name within ringtrain."""
+    """Return a module's name for the user's imports; within ringtrain a workload file's name differs."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return Path(file).stem if module.startswith("ringtrain_user_") and file else module
 
 
 def _named_objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """All that a description names by its class, however deep."""
     if isinstance(value, Mapping):
         if "class_name" in value:
             yield value

@@ -1,10 +1,10 @@
-"""``make_parallel``: any function of batched tensors, each rank computing its slice, the whole result on every rank.
+"""``make_parallel``: a function of batched tensors, computed in slices on all ranks, with the whole result on each.
 
-How gradients are defined. Every rank holds the same whole inputs and the same variables, and computes the same loss
-from the same whole result. Inputs pass through ``take``, what the function reads besides (variables, tensors of the
-code around it) through ``spread``, outputs through ``gather`` or ``add`` (collectives/differentiable.py). Backwards,
-a rank takes its own rows of the result's gradient, the function's own gradient follows, then each variable's is added
-over the ranks, and those of the inputs are gathered. So ``tape.gradient`` gives on every rank what one process gets.
+Gradients: every rank has the same inputs and variables, and computes the same loss from the whole result. Inputs pass
+through ``take``, captured tensors and variables through ``spread``, outputs through ``gather`` or ``add``
+(collectives/differentiable.py). In the backward pass a rank takes its rows of the result's gradient and computes fn's
+gradient; gradients of variables are then summed over ranks, those of inputs gathered. Every rank's ``tape.gradient`` so
+equals that of one process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ringtrain.runtime.devices import uses_horovod
 from ringtrain.runtime.world import World, read_world
 
 RULES = ("concat", "mean", "sum")
-# The types that Horovod carries.
+# Types that Horovod supports.
 TRAVELLING = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
-# While a parallel function is traced: the errors of calls within it, which AutoGraph would make others of.
+# Errors of nested calls during tracing, which AutoGraph would convert to other types.
 _nested: contextvars.ContextVar[list[UsageError] | None] = contextvars.ContextVar("_nested", default=None)
-_TRACES = "_ringtrain_parallel_traces"  # attribute of a function: its traces by what the inputs look like
+_TRACES = "_ringtrain_parallel_traces"  # function attribute: traces by input specs
 
 
 def make_parallel(
@@ -43,43 +43,40 @@ def make_parallel(
     collective: Collective | None = None,
     **inputs: Any,
 ) -> Any:
-    """Let each rank run a function on its slice of the inputs, and give every rank the whole result.
+    """Run a function on each rank's slice of the inputs, and return the whole result on every rank.
 
     Use it as ``make_parallel(fn, x=images, y=labels)``, as ``parallel = make_parallel(fn)`` for later calls, or as the
     decorator ``@make_parallel`` or ``@make_parallel(combine="mean")``. Every rank must make the same calls in the same
     order, with the same whole inputs and the same values of variables.
 
-    Rank r gets the positions count*r//size up to, not including, count*(r+1)//size of each input. A rank whose slice is
-    empty runs ``fn`` on one sample of the inputs and drops what comes of it, so that ``fn`` never sees an empty batch,
-    unless the inputs are empty. ``fn`` is traced as by ``tf.function``: once for each structure of inputs, shapes (but
-    for the first dimension) and types. To give the result of one process it must treat samples independently, and
-    it must not assign variables: each rank would do so by its slice.
+    Rank r gets the samples from count*r//size up to, not including, count*(r+1)//size. A rank with an empty slice runs
+    ``fn`` on one sample and drops the result, so that ``fn`` never gets an empty batch, unless the inputs are empty.
+    ``fn`` is traced as by ``tf.function``, for any batch size. It must treat samples independently, and must not assign
+    variables.
 
     Args:
-        fn: takes tensors [n, ...], or structures of them; returns tensors, or structures of them.
-        combine: what becomes of the ranks' outputs. One word for all outputs, or a dict, tuple or list of words that
-            matches the outputs (a word stands for all outputs below it):
+        fn: takes and returns tensors [n, ...], or structures of them.
+        combine: rule for the ranks' outputs: one for all outputs, or a dict, tuple or list of rules that matches the
+            outputs (a rule applies to all outputs below it):
 
-            - ``"concat"``: joined along the first dimension, in the order of the ranks.
-            - ``"mean"``: the sum over ranks of output * n_r / n, for n_r of n samples. If an output is the mean over
-              its slice's samples, that is the exact mean over all samples. Outputs are floating, and of the same shape
-              for any number of samples.
-            - ``"sum"``: added up. Shapes as for ``"mean"``.
-        collective: the ranks; by default those of the launcher, which are joined on the first call. Call
-            ``ringtrain.keras.init()`` before to give each rank its own GPU or cores.
-        inputs: the inputs by name, to call ``fn`` at once. For one named ``combine`` or ``collective``, or without a
-            name, call ``make_parallel(fn)(...)``. None, True, False and strings are passed on as they are.
+            - ``"concat"``: concatenate along the first dimension, in the order of the ranks.
+            - ``"mean"``: sum over ranks of output * n_r / n, for n_r of n samples: the exact mean over all samples, if
+            an output is its slice's mean. Outputs are floating, with a shape that does not depend on n.
+            - ``"sum"``: sum over ranks. Shapes as for ``"mean"``.
+        collective: the ranks; by default the launcher's, joined on the first call. Call ``ringtrain.keras.init()``
+            before to give each rank its own GPU or cores.
+        inputs: named inputs, to call ``fn`` at once. For positional inputs, or names ``combine`` and ``collective``,
+            call ``make_parallel(fn)(...)``. None, True, False and strings are passed on unchanged.
 
     Returns:
-        The result of ``fn``, where inputs are given; the parallel function otherwise. It is differentiable with respect
-        to the inputs, to variables, and to other tensors that ``fn`` uses, in and outside ``tf.function``: every rank
-        gets the gradient of the whole, where every rank computes the same loss from the result. Sparse gradients become
-        dense.
+        The result of ``fn`` if inputs are given, else the parallel function. It is differentiable with respect to
+            inputs, variables and captured tensors, in and outside ``tf.function``: every rank gets the gradient of the
+            whole, if all compute the same loss from the result. Sparse gradients become dense.
 
     Raises:
-        UsageError: no inputs; an input that is no tensor, is a scalar, or has another first dimension than the others;
-            on every rank, inputs that are of other shapes or types on one (in a ``tf.function`` of yours, which makes
-            an ``InvalidArgumentError`` of it); ``combine`` is no rule, or does not match the outputs.
+        UsageError: no inputs; an input that is no tensor, is a scalar, or differs in its first dimension; on every
+            rank, shapes or types that differ between ranks (``InvalidArgumentError`` in a user-defined
+            ``tf.function``); an unknown ``combine``, or one that does not match the outputs.
     """
     _check_words(combine)
     if fn is None and not inputs:
@@ -94,25 +91,25 @@ def make_parallel(
 
 
 def _parallel(fn: Callable[..., Any], combine: Any, collective: Collective | None) -> Callable[..., Any]:
-    # If fn is a plain function the traces are kept with it: make_parallel(fn, x=x) in a loop traces once.
+    # Plain functions keep their traces: make_parallel(fn, x=x) in a loop traces once.
     traces: dict[str, Any] = vars(fn).setdefault(_TRACES, {}) if isinstance(fn, types.FunctionType) else {}
 
     @functools.wraps(fn)
     def parallel(*args: Any, **kwargs: Any) -> Any:
         return _run(fn, (args, kwargs), combine, collective or _connect_from_environment(), traces)
 
-    return tf.autograph.experimental.do_not_convert(parallel)  # fn itself is converted when it is traced
+    return tf.autograph.experimental.do_not_convert(parallel)  # fn itself is converted when traced
 
 
 class _Share(NamedTuple):
-    """This rank's share of the samples; numbers, or tensors [] where the count is not known before the graph runs."""
+    """This rank's slice; numbers, or tensors [] if the count is unknown before the graph runs."""
 
-    count: Any  # samples of all ranks
-    size: Any  # samples of this rank
-    # The samples that fn runs on here: this rank's, or the first of all if it has none.
+    count: Any  # samples on all ranks
+    size: Any  # samples on this rank
+    # Slice that fn runs on: this rank's, or the first sample if it is empty.
     run_start: Any
     run_end: Any
-    # Whether what fn returns here counts. Without samples at all it is fn's result for none, on the first rank.
+    # True if this rank's output counts; without any samples, rank 0's does.
     is_used: Any
 
 
@@ -140,9 +137,9 @@ def _run(fn: Callable[..., Any], inputs: Any, combine: Any, collective: Collecti
 
 
 def _read_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The inputs with their names, flat: tensors [n, ...], and other objects, which are passed on unchanged."""
+    """Return the flat inputs with labels: tensors [n, ...], and other objects unchanged."""
     labelled = [(f"argument {i}", arg) for i, arg in enumerate(args)]
-    labelled += [(repr(name), kwargs[name]) for name in sorted(kwargs)]  # as tf.nest flattens a dict
+    labelled += [(repr(name), kwargs[name]) for name in sorted(kwargs)]  # order of tf.nest
     leaves = [
         (label, leaf if leaf is None or isinstance(leaf, (bool, str)) else _to_batch(label, leaf))
         for label, value in labelled
@@ -196,12 +193,11 @@ def _number(truth: Any) -> Any:
 
 
 def _trace(fn: Callable[..., Any], inputs: Any, traces: dict[str, Any]) -> Any:
-    """The function as a TensorFlow ConcreteFunction of any number of samples.
+    """Return a ConcreteFunction for any number of samples.
 
-    Its ``_call_flat`` takes the tensors that the function uses besides its inputs as further inputs: the one way to
-    learn which they are, and to put an operation between them and the function.
+    Its ``_call_flat`` takes captured tensors as further inputs: only so can an operation be put between them and fn.
     """
-    like = tf.nest.map_structure(_to_spec, inputs)  # the trace must not keep the tensors alive
+    like = tf.nest.map_structure(_to_spec, inputs)  # the trace must not keep tensors alive
     key = repr(like)
     if tf.executing_eagerly() and key in traces:
         return traces[key]
@@ -224,30 +220,29 @@ def _trace(fn: Callable[..., Any], inputs: Any, traces: dict[str, Any]) -> Any:
         if nested:
             raise nested[0] from None
         raise
-    # A tensor of the surrounding code may be another one at the next call, whereas a variable stays what it is.
+    # Captured tensors may differ at the next call; variables do not.
     if tf.executing_eagerly() and all(tensor.dtype == tf.resource for tensor in trace.captured_inputs):
         traces[key] = trace
     return trace
 
 
 def _to_spec(leaf: Any) -> Any:
-    """The spec of any number of samples like these."""
     if not isinstance(leaf, tf.Tensor):
         return leaf
     return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else None, leaf.dtype)
 
 
 def _prepare(inputs: Tensors, trace: Any, share: _Share, collective: Collective, name: str) -> tuple[Tensors, Tensors]:
-    """The arguments of the trace: this rank's slices, and the tensors that the function captures.
+    """Return the trace's arguments: this rank's slices, and the captured tensors.
 
-    A variable is used by its handle, so that ``spread`` stands before all reads of it.
+    Variables are passed as handles, so that ``spread`` precedes all reads.
     """
 
     def cut(whole: tf.Tensor) -> tf.Tensor:
         return whole[share.run_start : share.run_end]
 
     for variable in trace.graph.variables:
-        variable_accessed(variable)  # tapes notice a variable when it is read, which is too late here
+        variable_accessed(variable)  # tapes otherwise notice a variable only when it is read
     frozen = {id(variable.handle) for variable in trace.graph.variables if not variable.trainable}
     captures = list(trace.captured_inputs)
     taken = [i for i, tensor in enumerate(inputs) if _may_need_gradient(tensor, is_frozen=False)]
@@ -263,7 +258,7 @@ def _prepare(inputs: Tensors, trace: Any, share: _Share, collective: Collective,
 
 
 def _may_need_gradient(tensor: tf.Tensor, *, is_frozen: bool) -> bool:
-    """True if a tape may ask for its gradient: one that watches it, or, in a graph, one outside of the graph."""
+    """True if a tape watches it or, in a graph, an outer tape may."""
     if not is_differentiable(tensor):
         return False
     return should_record_backprop([tensor]) or not (tf.executing_eagerly() or is_frozen)
@@ -279,7 +274,7 @@ def _check_words(combine: Any) -> None:
 
 
 def _rules_of(combine: Any, outputs: Any) -> list[str]:
-    """The word for each flat output."""
+    """Return the rule of each flat output."""
     if isinstance(combine, str):
         return [combine] * len(tf.nest.flatten(outputs))
     if isinstance(combine, Mapping) and isinstance(outputs, Mapping) and set(combine) == set(outputs):
@@ -294,7 +289,6 @@ def _rules_of(combine: Any, outputs: Any) -> list[str]:
 
 
 def _check_outputs(rules: Sequence[str], trace: Any, inputs: Tensors, size: int) -> None:
-    """See that each output can be combined as it shall be."""
     are_shapes_known = all(tensor.shape[1:].is_fully_defined() for tensor in inputs)
     for number, (rule, output) in enumerate(zip(rules, tf.nest.flatten(trace.structured_outputs), strict=True)):
         problem = ""
@@ -316,7 +310,7 @@ def _check_outputs(rules: Sequence[str], trace: Any, inputs: Tensors, size: int)
 
 
 def _combine(parts: Tensors, rules: Sequence[str], share: _Share, collective: Collective, name: str) -> Tensors:
-    """The whole of each output. Collectives are called in the same order on every rank."""
+    """Combine the outputs; collectives have the same order on every rank."""
     whole = list(parts)
     summed = [i for i, rule in enumerate(rules) if rule != "concat"]
     for i, part in enumerate(parts):
@@ -324,7 +318,7 @@ def _combine(parts: Tensors, rules: Sequence[str], share: _Share, collective: Co
             rows = tf.where(share.is_used, tf.shape(part)[0], 0)
             whole[i] = gather(part[:rows], collective, f"{name}/output_{i}")
         else:
-            # By choosing, not by a factor of 0: what came of a sample that does not count may be infinite.
+            # tf.where, not a factor of 0: unused values may be infinite.
             whole[i] = tf.where(share.is_used, part, tf.zeros_like(part))
             if rules[i] == "mean":
                 whole[i] *= tf.cast(tf.cast(share.size, tf.float64) / tf.cast(share.count, tf.float64), part.dtype)
@@ -337,6 +331,6 @@ def _combine(parts: Tensors, rules: Sequence[str], share: _Share, collective: Co
 def _connect_from_environment() -> Collective:
     world = read_world(os.environ)
     if world.size > 1 and not uses_horovod("auto", world.launcher):
-        # TensorFlow computes gradients that a tape outside of a function asks for in any order, and MPI agrees on none.
+        # TensorFlow runs gradients for an outer tape in any order, and MPI requires the same order on all ranks.
         raise UsageError("make_parallel joins the ranks by Horovod, which is not installed. Run: make setup HOROVOD=1")
     return connect("auto", world)

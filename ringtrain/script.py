@@ -36,18 +36,17 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
         if __name__ == "__main__":
             result = ringtrain.train(Moons, {"epochs": 5, "optimizer": {"lr": 0.02}})
 
-    Every rank runs the script, and must call this with the same arguments, once, before TensorFlow has computed
-    anything: then each rank still can be given its own GPU or cores. Stop requests, resuming, the run directory and the
-    exit codes are those of the command line; if a run ends with an error or before its end, so does the script, with
-    one line and the documented exit code (``SystemExit``).
+    Every rank must call this once, with the same arguments, before TensorFlow computes anything, so that each can get
+    its own GPU or cores. Stop requests, resuming, run directory and exit codes are the command line's; if the run fails
+    or stops early, the script exits with one line and the exit code (``SystemExit``).
 
     Args:
         workload: a workload, or its class.
-        config: settings by the names of the command line, over the workload's defaults; or the whole ``Config``.
-            ``workload`` need not be given.
+        config: settings by their command line names, over the workload's defaults; or a whole ``Config``. ``workload``
+            may be left out.
 
     Returns:
-        How the run ended and its last evaluation, the same on every rank; None if it was complete already.
+        End of the run and last evaluation, the same on every rank; None if the run was already complete.
     """
     try:
         world = read_world(os.environ)
@@ -66,7 +65,6 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
 
 
 def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str, Any], world: World) -> Prepared:
-    """Check the settings, and take this rank's devices."""
     from ringtrain.workloads.base import Workload
 
     workload_class = workload if isinstance(workload, type) else type(workload)
@@ -93,7 +91,6 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
 
 
 def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any]) -> Config:
-    """The configuration of a run of this class."""
     name = name_of(workload_class)
     if isinstance(settings, Config):
         options = merge_options(settings.options, workload_class.options)

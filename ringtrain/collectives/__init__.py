@@ -1,8 +1,4 @@
-"""Collective communication: what any backend can do (``Collective``), and ``connect``, which finds
-one.
-
-``gradients.py`` holds the reduction of gradients; the training step and ``ringtrain.keras`` both use it.
-"""
+"""Collective communication: the interface ``Collective``, and ``connect``, which selects a backend."""
 
 from ringtrain.collectives.base import Collective, Totals
 from ringtrain.collectives.connect import connect, with_native_sums

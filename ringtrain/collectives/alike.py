@@ -1,7 +1,6 @@
-"""Inputs that must be equal on all ranks: a digest is reduced with the results, and every rank checks it.
+"""Check that inputs have the same shapes and types on all ranks.
 
-Each call reduces two numbers while the ranks compute: the number of samples, and a digest of the types and of the other
-dimensions. Only if they differ do the ranks gather the shapes for an error message.
+Each call gathers the number of samples and a digest of types and other dimensions; only if they differ, the shapes.
 """
 
 from __future__ import annotations
@@ -23,21 +22,20 @@ from ringtrain.errors import UsageError
 from ringtrain.messages.ranks import group_ranks, name_ranks
 from ringtrain.messages.rules import shorten
 
-Inputs = Sequence[tuple[str, Any]]  # labels with tensors [n, ...], or other objects, which are passed on unchanged
+Inputs = Sequence[tuple[str, Any]]  # labels with tensors [n, ...], or other objects
 
 NAME = "parallel/inputs"
-CPU = "/CPU:0"  # not by NCCL, and without waiting for a GPU
-MAX_DIMENSIONS = 254  # TensorFlow's own limit
+CPU = "/CPU:0"  # avoids NCCL, and waiting for a GPU
+MAX_DIMENSIONS = 254  # TensorFlow's limit
 MAX_GROUPS = 4
 
 
 @contextlib.contextmanager
 def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> Iterator[list[tf.Tensor]]:
-    """See that all ranks have inputs of the same shapes and types, while these are computed with.
+    """Check the inputs during the computation in this scope.
 
-    If they differ, a UsageError on every rank takes the place of what the computation raised; in a graph it is
-    TensorFlow's InvalidArgumentError with the same words. There the ranks' next collectives have to wait for
-    what this yields, so that they do not meet before it is known.
+    If they differ, every rank raises UsageError; in a graph, InvalidArgumentError. There, the next collectives must
+    depend on the yielded tensors.
     """
     if collective.world.size == 1:
         yield []
@@ -58,13 +56,12 @@ def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> 
 
 @functools.cache
 def _beside() -> Any:
-    """Create a runner for operations in a background thread; the caller waits when it asks for the result."""
     return executor.new_executor(enable_async=True)
 
 
 @functools.cache
 def _exchange(collective: Collective) -> Callable[[tf.Tensor], tf.Tensor]:
-    """A graph, in which Horovod sees the name: nothing else that runs meanwhile meets it."""
+    """In a graph Horovod sees the name: no other operation matches."""
     signature = [tf.TensorSpec([1, 2], tf.int64)]
     exchange = tf.function(lambda mine: gather(mine, collective, NAME), input_signature=signature, autograph=False)
     return exchange.get_concrete_function()
@@ -79,7 +76,6 @@ def _raise_difference(inputs: Inputs, on_ranks: tf.Tensor, collective: Collectiv
 
 
 def _check_in_graph(inputs: Inputs, collective: Collective, name: str) -> tf.Tensor:
-    """bool []; its operation fails where the inputs differ."""
     with tf.device(CPU):
         on_ranks = gather(_what_travels(inputs), collective, f"{name}/inputs")
         shapes = _shapes(inputs)
@@ -93,10 +89,7 @@ def _check_in_graph(inputs: Inputs, collective: Collective, name: str) -> tf.Ten
 
 
 def _what_travels(inputs: Inputs) -> tf.Tensor:
-    """The samples and the digest, int64 [1, 2].
-
-    What this rank's graph happens to know of a shape does not count: that depends on what was called before.
-    """
+    """Return number of samples and digest, int64 [1, 2], without static shapes, which depend on earlier calls."""
     tensors = [leaf for _, leaf in inputs if isinstance(leaf, tf.Tensor)]
     digest: Any = zlib.crc32(repr([_kind(leaf) for _, leaf in inputs]).encode())
     for number, tensor in enumerate(tensors):
@@ -111,7 +104,7 @@ def _what_travels(inputs: Inputs) -> tf.Tensor:
 
 
 def _weight(number: int, axis: int) -> int:
-    """The code of an input's axis in the digest, in 26 bits: with a length in 31 bits it fits into 63."""
+    """26 bits: times a 31-bit length it fits into 63."""
     return zlib.crc32(b"%d %d" % (number, axis)) >> 6
 
 
@@ -120,15 +113,11 @@ def _kind(leaf: Any) -> str:
 
 
 def _shapes(inputs: Inputs) -> list[tf.Tensor]:
-    """int32 [dimensions] of each; of what is no tensor, [0]."""
     return [tf.shape(leaf if isinstance(leaf, tf.Tensor) else 0) for _, leaf in inputs]
 
 
 def _difference_describer(inputs: Inputs, collective: Collective) -> Callable[..., str]:
-    """Create a function that describes how the inputs' shapes differ between ranks; it keeps no tensor.
-
-    Every rank must call it, and gets the same.
-    """
+    """The result keeps no tensors alive. Every rank must call it."""
     labels, kinds = [label for label, _ in inputs], [_kind(leaf) for _, leaf in inputs]
 
     def describe(*shapes: Any) -> str:

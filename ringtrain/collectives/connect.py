@@ -1,4 +1,4 @@
-"""The ranks of a run joined, by the backend that carries their communication: can they sum, and rightly?"""
+"""Backend selection, and checks that its sums are right."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import can_share_gpus, uses_horovod
 from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
-SIZES = (3, 1000)  # of tensors that travel together, to see whether their sums are right
+SIZES = (3, 1000)  # two tensors of one fused message
 
 
 Backend = Literal["auto", "native", "horovod", "solo"]
 
 
 def connect(backend: Backend, world: World) -> Collective:
-    """Join the other ranks."""
     if backend == "solo" and world.size > 1:
         raise UsageError(
             f"backend is 'solo', but {world.launcher} started {world.size} processes, each of which would train alone. "
@@ -41,11 +40,10 @@ def connect(backend: Backend, world: World) -> Collective:
 
 
 def with_native_sums(collective: Collective, backend: Backend = "auto", *, stall_seconds: float = 0.0) -> Collective:
-    """The same ranks, who sum natively if they can.
+    """Return the same ranks, with native sums if possible. Every rank must call it after they have joined.
 
-    Every rank must call it, after they have met. Between nodes Horovod's sums stay unless native ones are asked for,
-    since these were not measured against it on a real network. With the backend "native" it is a UsageError where the
-    ranks cannot have them. If no watchdog looks, ``stall_seconds`` after which a rank says whom it waits for.
+    Between nodes "auto" keeps Horovod: native sums were not compared with it on a real network. "native" raises
+    UsageError if impossible. Without a watchdog, ranks report waits of ``stall_seconds``.
     """
     is_one_node = collective.world.local_size == collective.world.size
     is_left_alone = backend == "horovod" or (backend == "auto" and not (is_one_node or collective.is_ordered))
@@ -68,13 +66,11 @@ def with_native_sums(collective: Collective, backend: Backend = "auto", *, stall
 
 
 def require_working_sums(collective: Collective, gpu: str | None) -> None:
-    """See that no two ranks have one GPU, and that the backend's sums are right. Every rank must call it.
+    """Check that no two ranks share a GPU, and that sums are right. Every rank must call it.
 
-    A rank that sees one GPU alone takes it for its own, as under Slurm's ``--gpus-per-task=1``; NCCL does not sum
-    between two on one unless the user asks for it, nor between a GPU and cores. And Horovod does not ask whether its
-    kernels for GPUs ran: if it has none for this GPU, or the driver is older than they need, tensors that travel
-    together would come back as they were. ``gpu`` is what the driver calls this rank's (``devices.own_gpu``); None on
-    cores.
+    Under Slurm's ``--gpus-per-task=1`` a rank cannot see if others share its GPU. NCCL supports neither shared GPUs by
+    default, nor GPUs with cores. Horovod without a kernel for this GPU or driver returns fused tensors unchanged.
+    ``gpu``: the driver's name (``devices.own_gpu``); None on cores.
     """
     world = collective.world
     ranks = all_gather_object(collective, [world.rank, world.node, gpu], name="checks/ranks")
@@ -109,7 +105,7 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
 
 
 def find_wrong_sum(collective: Collective, expected: float) -> float | None:
-    """A value that is not the sum of (rank + 1) over all ranks, in tensors that travel together; None: all are."""
+    """Return a wrong value of the sum of (rank + 1) in fused tensors; None if all are right."""
     import tensorflow as tf
 
     tensors = [tf.fill([size], collective.world.rank + 1.0) for size in SIZES]

@@ -1,11 +1,11 @@
-"""Four operations between a tensor that all ranks hold (the whole) and the part of a rank, with gradients.
+"""Four differentiable operations between a tensor that all ranks hold (the whole) and a rank's part.
 
     take    whole -> this rank's rows        gather  this rank's rows -> whole, in the order of the ranks
     spread  whole -> the same, used here     add     this rank's part -> the sum over all ranks
 
-The two of a pair are the gradients of each other. The gradient of a whole is alike on all ranks, which compute the same
-loss from it. So a rank takes its own rows of it, not multiplied by the number of ranks; and what the ranks did with the
-same whole, each in its own way, adds up. A name must be like no other in the graph, and the same on all ranks.
+Those in a row are each other's gradients. A whole's gradient is identical on all ranks, since they compute the same
+loss from it; so a rank takes its rows unscaled, and uses of the same whole add up. Names must be unique in the graph
+and the same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from ringtrain.collectives.gradients import GradientReduction, by_type
 from ringtrain.collectives.joined import ranks_for
 
 Tensors = list[tf.Tensor]
-# TensorFlow's graphs of the branches and bodies within a function.
 BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
 
-# Recorders of the calls of ``all_gather`` while a step is traced.
+# While a step is traced.
 _calls: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("calls", default=None)
 _uses: weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
@@ -36,18 +35,15 @@ _uses: weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]] = weakref.W
 def all_gather(tensor: tf.Tensor) -> tf.Tensor:
     """Concatenate a tensor of all ranks, with gradients: [n, ...] -> [sum of all n, ...], in the order of the ranks.
 
-    A loss that compares a sample with the others of its batch (InfoNCE, batch centring) then sees those of all ranks.
-    Each rank may have another n, also 0. The gradient is the sum over all ranks of what each of them did with the
-    whole, so that N ranks train what one process trains. One process gets its own tensor.
+    For losses that compare samples of the global batch (InfoNCE, batch centring). Ranks may have different n, also 0.
+    The gradient sums all ranks' uses of the whole. One process gets its own tensor.
 
     Every rank must call it in every step: in a ``fit`` of ``ringtrain.keras`` give all ranks the same number of
-    batches, for training and validation, as a rank that has none left does not answer. If a workload's ``loss`` or
-    ``metrics`` call it, set ``needs_every_rank = True`` in its class; for a layer in that of the layer, which calls it
-    in training alone.
+    training and validation batches. A workload whose ``loss`` or ``metrics`` call it must set ``needs_every_rank =
+    True``; so must a layer, which may call it in training only.
 
     Raises:
-        UsageError: a launcher has started several processes, and nothing has joined them; or ``needs_every_rank`` is
-            missing.
+        UsageError: several processes that nothing has joined; or ``needs_every_rank`` is missing.
     """
     tensor = tf.convert_to_tensor(tensor)
     if (calls := _calls.get()) is not None:
@@ -62,7 +58,6 @@ def all_gather(tensor: tf.Tensor) -> tf.Tensor:
 
 @contextlib.contextmanager
 def noting_calls() -> Iterator[list[str]]:
-    """The calls of ``all_gather`` within this scope."""
     token = _calls.set([])
     try:
         calls = _calls.get()
@@ -73,7 +68,7 @@ def noting_calls() -> Iterator[list[str]]:
 
 
 def take(whole: tf.Tensor, start: Any, rows: Any, collective: Collective, name: str) -> tf.Tensor:
-    """This rank's rows of a tensor that all ranks hold: [n, ...] -> [rows, ...]."""
+    """[n, ...] -> [rows, ...]."""
 
     gradient_names = _names_of_gradients(name)
 
@@ -87,7 +82,7 @@ def take(whole: tf.Tensor, start: Any, rows: Any, collective: Collective, name: 
 
 
 def gather(part: tf.Tensor, collective: Collective, name: str) -> tf.Tensor:
-    """The rows of all ranks, in their order: [n_r, ...] -> [sum of n_r, ...]."""
+    """[n_r, ...] -> [sum of n_r, ...]."""
     rank = collective.world.rank
 
     gradient_names = _names_of_gradients(name)
@@ -107,7 +102,7 @@ def gather(part: tf.Tensor, collective: Collective, name: str) -> tf.Tensor:
 
 
 def spread(tensors: Tensors, collective: Collective, name: str) -> Tensors:
-    """Mark values that are equal on all ranks (tensors or handles of variables), so that their gradients are summed."""
+    """Sum the gradients of values (tensors or variable handles) that are equal on all ranks."""
 
     gradient_names = _names_of_gradients(name)
 
@@ -121,8 +116,6 @@ def spread(tensors: Tensors, collective: Collective, name: str) -> Tensors:
 
 
 def add(parts: Tensors, collective: Collective, name: str) -> Tensors:
-    """The sum of each tensor over all ranks, in groups of one type."""
-
     def forward(*parts: tf.Tensor) -> tuple[Tensors, Callable[..., Tensors]]:
         group_name = f"{name}/{parts[0].dtype.name}"
         gradient_names = _names_of_gradients(group_name)
@@ -148,11 +141,10 @@ def take_and_spread(
     collective: Collective,
     name: str,
 ) -> tuple[Tensors, Tensors]:
-    """``take`` of some tensors and ``spread`` of others, as one operation.
+    """Combine ``take`` and ``spread`` in one operation, since TensorFlow's order of several gradients differs between
+    ranks.
 
-    Eagerly the ranks meet one operation after the other, and TensorFlow calls the gradients of several operations in an
-    order of its own, which is not the same on all ranks. ``cut`` gives the rows of an input [n, ...] to go on with:
-    this rank's own, ``rows`` of them, and perhaps others behind, to be dropped.
+    ``cut`` returns [n, ...]: this rank's ``rows``, then possibly others to drop.
     """
     gradient_names = _names_of_gradients(name)
     num_inputs = len(inputs)
@@ -161,7 +153,7 @@ def take_and_spread(
         def gradient(*upstream: Any) -> Tensors:
             name = next(gradient_names)
             parts = [tf.convert_to_tensor(part) for part in upstream]
-            GradientReduction.calls += 1  # this process does not train on its own
+            GradientReduction.calls += 1
             gathered = [gather(part[:rows], collective, f"{name}/{i}") for i, part in enumerate(parts[:num_inputs])]
             return gathered + add(parts[num_inputs:], collective, name)
 
@@ -174,22 +166,21 @@ def take_and_spread(
 
 
 def is_differentiable(tensor: tf.Tensor) -> bool:
-    """True if it is a tensor with gradients, or the handle of a variable with gradients."""
+    """Also for variable handles."""
     dtype = tensor.dtype
     if dtype == tf.resource:
         data = getattr(tensor, "_handle_data", None)
         if data is None or not data.is_set or len(data.shape_and_type) != 1:
-            return False  # a table or such
+            return False  # such as a table
         dtype = tf.as_dtype(data.shape_and_type[0].dtype)
     return dtype.is_floating or dtype.is_complex
 
 
 def unique_name(prefix: str) -> str:
-    """A name for the collectives of one call, unlike that of any other call in the same function.
+    """Return a name for one call's collectives, unique in the function.
 
-    It counts the calls while a tf.function is traced, which every rank does in the same order. It restarts with each
-    trace: ranks trace at other times, if one creates variables within the first trace, or gets other shapes.
-    Eagerly, if one operation ends before the next begins, it is the prefix.
+    Calls are counted per trace, the same on every rank; ranks may trace at different times. Eager operations run one at
+    a time.
     """
     if tf.executing_eagerly():
         return prefix
@@ -202,22 +193,19 @@ def unique_name(prefix: str) -> str:
 
 
 def _names_of_gradients(name: str) -> Iterator[str]:
-    """A name for each time that the gradient of an operation is built.
-
-    It follows from the operation's own: TensorFlow builds the gradients of a graph in another order on each rank.
-    """
+    """Derive names from the operation's: TensorFlow's build order of gradients differs between ranks."""
     return (f"{name}/gradient_{number}" for number in itertools.count(1))
 
 
 def hide(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, of which TensorFlow's optimizer does not know whether it is constant; without a copy.
+    """Prevent constant folding, without a copy.
 
-    Horovod's operations are not marked as stateful: one with a constant input, such as the zeros of a rank without
-    samples, would be run once, while the graph is optimized, and never again, though other ranks wait for it.
+    Horovod's operations are not stateful: one with a constant input would run only in graph optimization, and other
+    ranks would wait.
     """
     if tf.executing_eagerly():
         return tensor
-    with tf.device("CPU"):  # a random whole number below 1 is stateful to TensorFlow
+    with tf.device("CPU"):  # stateful: a random integer below 1
         zero = tf.raw_ops.RandomUniformInt(shape=tf.zeros([0], tf.int32), minval=0, maxval=1, seed=1, seed2=1)
-    values = tf.slice(tf.reshape(tensor, [-1]), [zero], [-1])  # all of them
+    values = tf.slice(tf.reshape(tensor, [-1]), [zero], [-1])
     return tf.ensure_shape(tf.reshape(values, tf.shape(tensor)), tensor.shape)

@@ -1,4 +1,4 @@
-"""Collectives by Horovod, over MPI, Gloo or NCCL, as it was built and started."""
+"""Collectives by Horovod, over MPI, Gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 MAX_DIFFERENCES = 20
-RENDEZVOUS_SECONDS = 30.0  # for an answer of Horovod's own launcher, which is there before its ranks
-RANK_0_SECONDS = 300.0  # ranks start apart, by the time that a slow file system takes to load TensorFlow
+RENDEZVOUS_SECONDS = 30.0  # for Horovod's launcher, which starts before its ranks
+RANK_0_SECONDS = 300.0  # slow file systems delay TensorFlow's import
 DIFFERENT_SETTINGS = (
     "Horovod's settings in the environment are not the same on all ranks; nothing was trained. Let the launcher set "
     "them everywhere, such as by mpirun -x NAME."
 )
-LOWEST_PRIORITY = 19  # the largest "nice" value
+LOWEST_PRIORITY = 19  # largest "nice" value
 
-# Those of Horovod's settings by which its processes decide on their own what to send next, and how. Others are rank
-# 0's alone (timeline, log), or differ by rank or node (network interface, affinity).
+# Settings by which each process decides what to send next. Others are rank 0's alone or may differ.
 HOROVOD_SETTINGS = tuple(
     f"HOROVOD_{name}"
     for name in (
@@ -49,10 +48,8 @@ HOROVOD_SETTINGS = tuple(
 
 
 class HorovodCollective(Collective):
-    """The collective of a run under a launcher."""
-
     def __init__(self, world: World, hvd: ModuleType, threads: Collection[int] = ()) -> None:
-        """Horovod has been started; ``threads`` are those that it and MPI have started in this process."""
+        """``threads``: those that Horovod and MPI started in this process."""
         self.world = world
         controller = "MPI" if hvd.mpi_enabled() else "Gloo"
         self.description = f"Horovod over {controller}" + (" and NCCL" if hvd.nccl_built() else "")
@@ -61,9 +58,9 @@ class HorovodCollective(Collective):
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any
-    ) -> Totals:  # Horovod agrees on an order in every cycle, and gives memory of the rank's own
+    ) -> Totals:  # it negotiates an order in every cycle
         options = {"op": self.hvd.Sum, "name": name, "ignore_name_scope": _is_whole(name)}
-        if len(tensors) == 1:  # it may be reduced in place, without the copies into a fusion buffer
+        if len(tensors) == 1:  # in place, without the fusion buffer
             totals = [self.hvd.allreduce(tensors[0], **options)]
         else:
             totals = self.hvd.grouped_allreduce(list(tensors), **options)
@@ -71,7 +68,7 @@ class HorovodCollective(Collective):
 
     @property
     def may_use_mpi(self) -> bool:  # type: ignore[override]
-        """True if other threads than Horovod's own may call MPI as well."""
+        """True if other threads may call MPI."""
         if not self.hvd.mpi_enabled():
             return False
         from mpi4py import MPI
@@ -79,13 +76,11 @@ class HorovodCollective(Collective):
         return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def yield_core(self) -> None:
-        """Let the threads of Horovod and MPI run when nothing else of this process wants the core.
-
-        Horovod's thread meets those of the other ranks in every cycle, whether there is anything to sum or not, and
-        takes the only core of a rank from what computes. When that waits for a sum of Horovod's, the core is free.
+        """Lower the priority of Horovod's threads: they synchronize in every cycle, also when idle, on a rank's only
+        core.
         """
         for thread in self.threads:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the thread has exited
                 os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
@@ -112,25 +107,23 @@ class HorovodCollective(Collective):
 
     @property
     def _has_dynamic_timeline(self) -> bool:
-        """Not if HOROVOD_TIMELINE names a file: Horovod writes it from the start to the end."""
+        """Otherwise Horovod writes the file from start to end."""
         return os.environ.get("HOROVOD_TIMELINE") == DYNAMIC_TIMELINE
 
     def close(self) -> None:
         self.hvd.shutdown()
-        finalize_mpi()  # Horovod does not end an MPI that it did not start
+        finalize_mpi()  # Horovod finalizes only its own
 
 
 def _is_whole(name: str) -> bool:
-    """True if the ranks meet by this name alone.
+    """True if the ranks match by this name alone.
 
-    The scopes around it are those of layers, which Keras numbers in the order of their creation, and a rank may have
-    created more of them. Of what Horovod calls a scope it is all before the last slash.
+    Name scopes are layers', numbered by Keras; a rank may have created more. Horovod's scope ends at the last slash.
     """
     return "/" not in name
 
 
 def connect_horovod(world: World) -> HorovodCollective:
-    """Start Horovod and hold what it sees against what the launcher said."""
     require_same_settings_by_rendezvous(world)
     try:
         import horovod.tensorflow as hvd
@@ -138,12 +131,12 @@ def connect_horovod(world: World) -> HorovodCollective:
         if error.name != "horovod":
             raise _cannot_load(error) from error
         raise UsageError("Horovod is not installed. Run: make setup HOROVOD=1, or use --backend auto.") from error
-    except (Exception, SystemExit) as error:  # a broken or half-installed package may raise anything
+    except (Exception, SystemExit) as error:  # broken packages raise anything
         raise _cannot_load(error) from error
     threads = list_threads()
     try:
         hvd.init()
-    except (ImportError, ValueError, AttributeError) as error:  # built without the controller of the launcher; a part
+    except (ImportError, ValueError, AttributeError) as error:  # built without the launcher's controller
         raise _cannot_load(error) from error
     threads = list_threads() - threads
     places = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size()}
@@ -168,30 +161,27 @@ def _cannot_load(error: BaseException) -> UsageError:
 
 
 def _require_same_settings(world: World) -> None:
-    """See that Horovod's own settings are the same on all ranks: by MPI alone, before the first collective of Horovod.
+    """Check by MPI that Horovod's settings agree. Every rank raises the error.
 
-    With some of them different, such as the capacity of its cache, its processes wait in that for each other, for ever.
-    So the error is every rank's.
+    Otherwise its first collective may deadlock.
     """
     from mpi4py import MPI
 
-    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:  # Horovod's own thread uses MPI at the same time
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:  # Horovod's thread uses MPI concurrently
         return
     ranks = gather_by_mpi(_settings_of(world))
     if differences := [line for rank, its in enumerate(ranks) for line in _find_differences(rank, its, ranks[0])]:
-        atexit.register(os._exit, UsageError.exit_code)  # before Horovod's own way out, which would wait as well
+        atexit.register(os._exit, UsageError.exit_code)  # Horovod's own exit handler would block
         error = UsageError("\n  ".join([DIFFERENT_SETTINGS, *differences[:MAX_DIFFERENCES]]))
         error.is_agreed = True
         raise error
 
 
 def _settings_of(world: World) -> list[str]:
-    """This rank's node and Horovod's settings there."""
     return [world.node, *(os.environ.get(name, "nothing") for name in HOROVOD_SETTINGS)]
 
 
 def _find_differences(rank: int, its: Sequence[str], first: Sequence[str]) -> list[str]:
-    """The settings of a rank that differ from those of rank 0."""
     return [
         f"{name}: rank {rank} on {its[0]} has {own}, rank 0 on {first[0]} has {other}"
         for name, own, other in zip(HOROVOD_SETTINGS, its[1:], first[1:], strict=True)
@@ -200,10 +190,9 @@ def _find_differences(rank: int, its: Sequence[str], first: Sequence[str]) -> li
 
 
 def require_same_settings_by_rendezvous(world: World) -> None:
-    """See, before Horovod starts over Gloo, that its launcher is there and that its settings are rank 0's.
+    """Check, before Horovod starts over Gloo, that the launcher answers and that settings equal rank 0's.
 
-    The launcher's server, where the processes find each other, keeps any values by their names. With other settings
-    Horovod's first collective would wait for ever, and without the server it ends within C++.
+    Horovod itself would deadlock with other settings, and abort in C++ without the rendezvous server.
     """
     names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
     if world.launcher != GLOO_LAUNCHER or any(name not in os.environ for name in names):
@@ -220,7 +209,7 @@ def require_same_settings_by_rendezvous(world: World) -> None:
                 text = "rank 0 did not come to Horovod's launcher in time. Look for its own error."
                 raise UsageError(text, reach="rank")
             time.sleep(pause)
-            pause = min(1.0, 1.5 * pause)  # a thousand ranks ask one server
+            pause = min(1.0, 1.5 * pause)  # a thousand ranks poll one server
     except (OSError, http.client.HTTPException) as error:
         raise UsageError(
             f"Horovod's launcher does not answer at {place} (HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT): {error}. It has "
@@ -232,7 +221,7 @@ def require_same_settings_by_rendezvous(world: World) -> None:
 
 
 def _ask_rendezvous(place: str, value: bytes | None = None) -> bytes | None:
-    """Keep rank 0's value at the launcher's server, or read it; None if it is not there yet."""
+    """Write (rank 0) or read the value; None if absent."""
     connection = http.client.HTTPConnection(place, timeout=RENDEZVOUS_SECONDS)
     try:
         connection.request("GET" if value is None else "PUT", "/ringtrain/settings", value)
@@ -243,15 +232,14 @@ def _ask_rendezvous(place: str, value: bytes | None = None) -> bytes | None:
 
 
 def _mpi4py_size(hvd: ModuleType, world: World) -> int:
-    """The size that mpi4py sees, where MPI is in use at all."""
     if not hvd.mpi_enabled():
         return world.size
     try:
         import mpi4py
 
-        mpi4py.rc.initialize = False  # Horovod has started MPI, and ends it
+        mpi4py.rc.initialize = False  # Horovod starts and finalizes MPI
         from mpi4py import MPI
-    except (Exception, SystemExit) as error:  # a broken or half-installed package may raise anything
+    except (Exception, SystemExit) as error:  # broken packages raise anything
         raise UsageError(
             f"mpi4py cannot be loaded: {describe_failed_import(error)}. Install it built against Horovod's MPI: "
             "run `make setup`, or see python -m ringtrain doctor."

@@ -1,4 +1,4 @@
-"""The ranks that this process has joined, for code without access to the collective, such as a layer of a model."""
+"""Current collective, for code without access to it, such as layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _joined: Collective | None = None
 
 @contextlib.contextmanager
 def having_joined(collective: Collective) -> Iterator[None]:
-    """Make these ranks the result of ``ranks_for`` within this scope."""
     global _joined
     before, _joined = _joined, collective
     try:
@@ -27,19 +26,17 @@ def having_joined(collective: Collective) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """In this scope ``ranks_for`` gives None: the code is run by one rank, and the others would not answer."""
+    """For code that only one rank runs."""
     world = World(rank=0, size=1, local_rank=0, local_size=1, node="", launcher="no launcher")
     with having_joined(Solo(world)):
         yield
 
 
 def ranks_for(what: str) -> Collective | None:
-    """The ranks of this run, or those that a script has joined by Horovod; None if this process is alone.
-
-    ``what`` needs them, in words.
+    """Return the collective of this run, or Horovod's in a script; None for one process.
 
     Raises:
-        UsageError: a launcher has started several processes, and nothing has joined them.
+        UsageError: several processes that nothing has joined.
     """
     if _joined is not None:
         return _joined if _joined.world.size > 1 else None

@@ -1,4 +1,4 @@
-"""Collectives by MPI itself, through mpi4py: what carries all that is not summed natively where Horovod does not."""
+"""Collectives by mpi4py, for what is not summed natively, without Horovod."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 LARGEST_WORD_BYTES = 8
-FIRST_WAIT_SECONDS = 60.0  # ranks start apart, by the time that a slow file system takes to load TensorFlow
-_started: set[str] = set()  # "MPI" once ``start_mpi`` has started it
+FIRST_WAIT_SECONDS = 60.0  # slow file systems delay TensorFlow's import
+_started: set[str] = set()
 
 
 class MpiCollective(Collective):
-    """The collective of a run over MPI alone.
+    """MPI without negotiation: every rank makes all calls in the same order.
 
-    MPI agrees on no order: every rank comes to all calls in the same one. So it is if they are made in one thread,
-    or in functions of TensorFlow, which runs what is stateful in the order in which it is written.
+    Use one thread, or TensorFlow functions, which run stateful operations in program order.
     """
 
     description = "MPI"
@@ -44,7 +43,6 @@ class MpiCollective(Collective):
     may_use_mpi = True
 
     def __init__(self, world: World) -> None:
-        """MPI has been started."""
         from mpi4py import MPI
 
         self.world = world
@@ -59,7 +57,7 @@ class MpiCollective(Collective):
                 self._ranks.Allreduce(array, total)
             return totals
 
-        # MPI has no type of half precision.
+        # MPI has no half-precision type.
         wide = [tf.cast(tensor, tf.float32) if _is_half(tensor) else tensor for tensor in tensors]
         totals = _call(add, wide, name)
         return Totals([tf.cast(total, tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)])
@@ -87,10 +85,10 @@ class MpiCollective(Collective):
 
 
 def start_mpi() -> Any:
-    """Import mpi4py's MPI, and start MPI if it is not running.
+    """Start MPI unless it is running.
 
-    MPI's start waits for all ranks. mpi4py would hold Python's lock for as long: no watchdog, no request to stop and no
-    other thread of a waiting rank could run. A call by ctypes releases it.
+    MPI_Init waits for all ranks. mpi4py would hold the GIL, and block the watchdog and stop requests; ctypes releases
+    it.
     """
     import mpi4py
 
@@ -102,12 +100,12 @@ def start_mpi() -> Any:
         _started.add("MPI")
         ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
         for ranks in (MPI.COMM_WORLD, MPI.COMM_SELF):
-            ranks.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does: errors are exceptions
+            ranks.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py's default: exceptions
     return MPI
 
 
 def finalize_mpi() -> None:
-    """End MPI if ``start_mpi`` has started it, rather than Horovod or a user script."""
+    """Unless Horovod or a user script started it."""
     if "MPI" in _started:
         from mpi4py import MPI
 
@@ -118,12 +116,13 @@ def finalize_mpi() -> None:
 def _call(
     function: Callable[..., list[Array]], tensors: Sequence[tf.Tensor], name: str, *, keeps_rows: bool = True
 ) -> list[tf.Tensor]:
-    """Apply a function of arrays to tensors; it keeps their types, and their shapes except for the first axis."""
+    """Keeps types, and shapes except perhaps the first axis."""
     import tensorflow as tf
 
     with tf.device("CPU:0"):
         dtypes = [tensor.dtype for tensor in tensors]
-        outputs = tf.nest.flatten(tf.numpy_function(function, tensors, dtypes, name="mpi"))  # eagerly, one is no list
+        # In eager mode a single output is no list.
+        outputs = tf.nest.flatten(tf.numpy_function(function, tensors, dtypes, name="mpi"))
     for tensor, output in zip(tensors, outputs, strict=True):
         output.set_shape(tensor.shape if keeps_rows else [None, *tensor.shape[1:]])
     return mark_collective(outputs, name)
@@ -134,7 +133,6 @@ def _is_half(tensor: tf.Tensor) -> bool:
 
 
 def connect_mpi(world: World) -> MpiCollective:
-    """Start MPI and hold what it sees against what the launcher said."""
     try:
         mpi = start_mpi()
     except (ImportError, RuntimeError) as error:
@@ -158,10 +156,7 @@ def connect_mpi(world: World) -> MpiCollective:
 
 
 def require_same_carrier(world: World, carrier: str) -> None:
-    """See that all ranks communicate by Horovod, or all by MPI alone: else they would wait for each other for ever.
-
-    Horovod finds MPI started then. What keeps MPI from starting is left to ``connect_mpi`` and ``connect_horovod``.
-    """
+    """Check that all ranks use Horovod, or all MPI alone: a mix deadlocks."""
     who = f"rank {world.rank} on {world.node}"
     text = (
         f"ringtrain: warning: {who} has waited {FIRST_WAIT_SECONDS:g} s for the others by MPI. A rank that has not "
@@ -192,7 +187,6 @@ def require_same_carrier(world: World, carrier: str) -> None:
 
 
 def require_size(world: World, who: str, size: int) -> None:
-    """See that the launcher's number of processes is what is seen here."""
     if size != world.size:
         raise UsageError(
             f"{world.launcher} started {world.size} processes, but {who} sees {size}: the launcher belongs to another "
@@ -202,13 +196,13 @@ def require_size(world: World, who: str, size: int) -> None:
 
 
 def gather_by_mpi(value: Any) -> list[Any]:
-    """Every rank's value, by MPI itself and as JSON."""
+    """JSON values."""
     joined, counts = _gather_rows(np.frombuffer(json.dumps(value).encode(), np.uint8))
     return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(counts)[:-1])]
 
 
 def _gather_rows(part: Array) -> tuple[Array, Array]:
-    """The rows of all ranks, in their order, and how many each has: [n_r, ...] -> [sum of n_r, ...], [size]."""
+    """Return [sum of n_r, ...] and row counts [size]."""
     from mpi4py import MPI
 
     ranks = MPI.COMM_WORLD
@@ -216,14 +210,13 @@ def _gather_rows(part: Array) -> tuple[Array, Array]:
     ranks.Allgather(np.array([len(part)], np.int64), counts)
     joined = np.empty((counts.sum(), *part.shape[1:]), part.dtype)
     if row_bytes := math.prod(part.shape[1:]) * part.itemsize:
-        row = MPI.BYTE.Create_contiguous(row_bytes).Commit()  # counts of bytes might be too large for MPI
+        row = MPI.BYTE.Create_contiguous(row_bytes).Commit()  # byte counts could overflow MPI's int
         ranks.Allgatherv([part, len(part), row], [joined, counts, np.cumsum(counts) - counts, row])
         row.Free()
     return joined, counts
 
 
 def _describe_libraries() -> str:
-    """The MPI libraries loaded into this process, one sentence."""
     mapped = re.findall(r"(/\S*/libmpi\S*\.so\S*)", Path("/proc/self/maps").read_text())
     libraries = ", ".join(dict.fromkeys(mapped)) or "none"
     try:

@@ -15,11 +15,10 @@ from ringtrain.errors import UsageError
 
 @keras.saving.register_keras_serializable(package="ringtrain")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Batch normalization with the mean and the variance of the samples of all ranks.
+    """Batch normalization with the mean and the variance of all ranks' samples.
 
-    N ranks normalise, and learn, as one would with all their samples: local batches may be of different sizes, and
-    empty. In training every rank must run the layer in every step, also one whose batch is empty. Takes the arguments
-    of ``keras.layers.BatchNormalization``; ``fused=False``, of Keras 2, is accepted.
+    Local batches may differ in size, and be empty. In training every rank must run the layer in every step. Takes the
+    arguments of ``keras.layers.BatchNormalization``, and ``fused=False`` of Keras 2.
     """
 
     needs_every_rank = True
@@ -32,11 +31,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(**options)
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        """Mean and variance [channels] for each channel of ``inputs`` [n, ..., channels, ...], over all ranks."""
+        """Return [channels], [channels]."""
         collective = ranks_for(f"the layer {self.name!r}")
         weights = tf.ones([], inputs.dtype) if mask is None else _broadcast_mask(mask, inputs)
         count, mean, variance = global_moments(inputs, weights, self._reduction_axes, collective)
-        has_samples = count > 0  # otherwise the moving statistics do not change
+        has_samples = count > 0  # else keep the moving statistics
         return (
             tf.where(has_samples, mean, tf.cast(self.moving_mean, mean.dtype)),
             tf.where(has_samples, variance, tf.cast(self.moving_variance, variance.dtype)),
@@ -46,21 +45,21 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 def global_moments(
     inputs: tf.Tensor, weights: tf.Tensor, axes: list[int], collective: Collective | None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Count, mean and variance of each channel over the samples of all ranks, with exact gradients.
+    """Return count, mean and variance per channel over all ranks, with exact gradients.
 
-    Each rank's count, mean and sum of squared differences from it travel, and are merged by the formula of Chan, Golub
-    and LeVeque (1983), which loses no digits where the mean is far from zero. The gradients of mean and variance with
-    respect to a sample x of weight w are w/N and 2w(x - mean)/N; what they are multiplied by is summed over all ranks.
+    Ranks merge count, mean and sum of squared differences as in Chan, Golub and LeVeque (1983), stable for large means.
+    For a sample x of weight w the gradients of mean and variance are w/N and 2w(x - mean)/N; upstream gradients are
+    summed over ranks.
 
-    ``inputs`` are [n, ..., channels, ...], where n may be 0; ``weights`` as these: 1 for what counts, 0 for what does
-    not, or [], 1, if all do. ``axes`` are all but that of the channels.
+    ``inputs``: [n, ..., channels, ...], n may be 0; ``weights``: same shape, 1 or 0 (ignored), or [] if all count;
+    ``axes``: all except the channels'.
     """
     name = unique_name("SyncBatchNormalization")
 
     @tf.custom_gradient
     def moments(x: tf.Tensor) -> Any:
         if weights.shape.rank:
-            x = tf.where(weights > 0, x, tf.zeros([], x.dtype))  # what does not count may be anything, also NaN
+            x = tf.where(weights > 0, x, tf.zeros([], x.dtype))  # they may be NaN
         local_sum = tf.reduce_sum(weights * x, axes)
         if weights.shape.rank:
             local_count = tf.reduce_sum(weights, axes)
@@ -90,10 +89,10 @@ def global_moments(
 
 
 def _spread(values: tf.Tensor, like: tf.Tensor, axes: list[int]) -> tf.Tensor:
-    """Values [channels] in a shape that goes with ``like`` [n, ..., channels, ...]."""
+    """[channels] -> shape that broadcasts with [n, ..., channels, ...]."""
     return tf.reshape(values, [1 if axis in axes else -1 for axis in range(like.shape.rank)])
 
 
 def _broadcast_mask(mask: tf.Tensor, inputs: tf.Tensor) -> tf.Tensor:
-    """A mask [n, ...] for each channel of ``inputs`` [n, ..., channels]."""
+    """[n, ...] -> [n, ..., channels]."""
     return tf.broadcast_to(tf.cast(mask, inputs.dtype)[..., tf.newaxis], tf.shape(inputs))

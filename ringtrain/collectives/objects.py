@@ -1,4 +1,4 @@
-"""Plain values and errors that all ranks share, by any backend."""
+"""Exchange of plain values and errors between ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ Result = TypeVar("Result")
 
 
 def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[Any]:
-    """Every rank's value, in the order of the ranks. Values travel as JSON: nothing received can run code.
+    """Gather values in rank order, as JSON: received data cannot run code. Every rank must call it.
 
-    Ranks that are at different places of the program meet all the same, to be told so: the name travels with the value,
-    since outside of a graph Horovod does not see that of a collective.
+    Outside of graphs Horovod ignores names: sending them detects ranks that diverged.
     """
     import tensorflow as tf
 
     data = np.frombuffer(json.dumps([name, value]).encode(), np.uint8)
-    with activity.meeting(), tf.device("/CPU:0"):  # not by NCCL, which may not work yet, and is not needed
+    with activity.meeting(), tf.device("/CPU:0"):  # NCCL is not needed, and may not work yet
         lengths = collective.all_gather(tf.constant([data.size], tf.int64), name="objects/lengths").numpy()
         joined = collective.all_gather(tf.constant(data), name="objects/data").numpy()
     said = [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
@@ -39,11 +38,7 @@ def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[
 
 
 def raise_on_all_ranks(collective: Collective, action: Callable[[], Result], *, name: str) -> Result:
-    """Do something that may fail on some ranks, so that either all continue or all raise.
-
-    If ``action`` raised a RingtrainError on any rank, it is every rank's: the first such rank's, with ranks and host
-    named where not all failed alike.
-    """
+    """Run an action; all ranks continue, or all raise the first failed rank's error. Every rank must call it."""
     result, failure = _attempt(action)
     failures = all_gather_object(collective, failure and {**failure, "node": collective.world.node}, name=name)
     failed = [rank for rank, item in enumerate(failures) if item]
@@ -57,7 +52,7 @@ def raise_on_all_ranks(collective: Collective, action: Callable[[], Result], *, 
 
 
 def run_on_rank0(collective: Collective, action: Callable[[], Any], *, name: str) -> Any:
-    """Do something on rank 0 alone and give every rank its result (a JSON value), or its error."""
+    """Return rank 0's JSON result, or raise its error, on every rank. Every rank must call it."""
     outcome = _attempt(action) if collective.world.is_rank0 else (None, None)
     result, failure = all_gather_object(collective, outcome, name=name)[0]
     if failure:
@@ -66,7 +61,6 @@ def run_on_rank0(collective: Collective, action: Callable[[], Any], *, name: str
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, dict[str, Any] | None]:
-    """The result of an action, and its error in a form that can be sent."""
     try:
         return action(), None
     except RingtrainError as error:

@@ -1,8 +1,8 @@
-"""Sharded updates: each rank gets its pieces of the summed gradients, and gives all ranks the weights that it made.
+"""Sharded updates (ZeRO stage 1, Rajbhandari et al. 2020).
 
-ZeRO's first stage (Rajbhandari et al. 2020): of all values each rank updates a part, and keeps the optimizer's slots of
-that part alone. The gradients are reduce-scattered, the new weights all-gathered: together as much traffic as one
-all-reduce. If the ranks of a node read one sum anyway, that is the reduce-scatter.
+Each rank updates its pieces of the weights, and holds the optimizer's slots for them only. Reduce-scatter of gradients
+and all-gather of weights move as many bytes as one all-reduce. If a node's ranks read one shared sum, that is the
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -20,27 +20,23 @@ import tensorflow as tf
 from ringtrain.collectives.differentiable import hide
 from ringtrain.collectives.gradients import GradientReduction, GradientSpec, Reduced, check_finite
 
-# Values: TensorFlow uses a part of a tensor without a copy if it is aligned to 64 bytes.
+# Values: slices aligned to 64 bytes need no copy in TensorFlow.
 ALIGNED = 16
 
 
 class Piece(NamedTuple):
-    """The values of a tensor, as a vector, that are one rank's."""
+    """One rank's range of a flattened tensor."""
 
     begin: int
     end: int
 
     @property
     def length(self) -> int:
-        """Number of values; 0 if the rank has none of the tensor."""
         return self.end - self.begin
 
 
 def plan_pieces(lengths: Sequence[int], size: int) -> list[list[Piece]]:
-    """The pieces ``[ranks][tensors]`` of vectors that lie one behind the other: as much for each rank as for any other.
-
-    But for some ``ALIGNED`` values, since a tensor is cut where a line of memory begins.
-    """
+    """Divide concatenated vectors equally: pieces ``[ranks][tensors]``, aligned to ``ALIGNED`` values."""
     starts = list(itertools.accumulate(lengths, initial=0))
 
     def cut_near(position: int) -> int:
@@ -59,7 +55,6 @@ def plan_pieces(lengths: Sequence[int], size: int) -> list[list[Piece]]:
 
 
 def cut(tensor: tf.Tensor, piece: Piece) -> tf.Tensor:
-    """A piece of a tensor, as a vector."""
     if not piece.length:
         return tf.zeros([0], tensor.dtype)
     vector = tf.reshape(tensor, [-1])
@@ -68,10 +63,7 @@ def cut(tensor: tf.Tensor, piece: Piece) -> tf.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedReduction:
-    """Sums gradients over all ranks, of which each gets its pieces; and brings pieces together again.
-
-    ``shapes`` and ``dtypes`` are those of the gradients, all dense, and ``control_dtype`` that of the control vector.
-    """
+    """Reduces gradients (all dense, of ``shapes`` and ``dtypes``) to each rank's pieces, and gathers pieces."""
 
     reduction: GradientReduction
     shapes: Sequence[tuple[int, ...]]
@@ -80,7 +72,6 @@ class ShardedReduction:
 
     @functools.cached_property
     def specs(self) -> list[GradientSpec]:
-        """The specs of the gradients."""
         sizes = [
             math.prod(shape) * tf.as_dtype(dtype).size for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
@@ -88,19 +79,18 @@ class ShardedReduction:
 
     @functools.cached_property
     def leaves_at_once(self) -> bool:
-        """True if all gradients are one sum, from which each rank takes its pieces."""
         return self.reduction.leaves_at_once([*self.specs, GradientSpec(0, self.control_dtype, False)])
 
     @functools.cached_property
     def groups(self) -> list[list[int]]:
-        """Gradients of one type, each of which groups is shared among all ranks."""
+        """of one type each"""
         if not self.leaves_at_once:
             return self.reduction.plan_groups(self.specs)
         return [[i for i, each in enumerate(self.dtypes) if each == dtype] for dtype in dict.fromkeys(self.dtypes)]
 
     @functools.cached_property
     def pieces(self) -> list[list[Piece]]:
-        """The pieces ``[ranks][tensors]``, in the order of the gradients."""
+        """``[ranks][tensors]``, in the gradients' order."""
         world_size = self.reduction.collective.world.size
         pieces = [[Piece(0, 0)] * len(self.specs) for _ in range(world_size)]
         for group in self.groups:
@@ -112,11 +102,10 @@ class ShardedReduction:
 
     @property
     def own(self) -> list[Piece]:
-        """This rank's pieces."""
         return self.pieces[self.reduction.collective.world.rank]
 
     def __call__(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor] = ()) -> Reduced:
-        """Reduce as ``GradientReduction`` does; the returned gradients are vectors, this rank's pieces."""
+        """Return this rank's pieces as gradients [n]."""
         if self.leaves_at_once:
             reduced = self.reduction.sum_at_once(gradients, control, state)
             return reduced._replace(gradients=list(map(cut, reduced.gradients, self.own)))
@@ -134,7 +123,7 @@ class ShardedReduction:
         return Reduced(mine, tf.equal(checks[1], 0), tf.sqrt(checks[0]), control, summed_state)
 
     def _reduce_scatter(self, group: Sequence[int], gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """This rank's pieces of a group's sums. The ranks' parts are made equally long for it."""
+        """Pad parts to equal lengths."""
         GradientReduction.calls += 1
         lengths = [sum(of_rank[i].length for i in group) for of_rank in self.pieces]
         flat = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], axis=0)
@@ -146,7 +135,6 @@ class ShardedReduction:
         return tf.split(tf.cast(mine[: sum(of_mine)], flat.dtype), of_mine)
 
     def all_gather(self, mine: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        """Whole tensors of all ranks' pieces (see ``Collective.all_gather_pieces``)."""
         collective, begins = self.reduction.collective, [piece.begin for piece in self.own]
         gathered = collective.all_gather_pieces(mine, begins, self.shapes, name=name)
         if gathered is not None:
@@ -154,7 +142,7 @@ class ShardedReduction:
         whole = list(mine)
         for number, group in enumerate(self.groups):
             lengths = [math.prod(self.shapes[index]) for index in group]
-            # By this name alone: within a condition that of its scope may be another on each rank.
+            # No scope: within a condition its name may differ between ranks.
             joined = collective.all_gather(hide(tf.concat([mine[i] for i in group], axis=0)), name=f"{name}_{number}")
             vectors = tf.split(tf.ensure_shape(joined, [sum(lengths)]), lengths)
             for index, vector in zip(group, vectors, strict=True):

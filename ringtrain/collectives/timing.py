@@ -1,4 +1,4 @@
-"""The time of an all-reduce, and a check of its sum."""
+"""Time of an all-reduce, with a check of its sum."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ VALUE_BYTES = 4  # float32
 
 
 def time_all_reduce(collective: Collective, num_bytes: int, *, calls: int = 5, warm_up: int = 1) -> tuple[float, int]:
-    """Sum float32 values over all ranks by a compiled function, as training does. Every rank must call it.
+    """Time float32 sums in a compiled function. Every rank must call it.
 
-    Returns the median seconds of ``calls`` after ``warm_up``, and how many values of all sums are wrong on this rank.
+    Returns the median seconds of ``calls`` after ``warm_up``, and this rank's number of wrong values.
     """
     import tensorflow as tf
 
@@ -33,13 +33,13 @@ def time_all_reduce(collective: Collective, num_bytes: int, *, calls: int = 5, w
     for _ in range(warm_up + calls):
         start = time.perf_counter()
         total = add()
-        float(total[0])  # a GPU's work has ended once its result is here
+        float(total[0])  # waits for the GPU
         seconds.append(time.perf_counter() - start)
         wrong += int(tf.math.count_nonzero(total != size * (size + 1) / 2))
-        activity.move()  # the watchdog sees progress
+        activity.move()  # for the watchdog
     return statistics.median(seconds[warm_up:]), wrong
 
 
 def bus_bandwidth(payload_bytes: int, seconds: float, size: int) -> float:
-    """Bytes per second over each link of a ring, independent of the number of ranks: nccl-tests, doc/PERFORMANCE.md."""
+    """Return bytes per second per link of a ring (nccl-tests, doc/PERFORMANCE.md)."""
     return payload_bytes / seconds * 2 * (size - 1) / size

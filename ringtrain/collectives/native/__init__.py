@@ -1,1 +1,1 @@
-"""The native backend: sums of the ranks of a node in C++, which TensorFlow calls itself."""
+"""Native backend: sums in C++, as TensorFlow operations."""

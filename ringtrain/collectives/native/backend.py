@@ -1,8 +1,6 @@
-"""Sums and gathers by operations of ringtrain's own, within nodes and between them, with Horovod or without.
+"""Sums and gathers by ringtrain's own C++ operations (see ``transport.h``).
 
-They are in C++, and TensorFlow calls them itself: a sum waits neither for Horovod's cycle, nor for Python's
-interpreter. If a step makes all its sums at one place, the ranks need no agreement on an order: whoever comes there
-waits for the others, and for nothing else. ``transport.h`` says how they add.
+A sum waits neither for Horovod's cycle nor for Python. Ordered sums need no negotiation.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from ringtrain.collectives.native.memory import share_memory
 from ringtrain.collectives.objects import all_gather_object
 from ringtrain.files.atomic import replace_text
 
-# How long a rank looks at what another has given before it sleeps: its core is wanted by nobody else meanwhile, and to
-# be woken takes longer than a short sum.
+# Spin first: the core is otherwise idle, and waking takes longer than a short sum.
 SPIN_SECONDS = 200e-6
 ON_GPUS = "the ranks compute on GPUs"
 NO_MEMORY_OF_OTHERS = (
@@ -35,24 +32,22 @@ MAX_NODES = 8
 
 
 class Native(Collective):
-    """The collective of a run whose ranks are on cores, equally many on each node."""
+    """Collective for ranks on cores, with equally many on each node."""
 
     list_types = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
     def __init__(
         self, carrier: Collective, operations: library.Operations, group: int, *, overlaps_compute: bool
     ) -> None:
-        """The ranks have joined as this group; ``carrier`` carries what is not summed natively.
-
-        That is what is not ordered, unless the carrier orders all its calls itself. If a rank has one core, sums do
-        not overlap compute, since they take it as well: then all gradients are best ordered.
+        """``carrier`` does what is not summed natively: unordered calls, unless it orders all. Ranks with one core do
+        not overlap compute.
         """
         self.world, self.is_ordered = carrier.world, carrier.is_ordered
         self.overlaps_compute = overlaps_compute
         what = "sums" if self.is_ordered else "short sums" if overlaps_compute else "gradients"
         self.description = f"{carrier.description}, {what} natively"
         self._carrier, self._operations, self._group = carrier, operations, group
-        self._names: dict[int, str] = {}  # of sums, by what the operation knows of them
+        self._names: dict[int, str] = {}
         self._timeline = Path()
 
     def all_reduce(
@@ -89,7 +84,7 @@ class Native(Collective):
     def all_gather_pieces(
         self, pieces: Sequence[tf.Tensor], begins: Sequence[int], shapes: Sequence[Sequence[int]], *, name: str
     ) -> list[tf.Tensor] | None:
-        """Gather in shared memory: each rank writes its pieces there, and all read them."""
+        """Use shared memory: ranks write their pieces, and all read."""
         if self.world.local_size < self.world.size or any(each.dtype.name not in self.list_types for each in pieces):
             return None
         wholes, nothing = self._operations.all_gather(
@@ -108,7 +103,6 @@ class Native(Collective):
         return list(wholes)
 
     def _note(self, name: str) -> int:
-        """Record the identity of a sum for the operation."""
         meaning = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         self._names[meaning] = name
         return meaning
@@ -137,7 +131,6 @@ class Native(Collective):
         library.record(self._group, True)
 
     def stop_timeline(self) -> None:
-        """Draw each sum of each rank, and how long it waited for the others before."""
         self._carrier.stop_timeline()
         mine = [(self._names[event.meaning], *event.figures) for event in library.record(self._group, False)]
         of_ranks = all_gather_object(self, mine, name="timeline")
@@ -149,11 +142,11 @@ class Native(Collective):
 
 
 def draw_timeline(of_ranks: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """The events of Chrome's trace format.
+    """Return events in Chrome's trace format.
 
     Args:
-        of_ranks: of each rank its sums: name, bytes, and when it came to it, met the others, and had it, in nanoseconds
-            by its node's clock. (Of other nodes it met the one before its own in the ring of nodes.)
+        of_ranks: each rank's sums: name, bytes, and times of call, match and end in nanoseconds by its node's clock.
+            (Between nodes, the match is with the previous node of the ring.)
     """
     events: list[dict[str, Any]] = []
     for rank, sums in enumerate(of_ranks):
@@ -166,7 +159,7 @@ def draw_timeline(of_ranks: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _to_bits(tensor: tf.Tensor) -> tf.Tensor:
-    """Whole numbers that have the bits of a tensor's values. With zeros from all others their sum has them as well."""
+    """Their sum with zeros has the same bits."""
     if tensor.dtype == tf.bool:
         return tf.cast(tensor, tf.int32)
     if tensor.dtype.size < 4:
@@ -183,9 +176,9 @@ def _from_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
-    """The same ranks with native sums, or why they cannot have them, the same on all. Every rank must call it.
+    """Return the ranks with native sums, or the reason why not, the same on all. Every rank must call it.
 
-    If nobody else looks, a rank that has waited ``stall_seconds`` for another says so; 0: never.
+    A rank reports waits of ``stall_seconds``; 0: never.
     """
     world = collective.world
 
@@ -197,7 +190,6 @@ def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
         return [its for _, its in sorted(of_node, key=operator.itemgetter(0))]
 
     def first_reason(reason: str | None) -> str | None:
-        """The first rank's reason that has one."""
         return next(filter(None, on_all(reason)), None)
 
     operations = None if tf.config.get_visible_devices("GPU") else library.load_operations()
@@ -232,7 +224,6 @@ def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
 
 
 def _why_not(collective: Collective, operations: library.Operations | None) -> str | None:
-    """The reason why this rank cannot join, in the user's words."""
     if tf.config.get_visible_devices("GPU"):
         return ON_GPUS
     if operations is None:
@@ -243,7 +234,7 @@ def _why_not(collective: Collective, operations: library.Operations | None) -> s
 
 
 def why_no_nodes(places: Sequence[tuple[str, int]]) -> str | None:
-    """The reason why these ranks [(node, local rank)] cannot meet by their local ranks, in the user's words."""
+    """Check ranks [(node, local rank)]."""
     ranks_of_nodes: dict[str, list[int]] = {}
     for node, local_rank in places:
         ranks_of_nodes.setdefault(node, []).append(local_rank)

@@ -1,4 +1,4 @@
-"""The library of the native backend, compiled when ringtrain is installed (Hatchling's build hook)."""
+"""Hatchling build hook for the native library."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LIBRARY = HERE / "libringtrain.so"
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra",
     "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2", "-fstack-protector-strong", "-Wl,-z,relro,-z,now,-z,noexecstack",
-    "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL",  # TensorFlow brings its own C++ library
+    "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL",  # TensorFlow has its own C++ library
 )  # fmt: skip
 
 
 def compile_library() -> str | None:
-    """Compile it next to its sources; return why that failed, or None. Remove an older one, which may not fit them."""
+    """Return the reason of a failure; remove a stale library."""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     sources = sorted(map(str, HERE.glob("*.cc")))
     aside = LIBRARY.with_suffix(f".{os.getpid()}")
@@ -33,7 +33,7 @@ def compile_library() -> str | None:
             [*compiler, *FLAGS, *sources, "-o", str(aside)], capture_output=True, text=True, check=False
         )
         if finished.returncode == 0:
-            aside.replace(LIBRARY)  # a process that has the old one open keeps it
+            aside.replace(LIBRARY)  # open copies remain valid
             return None
         reason = f"{compiler[0]} ended with {finished.returncode}: {finished.stderr.strip()}"
     except OSError as error:
@@ -44,7 +44,7 @@ def compile_library() -> str | None:
 
 
 class NativeBuildHook(BuildHookInterface[Any]):
-    """Put the library into the wheel; without a compiler there is none, and ringtrain takes another backend."""
+    """Without a compiler, other backends are used."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
@@ -59,7 +59,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
 
 
 def _platform() -> str:
-    """The oldest C library that has all that the library takes from it (PEP 600), as auditwheel would find."""
+    """Oldest sufficient glibc (PEP 600)."""
     versions = re.findall(rb"GLIBC_2\.(\d+)", LIBRARY.read_bytes())
     libc = f"manylinux_2_{max(map(int, versions))}" if versions else "linux"
     return f"{libc}_{platform.machine()}"

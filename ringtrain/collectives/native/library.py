@@ -1,4 +1,4 @@
-"""The compiled operation: found, loaded, and joined to the other ranks."""
+"""ctypes interface of the compiled library."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ LIBRARY = Path(__file__).with_name("libringtrain.so")
 
 
 class Nodes(NamedTuple):
-    """The nodes of a run: by which MPI a rank meets those with its local rank on the others."""
+    """Nodes of a run, and MPI among ranks of equal local rank."""
 
     size: int = 1
     mine: int = 0
-    send_receive: int | None = None  # the address of MPI_Sendrecv, and handles for it
+    send_receive: int | None = None  # address, and handles for it
     communicator: int | None = None
     byte: int | None = None
 
 
 class Operations(NamedTuple):
-    """TensorFlow's functions of the operations."""
-
     all_reduce: Any
     all_gather: Any
 
 
 @functools.cache
 def load_operations() -> Operations | None:
-    """The operations; None if they were not compiled, or cannot be loaded here."""
     import tensorflow as tf
 
     try:
@@ -41,18 +38,18 @@ def load_operations() -> Operations | None:
 
 
 def find_nodes(local_rank: int, rank: int) -> Nodes:
-    """The nodes of a run over MPI. Every rank must call it."""
+    """Every rank must call it."""
     from mpi4py import MPI
 
     of_local_rank = MPI.COMM_WORLD.Split(color=local_rank, key=rank)
-    send_receive = ctypes.CDLL(MPI.__file__).MPI_Sendrecv  # of the library that mpi4py is linked with
+    send_receive = ctypes.CDLL(MPI.__file__).MPI_Sendrecv  # from mpi4py's own library
     address = ctypes.cast(send_receive, ctypes.c_void_p).value
     handles = [MPI._handleof(handle) for handle in (of_local_rank, MPI.BYTE)]
     return Nodes(of_local_rank.Get_size(), of_local_rank.Get_rank(), address, *handles)
 
 
 class Event(ctypes.Structure):
-    """A sum that was made: its operation's attribute, bytes, and moments in nanoseconds since 1970."""
+    """Times in nanoseconds since 1970."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("meaning", "bytes", "begun", "met", "ended")]
 
@@ -62,7 +59,6 @@ class Event(ctypes.Structure):
 
 
 def record(group: int, is_recording: bool) -> list[Event]:
-    """Record a group's sums from now on, or no more; then those that were recorded."""
     function = ctypes.CDLL(str(LIBRARY)).ringtrain_record
     function.restype = ctypes.c_int64
     count = function(group, is_recording, None, ctypes.c_int64(0))
@@ -72,17 +68,14 @@ def record(group: int, is_recording: bool) -> list[Event]:
 
 
 class Patience(NamedTuple):
-    """Time limits for waiting for another rank, in seconds."""
+    """Limits in seconds."""
 
-    spin: float  # until it sleeps
-    stall: float  # until it says so; 0: never
+    spin: float  # before it sleeps
+    stall: float  # before it reports; 0: never
 
 
 def join(descriptor: int, local_rank: int, processes: Sequence[int], patience: Patience, nodes: Nodes) -> int:
-    """Join the ranks with these process numbers in the memory that all of a node have open; -1 if that fails.
-
-    What it returns is the operation's attribute ``group``.
-    """
+    """Return the operation's attribute ``group``; -1 on failure."""
     function = ctypes.CDLL(str(LIBRARY)).ringtrain_join
     numbers = (ctypes.c_int * len(processes))(*processes)
     handles = map(ctypes.c_void_p, (nodes.send_receive, nodes.communicator, nodes.byte))

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a node have open. It belongs to no file, and is gone with the last process that has it."""
+"""Shared memory of a node's ranks, freed with the last process."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-NAME = "ringtrain"  # of the memory, in /proc
+NAME = "ringtrain"  # in /proc
 
 
 @contextlib.contextmanager
 def share_memory(local_rank: int, on_node: Callable[[Any], list[Any]]) -> Iterator[int | None]:
-    """A descriptor of memory of no bytes, open so long; None if this rank cannot open it. Every rank must call it.
+    """Yield a descriptor of empty memory; None if this rank cannot open it. Every rank must call it.
 
-    ``on_node`` gives the JSON value of each rank of the node to each, in the order of the local ranks.
+    ``on_node`` gathers JSON values in local rank order.
     """
     place: list[Any] | None = None
     descriptor: int | None = None
     if local_rank == 0:
         name = f"{NAME}-{secrets.token_hex(16)}"
-        with contextlib.suppress(OSError):  # a limit of the process, or of its container
+        with contextlib.suppress(OSError):  # process or container limits
             descriptor = os.memfd_create(name)
             place = [os.getpid(), descriptor, name]
     [place, *_] = on_node(place)
     if place is not None and local_rank > 0:
         descriptor = _open(*place)
-    on_node(None)  # all that can have opened it
+    on_node(None)  # barrier: all have opened it
     try:
         yield descriptor
     finally:
@@ -37,7 +37,7 @@ def share_memory(local_rank: int, on_node: Callable[[Any], list[Any]]) -> Iterat
 
 
 def _open(process: int, number: int, name: str) -> int | None:
-    """Open a file descriptor of another process; None if it is not on this machine or in this container."""
+    """None on another machine or in another container."""
     path = Path(f"/proc/{process}/fd/{number}")
     with contextlib.suppress(OSError):
         if str(path.readlink()).startswith(f"/memfd:{name}"):

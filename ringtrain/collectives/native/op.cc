@@ -1,4 +1,4 @@
-// The operations that TensorFlow calls for a sum and for a gather, and what Python calls to join the ranks of a node.
+// TensorFlow's operations for sums and gathers, and the functions that Python calls to join a node's ranks.
 
 #include <errno.h>
 #include <fcntl.h>
@@ -19,8 +19,7 @@
 
 namespace ringtrain {
 
-// A sum that was made, for the timeline: when this rank came to it, when all ranks had, and when it was there, in
-// nanoseconds since 1970.
+// A recorded sum: times of call, match and end in nanoseconds since 1970.
 struct Event {
   int64_t meaning, bytes, begun, met, ended;
 };
@@ -49,19 +48,19 @@ struct Tensor {
   std::byte* data() const { return static_cast<std::byte*>(TF_TensorData(tensor)); }
 };
 
-// The ranks that sum together. It lives as long as the process: tensors may lie in its memory.
+// Never freed: tensors may be in its memory.
 struct Group {
   std::unique_ptr<Transport> transport;
-  std::mutex mutex;  // one sum at a time
-  // The last results of each sum that all ranks read: until it is made again nothing takes their memory for its own, as
-  // TensorFlow does with a tensor to which nothing else refers.
+  std::mutex mutex;
+  // Last shared results: until the next sum of the same name, TensorFlow must not reuse their memory, as it does with
+  // tensors without other references.
   std::unordered_map<uint64_t, std::vector<Tensor>> kept;
   bool is_recording = false;
   std::vector<Event> events;
 };
 
 std::mutex groups_mutex;
-std::vector<Group*>& groups = *new std::vector<Group*>;  // for operations that run while the process ends
+std::vector<Group*>& groups = *new std::vector<Group*>;  // never destroyed: operations may run during exit
 
 Group* find_group(int64_t number) {
   const std::lock_guard<std::mutex> lock(groups_mutex);
@@ -80,15 +79,15 @@ Type type_of(TF_DataType type) {
       return Type::kDouble;
     case TF_INT32:
       return Type::kInt32;
-    default:  // the operation's definition allows no other
+    default:  // the only other type
       return Type::kInt64;
   }
 }
 
-// FNV-1a, by whole numbers: of what is summed, not against an attacker.
+// FNV-1a by 64-bit words; not against attackers.
 uint64_t mix(uint64_t digest, uint64_t value) { return (digest ^ value) * 0x100000001b3u; }
 
-// A sum of tensors, or a gather: of each tensor every rank gives another piece, as a vector.
+// A sum of tensors, or a gather of each rank's pieces.
 class Kernel {
  public:
   Kernel(TF_OpKernelConstruction* construction, bool gathers) : gathers_(gathers) {
@@ -137,13 +136,13 @@ class Kernel {
     std::vector<std::vector<int64_t>> shapes;
     parts.reserve(num_parts);
     uint64_t meaning = mix(mix(mix(static_cast<uint64_t>(meaning_), may_share_), num_scaled_), scale_);
-    if (gathers_) meaning = mix(meaning, num_parts + 1);  // no sum
+    if (gathers_) meaning = mix(meaning, num_parts + 1);  // differs from a sum
     double scale;
     std::memcpy(&scale, &scale_, sizeof scale);
     int64_t bytes = 0;
     const int64_t* whole = dims_.data();
     for (int index = 0; index < num_parts; ++index) {
-      Tensor input;  // dropped at once: else its memory would not become that of the sum
+      Tensor input;  // dropped at once, so that the sum can reuse its memory
       TF_GetInput(context, index, &input.tensor, status.status);
       if (!status.is_ok()) return "";
       types.push_back(TF_TensorType(input.tensor));
@@ -174,7 +173,7 @@ class Kernel {
     std::vector<Tensor>& kept = group->kept[meaning];
     kept.clear();
     const bool is_short = transport.lay_out(parts, gathers_);
-    Tensor squares;  // nothing of a gather
+    Tensor squares;  // unused by a gather
     squares.tensor = TF_AllocateOutput(context, static_cast<int>(num_parts), TF_DOUBLE, &num_parts, 1,
                                        num_parts * sizeof(double), status.status);
     const auto allocate = [&](const Result* result) {
@@ -193,7 +192,7 @@ class Kernel {
       if (!status.is_ok()) transport.fail();
       return status.is_ok();
     };
-    // Where it can be, before the ranks meet: else the others may have their sum already when there is no memory here.
+    // Allocate before the ranks match, if possible: if it failed later, the others could already have their sum.
     const bool is_own = is_short || !may_share_;
     if (is_own && !allocate(nullptr)) return "";
     const int64_t begun = now();
@@ -222,7 +221,7 @@ class Kernel {
 
   const bool gathers_;
   int64_t group_ = -1, meaning_ = 0, num_scaled_ = 0, scale_ = 0;
-  // Of a gather: the axes of each whole tensor, all their lengths, and where this rank's values begin in it.
+  // For a gather: axes and dimensions of the whole tensors, and offsets of this rank's values.
   std::vector<int64_t> ranks_, dims_, begins_;
   bool may_share_ = false;
 };
@@ -264,17 +263,17 @@ bool register_operation(const char* name, std::initializer_list<const char*> att
   TF_OpDefinitionBuilderAddInput(definition, "tensors: T");
   TF_OpDefinitionBuilderAddOutput(definition, "totals: T");
   TF_OpDefinitionBuilderAddOutput(definition, "squares: double");
-  TF_OpDefinitionBuilderSetIsStateful(definition, true);  // never merged, pruned or computed beforehand
+  TF_OpDefinitionBuilderSetIsStateful(definition, true);  // not merged, pruned or folded
   TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, gathers ? infer_nothing : infer_shapes);
   TF_RegisterOpDefinition(definition, status.status);
-  if (!status.is_ok()) return false;  // then Python does not find the operation
+  if (!status.is_ok()) return false;  // Python then does not find the operation
   TF_KernelBuilder* builder = TF_NewKernelBuilder(name, "CPU", create<gathers>, compute, destroy);
   TF_RegisterKernelBuilder(name, builder, status.status);
   return status.is_ok();
 }
 
-// Once, when TensorFlow loads the library. A scale is the bits of a double, as TensorFlow's are floats; it is of so
-// many of the first tensors' sums.
+// When TensorFlow loads the library. `scale` has the bits of a double, as TensorFlow's attributes are floats; it
+// applies to the first `num_scaled` tensors.
 const bool is_registered =
     register_operation<false>("RingtrainAllReduce", {"num_scaled: int", "scale: int"}) &&
     register_operation<true>("RingtrainAllGather", {"ranks: list(int)", "dims: list(int)", "begins: list(int)"});
@@ -282,11 +281,11 @@ const bool is_registered =
 std::byte* map_memory(int descriptor, int64_t offset, int64_t length, bool is_writable) {
   int error;
   while ((error = posix_fallocate(descriptor, offset, length)) == EINTR) continue;
-  if (error != 0) return nullptr;  // a limit of the process, or its container's
+  if (error != 0) return nullptr;  // process or container limit
   const int access = is_writable ? PROT_READ | PROT_WRITE : PROT_READ;
   void* memory = mmap(nullptr, length, access, MAP_SHARED | MAP_POPULATE, descriptor, offset);
   if (memory == MAP_FAILED) return nullptr;
-  // A child of a rank has no part in the sums. What it reads, such as a variable that has taken over one, stays.
+  // Child processes take no part in sums. Read-only mappings remain: a variable may use one.
   if (is_writable) madvise(memory, length, MADV_DONTFORK);
   return static_cast<std::byte*>(memory);
 }
@@ -294,15 +293,14 @@ std::byte* map_memory(int descriptor, int64_t offset, int64_t length, bool is_wr
 }  // namespace
 }  // namespace ringtrain
 
-// MPI_Sendrecv of whatever MPI the process has. Its handles are pointers (Open MPI) or whole numbers (MPICH), which
-// travel alike, in a register or in a place on the stack.
+// MPI_Sendrecv of the process's MPI. Handles are pointers (Open MPI) or integers (MPICH), with the same calling
+// convention.
 using SendReceive = int (*)(const void* sent, int num_sent, void* type, int to, int tag, void* received,
                             int num_received, void* received_type, int from, int received_tag, void* communicator,
                             void* status);
 
-// Join the ranks of a node, and those with the same local rank of other nodes: `descriptor` is the memory that all of
-// this node have open, `node` the number of this one among them in `communicator`. Returns a number for the operation's
-// attribute `group`; -1 where the memory cannot be mapped.
+// Join a node's ranks, which all have `descriptor` open, and the ranks of equal local rank on other nodes: `node` is
+// this one's number in `communicator`. Returns the operation's attribute `group`; -1 if memory cannot be mapped.
 extern "C" __attribute__((visibility("default"))) int ringtrain_join(int descriptor, int rank, int size,
                                                                      const int* processes, int64_t spin_ns,
                                                                      int64_t stall_ns, int num_nodes, int node,
@@ -318,7 +316,7 @@ extern "C" __attribute__((visibility("default"))) int ringtrain_join(int descrip
                             int from) {
     int64_t status[16];  // larger than any MPI's
     return send_receive(sent, static_cast<int>(num_sent), byte, to, 0, received, static_cast<int>(num_received), byte,
-                        from, 0, communicator, status) == 0;  // mpi4py lets MPI return its errors
+                        from, 0, communicator, status) == 0;  // mpi4py makes MPI return errors
   };
   auto transport = ringtrain::Transport::open(map, rank, std::vector<int>(processes, processes + size),
                                               {spin_ns, stall_ns}, {num_nodes, node, exchange});
@@ -331,7 +329,7 @@ extern "C" __attribute__((visibility("default"))) int ringtrain_join(int descrip
   return static_cast<int>(ringtrain::groups.size()) - 1;
 }
 
-// Record the sums of a group from now on, or no more. Returns how many were recorded, of which it gives up to `limit`.
+// Start or stop recording a group's sums. Returns the number recorded; copies up to `limit`.
 extern "C" __attribute__((visibility("default"))) int64_t ringtrain_record(int number, bool is_recording,
                                                                            ringtrain::Event* events, int64_t limit) {
   ringtrain::Group& group = *ringtrain::find_group(number);

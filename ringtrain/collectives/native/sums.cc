@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-// Wider vectors where the processor has them, chosen when the library is loaded. (Sanitizers are not there so early.)
+// Widest vectors of the processor, chosen at load time. (Sanitizers start later.)
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -19,11 +19,11 @@
 namespace ringtrain {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // values, which stay in a core's first cache
-constexpr int kLanes = 16;        // sums of squares that are made beside each other
+constexpr int64_t kBlock = 1024;  // values; fits into the L1 cache
+constexpr int kLanes = 16;        // independent sums of squares
 
-// TensorFlow lets the threads of its pools flush subnormal numbers to zero, and no others. Every rank adds what is
-// short by itself, in whatever thread: so that all have the same bits, none flushes here.
+// TensorFlow's pool threads flush subnormal numbers to zero, other threads do not. Every rank adds short sums itself,
+// in any thread: for identical bits, disable flushing here.
 class WithSubnormals {
  public:
   WithSubnormals() : mode_(get()) { set(mode_ & ~kFlushes); }
@@ -31,7 +31,7 @@ class WithSubnormals {
 
  private:
 #if defined(__x86_64__)
-  static constexpr uint64_t kFlushes = 0x8040;  // of inputs and results
+  static constexpr uint64_t kFlushes = 0x8040;  // inputs and results
   static uint64_t get() { return _mm_getcsr(); }
   static void set(uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
 #elif defined(__aarch64__)
@@ -75,7 +75,7 @@ float widen(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
   const uint32_t rest = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
   const uint32_t exponent = rest & (0x1fu << 23);
-  if (exponent == 0x1fu << 23) return from_bits(sign | (rest + ((255u - 31u) << 23)));  // infinite, or not a number
+  if (exponent == 0x1fu << 23) return from_bits(sign | (rest + ((255u - 31u) << 23)));  // infinite or NaN
   if (exponent == 0) {                                                                  // subnormal
     const float small = from_bits(rest + (113u << 23)) - from_bits(113u << 23);
     return from_bits(sign | to_bits(small));
@@ -83,7 +83,7 @@ float widen(Half value) {
   return from_bits(sign | (rest + ((127u - 15u) << 23)));
 }
 
-// To the nearest, to the even one of two.
+// Round to nearest, ties to even.
 void narrow(float value, Bfloat16& out) {
   const uint32_t bits = to_bits(value);
   const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
@@ -98,7 +98,7 @@ void narrow(float value, Half& out) {
     half = 0x7e00;
   } else if (size >= 0x47800000) {  // 65536
     half = 0x7c00;
-  } else if (size < 0x38800000) {  // 2^-14: adding 0.5 leaves a subnormal's bits, rounded, at the end
+  } else if (size < 0x38800000) {  // 2^-14: adding 0.5 rounds, and leaves a subnormal's bits at the end
     half = to_bits(from_bits(size) + 0.5f) - to_bits(0.5f);
   } else {
     half = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
@@ -106,7 +106,7 @@ void narrow(float value, Half& out) {
   out.bits = static_cast<uint16_t>(sign | half);
 }
 
-// How values of a type are added, and what their squares are counted in.
+// Arithmetic of a type: accumulator, conversions.
 template <typename T, typename Sum = T>
 struct Plain {
   using Value = T;
@@ -146,11 +146,11 @@ inline __attribute__((always_inline)) double squares_in(const typename Rule::Val
   return total;
 }
 
-// Of a block: float32 would lose digits in one sum of more. Where its squares are too large for it they are made again
-// in float64, so that only a value that is not finite itself makes them infinite.
+// One block at a time: float32 would lose digits in a longer sum. On overflow repeat in float64, so that only
+// non-finite values give a non-finite result.
 template <typename Rule>
 inline __attribute__((always_inline)) double squares_of_block(const typename Rule::Value* values, int64_t count) {
-  if constexpr (std::is_integral_v<typename Rule::Value>) return 0;  // nobody asks for those of whole numbers
+  if constexpr (std::is_integral_v<typename Rule::Value>) return 0;  // unused for integers
   if constexpr (sizeof(typename Rule::Accumulator) == sizeof(float)) {
     const double squares = squares_in<Rule, float>(values, count);
     if (std::isfinite(squares)) return squares;
@@ -176,7 +176,7 @@ inline __attribute__((always_inline)) double add_blocks(const std::byte* const* 
     Value* to = reinterpret_cast<Value*>(out) + start;
     if constexpr (!std::is_integral_v<Value>) {
       const Accumulator factor = static_cast<Accumulator>(scale);
-      for (int64_t i = 0; i < length; ++i) sums[i] *= factor;  // by 1 no bit changes
+      for (int64_t i = 0; i < length; ++i) sums[i] *= factor;  // exact for 1
     }
     for (int64_t i = 0; i < length; ++i) to[i] = Rule::narrow(sums[i]);
     squares += squares_of_block<Rule>(to, length);
@@ -195,7 +195,7 @@ FOR_EACH_PROCESSOR double add(Type type, const std::byte* const* sources, int si
       return add_blocks<Plain<float>>(sources, size, count, scale, out);
     case Type::kDouble:
       return add_blocks<Plain<double>>(sources, size, count, scale, out);
-    case Type::kInt32:  // whole numbers wrap, as TensorFlow's do
+    case Type::kInt32:  // integers wrap, as in TensorFlow
       return add_blocks<Plain<int32_t, uint32_t>>(sources, size, count, scale, out);
     case Type::kInt64:
       return add_blocks<Plain<int64_t, uint64_t>>(sources, size, count, scale, out);

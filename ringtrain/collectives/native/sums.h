@@ -1,4 +1,4 @@
-// The arithmetic of sums: values of one type added in the order of the ranks.
+// Arithmetic of sums, in rank order.
 
 #pragma once
 
@@ -12,9 +12,8 @@ namespace ringtrain {
 
 int64_t size_of(Type type);
 
-// Add `count` values of each source, in their order, and multiply the sums, but those of whole numbers, by `scale`;
-// half precision in float32, rounded once. `out` may be one of the sources. Returns the sum of squares of what it
-// writes.
+// Add `count` values of each source in order; multiply floating sums by `scale`. Half precision is summed in float32,
+// and rounded once. `out` may be a source. Returns the sum of squares of the results.
 double add_values(Type type, const std::vector<const std::byte*>& sources, int64_t count, double scale, std::byte* out);
 
 }  // namespace ringtrain

@@ -1,6 +1,5 @@
-// What op.cc calls of TensorFlow's C API, which is stable: declared here so that the library is compiled without
-// TensorFlow's headers, and one library serves every TensorFlow. (tensorflow/c/kernels.h, ops.h, tf_tensor.h and
-// tf_status.h; the functions are in the TensorFlow that loads the library.)
+// The used part of TensorFlow's stable C API, declared here so that compiling needs no TensorFlow headers, and one
+// library fits all versions (tensorflow/c/kernels.h, ops.h, tf_tensor.h, tf_status.h).
 
 #pragma once
 

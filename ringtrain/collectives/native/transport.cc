@@ -23,21 +23,21 @@ namespace ringtrain {
 namespace {
 
 constexpr int64_t kChunkBytes = 256 * 1024;
-constexpr int64_t kChunkBytesOfNodes = 1024 * 1024;  // a message takes its time however short it is
-constexpr int64_t kRingBytes = 64 * 1024;   // of a segment, from which on less data counts more than fewer messages
-constexpr int kSlots = 4;                   // chunks that are under way at the same time
-constexpr int64_t kShortBytes = 64 * 1024;  // what all ranks read of each other in all, where each adds everything
-constexpr int64_t kMaxParts = 4096;         // whose squares travel
-constexpr size_t kMaxResults = 3;           // of one sum: TensorFlow may still have the last two
-constexpr int64_t kPageBytes = 64 * 1024;   // the largest page of the processors in use
+constexpr int64_t kChunkBytesOfNodes = 1024 * 1024;  // messages have a fixed cost
+constexpr int64_t kRingBytes = 64 * 1024;            // of a segment; above, fewer bytes matter more than fewer messages
+constexpr int kSlots = 4;                            // chunks in flight
+constexpr int64_t kShortBytes = 64 * 1024;           // read from other ranks, if each rank adds everything
+constexpr int64_t kMaxParts = 4096;                  // with shared squares
+constexpr size_t kMaxResults = 3;                    // per sum: TensorFlow may hold the last two
+constexpr int64_t kPageBytes = 64 * 1024;            // largest page size in use
 constexpr char kApart[] = "the ranks are at different places of the program: they sum different things.";
 constexpr char kLostNode[] = "a rank has ended that others wait for: one on another node, says MPI";
 constexpr char kLostRank[] = "a rank has ended that others wait for: rank ";
-constexpr long kLookNs = 50 * 1000 * 1000;  // between two looks whether the others live
+constexpr long kLookNs = 50 * 1000 * 1000;  // between liveness checks
 
 int64_t round_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
 
-// Whether a counter that wraps has come to a value.
+// Comparison of wrapping counters.
 bool has_reached(uint32_t counter, uint32_t least) { return static_cast<int32_t>(counter - least) >= 0; }
 
 void pause_core() {
@@ -48,8 +48,8 @@ void pause_core() {
 #endif
 }
 
-// Call `visit(index, part, from, at, bytes)` for what lies in [begin, end) of the stream: the bytes from `from` of a
-// part on, which are at `at` in the stream.
+// Call `visit(index, part, from, at, bytes)` for each piece of [begin, end) of the stream: `from` is its offset in the
+// part, `at` in the stream.
 template <typename AnyParts, typename Visit>
 void for_each_piece(AnyParts& parts, int64_t begin, int64_t end, Visit visit) {
   auto after = std::upper_bound(parts.begin(), parts.end(), begin,
@@ -67,7 +67,7 @@ void for_each_piece(AnyParts& parts, int64_t begin, int64_t end, Visit visit) {
 
 int64_t Part::bytes() const { return count * size_of(type); }
 
-// The window: a state, squares and slots for each rank, and a row of slots for sums.
+// Window: for each rank a state, squares and slots, and one row of slots for sums.
 std::unique_ptr<Transport> Transport::open(Map map, int rank, const std::vector<int>& processes, Patience patience,
                                            Nodes nodes) {
   std::unique_ptr<Transport> transport(new Transport(std::move(map), rank, processes, patience, std::move(nodes)));
@@ -106,7 +106,7 @@ double* Transport::squares_of(int rank) const {
   return reinterpret_cast<double*>(window_ + size_ * sizeof(RankState)) + rank * kMaxParts;
 }
 
-// Of the contributions of a rank to a chunk; those of rank `size_` are the sums.
+// A rank's contribution to a chunk; rank `size_` has the sums.
 std::byte* Transport::slot(int rank, uint32_t chunk) const {
   std::byte* slots = window_ + size_ * (sizeof(RankState) + kMaxParts * sizeof(double));
   return slots + (rank * kSlots + chunk % kSlots) * chunk_bytes_;
@@ -117,7 +117,7 @@ Transport::Range Transport::chunk_range(uint32_t number) const {
   return {begin, std::min(begin + chunk_bytes_, length_)};
 }
 
-// What a rank adds of a chunk.
+// A rank's share of the additions.
 Transport::Range Transport::segment(const Range& chunk, int rank) const {
   const int64_t lines = (chunk.end - chunk.begin) / kLine;
   return {chunk.begin + lines * rank / size_ * kLine, chunk.begin + lines * (rank + 1) / size_ * kLine};
@@ -174,7 +174,7 @@ Error Transport::begin(uint64_t meaning, const Parts& parts, bool may_share) {
   for (size_t number = 0; number < results.size(); ++number) {
     if (are_free >> number & 1) result_ = results[number].get();
   }
-  // From the second time on that a sum is made; all ranks do so in the same call, so that all have it at one place.
+  // From a sum's second call on. All ranks do so in the same call, so that offsets agree.
   if (is_known && result_ == nullptr && results.size() < kMaxResults) prepare_result(results);
   return "";
 }
@@ -187,7 +187,7 @@ void Transport::prepare_result(std::vector<std::unique_ptr<Result>>& results) {
   results.push_back(std::move(result));
 }
 
-// While the others give a chunk, this rank adds the one before.
+// Overlap: while the others give a chunk, this rank adds the previous one.
 Error Transport::finish(Parts& parts, double* squares) {
   if (!broken_.empty()) return broken_;
   std::fill(squares, squares + parts.size(), 0.0);
@@ -195,7 +195,7 @@ Error Transport::finish(Parts& parts, double* squares) {
   const int lag = is_short() ? 0 : 1;
   for (uint32_t step = 0; step < num_chunks_ + 2 * lag; ++step) {
     const uint32_t number = first_ + step;
-    if (step > 0 && step < num_chunks_) {  // the first was given when the ranks met
+    if (step > 0 && step < num_chunks_) {  // begin() gave the first
       if (Error error = give(parts, number); !error.empty()) return error;
     }
     if (step >= static_cast<uint32_t>(lag) && step - lag < num_chunks_) {
@@ -206,7 +206,7 @@ Error Transport::finish(Parts& parts, double* squares) {
     }
   }
   if (is_short() || gathers_) return "";
-  if (static_cast<int64_t>(parts.size()) > kMaxParts) {  // too many to travel
+  if (static_cast<int64_t>(parts.size()) > kMaxParts) {  // no space for shared squares
     for (size_t index = 0; index < parts.size(); ++index) {
       const Part& part = parts[index];
       const std::byte* sum = result_ == nullptr ? part.out : result_->read + part.offset;
@@ -222,13 +222,13 @@ Error Transport::finish(Parts& parts, double* squares) {
   return "";
 }
 
-// Let the others read their segments of a chunk.
+// Copy for the others' segments of a chunk.
 Error Transport::give(const Parts& parts, uint32_t number) {
   if (Error error = wait_for(&RankState::added, number - kSlots + 1); !error.empty()) return error;
   const Range chunk = chunk_range(number);
   Range own = segment(chunk, rank_);
-  if (is_short()) own = {chunk.end, chunk.end};  // the others add all of it
-  if (gathers_) own = chunk;                     // nobody adds any of it
+  if (is_short()) own = {chunk.end, chunk.end};  // all ranks add all of it
+  if (gathers_) own = chunk;                     // no rank adds
   std::byte* to = slot(rank_, number) - chunk.begin;
   const auto copy = [to](size_t, const Part& part, int64_t from, int64_t at, int64_t bytes) {
     std::memcpy(to + at, part.in + from, bytes);
@@ -239,7 +239,7 @@ Error Transport::give(const Parts& parts, uint32_t number) {
   return "";
 }
 
-// Add everybody's segment of this rank, or all of what is short.
+// Add this rank's segment of all ranks; short chunks entirely.
 Error Transport::add(Parts& parts, uint32_t number, double* squares) {
   const Range chunk = chunk_range(number);
   if (Error error = wait_for(&RankState::given, number + 1); !error.empty()) return error;
@@ -262,7 +262,7 @@ Error Transport::add(Parts& parts, uint32_t number, double* squares) {
     add_over_nodes(parts, own, result_ == nullptr ? slot(size_, number) - chunk.begin : result_->write, squares);
     if (!broken_.empty()) return broken_;
   }
-  // All ranks are in this call, so that nobody still reads the squares of the one before.
+  // All ranks are in this call, so that no rank still reads the previous squares.
   if (!gathers_ && number + 1 == first_ + num_chunks_ && static_cast<int64_t>(parts.size()) <= kMaxParts) {
     std::copy(squares, squares + parts.size(), squares_of(rank_));
   }
@@ -270,7 +270,7 @@ Error Transport::add(Parts& parts, uint32_t number, double* squares) {
   return "";
 }
 
-// Where nobody has to take anything, each rank brings all that it gives at once.
+// Shared results need no copies: each rank writes all its pieces at once.
 Error Transport::put_all(const Parts& parts) {
   const uint32_t end = first_ + num_chunks_;
   put_range(parts, {0, length_}, result_->write);
@@ -280,7 +280,7 @@ Error Transport::put_all(const Parts& parts) {
   return wait_for(&RankState::added, end);
 }
 
-// Bring this rank's pieces of a range to where all read them.
+// Write this rank's pieces of a range to shared memory.
 void Transport::put_range(const Parts& parts, const Range& range, std::byte* sums) const {
   for_each_piece(parts, range.begin, range.end, [&](size_t, const Part& part, int64_t from, int64_t, int64_t bytes) {
     const int64_t begin = std::max(from, part.begin), end = std::min(from + bytes, part.begin + part.given);
@@ -288,7 +288,7 @@ void Transport::put_range(const Parts& parts, const Range& range, std::byte* sum
   });
 }
 
-// Add a range of a chunk in the order of the ranks of this node: to where all read it, or, what is short, to its end.
+// Add a range in rank order: into shared memory, or, if short, into `out`.
 void Transport::add_range(Parts& parts, const Range& chunk, const Range& range, uint32_t number, double* squares) {
   std::vector<const std::byte*> sources(size_);
   const bool is_own = is_short();
@@ -304,8 +304,7 @@ void Transport::add_range(Parts& parts, const Range& chunk, const Range& range, 
   });
 }
 
-// Add a range, which lies at `sums`, over all nodes. Of each value there is one sum, or all add it alike: the same
-// bits.
+// Add a range over all nodes. Each value is summed once, or identically everywhere: the same bits.
 void Transport::add_over_nodes(Parts& parts, const Range& range, std::byte* sums, double* squares) {
   received_.resize(range.end - range.begin);
   if (range.end - range.begin < kRingBytes) {
@@ -318,8 +317,8 @@ void Transport::add_over_nodes(Parts& parts, const Range& range, std::byte* sums
   });
 }
 
-// Few messages: each node has the sum of 1, 2, 4, ... nodes, and adds that of as many others, as these do with its own.
-// Nodes beyond a power of two give theirs to another first, and get the sum in the end.
+// Recursive doubling: few messages. Nodes beyond a power of two first send theirs to a partner, and receive the sum at
+// the end.
 void Transport::add_by_doubling(Parts& parts, const Range& range, std::byte* sums) {
   const Range nothing = {range.begin, range.begin};
   int power = 1;
@@ -340,8 +339,7 @@ void Transport::add_by_doubling(Parts& parts, const Range& range, std::byte* sum
   }
 }
 
-// Little data: 2 (nodes - 1) / nodes of the range. A block is added on its way once around the nodes, and goes around
-// once more.
+// Ring: 2 (nodes - 1) / nodes of the range per node. Blocks are added in one round and distributed in another.
 void Transport::add_by_ring(Parts& parts, const Range& range, std::byte* sums) {
   const int count = nodes_.count, after = (nodes_.mine + 1) % count, before = (nodes_.mine + count - 1) % count;
   const int64_t lines = (range.end - range.begin) / kLine;
@@ -361,14 +359,13 @@ void Transport::add_by_ring(Parts& parts, const Range& range, std::byte* sums) {
   }
 }
 
-// Send a range of the stream that begins at `sums`, and receive another.
+// Offsets are relative to `sums`.
 void Transport::exchange(const std::byte* sums, const Range& out, int to, const Range& in, int from) {
   if (!broken_.empty()) return;
   const int64_t num_sent = out.end - out.begin, num_received = in.end - in.begin;
   if (!nodes_.exchange(sums + out.begin, num_sent, to, received_.data(), num_received, from)) stop(kLostNode, rank_);
 }
 
-// Add what came from another node for a range.
 void Transport::add_received(Parts& parts, const Range& range, std::byte* sums) {
   const std::byte* received = received_.data() - range.begin;
   for_each_piece(parts, range.begin, range.end, [&](size_t, Part& part, int64_t, int64_t at, int64_t bytes) {
@@ -376,7 +373,7 @@ void Transport::add_received(Parts& parts, const Range& range, std::byte* sums) 
   });
 }
 
-// Take the sums of a chunk.
+// Copy a chunk's sums.
 Error Transport::take(Parts& parts, uint32_t number) {
   if (Error error = wait_for(&RankState::added, number + 1); !error.empty()) return error;
   if (result_ == nullptr) {
@@ -390,7 +387,7 @@ Error Transport::take(Parts& parts, uint32_t number) {
   return "";
 }
 
-// Wait until every rank's counter has come to a value.
+// Wait until the counters of all ranks reach a value.
 Error Transport::wait_for(Counter counter, uint32_t least) {
   using Clock = std::chrono::steady_clock;
   for (int rank = 0; rank < size_; ++rank) {
@@ -411,7 +408,7 @@ Error Transport::wait_for(Counter counter, uint32_t least) {
       if (now - last_look >= std::chrono::nanoseconds(kLookNs)) {
         const int lost = find_lost();
         last_look = now;
-        if (lost >= 0 && (other.*counter).load(std::memory_order_acquire) == seen) {  // what it had said counts
+        if (lost >= 0 && (other.*counter).load(std::memory_order_acquire) == seen) {  // its earlier progress counts
           const bool has_failed = state(lost).blamed.load() == static_cast<uint32_t>(lost) + 1;
           return stop(kLostRank + std::to_string(lost) + (has_failed ? ", where a sum could not be finished" : ""),
                       lost);
@@ -431,21 +428,21 @@ Error Transport::wait_for(Counter counter, uint32_t least) {
   return "";
 }
 
-// Sleep until another rank's counter is no more what was seen, or it is time to look whether the ranks live.
+// Sleep until the counter changes, or until the next liveness check.
 void Transport::sleep_until_moved(RankState& other, Counter counter, uint32_t seen) {
   const timespec look = {0, kLookNs};
-  other.asleep.fetch_add(1);  // before the last look at the counter, which the kernel does
+  other.asleep.fetch_add(1);  // before the kernel's check of the counter
   syscall(SYS_futex, &(other.*counter), FUTEX_WAIT, seen, &look, nullptr, 0);
   other.asleep.fetch_sub(1);
 }
 
 void Transport::publish(Counter counter, uint32_t value) {
   RankState& mine = state(rank_);
-  (mine.*counter).store(value);  // sequentially consistent: nobody falls asleep between this and the question
+  (mine.*counter).store(value);  // sequentially consistent: no rank falls asleep between store and load
   if (mine.asleep.load() > 0) syscall(SYS_futex, &(mine.*counter), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// The rank because of which another takes no part any more, or one whose process has ended; -1: there is none.
+// Return the rank blamed by another, or one that has exited; -1: none.
 int Transport::find_lost() const {
   for (int rank = 0; rank < size_; ++rank) {
     if (const uint32_t blamed = state(rank).blamed.load(); blamed != 0) return static_cast<int>(blamed) - 1;

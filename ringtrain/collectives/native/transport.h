@@ -1,9 +1,7 @@
-// Sums over the ranks of a node through memory that they share: no TensorFlow, no MPI, no thread of its own.
-//
-// What a call adds is laid out as one stream of bytes, tensor after tensor, and cut into chunks that stay in a core's
-// cache. Of each chunk every rank gives what the others add, and adds its own segment of it in the order of the ranks
-// (a reduce-scatter and an all-gather, as in a ring, where every neighbour is as near). So each sum is made once, and
-// all ranks have the same bits, whatever the timing. What is short every rank adds by itself: one wait, not two.
+// Sums over a node's ranks in shared memory, without TensorFlow, MPI or own threads.  A call's tensors form one stream
+// of bytes, cut into chunks that fit into a core's cache. Of each chunk every rank copies what the others add, and adds
+// its own segment in rank order (reduce-scatter, all-gather). Each sum is made once, so that all ranks have the same
+// bits. Short chunks are added by every rank: one wait instead of two.
 
 #pragma once
 
@@ -20,86 +18,83 @@ namespace ringtrain {
 
 enum class Type : uint8_t { kHalf, kBfloat16, kFloat, kDouble, kInt32, kInt64 };
 
-// One tensor of a call. `in` and `out` may be the same.
+// One tensor. `in` may equal `out`.
 struct Part {
   Type type;
   int64_t count;  // values
   const std::byte* in;
-  double scale = 1;  // by which its sum is multiplied
+  double scale = 1;  // of its sum
   std::byte* out = nullptr;
   int64_t offset = 0;  // in the stream, in bytes
-  int64_t begin = 0;   // of a gather: where in the part lies what this rank gives, in bytes
-  int64_t given = 0;   // of a gather: how many bytes these are
+  int64_t begin = 0;   // of a gather: offset in bytes of this rank's piece
+  int64_t given = 0;   // of a gather: bytes of it
 
   int64_t bytes() const;
 };
 
 using Parts = std::vector<Part>;
 
-// What went wrong, in words for the user; empty: nothing.
+// Message for the user; empty: no error.
 using Error = std::string;
 
-constexpr int64_t kLine = 64;  // bytes: of a core's cache, and how TensorFlow aligns tensors
+constexpr int64_t kLine = 64;  // bytes: cache line, and TensorFlow's alignment
 
-// What a rank says to the others. Only it writes here, but for `asleep`.
+// A rank's state. Only it writes here, except for `asleep`.
 struct RankState {
-  // Chunks given, added and taken, in all calls so far. They wrap: only differences count.
+  // Chunks in all calls so far. They wrap: only differences count.
   alignas(kLine) std::atomic<uint32_t> given, added, taken;
-  // Of this call and of the one before, by parity: what is added, and which results are free, as bits. (A rank may be
-  // one call ahead of another, which then still reads the one before.)
+  // Of this call and the previous one, by parity, since a rank may be one call ahead: the sum, and its free results as
+  // bits.
   std::atomic<uint64_t> meaning[2];
   std::atomic<uint32_t> free_results[2];
-  alignas(kLine) std::atomic<uint32_t> asleep;  // ranks that wait for one of the counters
-  std::atomic<uint32_t> blamed;                 // whose fault it is (+ 1) that this rank has left; 0: it has not
+  alignas(kLine) std::atomic<uint32_t> asleep;  // number of ranks waiting for a counter
+  std::atomic<uint32_t> blamed;                 // rank + 1 because of which this rank has left; 0: none
 };
 
-// Memory where all ranks add a sum, and read it: nobody copies it. It is mapped twice, since what wrote to it by
-// mistake would change the other ranks' sums: it ends the process instead.
+// Shared sums, which need no copy. Mapped twice: a stray write through `read` ends the process instead of changing
+// other ranks' sums.
 struct Result {
   std::byte* write;
   std::byte* read;
-  std::atomic<int> uses{0};  // tensors of this process that refer to it
+  std::atomic<int> uses{0};  // references by this process's tensors
 };
 
-// Maps [offset, offset + length) of the memory that all ranks share, zeros at first; nullptr where that fails. It stays
-// mapped as long as the process lives, as tensors may.
+// Map zeroed shared memory; nullptr on failure. Never unmapped, since tensors may use it.
 using Map = std::function<std::byte*(int64_t offset, int64_t length, bool is_writable)>;
 
-// Other nodes, of each of which one rank takes part, with the same local rank: each carries its own segment of a chunk.
+// Other nodes. Ranks of equal local rank exchange their segments.
 struct Nodes {
   int count = 1, mine = 0;
-  // Send to a node while receiving from one; the lengths [bytes] may differ. Whether it was possible.
+  // Send and receive; lengths [bytes] may differ. Returns success.
   std::function<bool(const void* sent, int64_t num_sent, int to, void* received, int64_t num_received, int from)>
       exchange;
 };
 
-// How long a rank waits for another, in nanoseconds.
+// In nanoseconds.
 struct Patience {
-  int64_t spin;       // until it sleeps; 0 where ranks share a core
-  int64_t stall = 0;  // until it says so, where nobody else does; 0: never
+  int64_t spin;       // before sleeping; 0 if ranks share a core
+  int64_t stall = 0;  // before a warning; 0: never
 };
 
 class Transport {
  public:
-  // `processes` are the ranks' process numbers: all of a node, as many as on every other. nullptr where the window
-  // cannot be mapped.
+  // `processes`: process ids of all ranks of a node, equally many on each. nullptr if the window cannot be mapped.
   static std::unique_ptr<Transport> open(Map map, int rank, const std::vector<int>& processes, Patience patience,
                                          Nodes nodes = {});
   ~Transport();
 
-  // Look at what is to be added, or, of a gather, put together: of each part every rank has another piece. Whether it
-  // is short, which a gather never is.
+  // Set the parts' offsets. Returns if the call is short; gathers never are.
   bool lay_out(Parts& parts, bool gathers = false);
 
-  // Meet the other ranks. `meaning` says what is added, the same on all ranks; `may_share`: the sums may lie in memory
-  // of all, unless they are short, and then `result()` is where. Else each part needs an `out` before `finish`.
+  // Match the other ranks. `meaning` identifies the sum, the same on all ranks. With `may_share`, sums that are not
+  // short may be in shared memory, at `result()`; else each part needs `out` before `finish`.
   Error begin(uint64_t meaning, const Parts& parts, bool may_share);
   Result* result() const { return result_; }
 
-  // Add the parts. `squares` [parts] are the sums of squares of the sums.
+  // `squares` [parts]: sums of squares of the sums.
   Error finish(Parts& parts, double* squares);
 
-  // Let the other ranks know that this one will not finish what it has begun.
+  // Report that this rank cannot finish its call.
   void fail();
 
  private:
@@ -144,15 +139,15 @@ class Transport {
   std::vector<int> pidfds_;
   const Nodes nodes_;
   const int64_t chunk_bytes_;
-  std::vector<std::byte> received_;                                             // from another node
-  std::unordered_map<uint64_t, std::vector<std::unique_ptr<Result>>> results_;  // by what is added
-  int64_t end_;                                                                 // of the memory that is in use
+  std::vector<std::byte> received_;
+  std::unordered_map<uint64_t, std::vector<std::unique_ptr<Result>>> results_;  // by sum
+  int64_t end_;                                                                 // of used memory
   uint32_t num_calls_ = 0;
   uint32_t first_ = 0, num_chunks_ = 0;  // of this call
   int64_t length_ = 0;                   // of its stream
-  bool gathers_ = false;                 // whether nothing is added in it
+  bool gathers_ = false;
   Result* result_ = nullptr;
-  Error broken_;  // what ended an earlier call: none comes after it
+  Error broken_;  // error of an earlier call; later calls fail
 };
 
 }  // namespace ringtrain

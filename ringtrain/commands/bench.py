@@ -35,8 +35,6 @@ COLUMNS = ("size (B)", "count", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "wr
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Sizes and numbers of the sums."""
-
     backend: Backend = Config.backend
     """what carries the sums"""
 
@@ -63,7 +61,7 @@ class Options:
             raise UsageError(f"max_bytes is {self.max_bytes}; it must be at least min_bytes, {self.min_bytes}.")
 
     def sizes(self) -> Iterator[int]:
-        """The bytes of each sum, whole values."""
+        """Multiples of VALUE_BYTES."""
         size = self.min_bytes
         while size <= self.max_bytes:
             yield size - size % VALUE_BYTES
@@ -71,7 +69,6 @@ class Options:
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Sum with the other ranks; returns 1 where a sum is wrong."""
     options = Options(**parse_arguments(Options, arguments, world))
     if world.size == 1:
         raise UsageError(
@@ -87,7 +84,6 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 
 def measure(collective: Collective, options: Options, device: str) -> int:
-    """Print a line for each size, and return the exit code."""
     console = open_console(is_rank0=collective.world.is_rank0)
     size, num_wrong = collective.world.size, 0
     console.line(f"all-reduce (sum) of float32 among {size} ranks by {collective.description}; rank 0 on {device}")

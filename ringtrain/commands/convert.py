@@ -22,13 +22,11 @@ from ringtrain.runtime.world import World
 from ringtrain.terminal.startup import quiet_start
 from ringtrain.training.joining import pin
 
-MAX_SHARDS = 99_999  # a shard's number has five digits
+MAX_SHARDS = 99_999  # five digits in file names
 
 
 @dataclass(frozen=True)
 class Options:
-    """Source and destination of a conversion."""
-
     source: Path
     """directory with train/<class>/*.jpg|png, or of CIFAR-10's files"""
 
@@ -50,14 +48,13 @@ class Options:
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Convert."""
     options = Options(**parse_arguments(Options, arguments, world))
     refuse_launcher("convert", world)
     pin(world)
     with quiet_start():
         import tensorflow as tf
 
-        # It needs no GPU, whose memory may be another's. What TensorFlow says of a missing driver is held back here.
+        # A GPU's memory may be in use. TensorFlow's warnings about a missing driver are suppressed here.
         tf.config.set_visible_devices([], "GPU")
         from ringtrain.data.formats.conversion import convert
     made = convert(options.source, options.destination, kind=options.kind, num_shards=options.shards)

@@ -39,22 +39,22 @@ from ringtrain.training.joining import pin
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
 
-# All that the ranks do, the looks at themselves included.
+# For joining and all checks.
 TOGETHER_SECONDS = LOAD_SECONDS + 120.0
 PAYLOAD_BYTES, SHORT_BYTES = 16 * 2**20, 4 * 2**10
 
 
 @dataclass(frozen=True)
 class Options:
-    """It takes none."""
+    pass
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Look, and print one table; returns 0 if training would work, else 2."""
+    """Return 0 if training would work, else 2."""
     parse_arguments(Options, arguments, world)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit silently at Ctrl-C
     keras_backend = os.environ.get("KERAS_BACKEND")
-    os.environ["KERAS_BACKEND"] = "tensorflow"  # a wrong one is shown, and does not end the look
+    os.environ["KERAS_BACKEND"] = "tensorflow"  # a wrong backend is reported, and does not stop the checks
     if world.size == 1:
         return show(world, judge(gather_facts(world, os.environ, keras_backend=keras_backend)))
     findings: list[Finding] = []
@@ -67,7 +67,6 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 
 def meet(facts: Facts, said: threading.Event) -> int:
-    """Join the other ranks, hold what each found against the others, and time an all-reduce."""
     from ringtrain.collectives import connect, with_native_sums
 
     world = facts.world
@@ -79,17 +78,17 @@ def meet(facts: Facts, said: threading.Event) -> int:
         code = share(collective, facts, said)
     except RingtrainError as error:
         leave_alone(world, [*judge(facts), cannot_join(str(error), "")], said)
-    except Exception as error:  # Horovod's and MPI's own errors are of many kinds
+    except Exception as error:  # Horovod and MPI raise many types
         remedy = "mend what is broken above; if nothing is, try horovodrun --gloo"
         leave_alone(world, [*judge(facts), cannot_join(shorten(f"{type(error).__name__}: {error}"), remedy)], said)
     collective.close()
-    if code:  # the launcher ends this rank once another has left: with a code of its own, where Python is cleaning up
+    if code:  # os._exit: the launcher may otherwise end this rank during Python's cleanup, with another code
         leave(code)
     return code
 
 
 def take_device(plan: DevicePlan, facts: Facts) -> Facts:
-    """Start TensorFlow on this rank's device; if there is none for it, on the cores, so that it can say so."""
+    """Use the CPU, and report it, if no device is usable."""
     import tensorflow as tf
 
     try:
@@ -102,12 +101,12 @@ def take_device(plan: DevicePlan, facts: Facts) -> Facts:
 
 
 def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
-    """Every rank's facts to rank 0, the timed all-reduce, and rank 0's verdict to every rank."""
+    """Gather facts, time sums, and share rank 0's exit code. Every rank must call it."""
     import tensorflow as tf
 
     from ringtrain.collectives import all_gather_object, run_on_rank0
 
-    with tf.device("CPU:0"):  # of the ranks some may have a GPU and others none
+    with tf.device("CPU:0"):  # some ranks may have no GPU
         ranks = list(map(facts_from_plain, all_gather_object(collective, asdict(facts), name="doctor/facts")))
     on_gpus = all(item.device.startswith("GPU") for item in ranks)
     with tf.device("GPU:0" if on_gpus else "CPU:0"):
@@ -123,7 +122,6 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
 
 
 def time_sums(collective: Collective) -> AllReduce:
-    """A long sum and a short one."""
     seconds, wrong = time_all_reduce(collective, PAYLOAD_BYTES)
     short_seconds, short_wrong = time_all_reduce(collective, SHORT_BYTES)
     return AllReduce(
@@ -137,7 +135,7 @@ def time_sums(collective: Collective) -> AllReduce:
 
 
 def leave_alone(world: World, findings: list[Finding], said: threading.Event) -> NoReturn:
-    """The end of a rank that cannot talk to the others: rank 0 shows its table, another rank says a line, later."""
+    """Exit without the other ranks: rank 0 shows its table, others a line, later."""
     if world.is_rank0:
         said.set()
         show(world, findings, complete=False)
@@ -149,26 +147,23 @@ def leave_alone(world: World, findings: list[Finding], said: threading.Event) ->
 
 
 def leave(code: int) -> NoReturn:
-    """End at once: Horovod's and MPI's own ways out wait for ranks that may never come."""
+    """Exit at once: Horovod's and MPI's exits wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def cannot_join(why: str, remedy: str) -> Finding:
-    """The finding that this rank cannot communicate with the others."""
     return Finding("broken", why, remedy, subject="joining")
 
 
 def last_words(reason: str, world: World, findings: list[Finding]) -> None:
-    """Show rank 0's findings if the ranks did not join."""
     if world.is_rank0:
         remedy = "see what the others say, and run python -m ringtrain doctor on each node by itself"
         show(world, [*findings, cannot_join(reason, remedy)], complete=False)
 
 
 def show(world: World, findings: list[Finding], *, complete: bool = True) -> int:
-    """Print the table, in one piece."""
     ranks = f"{world.size} ranks, started by {world.launcher}" if world.size > 1 else f"one process, {world.launcher}"
     scope = "" if complete or world.size == 1 else "; what rank 0 found"
     title = f"ringtrain {__version__} doctor on {world.node}: {ranks}{scope}"
@@ -179,9 +174,8 @@ def show(world: World, findings: list[Finding], *, complete: bool = True) -> int
 
 @contextlib.contextmanager
 def ending_in_time(speak: Callable[[str], None]) -> Iterator[threading.Event]:
-    """End this process with exit code 2 where the launcher ends it, or the ranks wait for each other for too long.
-
-    It gives an event to set once all is said.
+    """Exit with code 2 if the launcher stops this process or ranks do not join in time. Set the yielded event at the
+    end.
     """
     said = threading.Event()
     too_long = f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"

@@ -28,14 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """Options of an evaluation."""
-
     hang_timeout: float | None = None
     """seconds after which what hangs is ended (the run's)"""
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Evaluate a checkpoint with the other ranks."""
     options = Options(**parse_arguments(Options, arguments, world))
     explicit = read_settings("eval", options, arguments, world)
     if options.hang_timeout is not None:
@@ -47,7 +44,6 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 
 def evaluate_together(prepared: Prepared, collective: Collective, options: Options) -> None:
-    """Evaluate a run's checkpoint with the other ranks, and print the result."""
     from ringtrain.collectives import run_on_rank0
     from ringtrain.run.checkpoint import read_checkpoint
     from ringtrain.run.identity import require_own

@@ -27,8 +27,6 @@ from ringtrain.runtime.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """Options of an export."""
-
     format: Literal["keras", "saved_model"] = "keras"
     """keras: a .keras file, for keras.saving.load_model; saved_model: a directory, for tf.saved_model.load and
     TensorFlow Serving"""
@@ -41,12 +39,11 @@ class Options(RunOptions):
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Export a checkpoint's model."""
     options = Options(**parse_arguments(Options, arguments, world))
     refuse_launcher("export", world)
     explicit = read_settings("export", options, arguments, world)
     if not os.path.isdir(explicit.get("data_dir", "")) and not options.data_dir:
-        explicit.pop("data_dir", None)  # it may have been there when the run was trained, and is not needed
+        explicit.pop("data_dir", None)  # a directory that has gone is not needed
     checkpoint = require_own(options.run, find_checkpoint(options.run, options.checkpoint))
     ending = ".keras" if options.format == "keras" else ""
     name = checkpoint.resolve().name.removeprefix(f"{BEST}-") + ending

@@ -1,4 +1,4 @@
-"""The options of a command, from the fields of its dataclass and their docstrings, and the screens of ``--help``."""
+"""Options of a command, from its dataclass's fields and docstrings, and the ``--help`` texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringtrain.messages.rules import kind_of
 PROGRAM = "python -m ringtrain"
 MAX_COLUMNS = 100
 FLAG_COLUMNS = 27
-LONGEST_CHOICE = 20  # characters of a|b|c after a flag; longer choices are in its text
+LONGEST_CHOICE = 20  # characters of a|b|c; longer ones are listed in the text
 
 OVERVIEW = f"""\
 usage: {PROGRAM} [COMMAND] [ARGUMENTS]
@@ -39,7 +39,7 @@ examples:
 Each command's flags and examples: {PROGRAM} COMMAND --help
 """
 
-# Of the settings (``ringtrain.config``); a test holds that each has its place, and one.
+# Settings by group; a test checks that each is in one.
 GROUPS: Mapping[str, Sequence[str]] = {
     "run": (
         "workload", "options", "epochs", "steps", "batch_size", "global_batch_size", "out", "resume", "init_from",
@@ -64,16 +64,14 @@ GROUPS: Mapping[str, Sequence[str]] = {
 
 
 class Option(NamedTuple):
-    """A field of a command's dataclass: positional (a word), or a flag."""
-
-    name: str  # the field's own, after that of the group that it is in, such as optimizer.lr
-    hint: Any  # the type of its values; of a tuple's, if it takes all words that are left
-    default: Any  # its value if none is given; dataclasses.MISSING where one must be
-    is_word: bool  # positional
+    name: str  # with its group, such as optimizer.lr
+    hint: Any  # for a tuple of words, the tuple's
+    default: Any  # MISSING if required
+    is_word: bool
 
 
 def find_options(command: type, group: str = "") -> dict[str, Option]:
-    """The options of a command by name; a field that is a dataclass is a group, whose name is their prefix."""
+    """Return a command's options by name; nested dataclasses are groups with a prefix."""
     hints, found = get_type_hints(command), dict[str, Option]()
     for field in dataclasses.fields(command):
         name, hint = group + field.name, hints[field.name]
@@ -86,7 +84,7 @@ def find_options(command: type, group: str = "") -> dict[str, Option]:
 
 
 def read_texts(command: type, group: str = "") -> dict[str, str]:
-    """The docstrings of the options by name, from the source."""
+    """Parse the docstrings of fields from the source."""
     found: dict[str, str] = {}
     for part in filter(dataclasses.is_dataclass, command.__mro__):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(part))).body
@@ -101,7 +99,7 @@ def read_texts(command: type, group: str = "") -> dict[str, str]:
 
 
 def show_overview(commands: Mapping[str, str]) -> str:
-    """The commands, each with the first line of its file, which is read and not run: some import much."""
+    """Modules are parsed, not imported: some imports are slow."""
     lines = []
     for name, module in commands.items():
         spec = importlib.util.find_spec(module)
@@ -111,7 +109,6 @@ def show_overview(commands: Mapping[str, str]) -> str:
 
 
 def show_help(command: type) -> str:
-    """A command's screen: usage, what its file says of itself, which ends with examples, and its options."""
     module, options, texts = sys.modules[command.__module__], find_options(command), read_texts(command)
     columns = min(shutil.get_terminal_size().columns, MAX_COLUMNS)
     words = [_place_of(option) for option in options.values() if option.is_word]
@@ -129,7 +126,7 @@ def show_help(command: type) -> str:
 
 
 def value_word(hint: Any) -> str:
-    """The placeholder of a value after its flag: N, X, NAME, PATH, or the possible values."""
+    """Return N, X, NAME, PATH or the choices."""
     choice = "|".join(get_args(hint)) if get_origin(hint) is Literal else ""
     if choice:
         return choice if len(choice) <= LONGEST_CHOICE else "NAME"
@@ -137,13 +134,12 @@ def value_word(hint: Any) -> str:
 
 
 def _name_of(module: ModuleType) -> str:
-    """The command line of a command: by ringtrain, or a package that is a program."""
     package, _, name = (module.__spec__.name if module.__spec__ else module.__name__).rpartition(".")
     return f"python -m {package}" if name == "__main__" else f"{PROGRAM} {name}"
 
 
 def _place_of(option: Option) -> str:
-    """A word in the line of usage: RUN, [FILE], or RUN [RUN ...]."""
+    """RUN, [FILE], or RUN [RUN ...]."""
     word = option.name.upper()
     if get_origin(option.hint) is tuple:
         return f"{word.removesuffix('S')} [{word.removesuffix('S')} ...]"
@@ -151,7 +147,6 @@ def _place_of(option: Option) -> str:
 
 
 def _grouped(options: Mapping[str, Option]) -> Iterator[tuple[str, list[Option]]]:
-    """A command's own options, then the settings of a run by groups, if it takes those."""
     settings = {name for names in GROUPS.values() for name in names} if "epochs" in options else set()
     if own := [option for name, option in options.items() if name not in settings]:
         yield "arguments", sorted(own, key=lambda option: not option.is_word)
@@ -160,7 +155,6 @@ def _grouped(options: Mapping[str, Option]) -> Iterator[tuple[str, list[Option]]
 
 
 def _describe(option: Option, text: str, columns: int) -> list[str]:
-    """An option with its value, its meaning and its default."""
     head = f"--{option.name} {value_word(option.hint)}"
     if option.is_word:
         head = option.name.upper().removesuffix("S")

@@ -30,8 +30,6 @@ TEMPLATE_NAME = "my_workload.py"
 
 @dataclass(frozen=True)
 class Options:
-    """The file to write."""
-
     file: Path
     """Python file to write; it must not exist"""
 
@@ -40,7 +38,6 @@ class Options:
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Write the file, and say how to train it."""
     path = Options(**parse_arguments(Options, arguments, world)).file
     refuse_launcher("init", world)
     write_starting_file(path)
@@ -50,7 +47,7 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 
 def write_starting_file(path: Path) -> None:
-    """Write a workload that trains at once, whole or not at all, and never over something."""
+    """Atomic; never overwrites."""
     if path.suffix != ".py":
         raise UsageError(f"file is {str(path)!r}; it must end in .py, such as {TEMPLATE_NAME}.")
     refuse_hiding(path, is_new=True)
@@ -59,7 +56,7 @@ def write_starting_file(path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".ringtrain-", dir=path.parent) as directory:
             temporary = Path(directory) / path.name
             temporary.write_text(text, encoding="utf-8")
-            os.link(temporary, path)  # fails where something has the name
+            os.link(temporary, path)  # fails if it exists
     except FileExistsError:
         raise UsageError(
             f"{str(path)!r} is there already, and is left as it is. Give another name, or remove it."

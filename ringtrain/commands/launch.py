@@ -15,11 +15,7 @@ from ringtrain.runtime.world import World
 
 
 def main(arguments: Sequence[str], world: World) -> NoReturn:
-    """Go on as ``launch``.
-
-    A wheel has ``launch`` within ringtrain, a checkout next to it. It takes the place of this process, which may have
-    imported NumPy by now: the signals that it waits for would go to NumPy's threads.
-    """
-    del world  # which is none yet
+    """Replace this process by ``launch``, since NumPy's threads may take the signals that it waits for."""
+    del world
     package = "ringtrain.launch" if importlib.util.find_spec("ringtrain.launch") else "launch"
     os.execv(sys.executable, [sys.executable, "-m", package, *arguments])

@@ -14,15 +14,12 @@ from ringtrain.messages.rules import kind_of, rule_of, shorten
 from ringtrain.runtime.launched import tell_left
 from ringtrain.runtime.world import World
 
-NOTHING = (None, "null", "~")  # what an optional setting may be given for none
-MAX_DIGITS = 4300  # of a number that Python reads
+NOTHING = (None, "null", "~")  # unset an optional setting
+MAX_DIGITS = 4300  # Python's limit for int
 
 
 def parse_arguments(command: type, arguments: Sequence[str], world: World) -> dict[str, Any]:
-    """Parse a command line into names and values of options; a group is a mapping.
-
-    A flag of true or false is true if no value follows. What is given twice counts as it is given last.
-    """
+    """Return options by name, groups as mappings; the last value counts. A boolean flag may have no value."""
     if {"-h", "--help"} & set(arguments):
         if world.is_rank0:
             print(show_help(command), end="")
@@ -45,7 +42,7 @@ def parse_arguments(command: type, arguments: Sequence[str], world: World) -> di
 
 
 def parse_mapping(command: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of what a mapping holds, such as one in YAML."""
+    """Parse a mapping, for instance from YAML."""
     reader = _Reader(command)
     for name, value in settings.items():
         reader.take(name, value)
@@ -53,14 +50,12 @@ def parse_mapping(command: type, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Reader:
-    """Takes the values of a command's options as they come."""
-
     def __init__(self, command: type) -> None:
         self._options = find_options(command)
         self._given: dict[str, Any] = {}
 
     def take_flag(self, flag: str, value: str | None) -> None:
-        """A flag with its value, if one follows; that of a file with all that the file holds."""
+        """For ``--config``, also take the file's settings."""
         name = flag.removeprefix("--")
         if value is None and name in self._options and self._options[name].hint is not bool:
             raise UsageError(f"{name} is given no value; put one behind {flag}. See --help.")
@@ -71,7 +66,7 @@ class _Reader:
                 self.take(key, inner, place=f" in {value}")
 
     def take(self, name: str, value: Any, *, flag: str = "", place: str = "") -> None:
-        """A value by its name; a mapping of several by that of their group."""
+        """Take a setting, a workload's option, or a group's mapping."""
         parent, _, last = name.partition(".")
         if name in self._options and not self._options[name].is_word:
             self._given[name] = _convert(name, value, self._options[name].hint, place)
@@ -92,7 +87,6 @@ class _Reader:
             raise UsageError(f"there is no {what}. {suggestion}See --help.")
 
     def take_words(self, words: Sequence[str]) -> None:
-        """Assign the positional arguments."""
         rest = list(words)
         for name, hint in [(option.name, option.hint) for option in self._options.values() if option.is_word]:
             if get_origin(hint) is tuple and rest:
@@ -107,7 +101,7 @@ class _Reader:
             raise UsageError(f"{', '.join(missing)} must be given. See --help.")
 
     def result(self) -> dict[str, Any]:
-        """All values given, except those that mean none: they have their defaults."""
+        """Settings given as null have their defaults."""
         result: dict[str, Any] = {}
         for name, value in self._given.items():
             if value is not None:
@@ -117,14 +111,14 @@ class _Reader:
 
 
 def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
-    """A value, a text or what YAML makes of one, in the type of its field; None if it means none."""
+    """Convert a string or YAML value to its field's type; None if unset."""
     kind, may_be_none = kind_of(hint)
     if value is None or (may_be_none and value in NOTHING):
         return None
     if value == "":
         raise UsageError(f"{name} is ''{place}; give it a value, or leave it out.")
     read = parse_text(value) if kind not in (str, Path) else value
-    if isinstance(read, bool) and str(read).lower() in get_args(hint):  # YAML's, if the setting has a third value
+    if isinstance(read, bool) and str(read).lower() in get_args(hint):  # YAML boolean for a setting with a third choice
         return str(read).lower()
     if kind is Mapping and isinstance(read, Mapping):
         return {str(key): parse_text(inner) for key, inner in read.items()}
@@ -144,13 +138,13 @@ def _convert(name: str, value: Any, hint: Any, place: str = "") -> Any:
 
 
 def parse_text(value: Any) -> Any:
-    """Parse a text as YAML: a number, true, false, null, "a text", [a, list] or {a: mapping}; otherwise the text."""
+    """Parse a string as YAML: a number, true, false, null, "a text", [a, list] or {a: mapping}; else return it."""
     if not isinstance(value, str):
         return value
     try:
         if value.removeprefix("-").isdigit():
-            return int(value)  # to the base 10, where YAML reads 010 to the base 8
-        from ringtrain.commands.words import read_word  # here: the doctor says if PyYAML does not load
+            return int(value)  # decimal; YAML reads 010 as octal
+        from ringtrain.commands.words import read_word  # imported late: doctor must run without PyYAML
 
         read = read_word(value)
     except ValueError:
@@ -160,10 +154,9 @@ def parse_text(value: Any) -> Any:
 
 
 def _load_file(file: str) -> Mapping[str, Any]:
-    """Load a file of settings. A file that names another file is refused."""
     import yaml
 
-    from ringtrain.run.directory import CONFIG_FILE, load_settings  # here: it loads NumPy, which help does without
+    from ringtrain.run.directory import CONFIG_FILE, load_settings  # imported late: loads NumPy
 
     try:
         settings = load_settings(Path(file), follows_links=True)

@@ -25,16 +25,13 @@ from ringtrain.workloads.base import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Config):
-    """The settings of a run, from flags or a file."""
-
     config: Path | None = None
     """YAML file of these settings; flags behind it win over it"""
 
 
 def check_settings(explicit: Mapping[str, Any]) -> Config:
-    """Find a wrong setting before TensorFlow starts.
-
-    A built-in workload's defaults are known without TensorFlow; a user's module may import it and waits.
+    """Check settings before TensorFlow starts; those of user-defined workloads partly, since importing may load
+    TensorFlow.
     """
     spec = explicit.get("workload", Config.workload)
     check_workload_name(spec)
@@ -42,13 +39,12 @@ def check_settings(explicit: Mapping[str, Any]) -> Config:
 
 
 def complete(explicit: Mapping[str, Any]) -> tuple[type[Workload], Config]:
-    """The workload, which is imported, and with its defaults the whole configuration of the run."""
+    """Import the workload; return it with the full configuration."""
     workload_class = load_workload(explicit.get("workload", Config.workload))
     return workload_class, make_config(explicit, workload_class.defaults, workload_class.options)
 
 
 def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
-    """Take this rank's devices, then start TensorFlow and import the workload."""
     config = check_settings(explicit)
     plan = pin(world, config)
     with quiet_start():
@@ -61,8 +57,6 @@ def prepare(explicit: Mapping[str, Any], world: World) -> Prepared:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of all commands that read a run."""
-
     run: Path
     """directory of the run"""
 
@@ -79,9 +73,9 @@ class RunOptions:
 
 
 def read_settings(command: str, options: RunOptions, arguments: Sequence[str], world: World) -> dict[str, Any]:
-    """The settings of a run that a command was given; of code, only what the user names.
+    """Read a run's settings; code is imported only if the user names it.
 
-    A run directory may be a stranger's, and importing the file that its configuration names would run it.
+    A run directory may be untrusted.
     """
     run = options.run
     try:
@@ -116,6 +110,5 @@ def read_settings(command: str, options: RunOptions, arguments: Sequence[str], w
 
 
 def refuse_launcher(command: str, world: World) -> None:
-    """See that a command that is one process is started as one."""
     if world.size > 1:
         raise UsageError(f"{command} is one process, but {world.launcher} started {world.size}. Use no launcher.")

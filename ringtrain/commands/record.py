@@ -22,8 +22,6 @@ from ringtrain.verify.world_sizes import choose_steps
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Settings):
-    """The settings of the run, and what is kept of it."""
-
     record_to: Path
     """empty directory for the records"""
 
@@ -32,7 +30,6 @@ class Options(Settings):
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Train, and record what came of it."""
     explicit = parse_arguments(Options, arguments, world)
     directory, role = explicit.pop("record_to"), explicit.pop("record_as")
     prepared = prepare(explicit, world)

@@ -23,8 +23,6 @@ from ringtrain.runtime.world import World
 
 @dataclass(frozen=True)
 class Options:
-    """The runs to report."""
-
     runs: tuple[Path, ...]
     """directories of runs; several are compared"""
 
@@ -35,7 +33,6 @@ class Options:
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Write the report."""
     options = Options(**parse_arguments(Options, arguments, world))
     refuse_launcher("report", world)
     from ringtrain.report import write_report

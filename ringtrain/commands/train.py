@@ -28,14 +28,11 @@ from ringtrain.training.together import prepare_and_train
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Settings):
-    """The settings of a run."""
-
     print_config: bool = False
     """print the settings of the run as YAML, and leave"""
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Train a workload: what is done where no command is named."""
     explicit = parse_arguments(Options, arguments, world)
     if explicit.pop("print_config", False):
         print_config(explicit, world)
@@ -45,7 +42,6 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 
 def print_config(explicit: Mapping[str, Any], world: World) -> None:
-    """Print the settings of the run as YAML that ``--config`` reads."""
     check_settings(explicit)
     _, config = complete(explicit)
     if world.is_rank0:

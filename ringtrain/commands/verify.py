@@ -30,8 +30,6 @@ from ringtrain.verify.world_sizes import DEFAULT_GLOBAL_BATCH_SIZE, parse_world_
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Settings):
-    """The settings of the runs, and which of them there are."""
-
     world_sizes: str = "1,2,3"
     """numbers of processes, such as 1,2,3"""
 
@@ -40,7 +38,6 @@ class Options(Settings):
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Train under each number of processes, and compare."""
     refuse_launcher("verify", world)
     explicit = {"global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE, **parse_arguments(Options, arguments, world)}
     if "batch_size" in explicit:

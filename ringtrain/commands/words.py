@@ -1,4 +1,4 @@
-"""A word of the command line as YAML; apart from the parser, which works where PyYAML does not load."""
+"""YAML values of command line words, separate so that the parser works without PyYAML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values, but that 1e-3 and -.5 are numbers, a date is a text, and nothing refers to another value."""
+    """Plain YAML; 1e-3 and -.5 are numbers, dates are strings, and aliases, anchors and tags are refused."""
 
     def fetch_alias(self) -> None:
         raise yaml.YAMLError
@@ -29,7 +29,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_word(text: str) -> Any:
-    """The value of a text in YAML; a ValueError if it has none."""
+    """Raises ValueError."""
     try:
         return _Loader(text).get_single_data()
     except (yaml.YAMLError, RecursionError):

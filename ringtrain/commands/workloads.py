@@ -18,11 +18,10 @@ from ringtrain.workloads import BUILT_IN, load_workload
 
 @dataclass(frozen=True)
 class Options:
-    """It takes none."""
+    pass
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Print the table."""
     parse_arguments(Options, arguments, world)
     if world.is_rank0:
         print(list_workloads())
@@ -30,11 +29,9 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 
 class Entry(NamedTuple):
-    """Facts about a workload for the table, in addition to its defaults."""
-
-    what: str  # the model, in a few words
-    data: str  # what --data_dir has to hold
-    parameters: int  # how many the model has by default; inception's for 10 classes
+    what: str
+    data: str  # for --data_dir
+    parameters: int  # inception: with 10 classes
 
 
 ENTRIES: Mapping[str, Entry] = {
@@ -57,7 +54,6 @@ Your own:         python -m ringtrain init my_workload.py"""
 
 
 def list_workloads() -> str:
-    """A table of the built-in workloads, 80 columns wide."""
     rows = [("workload", "model", "data", "batch", "length", "parameters")]
     for name in sorted(BUILT_IN):
         entry, defaults = ENTRIES[name], load_workload(name).defaults

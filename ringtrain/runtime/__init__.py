@@ -1,1 +1,1 @@
-"""This process: who it is, what it may use, what it is doing, and how it ends. TensorFlow is not imported here."""
+"""State and resources of this process. TensorFlow is not imported here."""

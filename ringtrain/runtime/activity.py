@@ -1,8 +1,7 @@
-"""The current phase of this process: set by the thread that runs it, read by ``ringtrain.watchdog.thread``.
+"""Current phase of this process: set by the training thread, read by ``ringtrain.watchdog.thread``.
 
-One training goes on in a process, and what it is doing is a fact about the process, like a line of a log: it is noted
-where it happens, without an object that would have to be handed to every function on the way. A note is an assignment
-and costs about a microsecond. Whoever reads it tells by the note's identity whether anything has moved meanwhile.
+Global state, like a log: a process runs one training. Setting it costs about a microsecond. Readers compare the note's
+identity to detect progress.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# From joining to the end of the first step, and wherever else something is compiled, read or written as a whole.
+# For joining up to the end of the first step, and for other compilations, reads or writes of everything.
 LONG_SECONDS = 600.0
 
 
 class Phase(enum.Enum):
-    """The phases of a rank: words that follow "ranks 0, 1", and the place where it waits for the others.
-
-    A rank whose place is None is busy with something of its own, for which the others wait.
+    """Phases of a rank: words after "ranks 0, 1", and the point at which it waits for the others (None: they wait for
+    it).
     """
 
     JOIN = ("wait for the other ranks to join", "")
@@ -31,7 +29,7 @@ class Phase(enum.Enum):
     RESTORE = ("set the first weights", None)
     DATA = ("wait for data of step {step}", None)
     STEP = ("are in step {step}", "in step {step}")
-    GRADIENTS = ("wait for data or gradients of step {step}", None)  # of a step that reads its data itself
+    GRADIENTS = ("wait for data or gradients of step {step}", None)  # of a step that reads its own data
     CALLBACKS = ("run the callbacks after step {step}", None)
     EVALUATION_DATA = ("wait for data of batch {step} of the evaluation", None)
     EVALUATION_STEP = ("are in batch {step} of the evaluation", "in batch {step} of the evaluation")
@@ -42,31 +40,28 @@ class Phase(enum.Enum):
 
 
 class Note(NamedTuple):
-    """The current phase of a process."""
-
     doing: Phase
-    step: int = 0  # from 1, or a batch of an evaluation; 0 outside of both
-    takes_long: bool = False  # it may well take ten minutes, such as what compiles
+    step: int = 0  # from 1, also for batches of an evaluation; else 0
+    takes_long: bool = False  # may take ten minutes, such as compilation
 
     @property
     def words(self) -> str:
-        """The phase in words, after "ranks 0, 1"."""
+        """Words after "ranks 0, 1"."""
         return self.doing.value[0].format(step=self.step)
 
     @property
     def words_of_one(self) -> str:
-        """The phase in words, after "rank 0"."""
+        """Words after "rank 0"."""
         verb, _, rest = self.words.partition(" ")
         return f"{'is' if verb == 'are' else f'{verb}s'} {rest}"
 
     @property
     def may_hold_lock(self) -> bool:
-        """True if a single call may hold Python's lock for long, as unpickling does, so that no thread can run."""
+        """True if one call may hold the GIL for long, for instance in unpickling."""
         return self.doing in (Phase.JOIN, Phase.PREPARE, Phase.COMPILE)
 
     @property
     def place(self) -> str | None:
-        """The place at which the other ranks are awaited; None if they wait for this one."""
         place = self.doing.value[1]
         return place and place.format(step=self.step)
 
@@ -78,7 +73,7 @@ _tell_at_once: Callable[[], None] | None = None
 
 
 def note(doing: Phase, step: int = 0, *, takes_long: bool = False) -> None:
-    """From now on the training thread does this; called again with the same, it does the next piece of it."""
+    """Set the phase; a repeated call is progress."""
     global _note
     was_long, _note = _note.takes_long, Note(doing, step, takes_long)
     if was_long and not takes_long and _tell_at_once is not None:
@@ -86,29 +81,27 @@ def note(doing: Phase, step: int = 0, *, takes_long: bool = False) -> None:
 
 
 def when_it_may_not_take_long(tell_at_once: Callable[[], None] | None) -> None:
-    """Have this called, by the thread that notes, whenever what takes long is followed by what does not.
+    """Set a callback for the end of a long phase, so that other ranks learn of it at once.
 
-    The others hear of a note with the watchdog's next word. Were this one left to wait, a rank that is stopped
-    meanwhile would be waited for as if it were still at what takes long.
+    Otherwise they hear of it with the watchdog's next message, and apply the long limit to a rank stopped meanwhile.
     """
     global _tell_at_once
     _tell_at_once = tell_at_once
 
 
 def move() -> None:
-    """Record progress outside the training thread; any thread may call it."""
+    """Record progress from any thread."""
     global _last_move
     _last_move = next(_moves)
 
 
 def current() -> tuple[Note, int]:
-    """The last note, and a number that each ``move`` changes. Nothing has moved while both are the same objects."""
+    """Return the note and the latest move; no progress while both are the same objects."""
     return _note, _last_move
 
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Within it the training thread waits for the other ranks."""
     global _note
     before = _note
     note(Phase.MEET, before.step, takes_long=before.takes_long)
@@ -120,5 +113,4 @@ def meeting() -> Iterator[None]:
 
 
 def limit_seconds(hang_timeout: float, *, takes_long: bool) -> float:
-    """For how long something may not move."""
     return max(hang_timeout, LONG_SECONDS) if takes_long else hang_timeout

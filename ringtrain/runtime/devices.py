@@ -1,7 +1,7 @@
-"""Before TensorFlow starts: the cores or the GPU of this rank, its thread pools and the communication settings.
+"""Setup before TensorFlow starts: this rank's cores or GPU, thread pools, and communication settings.
 
-Everything here is a default: what the user set in the environment, or the launcher by binding, wins. The start-up log
-shows each setting with where it came from.
+All are defaults: the user's environment and the launcher's binding override them. The start-up log shows each with its
+source.
 """
 
 from __future__ import annotations
@@ -29,28 +29,23 @@ from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 Source = Literal["ringtrain", "environment", "launcher"]
 
-# Fewer and TensorFlow runs every all-reduce of Horovod's after the whole backward pass, also on a single core. A sum
-# through memory comes after it anyway, and a second thread on a single core only takes the cache from the first.
+# With fewer, TensorFlow runs all of Horovod's all-reduces after the backward pass, even on one core. Native sums do so
+# anyway, and a second thread on a single core only competes for its cache.
 MIN_INTER_OP_THREADS = 2
-# Horovod copies what it fuses into a buffer, and back. Between the cores of one node that costs more than the messages
-# of large gradients; it pays for those of which many fit in this. On GPUs and between nodes, where nothing was
-# measured, Horovod's own 128 MiB are kept.
+# Horovod copies fused tensors into a buffer and back. Within a node's cores that costs more than separate messages of
+# large gradients. On GPUs and between nodes (not measured) Horovod's 128 MiB are kept.
 FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
-# Open MPI's transports between nodes. Each rank would listen on all interfaces, in spite of btl_tcp_if_include, for
-# ranks that are on its own node and reach it through shared memory.
+# Open MPI's transports between nodes. With TCP, each rank would listen on all interfaces, despite btl_tcp_if_include.
 TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
-# Open MPI takes 4 MiB in /dev/shm for a rank, ringtrain's own sums the rest. If there is less, as in containers, it
-# may have to fall back on TCP. What counts is what is free there: where a rank cannot have its file, MPI ends it if TCP
-# is excluded.
+# Open MPI takes 4 MiB of /dev/shm per rank, native sums the rest. With too little free, as in containers, a rank
+# without its file must be able to use TCP, or MPI ends it.
 SHARED_MEMORY_BYTES_PER_RANK = 16 * 1024 * 1024
-SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable, by which it sums between ranks on one GPU
-DYNAMIC_TIMELINE = "DYNAMIC"  # the value of HOROVOD_TIMELINE by which a program may begin one, and end it
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets NCCL sum between ranks on one GPU
+DYNAMIC_TIMELINE = "DYNAMIC"  # HOROVOD_TIMELINE for a timeline that programs start and stop
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One environment variable, its value and who chose it."""
-
     name: str
     value: str
     source: Source
@@ -58,30 +53,28 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """The devices and settings of this rank."""
-
-    own_cores: tuple[int, ...]  # for this rank alone; empty if the ranks share all of ``cores``
-    cores: tuple[int, ...]  # that this rank runs on: its own, and those that no rank has for itself
+    own_cores: tuple[int, ...]  # only this rank's; empty if ranks share ``cores``
+    cores: tuple[int, ...]  # its own, and those of no rank
     cores_source: Source
-    why_unpinned: str  # why it is not pinned to its own cores; empty if it is, or if it is alone on its node
+    why_unpinned: str  # empty if pinned, or alone on the node
     intra_op_threads: int
     inter_op_threads: int
-    settings: tuple[Setting, ...]  # for the communication and for TensorFlow
-    machine: Machine  # that was planned for
+    settings: tuple[Setting, ...]
+    machine: Machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The requirements of a run on the devices of its ranks."""
+    """A run's requirements on devices."""
 
-    deterministic: bool = False  # two runs of the same size must be bit-equal
-    hang_timeout: float = 0.0  # seconds after which the watchdog ends a run that does not move; 0: there is none
-    ends_stalls: bool = False  # Horovod ends the ranks of a script that has no watchdog
-    profiles: bool = False  # Horovod's timeline is to be written later
-    # The operations of a step may run one at a time where each rank has one core of the same node: the ranks sum
-    # natively there (``collectives.native``), and no operation calls Python code.
+    deterministic: bool = False  # two runs of the same size are bit-equal
+    hang_timeout: float = 0.0  # of the watchdog, in seconds; 0: no watchdog
+    ends_stalls: bool = False  # Horovod stops stalled ranks of a script without a watchdog
+    profiles: bool = False  # Horovod's timeline may be started later
+    # Operations may run one at a time if each rank has one core of the same node: sums are native there
+    # (``collectives.native``), and no operation calls Python.
     one_at_a_time: bool = False
-    horovod: bool = True  # whether Horovod is used, and its settings with it
+    horovod: bool = True
 
 
 NO_NEEDS = Needs()
@@ -95,7 +88,7 @@ def plan_devices(
     *,
     claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
 ) -> DevicePlan:
-    """Plan the cores, thread pools and settings of this rank; what the user already set in ``environ`` wins."""
+    """Plan this rank's cores, threads and settings; ``environ`` takes precedence."""
     own_cores: tuple[int, ...] = ()
     cores, cores_source = machine.cores, "launcher" if machine.bound_by_launcher else "environment"
     limit: float = len(machine.cores)
@@ -127,18 +120,17 @@ def plan_devices(
 
 
 def adapt_plan(plan: DevicePlan, world: World, environ: Mapping[str, str], needs: Needs) -> DevicePlan:
-    """The same cores with other settings: a user's own workload says its defaults after the cores were taken."""
+    """Keep the cores, and update the settings with a user-defined workload's defaults."""
     own = {setting.name: setting.value for setting in plan.settings if setting.source == "ringtrain"}
     users = {name: value for name, value in environ.items() if own.get(name) != value}
     return plan_devices(world, plan.machine, users, needs, claim_cores=lambda cores: bool(plan.own_cores))
 
 
 def why_cannot_pin(world: World, machine: Machine) -> str:
-    """The reason why the ranks of this node cannot be pinned to their own cores; empty if they can, or for one rank."""
+    """Return why ranks cannot be pinned; empty if they can, or for one rank."""
     if world.local_size == 1:
         return ""
-    # A quota below the number of cores says that other containers use the same cores: pinning could put several of
-    # them on the first cores while the others idle.
+    # With a quota, other containers may use the same cores: pinning could put several of them on the first cores.
     if machine.quota is not None and machine.quota < len(machine.cores):
         return f"the cgroup's quota is {machine.quota:g} cores"
     if len(machine.cores) < world.local_size:
@@ -149,47 +141,45 @@ def why_cannot_pin(world: World, machine: Machine) -> str:
 def plan_settings(
     world: World, machine: Machine, environ: Mapping[str, str], needs: Needs = NO_NEEDS
 ) -> tuple[Setting, ...]:
-    """The environment variables for TensorFlow and, if there is more than one rank, for the communication."""
     wanted = {
         "KERAS_BACKEND": "tensorflow",
-        # Errors only: TensorFlow and its parts print a page of notices at import otherwise.
+        # Errors only: imports print a page of notices.
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if world.size > 1:
-        # Horovod's background thread otherwise spins in MPI and takes a core from the computation.
+        # Otherwise Horovod's thread spins in MPI and takes a core.
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if world.launcher != GLOO_LAUNCHER:
-            # A second after its launcher has died (PMIx gathers such events for so long), MPI ends a rank with exit
-            # code 195, often before it has saved. Seconds.
+            # Seconds. By default, one second after the launcher dies, MPI ends a rank with exit code 195, often before
+            # it has saved.
             wanted["PMIX_MCA_pmix_event_caching_window"] = "600"
     if is_one_node_of_mpi(world):
-        # Only ob1 uses these transports. Without this, Open MPI tries PSM first, which waits 0.2 s for an adapter. All
-        # ranks need the same one, even if another is free on one of them.
+        # Only ob1 uses these transports. By default Open MPI first tries PSM, which waits 0.2 s for an adapter. All
+        # ranks need the same.
         wanted["OMPI_MCA_pml"] = "ob1"
         if has_shared_memory(world, machine):
             wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
-    # HOROVOD_AUTOTUNE tunes nothing that a variable sets.
+    # HOROVOD_AUTOTUNE ignores settings from variables.
     if world.size > 1 and not is_on(environ.get("HOROVOD_AUTOTUNE", "")):
-        # Milliseconds between two looks of Horovod at what is ready to be reduced: a rank idles until the next.
+        # Milliseconds between checks for ready tensors: ranks idle meanwhile.
         wanted["HOROVOD_CYCLE_TIME"] = "1"
         if world.size == world.local_size and not machine.may_have_gpus:
             wanted["HOROVOD_FUSION_THRESHOLD"] = str(FUSION_BYTES_ON_CORES)
     if world.size > 1 and needs.hang_timeout:
-        # The watchdog speaks first. Horovod prints, after a minute of its own, what is missing in which rank, but not
-        # why, and nothing of a rank that is stopped; Gloo fails after half a minute where one is, and so it does when
-        # all were, by a debugger for example. Horovod's own shutdown of a stalled run is off by default.
+        # The watchdog reports first. Horovod's own report after a minute lacks causes, and Gloo fails half a minute
+        # after a rank is stopped, for instance by a debugger.
         patience = str(math.ceil(2 * limit_seconds(needs.hang_timeout, takes_long=True)))
         wanted["HOROVOD_STALL_CHECK_TIME_SECONDS"] = patience
         if world.launcher == GLOO_LAUNCHER:
             wanted["HOROVOD_GLOO_TIMEOUT_SECONDS"] = patience
     if world.size > 1 and needs.ends_stalls:
-        # Off in Horovod itself. Rank 0 may evaluate for long while the others wait in the next all-reduce. Seconds.
+        # Seconds; off in Horovod. Long, since rank 0 may evaluate while the others wait.
         wanted["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "3600"
     if world.size > 1 and needs.profiles:
         wanted["HOROVOD_TIMELINE"] = DYNAMIC_TIMELINE
     if needs.deterministic:
         wanted |= {
-            # Which groups fuse depends on timing, and with three ranks or more on it the order of the sums.
+            # Fusion depends on timing, and with three or more ranks changes the order of sums.
             "HOROVOD_DISABLE_GROUP_FUSION": "1",
             "TF_DETERMINISTIC_OPS": "1",
         }
@@ -201,17 +191,15 @@ def plan_settings(
 
 
 def is_one_node_of_mpi(world: World) -> bool:
-    """True if several ranks, all on one node, talk by MPI."""
     return world.size == world.local_size > 1 and world.launcher != GLOO_LAUNCHER
 
 
 def has_shared_memory(world: World, machine: Machine) -> bool:
-    """True if ``/dev/shm`` has room for all ranks of this node."""
     return machine.shm_free_bytes >= world.local_size * SHARED_MEMORY_BYTES_PER_RANK
 
 
 def describe_shared_memory(world: World, plan: DevicePlan) -> list[str]:
-    """A warning if MPI may have to talk by TCP for want of shared memory."""
+    """Warn if MPI may use TCP for lack of shared memory."""
     is_chosen = any(setting.name == "OMPI_MCA_btl" for setting in plan.settings)
     if not is_one_node_of_mpi(world) or is_chosen:
         return []
@@ -224,19 +212,19 @@ def describe_shared_memory(world: World, plan: DevicePlan) -> list[str]:
 
 
 def uses_horovod(backend: str, launcher: str) -> bool:
-    """True if Horovod carries anything among several ranks; MPI does if it is missing or not wanted."""
+    """True if Horovod is used among several ranks; else MPI."""
     is_wanted = backend == "horovod" or (backend == "auto" and importlib.util.find_spec("horovod") is not None)
     return is_wanted or launcher == GLOO_LAUNCHER
 
 
 def is_on(value: str) -> bool:
-    """True if Horovod takes the value of a variable for a yes: a number above 0, as C's strtol reads it."""
+    """Follow Horovod: a number above 0, as parsed by C's strtol."""
     number = re.match(r"\s*[+-]?\d+", value)
     return number is not None and int(number[0]) > 0
 
 
 def apply_plan(plan: DevicePlan) -> None:
-    """Pin this process and set the environment. Call before TensorFlow, MPI or Horovod is imported."""
+    """Pin this process and set the environment. Call before importing TensorFlow, MPI or Horovod."""
     check_environment(os.environ)
     check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0])
     set_environment(plan)
@@ -249,7 +237,7 @@ def apply_plan(plan: DevicePlan) -> None:
 
 
 def set_environment(plan: DevicePlan, before: DevicePlan | None = None) -> None:
-    """Set the variables of a plan, in place of those of another."""
+    """Replace the variables of the plan ``before``."""
     for setting in before.settings if before else ():
         if setting.source == "ringtrain" and os.environ.get(setting.name) == setting.value:
             del os.environ[setting.name]
@@ -258,7 +246,9 @@ def set_environment(plan: DevicePlan, before: DevicePlan | None = None) -> None:
 
 
 def start_tensorflow(plan: DevicePlan, world: World) -> str:
-    """Import TensorFlow with this rank's thread pools and GPU; says what it computes on: ``"GPU 1"``, ``"core 0"``."""
+    """Import TensorFlow with this rank's threads and GPU; return the device's name, such as ``"GPU 1"`` or ``"core
+    0"``.
+    """
     with explaining_tensorflow():
         import tensorflow as tf
 
@@ -272,7 +262,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
     if "TF_NUM_INTRAOP_THREADS" not in os.environ:
         tf.config.threading.set_intra_op_parallelism_threads(plan.intra_op_threads)
     if "TF_NUM_INTEROP_THREADS" not in os.environ:
-        least = MIN_INTER_OP_THREADS if gpus else 1  # what GPUs compute is not summed through memory
+        least = MIN_INTER_OP_THREADS if gpus else 1  # GPUs do not use native sums
         tf.config.threading.set_inter_op_parallelism_threads(max(least, plan.inter_op_threads))
     if not gpus:
         return describe_cores(plan)
@@ -283,7 +273,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
 
 
 def open_device(device: str, world: World) -> None:
-    """Let TensorFlow open its devices now, so that what prevents it is one line. Afterwards they cannot be changed."""
+    """Open TensorFlow's devices, with a one-line error. They cannot be changed afterwards."""
     import tensorflow as tf
 
     try:
@@ -296,7 +286,7 @@ def open_device(device: str, world: World) -> None:
 
 
 def misses_gpus(machine: Machine, environ: Mapping[str, str]) -> bool:
-    """True if a rank computes on cores though its node seems to have GPUs that are not hidden."""
+    """True if a rank uses cores although its node seems to have visible GPUs."""
     import tensorflow as tf
 
     is_hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -304,9 +294,9 @@ def misses_gpus(machine: Machine, environ: Mapping[str, str]) -> bool:
 
 
 def own_gpu() -> str | None:
-    """The UUID of the GPU that this process uses, from CUDA's driver; None without a GPU. TensorFlow has started.
+    """Return the UUID of this process's GPU (or MIG part); None without one. TensorFlow has started.
 
-    Of a GPU that is divided (MIG) it is the part. Source: CUDA Driver API, cuDeviceGetUuid_v2.
+    Source: CUDA Driver API, cuDeviceGetUuid_v2.
     """
     import tensorflow as tf
 
@@ -315,7 +305,7 @@ def own_gpu() -> str | None:
         return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # GPUs that are not NVIDIA's
+    except OSError:  # other vendors' GPUs
         return None
     device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     index = int(visible[0].name.rpartition(":")[2])  # "/physical_device:GPU:1"
@@ -328,14 +318,13 @@ def own_gpu() -> str | None:
 
 
 def can_share_gpus(environ: Mapping[str, str]) -> bool:
-    """True if several ranks may compute on one GPU: the user asks NCCL for it, which some releases (2.32) can."""
+    """True if the user lets NCCL use one GPU for several ranks; some releases (2.32) can."""
     return is_on(environ.get(SHARED_GPUS, ""))
 
 
 def choose_gpu(world: World, visible_gpus: int, *, can_share: bool = False) -> int:
-    """The index of this rank's GPU among those that it sees."""
     if visible_gpus == 1 or can_share:
-        return world.local_rank % visible_gpus  # Slurm's --gpus-per-task=1 shows each rank its own GPU as number 0
+        return world.local_rank % visible_gpus  # with Slurm's --gpus-per-task=1 each rank sees its own GPU as number 0
     if world.local_rank >= visible_gpus:
         raise UsageError(
             f"{world.node} shows {visible_gpus} GPUs to {world.local_size} ranks, and each rank needs its own. Start "
@@ -346,7 +335,6 @@ def choose_gpu(world: World, visible_gpus: int, *, can_share: bool = False) -> i
 
 
 def describe_cores(plan: DevicePlan) -> str:
-    """The cores of a rank, and why others run on them."""
     cores = f"core{'s' if len(plan.cores) > 1 else ''} {format_cores(plan.cores)}"
     if plan.cores_source == "launcher":
         return f"{cores} (bound by the launcher)"

@@ -1,4 +1,4 @@
-"""Check environment variables that would end Horovod or TensorFlow in C++."""
+"""Checks of environment variables with which Horovod or TensorFlow would abort in C++."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ringtrain.errors import UsageError
 from ringtrain.messages.hiding import describe_hiding
 from ringtrain.runtime.world import World
 
-# Less than any run maps: small ones on cores 1.6 GiB and more, with TensorFlow 2.21 as built for GPUs 2.6 GiB.
+# Any run maps more: at least 1.6 GiB on cores, 2.6 GiB with TensorFlow 2.21 for GPUs.
 MIN_ADDRESS_BYTES = 1.5 * 2**30
-# Horovod and TensorFlow take what is no number for 0, or end.
+# Horovod and TensorFlow read other text as 0, or abort.
 FROM_0 = (
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
     "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD",
@@ -32,7 +32,6 @@ LARGEST = 2**31 - 1
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """See that the variables of Horovod and TensorFlow that are set have values that these can read."""
     interfaces = [name for _, name in socket.if_nameindex()]
     rules: list[tuple[Sequence[str], Callable[[str], bool], str]] = [
         (FROM_0, lambda value: _is_whole(value, 0), f"a whole number from 0 to {LARGEST}"),
@@ -67,7 +66,7 @@ def _are_flags(value: str) -> bool:
 
 
 def check_address_space(limit: int) -> None:
-    """See that this process may map what TensorFlow needs. With less it fails anywhere, or computes for ever."""
+    """Check ``ulimit -v``. With too little address space TensorFlow fails anywhere, or hangs."""
     if limit != resource.RLIM_INFINITY and limit < MIN_ADDRESS_BYTES:
         raise UsageError(
             f"this process may have {limit / 2**30:.1f} GiB of address space (ulimit -v {limit // 1024}), and "
@@ -78,10 +77,9 @@ def check_address_space(limit: int) -> None:
 
 @contextlib.contextmanager
 def explaining_tensorflow() -> Iterator[None]:
-    """Say in one line that TensorFlow cannot be loaded, and what helps."""
     try:
         yield
-    except (Exception, SystemExit) as error:  # a broken or half-installed package may raise anything
+    except (Exception, SystemExit) as error:  # broken packages raise anything
         stripped = " Python runs without docstrings (-OO, PYTHONOPTIMIZE=2), which TensorFlow may need: unset that."
         why = describe_hiding(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UsageError(
@@ -92,9 +90,9 @@ def explaining_tensorflow() -> Iterator[None]:
 
 
 class AutoGraphFilter(logging.Filter):
-    """Rewrite TensorFlow's warning about a user-defined function that AutoGraph cannot convert: one line, on rank 0.
+    """Shortens TensorFlow's warning about functions that AutoGraph cannot convert to one line, on rank 0.
 
-    TensorFlow asks to report it as a bug of its own, on every rank, and does not say where the function is.
+    TensorFlow asks on every rank to report a bug, without the function's location.
     """
 
     def __init__(self, world: World) -> None:

@@ -1,11 +1,9 @@
-"""The end of the process: nothing that the user's code has left behind keeps it for ever.
+"""Limit on how long user code keeps a finished process alive.
 
-When a program has ended, Python waits for its threads that are no daemons, those of thread pools among them, for the
-children that ``multiprocessing`` started, and for what ``atexit`` calls, for each of them for ever; with it wait the
-launcher and a batch job's nodes. A daemon thread goes on meanwhile: it gives them ``--exit_timeout`` seconds, says
-which they are, and ends the process with the exit code that it had earned. Time is counted by the ticks of the thread,
-so that a process that was stopped for a while has all of it. If no thread of Python can run any more, such as in a
-library's own way out, a timer of the C library ends the process.
+At exit, Python waits without limit for non-daemon threads (also of pools), ``multiprocessing`` children and ``atexit``
+handlers, and the launcher and a batch job's nodes wait too. A daemon thread gives them ``--exit_timeout`` seconds,
+reports them, and ends the process with its exit code. It counts its own ticks, so that time in which the process is
+stopped does not count. If no Python thread can run, a timer of the C library ends the process.
 """
 
 from __future__ import annotations
@@ -32,28 +30,28 @@ from ringtrain.runtime.leftovers import describe_command, hand_over
 
 FLUSH_SECONDS = 5.0
 LONGEST_TICK_SECONDS = 1.0
-CLOCK_MONOTONIC, SIGEV_THREAD = 1, 2  # of time.h and signal.h
+CLOCK_MONOTONIC, SIGEV_THREAD = 1, 2  # from time.h and signal.h
 
 _timeout, _name = Config.exit_timeout, "the process"
 _exit_code = 0
-_has_watch = threading.Lock()  # held from the first call of ``watch_end`` on
+_has_watch = threading.Lock()  # held after the first ``watch_end``
 
 
 def allow(timeout: float, name: str) -> None:
-    """Set the seconds that this process, ``name``, has to exit after its end; 0: no limit."""
+    """Set the time limit in seconds (0: none), and the process's name in reports."""
     global _timeout, _name
     _timeout, _name = timeout, name
 
 
 def note_exit_code(status: object) -> None:
-    """Record the exit code: the argument of ``sys.exit``, as Python reads it."""
+    """``status``: argument of ``sys.exit``."""
     global _exit_code
     _exit_code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
 
 
 @contextlib.contextmanager
 def ending_forked() -> Iterator[None]:
-    """End a process that user code has forked, if it returns from there: the run is its parent's."""
+    """Exit a process that user code has forked and that returns here: the run is its parent's."""
     pid = os.getpid()
     try:
         yield
@@ -70,9 +68,9 @@ def ending_forked() -> Iterator[None]:
 
 
 def watch_end(*, has_left_ranks: bool) -> None:
-    """From now on see to it that this process ends, once its main thread has left the program.
+    """Limit the time of this process after the end of its program.
 
-    Unless it ``has_left_ranks``, its waiting for the other ranks is not cut short.
+    Waits for other ranks are not cut short, unless it ``has_left_ranks``.
     """
     if not _timeout or not _has_watch.acquire(blocking=False):
         return
@@ -85,7 +83,7 @@ def watch_end(*, has_left_ranks: bool) -> None:
     sys.exit = exit_noted
     atexit.register(hand_over, _name, _timeout)
     timer = _Timer()
-    if has_left_ranks:  # what was registered before comes after this, and may let no thread run
+    if has_left_ranks:  # handlers registered earlier run later, and may block all threads
         atexit.register(lambda: timer.exit_in(_timeout, _earned_code()))
     threading.Thread(target=_watch, args=(has_left_ranks, timer), name="end", daemon=True).start()
 
@@ -97,7 +95,7 @@ def _watch(has_left_ranks: bool, timer: _Timer) -> None:
         time.sleep(tick)
         left = left - tick if _is_ending() else _timeout
         if has_left_ranks and left < _timeout:
-            timer.exit_in(_timeout, _earned_code())  # unless this thread runs before
+            timer.exit_in(_timeout, _earned_code())  # unless this thread runs first
     waits = not has_left_ranks and any(_is_in(frame, "shutdown", "horovod") for frame in _frames(_main_frame()))
     children = multiprocessing.active_children()
     how = "It keeps waiting" if waits else f"It leaves with exit code {_earned_code()}"
@@ -120,7 +118,7 @@ def _watch(has_left_ranks: bool, timer: _Timer) -> None:
 
 
 def _is_ending() -> bool:
-    """True if the main thread has left the program, and nothing trains in another one."""
+    """True if the main thread has finished and no other thread trains."""
     is_left = getattr(threading, "_SHUTTING_DOWN", False) or not threading.main_thread().is_alive()
     return is_left and not any(
         _is_in(frame, "fit", "keras") for top in sys._current_frames().values() for frame in _frames(top)
@@ -128,11 +126,11 @@ def _is_ending() -> bool:
 
 
 def _earned_code() -> int:
-    return 1 if hasattr(sys, "last_value") else _exit_code  # Python sets it for an uncaught exception
+    return 1 if hasattr(sys, "last_value") else _exit_code  # set by Python for an uncaught exception
 
 
 def describe_keepers(children: Sequence[BaseProcess]) -> str:
-    """The threads and child processes for which the interpreter waits, and its own position."""
+    """Describe the threads and children that the interpreter waits for."""
     frames = sys._current_frames()
     keepers = [
         f"the thread {thread.name!r}{_describe_place(frames.get(thread.ident or 0))}"
@@ -147,7 +145,7 @@ def describe_keepers(children: Sequence[BaseProcess]) -> str:
 
 
 def _describe_place(innermost: FrameType | None) -> str:
-    """The position of a thread: in user code, otherwise in a package's."""
+    """Prefer user code, then packages."""
     frames = list(_frames(innermost))
     files = [frame.f_code.co_filename for frame in frames]
     own = [number for number, file in enumerate(files) if is_users_own(file)]
@@ -172,19 +170,19 @@ def _is_in(frame: FrameType, function: str, package: str) -> bool:
 
 
 class _Timer:
-    """Calls ``_exit`` of the C library in a separate thread, without Python (timer_create(2))."""
+    """Calls C's ``_exit`` in its own thread, without Python (timer_create(2))."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
         self._id: ctypes.c_void_p | None = None
 
     def exit_in(self, seconds: float, exit_code: int) -> None:
-        """End the process in so many seconds, in place of what was wanted before."""
-        with contextlib.suppress(AttributeError):  # another C library
+        """Set or replace the time limit."""
+        with contextlib.suppress(AttributeError):  # other C libraries
             if self._id is None:
                 self._id = ctypes.c_void_p()
                 end = ctypes.cast(self._libc._exit, ctypes.c_void_p).value
-                event = struct.pack("qiiPP32x", exit_code, 0, SIGEV_THREAD, end, 0)  # struct sigevent of signal.h
+                event = struct.pack("qiiPP32x", exit_code, 0, SIGEV_THREAD, end, 0)  # struct sigevent, signal.h
                 self._libc.timer_create(CLOCK_MONOTONIC, event, ctypes.byref(self._id))
-            spec = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec: once, then
+            spec = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec
             self._libc.timer_settime(self._id, 0, spec, None)

@@ -1,8 +1,7 @@
-"""A process that ends what outlives a rank and holds its launcher: ``main``, which is started aside.
+"""A helper process (``main``) that kills processes which outlive a rank and hold its launcher.
 
-A launcher such as mpirun waits until nobody can write to a rank's output any more: a process that the user's code has
-started and left alone has that as well. Most helpers end with the process that they serve, so this one begins to count
-when that is gone, and only what is still there after so many seconds is named and killed.
+mpirun waits until no process can write to a rank's output, also background processes of user code. Most of those exit
+with their rank, so the helper waits a while after the rank's end, then reports and kills the rest.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from collections.abc import Iterator, Mapping
 
 from ringtrain.runtime.processes import find_ancestors, list_processes, read_words, start_aside
 
-OUTPUT = (1, 2)  # the descriptors
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "HOROVOD_RANK")  # see ``ringtrain.runtime.world``
+OUTPUT = (1, 2)
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "HOROVOD_RANK")
 TICK_SECONDS = 0.5
 LONGEST_COMMAND = 80  # characters
 
 
 def hand_over(name: str, timeout: float) -> None:
-    """Leave those that hold this process' output, if there are any, to a process that outlives this one as well."""
+    """Start a helper for the processes that hold this process's output."""
     pids = find_holders(os.environ)
     if pids:
         with contextlib.suppress(OSError):
@@ -32,7 +31,7 @@ def hand_over(name: str, timeout: float) -> None:
 
 
 def find_holders(environ: Mapping[str, str]) -> list[int]:
-    """The processes of this rank that write to its launcher, as it does; those that it came of are none."""
+    """Return this rank's processes that share its output, without ancestors."""
     rank = {f"{name}={environ[name]}" for name in RANK_VARIABLES if name in environ}
     output = set(_output_of(os.getpid()))
     others = set(list_processes()) - {os.getpid(), *find_ancestors()}
@@ -41,14 +40,13 @@ def find_holders(environ: Mapping[str, str]) -> list[int]:
 
 
 def describe_command(pid: int | None) -> str:
-    """The command line of a process, not all of one that is long."""
     words = " ".join(read_words(pid, "cmdline")).strip() or "gone"
-    words = "".join(sign if sign.isprintable() else "?" for sign in words)  # it must pass for nothing of ours
+    words = "".join(sign if sign.isprintable() else "?" for sign in words)  # must not imitate our output
     return words if len(words) <= LONGEST_COMMAND else f"{words[:LONGEST_COMMAND]}..."
 
 
 def main(name: str, seconds: str, *numbers: str) -> None:
-    """Wait for the end of the parent, then for that of these processes, and end those that are left."""
+    """Wait for the parent's exit, then for the processes; kill those left."""
     timeout, pids = float(seconds), [int(number) for number in numbers]
     parent = os.getppid()
     while os.getppid() == parent:
@@ -73,7 +71,7 @@ def main(name: str, seconds: str, *numbers: str) -> None:
 
 
 def _output_of(pid: int) -> Iterator[str]:
-    """The pipes and terminals that a process writes to, as far as it may be known."""
+    """Pipes and terminals, as far as visible."""
     for descriptor in OUTPUT:
         with contextlib.suppress(OSError):
             link = os.readlink(f"/proc/{pid}/fd/{descriptor}")

@@ -1,5 +1,4 @@
-"""Open MPI's segments of shared memory that killed ranks have left in ``/dev/shm``: 4 MiB each, for as long as the node
-is up."""
+"""Removal of Open MPI's shared memory left by killed ranks in ``/dev/shm``: 4 MiB each, until reboot."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from pathlib import Path
 
 from ringtrain.runtime.machine import SHARED_MEMORY
 
-# A program that has just created a segment has not mapped it yet.
+# A new segment is not mapped at once.
 SECONDS_TO_MAP = 5.0
-FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux
+FIRST_PID_NAMESPACE = 0xEFFFFFFC  # Linux's PROC_PID_INIT_INO
 
 
 def remove_dead_segments() -> list[Path]:
-    """Remove the segments of this user and host that no living process has mapped, and return their paths.
+    """Remove this user's and host's segments that no living process maps; return their paths.
 
-    Containers may share ``/dev/shm``, and even the host's name: a process is known to be dead only if those of the
-    whole machine are visible here. A failure to clean up is no error.
+    Containers may share ``/dev/shm``, and even the host name: only if all processes of the machine are visible can a
+    segment be known to be unused. Errors are ignored.
     """
     dead = {}
     if not sees_all_processes():
@@ -39,7 +38,7 @@ def remove_dead_segments() -> list[Path]:
 
 
 def sees_all_processes() -> bool:
-    """True in the first PID namespace of the machine, from which the processes of all others are visible."""
+    """True in the machine's first PID namespace."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino == FIRST_PID_NAMESPACE
     except OSError:
@@ -47,15 +46,12 @@ def sees_all_processes() -> bool:
 
 
 def find_mapped_files() -> set[tuple[int, int]]:
-    """Device and inode of all files that living processes have mapped, as far as this one may see.
-
-    It sees those of all ranks of the same user, which have no more capabilities than it has.
-    """
+    """Return device and inode of all mapped files, as far as visible: at least those of the same user's ranks."""
     mapped = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             lines = (process / "maps").read_text(errors="replace").splitlines()
-        except OSError:  # another user's, or it has ended
+        except OSError:  # another user's, or it has exited
             continue
         for line in lines:
             _, _, _, device, inode, *_ = line.split(maxsplit=5)

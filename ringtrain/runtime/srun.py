@@ -1,4 +1,4 @@
-"""The MPI types of this site's srun."""
+"""MPI types of the site's srun."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from ringtrain.runtime.processes import ask
 
-HOROVODRUN = "horovodrun"  # starts the ranks where srun cannot
+HOROVODRUN = "horovodrun"  # starts the ranks if srun cannot
 
 
 def choose_mpi(listing: str) -> str:
-    """The best of what ``srun --mpi=list`` prints, for any version of Slurm.
+    """Choose from ``srun --mpi=list``, of any Slurm version.
 
-    PMIx comes first: every Open MPI since 2.0 speaks it, and PMI2 only if it was built with Slurm's library.
+    PMIx first: every Open MPI since 2.0 supports it; PMI2 needs Slurm's library.
     """
     names = re.findall(r"\b(?:pmix(?:_v\d+)?|pmi2)\b", listing)
     versions = sorted((name for name in names if name.startswith("pmix_v")), key=lambda name: int(name[6:]))
@@ -24,13 +24,12 @@ def choose_mpi(listing: str) -> str:
 
 
 def ask_srun() -> str | None:
-    """The output of ``srun --mpi=list``; None if there is no srun, or it does not answer."""
     status, words = ask(("srun", "--mpi=list"), seconds=20.0)
     return words if status == 0 else None
 
 
 def find_mpi(print_line: Callable[[str], None], ask: Callable[[], str | None] = ask_srun) -> str:
-    """Choose how to start the ranks on this site, with a note if it is not by srun alone."""
+    """Choose how to start ranks, with a note if not by srun alone."""
     listing = ask()
     if listing is None:
         print_line(

@@ -1,11 +1,9 @@
-"""Requests to stop: SIGTERM, SIGINT, SIGHUP, SIGUSR1, the file ``stop`` in the run directory, limits of time, and the
-end of the launcher.
+"""Stop requests: SIGTERM, SIGINT, SIGHUP, SIGUSR1, the file ``stop`` in the run directory, time limits, and the
+launcher's end.
 
-A thread waits for the signals, since Python's own handlers do not run while the main thread is inside a C call, such
-as a training step. Python's wake-up pipe tells it of each at once, whichever thread the system gave the signal to. A
-request only sets a flag; the flag travels in the control vector, and all ranks save at the same step. Before the first
-step there is nothing to save, and the signals but SIGUSR1 end the process at once. SIGHUP means nothing if it is
-ignored from the start, as by ``nohup``.
+A thread waits for signals, since Python's handlers do not run during C calls such as a training step; the wake-up pipe
+reports each at once. A request sets a flag, sent in the control vector, so that all ranks save at the same step. Before
+the first step, signals except SIGUSR1 end the process at once. ``nohup`` keeps SIGHUP ignored.
 """
 
 from __future__ import annotations
@@ -32,15 +30,15 @@ POLL_SECONDS = 1.0
 
 
 class StopRequests:
-    """Requests to stop this rank. Enter it in the main thread."""
+    """Enter it in the main thread."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self.cause: Cause | None = None
         self._is_training = self._was_interrupted = False
         self._file: Path | None = None
-        self._limits: list[tuple[float, str]] = []  # on the monotonic clock, and why
-        self._lineage_at_start = Lineage()  # a launcher may end before the ranks have joined
+        self._limits: list[tuple[float, str]] = []  # monotonic clock, and reason
+        self._lineage_at_start = Lineage()  # a launcher may exit before the ranks have joined
         self._lineage: Lineage | None = None
         self._signals = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
         self._leave: Callable[[str, int], None] = lambda reason, exit_code: None
@@ -54,8 +52,8 @@ class StopRequests:
                 "training was started in a thread, and only Python's main thread hears signals: a request to stop "
                 "would be lost. Train in the main thread, and put the rest into others."
             )
-        # Blocked here, and so in every thread that starts later, whose system calls they would interrupt. Importing
-        # NumPy has started threads already (OpenBLAS's), which take signals: hence handlers, and the pipe.
+        # Blocked here and in later threads, whose system calls they would interrupt. NumPy's existing threads
+        # (OpenBLAS) take signals: hence handlers and the pipe.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -67,9 +65,9 @@ class StopRequests:
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
-        os.write(self._writer, b"\0")  # it need not wait for its next look at the file
+        os.write(self._writer, b"\0")  # wake the thread
         self._thread.join()
-        # Pending signals reach our handlers, which ignore them, before the default action can end the process.
+        # Handlers ignore pending signals, before the default action can end the process.
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         self._hand_back_signals(self._former_writer)
         os.close(self._reader)
@@ -77,10 +75,10 @@ class StopRequests:
 
     @staticmethod
     def _ignore(number: int, frame: FrameType | None) -> None:
-        """The thread hears of it by the pipe."""
+        """Handled by the thread, through the pipe."""
 
     def _forget(self) -> None:
-        """In a child that was forked, a user's data reader for example: what tells it to stop means the child alone."""
+        """In a forked child, such as a user's data reader, signals concern the child only."""
         if not self._ended.is_set():
             self._hand_back_signals(-1)
 
@@ -95,37 +93,36 @@ class StopRequests:
         return self.reason is not None
 
     def watch_file(self, run: Path) -> None:
-        """Look for the file ``stop`` in the run directory, too; on rank 0. A directory of that name is no request."""
+        """Also watch the file ``stop``, on rank 0; a directory is ignored."""
         self._file = run / STOP_FILE
 
     def watch_time(self, limits: Iterable[TimeLimit]) -> None:
-        """Stop when the first of these is reached, too; on rank 0."""
+        """Also stop at the first limit, on rank 0."""
         now = time.monotonic()
         self._limits = sorted((now + limit.seconds_left, limit.reason) for limit in limits)
 
     def watch_launcher(self) -> None:
-        """Stop also when a process ends that started this one."""
+        """Also stop if a process that started this one exits."""
         self._lineage = self._lineage_at_start
 
     def at_early_end(self, leave: Callable[[str, int], None]) -> None:
-        """Set what to call before the process ends at once: in the thread, with the reason and the exit code."""
+        """Set the thread's callback before an immediate exit: reason and exit code."""
         self._leave = leave
 
     def start_training(self, announce: Callable[[str], None]) -> None:
-        """From now on there is something to save. ``announce`` is called from the thread at the first request."""
+        """Save at requests from now on. The thread calls ``announce`` at the first one."""
         self._announce = announce
-        for number in self._signals:  # the workload's code may have taken one, and would lose what is trained
+        for number in self._signals:  # user code may have replaced them
             signal.signal(number, self._ignore)
         self._is_training = True
 
     def end_training(self) -> None:
-        """An error ends the training: a request to stop changes nothing from now on, and nothing is said of it."""
+        """After an error, requests have no effect and no message."""
         self._announce = lambda reason: None
 
     def clear_file(self) -> None:
-        """Remove the file, so that the next run does not stop as well."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # such as in a directory that cannot be written any more
+            with contextlib.suppress(OSError):  # the directory may be read-only
                 self._file.unlink(missing_ok=True)
 
     def _wait(self) -> None:
@@ -157,7 +154,7 @@ class StopRequests:
         if self.reason is None:
             self.cause = cause
             self.reason = reason
-            with contextlib.suppress(Exception):  # the thread must keep listening, even if the message is lost
+            with contextlib.suppress(Exception):  # keep listening even if the message fails
                 self._announce(reason)
 
     def _end_now(self, reason: str, exit_code: int) -> None:

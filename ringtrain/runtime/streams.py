@@ -1,9 +1,8 @@
-"""stdout and stderr that go away: the program continues without them.
+"""Fault-tolerant stdout and stderr.
 
-A pipe whose reader has ended (``| head``), a terminal that was closed, a full disk behind ``> log``: there every print
-raises an error, in the user's own code as well, and so does the interpreter's last flush. The streams that are made
-here write to ``/dev/null`` from the first failure on. What a reader that stands still (``| less``, Ctrl-S) leaves no
-room for is left out: the run would wait for it, and with it all ranks.
+If a pipe's reader exits (``| head``), a terminal closes or a disk is full, every print and the final flush raise
+errors. These streams write to ``/dev/null`` after the first failure. If a reader pauses (``| less``, Ctrl-S), output is
+dropped: otherwise the run and all ranks would wait.
 """
 
 from __future__ import annotations
@@ -24,19 +23,18 @@ STREAMS = {"stdout": 1, "stderr": 2}
 PATIENCE_SECONDS = 30.0
 TICK_SECONDS = 1.0
 
-_lost: set[str] = set()  # those that can no longer be written
+_lost: set[str] = set()  # unwritable streams
 _warn: Callable[[str], None] | None = None
-_untold: list[str] = []  # what went wrong before there was a run to tell
+_untold: list[str] = []  # warnings from before the run opened
 
 
 class LastingFile(io.FileIO):
-    """A descriptor that accepts all output, shown or not."""
+    """A descriptor that accepts all output, written or not."""
 
     def __init__(self, descriptor: int, name: str, *, closefd: bool = False) -> None:
-        """``name`` is the stream's, in words."""
         super().__init__(descriptor, "w", closefd=closefd)
         self.name = name
-        self._left_out = 0  # bytes, while its reader stands still
+        self._left_out = 0  # dropped bytes while the reader is paused
 
     def write(self, data: Any) -> int:
         rest = memoryview(data).cast("B")
@@ -45,18 +43,18 @@ class LastingFile(io.FileIO):
                 if not self._is_ready():
                     self._left_out += len(rest)
                     break
-                # For more than this there may be no room. None: a pipe that does not wait had too little.
+                # More may block. None: a non-blocking pipe was full.
                 rest = rest[super().write(rest[: select.PIPE_BUF]) or 0 :]
         except OSError as error:
             give_up(self.fileno(), str(self.name).strip("<>"), error)
         return memoryview(data).nbytes
 
     def _is_ready(self) -> bool:
-        """True if something can be written without having to wait; it is waited for, but not again and again."""
+        """Wait until a write would not block, once per pause."""
         stream = str(self.name).strip("<>")
         end = time.monotonic() + (0 if self._left_out else PATIENCE_SECONDS)
         while not _has_room(self.fileno(), seconds=TICK_SECONDS if time.monotonic() < end else 0):
-            activity.move()  # others may wait for this one meanwhile
+            activity.move()  # other ranks may wait for this one
             if time.monotonic() >= end:
                 if not self._left_out:
                     _tell(stream, f"{stream} is not read any more: what does not fit is left out until it is.")
@@ -68,17 +66,17 @@ class LastingFile(io.FileIO):
 
 
 class _LastingText(io.TextIOWrapper):
-    """A stream that code of the user, which closes it, does not take away from the rest of the program."""
+    """Stream that survives ``close`` by user code."""
 
     def close(self) -> None:
         self.flush()
 
 
 def keep_streams() -> None:
-    """Let no failure of stdout or stderr end this program, from now on; where they still are Python's own."""
+    """Make stdout and stderr fault-tolerant, unless already replaced."""
     for name, number in STREAMS.items():
         stream = getattr(sys, name)
-        if stream is None:  # closed when the program began: the next file that is opened must not be taken for it
+        if stream is None:  # closed at the start: the next opened file must not get its descriptor
             _lead_to_nothing(number)
             stream = io.TextIOWrapper(io.BufferedWriter(io.FileIO(number, "w", closefd=False)))
         elif stream is not getattr(sys, f"__{name}__") or not isinstance(stream, io.TextIOWrapper):
@@ -93,7 +91,7 @@ def keep_streams() -> None:
             stream.flush()
         lasting = LastingFile(number, f"<{name}>")
         kept = _LastingText(
-            lasting if isinstance(buffer, io.RawIOBase) else io.BufferedWriter(lasting),  # python -u has no buffer
+            lasting if isinstance(buffer, io.RawIOBase) else io.BufferedWriter(lasting),  # unbuffered under python -u
             encoding=stream.encoding,
             errors=stream.errors,
             newline="\n",
@@ -105,15 +103,15 @@ def keep_streams() -> None:
 
 
 def give_up(descriptor: int, name: str, error: OSError) -> None:
-    """Lead a descriptor that takes nothing any more to ``/dev/null``, and say so where somebody may still read it."""
+    """Redirect a failed descriptor to ``/dev/null``, with a warning."""
     _lead_to_nothing(descriptor)
-    if error.errno != errno.EPIPE:  # a reader that left had what it wanted
+    if error.errno != errno.EPIPE:  # a reader that exits is normal
         _lost.add(name)
     _tell(name, f"{name} cannot be written any more ({error.strerror}): the program continues without it.")
 
 
 def _tell(name: str, message: str) -> None:
-    """Say what is wrong with a stream where somebody may read it: on the other one, and in the run's events."""
+    """Warn on the other stream and in the run's events."""
     other = STREAMS["stdout" if name == "stderr" else "stderr"]
     with contextlib.suppress(OSError):
         if _has_room(other, seconds=0):
@@ -121,18 +119,18 @@ def _tell(name: str, message: str) -> None:
     if _warn is None:
         _untold.append(message)
         return
-    with contextlib.suppress(Exception):  # the run directory may be on the same full disk, or closed
+    with contextlib.suppress(Exception):  # the run directory may be on the same full disk
         _warn(message)
 
 
 def has_lost_stdout() -> bool:
-    """True if something that was printed could not be written, such as to a full disk."""
+    """True if printed output was lost, for instance on a full disk."""
     sys.stdout.flush()
     return "stdout" in _lost
 
 
 def warn_by(warn: Callable[[str], None]) -> None:
-    """Have this told of each stream that goes away, too, those included that already have."""
+    """Also report lost streams to ``warn``, earlier ones included."""
     global _warn
     _warn = warn
     while _untold:
@@ -141,7 +139,7 @@ def warn_by(warn: Callable[[str], None]) -> None:
 
 
 def _has_room(descriptor: int, *, seconds: float) -> bool:
-    """True if a descriptor takes something within so long; also if that can only fail."""
+    """True if a write would not block, or would fail."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(1000 * seconds))

@@ -1,4 +1,4 @@
-"""Rank, size and node of this process, from the launcher's variables, before anything heavy is imported."""
+"""Rank, size and node of this process, from the launcher's variables."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 from ringtrain.errors import UsageError
 
-# Slurm numbers real steps from 0; everything from here on is a special step (batch script, interactive shell, ...).
+# Slurm's special steps (batch script, interactive shell, ...).
 SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 GLOO_LAUNCHER = "horovodrun --gloo"
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process in its run, in Horovod's and MPI's words."""
+    """This process's position in its run, in MPI's words."""
 
     rank: int  # 0 <= rank < size
     size: int
     local_rank: int  # 0 <= local_rank < local_size
-    local_size: int  # the number of processes on this node
-    node: str  # its host name
-    launcher: str  # who started the process: "srun" or "no launcher", for example; see ``read_world``
+    local_size: int  # processes on this node
+    node: str  # host name
+    launcher: str  # such as "srun" or "no launcher"
 
     def __post_init__(self) -> None:
         for name, value, bound in (("rank", self.rank, self.size), ("local_rank", self.local_rank, self.local_size)):
@@ -39,9 +39,9 @@ class World:
 
 
 def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
-    """Read the world from the variables that the launcher set.
+    """Read the launcher's variables.
 
-    The innermost launcher wins: inside a Slurm job, ``mpirun`` and ``horovodrun`` leave Slurm's variables in place.
+    The innermost launcher wins: within a Slurm job, ``mpirun`` and ``horovodrun`` keep Slurm's variables.
     """
     names: tuple[str, ...]
     if environ.get("HOROVOD_CONTROLLER") == "gloo" and "HOROVOD_RANK" in environ:
@@ -72,7 +72,7 @@ def read_world(environ: Mapping[str, str], *, node: str | None = None) -> World:
 
 
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """True if srun started this process: the batch script and interactive shells have SLURM_PROCID as well."""
+    """True if srun started this process; batch scripts have SLURM_PROCID too."""
     if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return False
     return _read_integer(environ, "SLURM_STEP_ID") < SLURM_FIRST_SPECIAL_STEP
@@ -95,7 +95,7 @@ def _read_integer(environ: Mapping[str, str], name: str) -> int:
 
 
 def _read_slurm_tasks(environ: Mapping[str, str]) -> int:
-    """The tasks of this step on this node, from a list such as ``2(x3),1``."""
+    """Parse this node's tasks from a list such as ``2(x3),1``."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = _read_text(environ, name)
     counts: list[int] = []
